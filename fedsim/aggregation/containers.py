@@ -201,7 +201,7 @@ def _tensor(value: Any, place: str) -> Tensor:
 def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> Entries:
     """Return the tensors of an update by key path.
 
-    `skip` is the number of leading dimensions that number updates: 1 for stacked updates, otherwise 0.
+    `skip` is the number of dimensions before the shape of an entry: 1 for stacked updates [n, ...], otherwise 0.
 
     Raises ExperimentError unless the update has the entries of `form`, with the same shapes.
     """

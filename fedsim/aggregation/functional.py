@@ -46,15 +46,15 @@ def aggregate(
         weights: weight of each update, [n], finite, >= 0 and not all zero, with any sum. None: equal weights.
             Rules that do not support weights raise an error.
         rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
-            pre-aggregators followed by a rule, such as `["nnm", "trimmed_mean"]`. A dict gives a stage its own
-            parameters: `[{"rule": "bucketing", "s": 3}, "krum"]`.
+            pre-aggregators followed by a rule, such as `["nnm", "trimmed_mean"]`. An element of the list may also be a
+            dict with its own parameters: `[{"rule": "bucketing", "s": 3}, "krum"]`.
         root: update computed on the server's own data (for fltrust), [d] or with the structure of one update.
         losses: loss of each worker (for qfedavg), [n].
         last: previous aggregate, where centered_clipping starts, [d] or with the structure of one update.
         seed: seed of random draws (for bucketing, dnc and signguard).
         nonfinite: how to treat updates that contain NaN or infinity: "error", "exclude" or "keep". Excluded updates
             count as Byzantine.
-        params: parameters by name. Every stage that has a parameter of this name receives the value.
+        params: parameters by name. The rule and each pre-aggregator receive the parameters that they have.
 
     Returns the aggregate with the structure, dtype and device of one update: [d] for a matrix [n, d].
 
@@ -155,7 +155,7 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
 def checked_weights(weights: Tensor | Sequence[float] | None, n: int, pipeline: Pipeline) -> Tensor | None:
     """Return weights as a float64 tensor [n] on the CPU.
 
-    Returns None if `weights` is None, or ones if the rule requires weights.
+    If `weights` is None, returns None, or ones if the rule requires weights.
 
     Raises ExperimentError if the weights are invalid or the rule does not support weights.
     """

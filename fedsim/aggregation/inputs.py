@@ -42,8 +42,8 @@ class AggregationInputs:
         local_lr: learning rate of the client algorithm, or None if it has none. 0.1 in `fedsim.aggregate`.
         excluded: number of rows that were excluded because they are not finite. Excluded rows count as Byzantine.
         gram: `Gram` of the updates if it has been computed before.
-        reduce: function that sums or maximizes a tensor over all processes, of which each has some columns of the
-            updates (see `Gram`).
+        reduce: function that returns the sum or the maximum of a tensor over all processes, if each process has only
+            some columns of the updates (see `Gram`).
         metrics: dict to which the pre-aggregators and the rule add numbers.
 
     >>> inputs = fedsim.aggregation.AggregationInputs(torch.tensor([[1.0], [3.0]]))

@@ -28,10 +28,11 @@ def resolve(
     Args:
         stages: a rule, or a list of pre-aggregators followed by a rule. Each is a name, "package.module:function", or
             a table with the key `rule` and parameters.
-        params: parameters by name. Every stage that has a parameter of this name receives the value.
+        params: parameters by name. The rule and each pre-aggregator receive the parameters that they have.
         place: table of the experiment that contains `params`, for error messages.
         beside: other keys of this table, for hints.
-        background: parameters that need not belong to any stage. A parameter of value zero keeps a stage's default.
+        background: further parameters by name, which no stage needs to have. A value of zero does not replace a stage's
+            default.
 
     Returns a list of (component, checked parameters), in which the rule is last.
 

@@ -116,9 +116,10 @@ class RuleStage(Component):
         return super().of(registration, params, columnwise=columnwise, linear=linear, f=params.get("f"))
 
     def __call__(self, value_of: Callable[[str], Any], f: int | None = None) -> Any:
-        """Call the rule or pre-aggregator with `value_of(name)` as the value of each input that it accepts.
+        """Call the rule or pre-aggregator, and return its result.
 
-        `f` replaces the parameter of this name unless it is None.
+        Each input that the function accepts gets the value `value_of(name)`. If `f` is given, it replaces the stage's
+        own parameter `f`.
         """
         inputs = {name: value_of(name) for name in self.accepts}
         return self.function(**inputs) if f is None else self.function(**inputs, f=f)

@@ -6,7 +6,7 @@ parameters are its configuration:
 
     honest       updates of the h honest workers in this round, [h, d], h >= 1. In a round without honest workers, an
                  attack that accepts `honest` is skipped, unless its attribute `needs_honest` is false. Then h may be 0
-    own_updates  updates that the Byzantine workers computed by training, [b, d]
+    own_updates  updates that the b Byzantine workers computed by training, [b, d]
     n_byzantine  number b of attackers in this round, >= 1
     rng          NumPy generator, seeded for this attack and round, for small numbers of draws
     draws        Draws, seeded for this attack and round, for random tensors of length d on the device of the updates
@@ -142,8 +142,8 @@ class AttackStrategy(Component):
         """Compute the updates that the Byzantine workers send.
 
         Args:
-            honest: updates of the honest workers, [h, d].
-            own_updates: updates that the Byzantine workers computed by training, [b, d].
+            honest: updates of the h honest workers, [h, d].
+            own_updates: updates that the b Byzantine workers computed by training, [b, d].
             seed: seed of random draws, together with `moment`.
             moment: (round,) or (round, step).
             last: aggregated update of the previous round, [d], or None.

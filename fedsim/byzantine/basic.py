@@ -19,7 +19,7 @@ def none(own_updates: Tensor) -> Tensor:
     """Return the attackers' own updates unchanged, so that the Byzantine workers follow the protocol.
 
     Args:
-        own_updates: updates that the Byzantine workers computed by training, [b, d].
+        own_updates: updates that the b Byzantine workers computed by training, [b, d].
 
     Returns `own_updates` [b, d]. Cost: none.
 
@@ -63,7 +63,7 @@ def gaussian(own_updates: Tensor, draws: Draws, *, std: NonNegativeFloat = 1.0) 
     """Return Gaussian noise N(0, std^2), drawn independently for each attacker (Blanchard et al. 2017).
 
     Args:
-        own_updates: updates that the Byzantine workers computed by training, [b, d], used only for the shape.
+        own_updates: updates that the b Byzantine workers computed by training, [b, d], used only for the shape.
         draws: draws the noise, which is the same for all dtypes and devices up to rounding.
         std: standard deviation, >= 0.
 
@@ -104,7 +104,7 @@ def free_rider(own_updates: Tensor, last: Tensor | None, *, what: Literal["zero"
     """Return an update that needs no training: zero, or the previous aggregated update (Lin et al. 2019).
 
     Args:
-        own_updates: updates that the Byzantine workers computed by training, [b, d], used only for the shape.
+        own_updates: updates that the b Byzantine workers computed by training, [b, d], used only for the shape.
         last: aggregated update of the previous round, [d]. None in the first round, in which zero is sent.
         what: "zero" or "last".
 

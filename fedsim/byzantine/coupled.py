@@ -34,12 +34,12 @@ def mimic(
         m <- (t m + mean_i x_i) / (t + 1)
         z <- t z + sum_i (x_i - m) <x_i - m, z>, divided by its norm
 
-    t counts the aggregations from 0, and z starts as a random direction. In every round, also during the warm-up, the
-    attackers copy the honest worker of the cohort with the largest absolute value of the sum of <z, x_i> over the
-    aggregations of the warm-up so far.
+    t counts the aggregations from 0, and z starts as a random direction. Each honest worker has a score: the absolute
+    value of the sum of <z, x_i> over the aggregations of the warm-up so far. In every round, also during the warm-up,
+    the attackers copy the honest worker of the cohort with the highest score.
 
     Args:
-        honest: updates of the honest workers, [h, d].
+        honest: updates of the h honest workers, [h, d].
         workers: IDs of the h honest workers.
         state: direction z [d], mean m [d], sums of <z, x_i> for workers 0 to w - 1 [w], and t.
         draws: draws the first direction.
@@ -100,13 +100,13 @@ def time_coupled(
     against the path of the model, which a rule without memory cannot detect.
 
     Args:
-        honest: updates of the honest workers, [h, d], h >= 2.
+        honest: updates of the h honest workers, [h, d], h >= 2.
         n_byzantine: number of attackers.
         state: sum s of the honest means in earlier rounds, [d].
         z: number of standard deviations, >= 0. None: the z of `alie`.
 
-    Returns the update [d] that all attackers send, and the next state. Raises ExperimentError as `alie` does. Cost: one
-    pass over the honest updates.
+    Returns the update [d] that all attackers send, and the next state. Raises ExperimentError if h < 2, or if z is None
+    and the z of `alie` is undefined. Cost: one pass over the honest updates.
 
     >>> fedsim.attack(torch.tensor([[1.0], [2.0], [3.0]]), 1, "time_coupled", z=2.0)
     tensor([[0.]])

@@ -94,7 +94,7 @@ def ipm(honest: Tensor, *, eps: NonNegativeFloat = 0.1) -> Tensor:
     """Return -eps times the mean of the honest updates (inner product manipulation, Xie et al. 2019).
 
     Args:
-        honest: updates of the honest workers, [h, d].
+        honest: updates of the h honest workers, [h, d].
         eps: magnitude of the factor, >= 0.
 
     Returns the update [d] that all attackers send. Cost: one pass over the honest updates.
@@ -111,11 +111,11 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
     """Return mean - g * dev with the largest g >= 0 that keeps the result near every honest update (min-max attack).
 
     The distance of the result from each honest update x_i must not exceed the distance that `bound` allows (Shejwalkar
-    and Houmansadr 2021). g is computed exactly: for every i, |x_i - mean + g dev|^2 equals the allowed squared distance
-    at two values of g, and g is the minimum over i of the larger one.
+    and Houmansadr 2021). g is computed exactly. For every i, |x_i - mean + g dev|^2 equals the allowed squared distance
+    at two values of g. The largest allowed g is the minimum over i of the larger value.
 
     Args:
-        honest: updates of the honest workers, [h, d].
+        honest: updates of the h honest workers, [h, d].
         dev: direction of the deviation: "unit" for mean / |mean|, "sign" for the signs of the mean, or "std" for the
             standard deviation of each coordinate. If the direction is zero, the result is the mean.
         bound: allowed distance. For each honest update, take its distance to the farthest other honest update. "max",
@@ -155,7 +155,7 @@ def min_sum(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
     update x_k. Hence g = |x_k - mean| / |dev| for the update x_k that `bound` chooses.
 
     Args:
-        honest: updates of the honest workers, [h, d].
+        honest: updates of the h honest workers, [h, d].
         dev: direction of the deviation: "unit" for mean / |mean|, "sign" for the signs of the mean, or "std" for the
             standard deviation of each coordinate. If the direction is zero, the result is the mean.
         bound: allowed sum. For each honest update, take its sum of squared distances to all honest updates. "max", as
@@ -196,20 +196,21 @@ def opt_alie(
     sign: Sign = -1,
     ddof: Ddof = 1,
 ) -> Tensor:
-    """Return the `alie` attack with its z tuned against the aggregation rule (after Shejwalkar and Houmansadr 2021).
+    """Return mean + sign z std (`alie`), with z tuned against the rule (after Shejwalkar and Houmansadr 2021).
 
-    z is the factor >= 0, of those tried by `line_search`, that moves the result of the rule farthest from the honest
-    mean.
+    mean and std are the mean and the standard deviation of each coordinate of the honest updates. z >= 0 is chosen by
+    `line_search`, so that the attack moves the result of the aggregation rule as far as possible from the honest mean.
 
     Args:
-        honest: updates of the honest workers, [h, d].
+        honest: updates of the h honest workers, [h, d].
         aggregate: function from the update [d] that all attackers send to the result [d] of the aggregation rule.
         evaluations: number of calls of the rule, >= 2.
         sign: direction of the deviation, -1 or 1.
         ddof: 0 or 1. The variance is a sum of squares divided by h - ddof.
 
-    Returns the update [d] that all attackers send. Raises ExperimentError unless h > ddof, or without `aggregate`.
-    Cost: two passes over the honest updates, and `evaluations` calls of the rule with [h + b, d].
+    Returns the update [d] that all attackers send. Raises ExperimentError unless h > ddof, or if `fedsim.attack` is
+    called without `aggregate`. Cost: two passes over the honest updates, and `evaluations` calls of the rule on the
+    updates [h + b, d] of h honest workers and b attackers.
 
     >>> honest = torch.tensor([[1.0], [2.0], [3.0]])
     >>> fedsim.attack(honest, 1, "opt_alie", aggregate=lambda rows: fedsim.aggregate(rows, rule="median"))
@@ -221,18 +222,19 @@ def opt_alie(
 
 @attack_strategy("opt_ipm")
 def opt_ipm(honest: Tensor, aggregate: Aggregate, *, evaluations: Evaluations = 16) -> Tensor:
-    """Return the `ipm` attack with its eps tuned against the aggregation rule (after Shejwalkar and Houmansadr 2021).
+    """Return -eps times the honest mean (`ipm`), with eps tuned against the rule (Shejwalkar and Houmansadr 2021).
 
-    eps is the factor >= 0, of those tried by `line_search`, that moves the result of the rule farthest from the honest
-    mean.
+    eps >= 0 is chosen by `line_search`, so that the attack moves the result of the aggregation rule as far as possible
+    from the mean of the honest updates.
 
     Args:
-        honest: updates of the honest workers, [h, d].
+        honest: updates of the h honest workers, [h, d].
         aggregate: function from the update [d] that all attackers send to the result [d] of the aggregation rule.
         evaluations: number of calls of the rule, >= 2.
 
-    Returns the update [d] that all attackers send. Raises ExperimentError without `aggregate`. Cost: one pass over the
-    honest updates, and `evaluations` calls of the rule with [h + b, d].
+    Returns the update [d] that all attackers send. Raises ExperimentError if `fedsim.attack` is called without
+    `aggregate`. Cost: one pass over the honest updates, and `evaluations` calls of the rule on the updates [h + b, d]
+    of h honest workers and b attackers.
 
     >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 1, "opt_ipm", aggregate=fedsim.aggregate, evaluations=4)
     tensor([[-8.]])

@@ -35,7 +35,7 @@ def attack(
             `own_updates`, `last` and the result have the same structure.
         n_byzantine: number b of Byzantine workers, >= 0.
         name: a registered attack, "package.module:function", or a function.
-        own_updates: updates that the Byzantine workers computed by training, [b, d]. None: copies of the honest
+        own_updates: updates that the b Byzantine workers computed by training, [b, d]. None: copies of the honest
             updates, in turn.
         last: aggregated update of the previous round (for free_rider), [d].
         aggregate: aggregation rule (for opt_alie and opt_ipm): a function from all updates [h + b, d], honest

@@ -50,8 +50,9 @@ class Backdoor:
     """Backdoor attack: Byzantine workers train on images with a patch and a fixed label (Bagdasaryan et al. 2020).
 
     The patch is a square in one corner of the image (Gu et al. 2017). The attackers send their updates multiplied by
-    gamma. gamma = n / b is model replacement: under the mean of n updates and a server learning rate of 1, b attackers
-    with equal updates replace the global model by their own model, apart from the contribution of the honest updates.
+    gamma. gamma = n / b is model replacement. With the mean of n updates and a server learning rate of 1, b attackers
+    with equal updates then replace the global model by their own model, apart from the contribution of the honest
+    updates.
 
     Args:
         size: side length of the patch in pixels.

@@ -45,7 +45,8 @@ class KeptState(ClientAlgorithm):
     """Wrapper that keeps each worker's optimizer state, such as its momentum, between rounds (`local.keep_state`).
 
     Args:
-        algorithm: client algorithm that has a state and defines only `start`, `step` and optionally `step_fused`.
+        algorithm: client algorithm that has an optimizer state, and defines only `start`, `step` and optionally
+            `step_fused`.
 
     Raises ExperimentError for other client algorithms.
 

@@ -79,9 +79,13 @@ class AdamW(Adam):
 
     Args:
         weight_decay: weight decay rate, >= 0.
-        lr, beta1, beta2, eps, amsgrad: as for `adam`.
+        lr: learning rate, >= 0.
+        beta1: decay rate of the mean of gradients, 0 <= beta1 < 1.
+        beta2: decay rate of the mean of squared gradients, 0 <= beta2 < 1.
+        eps: constant added to the denominator, > 0.
+        amsgrad: whether the maximum of all means of squared gradients so far replaces the mean (Reddi et al. 2018).
 
-    Cost: as for `adam`, on a row [d].
+    Cost: a few passes over the row [d], and four state tensors [d], five with amsgrad.
 
     >>> row = torch.tensor([1.0])
     >>> algorithm = fedsim.clients.AdamW(lr=0.1, weight_decay=1.0)

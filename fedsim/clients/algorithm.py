@@ -56,8 +56,8 @@ class WorkerRound:
     Attributes:
         received: server state that `send` returned when the workers received the global model: tensors [d] or [1], or
             [k, d] or [k, 1].
-        kept: worker state, which the workers keep between rounds, [..., w]. `finish` may change it, `start_round` must
-            not.
+        kept: worker state, which the workers keep between rounds: tensors by name, each [..., w] with any length w.
+            `finish` may change the state, `start_round` must not.
         facts: facts about the round, for each worker.
         rows: models of the workers, [d] or [k, d].
         full_gradient: mean gradient of all samples of each worker at the model that it received, [..., d]. None unless
@@ -121,8 +121,8 @@ class ClientAlgorithm:
         gradients_per_step: number of gradients that a local step computes for its batch, which determines the time of
             the step on the virtual clock. It is a property if it depends on parameters. Forward passes do not count.
 
-    The engine trains, keeps, sends and tests personal models as `personal_columns`, `personal_buffers`,
-    `personal_beside`, `starts_from_current` and the method `personal_rows` declare.
+    `personal_columns`, `personal_buffers`, `personal_beside`, `starts_from_current` and the method `personal_rows` tell
+    the engine how to train, keep, send and test personal models.
 
     Cost: each row in `worker_state` takes d numbers for each worker that has taken part.
 
@@ -141,7 +141,7 @@ class ClientAlgorithm:
 
     @property
     def setting(self) -> str:
-        """Setting, for error messages, because of which local steps are required. "" stands for `local.algorithm`."""
+        """The setting to blame in error messages if required local steps are missing. "" means `local.algorithm`."""
         return ""
 
     @property
@@ -177,7 +177,7 @@ class ClientAlgorithm:
         return self
 
     def buffers_kept(self, b: int) -> ColumnSpans:
-        """Return the columns, of the `b` columns of a buffer row, that each worker keeps for its personal model."""
+        """Return the columns of a buffer row [`b`] that each worker keeps for its personal model."""
         return ColumnSpans(((0, b),)) if self.personal_beside else self.personal_buffers
 
     def with_lr(self, lr: float) -> ClientAlgorithm:
@@ -185,7 +185,7 @@ class ClientAlgorithm:
         return replace(self, lr=lr)  # type: ignore[type-var]
 
     def worker_state(self, row: Tensor) -> State:
-        """Return the worker state before a worker's first round: tensors [w] by name.
+        """Return the worker state before a worker's first round: tensors by name, each [w] with any length w.
 
         `row` [d] is the initial global model, or the current one if the algorithm declares `starts_from_current`.
         """
@@ -199,7 +199,7 @@ class ClientAlgorithm:
         return {}
 
     def message(self, row: Tensor) -> State:
-        """Return zeros with the shapes [w] of the messages that a worker sends in addition to its update."""
+        """Return zeros by name, which give the shape [w] of each message that a worker sends besides its update."""
         return {}
 
     def send(self, server: State) -> State:
@@ -255,7 +255,7 @@ class ClientAlgorithm:
         """Return a term that is added to the loss of each sample, [..., batch].
 
         Args:
-            features: features of the samples in the workers' models, [..., batch, f] (see
+            features: the f features of each sample in the workers' models, [..., batch, f] (see
                 `fedsim.core.recorded_features`).
             at_points: features of the samples at each of the `feature_points`, without gradients.
         """
@@ -339,7 +339,7 @@ def exchanges(algorithm: ClientAlgorithm) -> bool:
 
 
 def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
-    """Whether an algorithm requires local steps between communications, unlike `sync = "gradients"`."""
+    """Whether an algorithm requires local steps between communications, so that `sync = "gradients"` is impossible."""
     row = torch.zeros(2)
     needs = (algorithm.uses_start_row, not algorithm.element_wise, algorithm.full_gradient, algorithm.has("correct"))
     state = algorithm.worker_state(row) and not algorithm.alters_gradients
@@ -347,7 +347,7 @@ def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
 
 
 def step_along(algorithm: ClientAlgorithm, rows: Tensor, gradients: Tensor | OuterProductGrad, state: State) -> None:
-    """Move `rows` by one step of a client algorithm, in place, along gradients [..., d] or their factors."""
+    """Move `rows` by one step of a client algorithm, in place. Gradients are [..., d] or an `OuterProductGrad`."""
     if isinstance(gradients, Tensor):
         algorithm.step(rows, gradients, state)
     else:

@@ -35,7 +35,7 @@ class FedDyn(LocalSGD):
 
     Args:
         alpha: strength of the regulariser, > 0. A small alpha requires accurate local solutions.
-        lr, momentum, weight_decay, nesterov: as for `sgd`.
+        lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`).
 
     Cost: one row [d] for each worker that has taken part, and one more pass over the row per step than `sgd`. The
     communication is that of `sgd`.
@@ -94,14 +94,15 @@ class FedNova(LocalSGD):
     K without momentum, A = (K - r (1 - r^K) / (1 - r)) / (1 - r) with momentum r, and K + r A with Nesterov momentum.
     If K is the same for all workers, FedNova equals FedAvg.
 
-    The weights p_k are those of the aggregation, for example the sample counts, or equal if the rule has no weights.
-    With weights by inverse probability, the aggregate is unbiased, but not its product with tau_eff, which is a ratio
-    of sums over the same cohort.
+    The weights p_k are those of the aggregation, for example the sample counts. If the rule has no weights, they are
+    equal. With weights by inverse probability, the aggregate is unbiased. Its product with tau_eff is biased, because
+    tau_eff is a ratio of sums over the same cohort.
 
     Args:
-        lr, momentum, weight_decay, nesterov: as for `sgd`. Weight decay counts as a part of the gradient.
+        lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`). Weight decay counts as part of the
+            gradient.
 
-    Cost: as for `sgd`, with one more state tensor [d]. Each worker sends two more numbers.
+    Cost: that of `sgd`, and one more state tensor [d]. Each worker sends two more numbers.
 
     >>> algorithm = fedsim.clients.FedNova(lr=0.1, momentum=0.5)
     >>> algorithm.normaliser(torch.tensor([1, 2, 3]))  # 1, 1 + 1.5, 1 + 1.5 + 1.75

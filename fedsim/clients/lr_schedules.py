@@ -133,7 +133,7 @@ def one_cycle(
 
 
 def _required(length: int | None, key: str) -> int:
-    """Return `length`, the length of a schedule. Raise ExperimentError, which requires the key `key`, if it is None."""
+    """Return the schedule's `length`. If it is None, raise ExperimentError, which recommends to set the key `key`."""
     if length is None:
         raise ExperimentError(f"{key}: is required, because the number of steps differs between rounds")
     return length

@@ -82,7 +82,7 @@ class PersonalSGD(LocalSGD):
 @client_algorithm("fedper")
 @dataclass(frozen=True)
 class FedPer(PersonalSGD):
-    """FedPer: SGD on all parameters, of which some are personal and stay with the worker (Arivazhagan et al. 2019).
+    """FedPer: SGD on all parameters, some of which are personal and stay with the worker (Arivazhagan et al. 2019).
 
     The server averages only the shared parameters. The global model's personal parameters keep their initial values, so
     the models to test are the workers' personal models. Buffers of layers with personal parameters, such as BatchNorm
@@ -90,9 +90,9 @@ class FedPer(PersonalSGD):
 
     Args:
         personal: shell-style patterns for the names of the personal parameters, such as `["fc2.*"]`.
-        lr, momentum, weight_decay, nesterov: as for `sgd`.
+        lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`).
 
-    Cost: as for `sgd`. Each worker that has taken part keeps its p personal parameters, [p].
+    Cost: that of `sgd`. Each worker that has taken part keeps its p personal parameters, [p].
 
     >>> algorithm = fedsim.clients.FedPer(personal=["fc2.*"]).for_model(fedsim.models.Net())
     >>> algorithm.personal_columns, algorithm.worker_state(torch.zeros(21840))["personal"].shape
@@ -130,9 +130,9 @@ class LGFedAvg(FedPer):
 
     Args:
         personal: shell-style patterns for the parameter names of the first layers, such as `["conv*"]`.
-        lr, momentum, weight_decay, nesterov: as for `sgd`.
+        lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`).
 
-    Cost: as for `sgd`. Each worker that has taken part keeps the p parameters of the first layers, [p].
+    Cost: that of `sgd`. Each worker that has taken part keeps the p parameters of the first layers, [p].
 
     >>> algorithm = fedsim.clients.LGFedAvg(personal=["conv*", "fc1.*"]).for_model(fedsim.models.Net())
     >>> algorithm.personal_columns
@@ -146,8 +146,9 @@ class FedRep(FedPer):
     """FedRep: SGD that trains first the personal and then the shared parameters in each round (Collins et al. 2021).
 
     A round begins with `head_epochs` or `head_steps` in which only the personal parameters move. In the rest of
-    `local.epochs` or `local.steps`, only the shared parameters move, which the server averages. Momentum and weight
-    decay do not move fixed parameters. Fine-tuning for an evaluation has the same order.
+    `local.epochs` or `local.steps`, only the shared parameters move, which the server averages. Parameters that do not
+    train in a phase stay constant: momentum and weight decay do not change them either. Fine-tuning before an
+    evaluation has the same two phases.
 
     In the paper the last layer (the head) is personal, and the other layers are trained for one epoch: for example
     `local.epochs = 11` with `head_epochs = 10`.
@@ -158,9 +159,10 @@ class FedRep(FedPer):
             default, half of the steps of a round (rounded down).
         head_steps: number of steps in a round that train the personal parameters, less than `local.steps`, if
             `local.steps` is set.
-        lr, momentum, weight_decay, nesterov: as for `sgd`.
+        lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`).
 
-    Cost: as for `fedper`, with a mask [d] and one or two more passes over the row.
+    Cost: that of `sgd`, a mask [d], and one more pass over the row per step (two with momentum). Each worker that has
+    taken part keeps its p personal parameters, [p].
 
     >>> algorithm = fedsim.clients.FedRep(personal=["fc2.*"], head_steps=2).for_model(fedsim.models.Net())
     >>> algorithm.personal_columns.width
@@ -213,9 +215,9 @@ class FedBN(PersonalSGD):
     personal too. In the paper only batch normalisation is personal.
 
     Args:
-        lr, momentum, weight_decay, nesterov: as for `sgd`.
+        lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`).
 
-    Cost: as for `sgd`. Each worker that has taken part keeps the p parameters of the normalisation layers, [p].
+    Cost: that of `sgd`. Each worker that has taken part keeps the p parameters of the normalisation layers, [p].
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     >>> fedsim.clients.FedBN(lr=0.1).for_model(model).personal_columns
@@ -242,9 +244,9 @@ class LocalOnly(PersonalSGD):
     parameters. Each worker also keeps all buffers of its model, such as BatchNorm statistics.
 
     Args:
-        lr, momentum, weight_decay, nesterov: as for `sgd`.
+        lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`).
 
-    Cost: as for `sgd`. Each worker that has taken part keeps its model, [d].
+    Cost: that of `sgd`. Each worker that has taken part keeps its model, [d].
 
     >>> fedsim.clients.LocalOnly(lr=0.1).for_model(torch.nn.Linear(3, 2)).personal_columns
     ColumnSpans(spans=((0, 8),))

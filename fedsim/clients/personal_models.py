@@ -30,7 +30,8 @@ class APFL(LocalSGD):
         alpha: fraction of v in the mixture, 0 <= alpha <= 1. With 0, x moves as under `sgd` and v does not move.
         adaptive: whether each worker learns its own alpha, which starts at `alpha`. Each step moves it along its
             gradient, alpha -= lr <v - x, gradient at u>, and clips it to [0, 1].
-        lr, momentum, weight_decay, nesterov, dampening: as for `sgd`. Of these, only lr also applies to v and alpha.
+        lr, momentum, weight_decay, nesterov, dampening: parameters of SGD (see `sgd`). Of these parameters, only lr
+            also applies to v and alpha.
 
     Cost: two gradients per step, one state tensor [d], and v [d] for each worker that has taken part.
 
@@ -91,7 +92,8 @@ class Ditto(LocalSGD):
     Args:
         lam: the paper's lambda, >= 0. With 0, v is trained on the worker's samples alone.
         personal_steps: v takes part only in the first `personal_steps` steps of a round. None: in all steps.
-        lr, momentum, weight_decay, nesterov, dampening: as for `sgd`. Of these, only lr also applies to v.
+        lr, momentum, weight_decay, nesterov, dampening: parameters of SGD (see `sgd`). Of these parameters, only lr
+            also applies to v.
 
     Cost: two gradients per step, two state tensors [d] for v and w, and v [d] for each worker that has taken part.
 
@@ -149,10 +151,10 @@ class Ditto(LocalSGD):
 class PerFedAvg(ClientAlgorithm):
     """Per-FedAvg: model-agnostic meta-learning of the global model, in its first-order form (Fallah et al. 2020).
 
-    Two local steps, on two batches, are one step of the paper: x' = x - inner_lr (gradient at x), then
-    x -= lr (gradient at x'). If a round has an odd number of local steps, the last one is ignored. Workers keep no
-    personal model: it is x', one step away from the global model. Testing workers after training with an odd number of
-    local steps tests x'. The training loss is the mean over both batches.
+    Two local steps, on two batches, are one step of the paper: x' = x - inner_lr (gradient at x), then x -= lr
+    (gradient at x'). If a round has an odd number of local steps, the last one is ignored. Workers keep no personal
+    model, because it is x', one step away from the global model. If workers are tested after an odd number of local
+    steps, x' is tested. The training loss is the mean over both batches.
 
     Args:
         lr: learning rate of x, >= 0.

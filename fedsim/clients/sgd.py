@@ -153,9 +153,9 @@ class FedProx(LocalSGD):
 
     Args:
         mu: strength of the proximal term, >= 0.
-        lr, momentum, weight_decay, nesterov, dampening: as for `sgd`.
+        lr, momentum, weight_decay, nesterov, dampening: parameters of SGD (see `sgd`).
 
-    Cost: as for `sgd`, with one more state tensor [d] and one more pass over the row per step.
+    Cost: that of `sgd`, with one more state tensor [d] and one more pass over the row per step.
 
     >>> row = torch.tensor([1.0])
     >>> algorithm = fedsim.clients.FedProx(lr=0.5, mu=1.0)
@@ -187,7 +187,7 @@ class FedSAM(LocalSGD):
     Args:
         rho: distance from x at which the gradient is computed, >= 0. With rho = 0, or where g is 0, steps are
             bit-identical to `sgd`.
-        lr, momentum, weight_decay, nesterov, dampening: as for `sgd`.
+        lr, momentum, weight_decay, nesterov, dampening: parameters of SGD (see `sgd`).
 
     Cost: two gradients per step, and a few passes over the row [d].
 
@@ -221,8 +221,9 @@ class Moon(LocalSGD):
 
         -log(exp(sim(z, z_global) / t) / (exp(sim(z, z_global) / t) + exp(sim(z, z_previous) / t)))
 
-    z are the features of the sample in the worker's model, z_global those in the global model that it received, and
-    z_previous those in its own model at the end of its previous round (in its first round, the initial global model).
+    z are the features of the sample in the worker's model, and z_global the features in the global model that the
+    worker received. z_previous are the features in the worker's model at the end of its previous round (in its first
+    round, in the initial global model).
 
     Features are the result of the model's `features`, a method or module that `forward` calls. A model without
     `features` uses the input of the last nn.Linear that `forward` calls. All three models are in training mode and use
@@ -231,9 +232,9 @@ class Moon(LocalSGD):
     Args:
         mu: weight of the contrastive loss, >= 0. The paper tries 0.1 to 10.
         temperature: temperature t, > 0.
-        lr, momentum, weight_decay, nesterov: as for `sgd`.
+        lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`).
 
-    Cost: as for `sgd`, with two more forward passes per step and two state tensors [d]. Each worker that has taken part
+    Cost: that of `sgd`, two more forward passes per step, and two state tensors [d]. Each worker that has taken part
     keeps its last model, [d].
 
     >>> algorithm = fedsim.clients.Moon(mu=1.0)

@@ -46,12 +46,12 @@ Signatures = dict[str, inspect.Signature]
 
 
 def _signatures(kind: str) -> Signatures:
-    """Return the parameters of all components of a kind by name."""
+    """Return a dict from the name of each component of a kind to its parameters."""
     return {registration.name: _configuration(registration) for registration in registry_of(kind)}
 
 
 def partitions() -> Signatures:
-    """Return the parameters of all partition strategies by name.
+    """Return a dict from the name of each partition strategy to its parameters.
 
     >>> "alpha" in partitions()["dirichlet"].parameters
     True
@@ -60,7 +60,7 @@ def partitions() -> Signatures:
 
 
 def attacks() -> Signatures:
-    """Return the parameters of all attacks by name.
+    """Return a dict from the name of each attack to its parameters.
 
     >>> "sign_flipping" in attacks()
     True
@@ -69,7 +69,7 @@ def attacks() -> Signatures:
 
 
 def rules() -> Signatures:
-    """Return the parameters of all aggregation rules by name.
+    """Return a dict from the name of each aggregation rule to its parameters.
 
     >>> "f" in rules()["krum"].parameters
     True
@@ -78,7 +78,7 @@ def rules() -> Signatures:
 
 
 def pre_aggregators() -> Signatures:
-    """Return the parameters of all pre-aggregators by name.
+    """Return a dict from the name of each pre-aggregator to its parameters.
 
     >>> "nnm" in pre_aggregators()
     True
@@ -87,7 +87,7 @@ def pre_aggregators() -> Signatures:
 
 
 def processors() -> Signatures:
-    """Return the parameters of all processors of updates by name.
+    """Return a dict from the name of each processor of updates to its parameters.
 
     >>> "max_norm" in processors()["clip"].parameters
     True
@@ -96,7 +96,7 @@ def processors() -> Signatures:
 
 
 def server_optimizers() -> Signatures:
-    """Return the parameters of all server optimizers by name.
+    """Return a dict from the name of each server optimizer to its parameters.
 
     >>> "lr" in server_optimizers()["adam"].parameters
     True
@@ -105,7 +105,7 @@ def server_optimizers() -> Signatures:
 
 
 def policies() -> Signatures:
-    """Return the parameters of all asynchronous policies by name.
+    """Return a dict from the name of each asynchronous policy to its parameters.
 
     >>> "fedbuff" in policies()
     True
@@ -114,7 +114,7 @@ def policies() -> Signatures:
 
 
 def slowdowns() -> Signatures:
-    """Return the parameters of all slowdown distributions of the virtual clock by name.
+    """Return a dict from the name of each slowdown distribution of the virtual clock to its parameters.
 
     >>> "equal" in slowdowns()
     True
@@ -123,7 +123,7 @@ def slowdowns() -> Signatures:
 
 
 def noises() -> Signatures:
-    """Return the parameters of all noise distributions of the virtual clock by name.
+    """Return a dict from the name of each noise distribution of the virtual clock to its parameters.
 
     >>> "sigma" in noises()["lognormal"].parameters
     True
@@ -194,8 +194,8 @@ def list_module(path: Path, columns: int | None = None) -> str:
 def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
     """Return the parameters and docstrings, as text, of all components with this name or at this import path.
 
-    `kinds` are names that the error for an unknown `name` may suggest too. Raises ExperimentError if the component does
-    not exist or cannot be imported.
+    `kinds` are names of kinds, such as `rules`, which the error for an unknown `name` may suggest as well. Raises
+    ExperimentError if the component does not exist or cannot be imported.
     """
     prefix, _, member = name.partition(":")
     families = [kind for kind in COMPONENTS if member and prefix in registry_of(kind).families]
@@ -243,7 +243,7 @@ def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
 
 
 def _parameter_lines(registration: Registration) -> list[str]:
-    """Return a line of text for each parameter, `name = default`, and a line for the traits of the component."""
+    """Return one line `name = default` for each parameter of a component, and the line of `trait_line`, if any."""
     lines = []
     for name, field in registration.parameters.model_fields.items():
         default = "unset" if field.default is None else show(field.default)
@@ -252,7 +252,11 @@ def _parameter_lines(registration: Registration) -> list[str]:
 
 
 def trait_line(target: Any) -> str | None:
-    """Return how many gradients a client algorithm computes, or whether rows of a model are stacked; else None."""
+    """Return one line about a property of a component, or None if there is nothing to say.
+
+    For a client algorithm, the line is the number of gradients that it computes, such as `gradients per step: 2`. For a
+    model, the line says how the engine `batched` stacks its rows.
+    """
     if hasattr(target, "full_gradient"):
         algorithm = object.__new__(target)  # class attributes are the defaults
         full = ", and a full gradient per round" * algorithm.full_gradient

@@ -212,12 +212,12 @@ class Experiment(Table):
 
     @cached_property
     def needs_rows(self) -> str | None:
-        """Setting for which ranks must exchange the gradient of each worker, or None if they may average gradients."""
+        """Setting that requires ranks to exchange each worker's gradient, or None if averaged gradients are enough."""
         return what_needs_rows(self)
 
     @property
     def gradient_hook(self) -> CommunicationHook | None:
-        """Hook that averages the gradients of the ranks, or None if the rule needs the rows of single workers."""
+        """Hook that averages the gradients of the ranks, or None if the rule needs each worker's gradient."""
         ranks = engine.get(self.engine).target.traits.ranks
         averages = ranks and self.rounds_of_gradients > 0 and self.needs_rows is None
         return self.distributed.hook.component if averages else None
@@ -292,7 +292,10 @@ def count_workers(tables: Mapping[str, Any]) -> int | None:
 
 
 def _without_unset(value: Any) -> Any:
-    """Return nested tables without keys whose value is None, also in tables in lists, which `exclude_none` skips."""
+    """Return nested tables without keys whose value is None.
+
+    Tables in lists are included, unlike with pydantic's `exclude_none`.
+    """
     if isinstance(value, dict):
         return {key: _without_unset(item) for key, item in value.items() if item is not None}
     return [_without_unset(item) for item in value] if isinstance(value, list) else value

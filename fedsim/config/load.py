@@ -28,7 +28,8 @@ def load_experiment(
 ) -> Experiment:
     """Load an experiment, apply changes, and check the result.
 
-    A default name in `source`, as in saved experiments, is replaced by the default name of the changed experiment.
+    If the experiment in `source` has a default name, as saved experiments may have, the changed experiment gets a new
+    default name.
 
     Args:
         source: an Experiment, tables (keys may be dotted: {"local.lr": 0.1}), the path of a TOML or YAML file, the name

@@ -58,7 +58,7 @@ def matching(pattern: str, requirement: str) -> AfterValidator:
 
 
 class Task(ComponentTable):
-    """The learning task, which defines the loss and the correct answers in training and tests.
+    """The learning task, which defines the loss and the correct predictions in training and tests.
 
     A loss function or loss module, such as `torch.nn.functional:mse_loss`, is a task without accuracy.
     """
@@ -116,7 +116,7 @@ class EvaluationMetric(ComponentTable):
 class LoRA(Table):
     """Low-rank adapters: linear layers of the model are frozen, and a low-rank term that is added to each is trained.
 
-    Hu et al. 2022. All other parameters are frozen too, except those that match `local.train`.
+    All other parameters are frozen too, except those that match `local.train`. Hu et al. 2022.
     """
 
     rank: Count = 0
@@ -518,7 +518,7 @@ class Race(Table):
 
 
 class WorkerEvaluation(Table):
-    """Tests of single workers on their own test samples, which need `data.local_test_fraction`."""
+    """Tests of individual workers on their own test samples, which need `data.local_test_fraction`."""
 
     every: Amount = 10
     """Number of rounds between two tests. The last round is also tested."""

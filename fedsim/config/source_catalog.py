@@ -122,8 +122,8 @@ def keys_called(name: str) -> list[str]:
 def keys_of_tables(tables: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the dotted keys that end with each key, for hints: {"lr": ["local.lr", "server.lr"], ...}.
 
-    The dotted keys of a parameter are those of the components that the experiment `tables` selects, or, if none of them
-    has this parameter, those of all other components.
+    For a parameter, these are the dotted keys in the components that the experiment `tables` selects. If no selected
+    component has this parameter, they are the dotted keys in all other components.
     """
     with_these: dict[str, list[str]] = {}
     with_others: dict[str, list[str]] = {}
@@ -169,7 +169,10 @@ def _body(path: Path) -> list[ast.stmt]:
 
 
 def _registry(kind: str) -> str:
-    """Return the variable name of the registry for this kind, which is also its decorator, such as `rule`."""
+    """Return the name of the variable that holds this kind's registry, such as `rule`.
+
+    The registry is also the decorator that registers a component, as in `@rule("krum")`.
+    """
     return COMPONENTS[kind][1].partition(":")[2]
 
 

@@ -159,7 +159,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def what_needs_rows(experiment: Experiment) -> str | None:
-    """Return the setting for which ranks must exchange each worker's gradient, or None if averaging is enough."""
+    """Return the setting that requires ranks to exchange each worker's gradient, or None if averaging is enough."""
     local, aggregate, rule = experiment.local, experiment.aggregate, experiment.rule
     settings = {
         f"aggregate.rule = {show(rule.name)}": not rule.linear_by_weights,
@@ -176,7 +176,7 @@ def what_needs_rows(experiment: Experiment) -> str | None:
 
 
 def _client_setting(experiment: Experiment) -> str:
-    """Return the setting, as text for error messages, because of which workers do more than plain gradient steps."""
+    """Return the setting that makes workers do more than plain gradient steps, as text for error messages."""
     return experiment.local.component.setting or experiment.local.setting
 
 
@@ -290,7 +290,8 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
 def _checks_of_schedules(experiment: Experiment) -> Iterator[Callable[[], object]]:
     """Yield functions without arguments, one for each learning-rate schedule.
 
-    Each raises ExperimentError unless the component whose learning rate changes accepts the first learning rate.
+    Each function raises ExperimentError unless the component whose learning rate changes accepts the first learning
+    rate of the schedule.
     """
     local, server = experiment.local, experiment.server
 

@@ -29,7 +29,7 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
     def model_copy(self, **options: Any) -> Self:
-        """Return a copy without cached properties, which may depend on updated fields. See `BaseModel.model_copy`."""
+        """Return a copy as `BaseModel.model_copy`, without cached properties, which may depend on updated fields."""
         copied = super().model_copy(**options)
         for name in copied.__dict__.keys() - type(copied).model_fields.keys():
             del copied.__dict__[name]

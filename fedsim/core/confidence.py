@@ -44,8 +44,8 @@ class Estimate:
     def spread(self, decimals: int = 4, *, sign: bool = False) -> str:
         """Format the confidence interval without the mean, such as `± 0.0031`.
 
-        If there are two values, both are listed instead, because their interval is wide. For a single value, the text
-        is empty.
+        For two values, both values are listed instead, because the interval would be very wide. For a single value, the
+        text is empty.
         """
         if self.n == 2:
             return f"({', '.join(fixed(value, decimals, sign=sign) for value in self.values)})"
@@ -142,7 +142,7 @@ def chi_square_tail(x: float, degrees_of_freedom: int) -> float:
 
 
 def f_tail(x: float, numerator: int, denominator: int) -> float:
-    """Return the probability that an F-distributed variable with these degrees of freedom exceeds x >= 0.
+    """Return the probability that a variable exceeds x >= 0 if it has the distribution F(`numerator`, `denominator`).
 
     >>> round(f_tail(4.2565, 2, 9), 4)
     0.05

@@ -43,7 +43,7 @@ class UntrustedSource:
 
     Attributes:
         file: the experiment file that is being read.
-        trusted: strings that the user passed in addition to the file, which may be imported.
+        trusted: strings that the user passed in addition to the file. They may name any module.
     """
 
     file: Path

@@ -56,10 +56,10 @@ class LearningTask(Protocol):
 
         check_targets(targets)     Raise DataError if the task cannot use the targets. It is called before the model is
                                    tried.
-        correct(outputs, targets)  Return a Boolean tensor that marks the correct answers. A task without this method
-                                   has no accuracy, and runs are compared by test loss.
-        counts(targets)            Return the number of answers per sample [batch]. Mean losses weight samples by this
-                                   number. Without this method, each sample has one answer.
+        correct(outputs, targets)  Return a Boolean tensor that marks the correct predictions. Without this method, a
+                                   task has no accuracy, and runs are compared by test loss.
+        counts(targets)            Return the number of predictions per sample [batch]. Mean losses weight samples by
+                                   this number. Without this method, there is one prediction per sample.
     """
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
@@ -82,7 +82,7 @@ def correct_of(task: LearningTask) -> Correct | None:
 
 
 def counts_of(task: LearningTask) -> Counts | None:
-    """Return the method `counts` of a task, or None if each sample has one answer."""
+    """Return the method `counts` of a task, or None if there is one prediction per sample."""
     return getattr(task, "counts", None)
 
 
@@ -241,7 +241,7 @@ def regression(
 
     Args:
         loss: "mse" is x^2 for an error x, "l1" is |x|, and "huber" is x^2 / 2 if |x| <= delta, otherwise
-            delta (|x| - delta / 2) (Huber 1964). As in `torch.nn.functional`.
+            delta (|x| - delta / 2) (Huber 1964). The definitions are those of `torch.nn.functional`.
         delta: threshold for "huber", > 0.
 
     >>> task = fedsim.core.learning_task.regression(loss="huber", delta=1.0)
@@ -263,7 +263,8 @@ class NextToken:
     its number of samples, as for all tasks. Cost: a few passes over the outputs.
 
     Args:
-        ignore: target value that does not count, such as padding. A batch without other targets has loss 0.
+        ignore: target value that does not count, such as padding. If all targets of a batch have this value, its loss
+            is 0.
 
     >>> task = fedsim.core.learning_task.NextToken()
     >>> outputs, targets = torch.zeros(1, 3, 4), torch.tensor([[0, 3, -100]])

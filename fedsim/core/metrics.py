@@ -64,7 +64,10 @@ class OutputMetric(Component):
     def of(
         cls, registration: Registration, params: dict[str, Any], *, label: str | None = None, **settings: Any
     ) -> OutputMetric:
-        """Create the metric from validated parameters. The default label is its name. `settings` are not used."""
+        """Create the metric from validated parameters.
+
+        The default of `label` is the metric's name. `settings` are ignored.
+        """
         return super().of(
             registration,
             params,
@@ -154,12 +157,13 @@ def macro_f1(outputs: Tensor, targets: Tensor, *, ignore: int = -100) -> Tensor:
 
 @metric("auroc", higher_is_better=True)
 def auroc(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Area under the ROC curve of logits of label 1: the probability that they rank a sample of label 1 above one of 0.
+    """Return the area under the ROC curve (AUROC) of the logits of label 1.
 
-    Equal outputs count half. The value is 0.5 if all labels are equal (Hanley and McNeil 1982).
+    The area is the probability that a random sample of label 1 has a larger logit than a random sample of label 0
+    (Hanley and McNeil 1982). Pairs with equal logits count half. If all labels are equal, the value is 0.5.
 
     Args:
-        outputs: [n] or [n, 1].
+        outputs: logits of label 1, [n] or [n, 1].
         targets: labels 0 and 1, [n].
 
     >>> fedsim.core.metrics.auroc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))

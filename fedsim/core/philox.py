@@ -31,7 +31,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Stream(NamedTuple):
-    """One or several streams of random words (32-bit integers). All fields broadcast against each other.
+    """One or several streams of random words (32-bit integers). All attributes broadcast against each other.
 
     Streams with different (key, step, layer) are independent.
 
@@ -48,7 +48,8 @@ class Stream(NamedTuple):
 def blocks(counter: Words, keys: Tensor) -> Words:
     """Return the four random words, int64 from 0 to 2^32 - 1, of each block of the generator Philox4x32.
 
-    `counter` are the four 32-bit words of each block's position. They and the 64-bit keys broadcast against each other.
+    `counter` is the number of each block, as four 32-bit words. The four tensors and the 64-bit `keys` broadcast
+    against each other.
     """
     c0, c1, c2, c3 = counter
     low, high = keys & MASK, (keys >> 32) & MASK
@@ -63,7 +64,8 @@ def blocks(counter: Words, keys: Tensor) -> Words:
 def words(stream: Stream, count: int) -> Tensor:
     """Return the first `count` random 32-bit words of each stream, int64 [..., count], on the device of the keys.
 
-    A larger `count` continues the same words. Cost: about 5 ns per word on one CPU core, about 100 kernels on a GPU.
+    A larger `count` gives the same words, followed by more. Cost: about 5 ns per word on one CPU core, about 100
+    kernels on a GPU.
     """
     return converted(stream, count, lambda words: words)[..., :count]
 
@@ -71,7 +73,7 @@ def words(stream: Stream, count: int) -> Tensor:
 def converted(stream: Stream, count: int, convert: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the numbers that `convert` computes from the first random words of each stream.
 
-    The words are converted in parts, so that those of a long stream are never all in memory.
+    The words are converted in parts, so that the words of a long stream are never in memory all at once.
 
     Args:
         stream: one or several streams.
@@ -87,7 +89,8 @@ def bernoulli(stream: Stream, counts: Sequence[int], probabilities: Sequence[flo
     """Draw Booleans [..., count] that are true with the given probabilities: one tensor per count.
 
     The first tensor is drawn from `stream.layer`, and each further tensor from the next layer. A Boolean is true if its
-    word is below round(probability * 2^32), so the probabilities 0 and 1 are exact. No data is copied from the host.
+    word is below round(probability * 2^32), so the probabilities 0 and 1 are exact. Nothing is copied from the host to
+    the device.
     """
     sizes, device = [-(-count // 4) for count in counts], stream.keys.device
 
@@ -146,7 +149,9 @@ def to_keys(words: Tensor) -> Tensor:
 
 
 def permutations(stream: Stream, sizes: Tensor, longest: int) -> Tensor:
-    """Return a permutation of range(size) for each stream, followed by size..longest - 1: int64 [..., longest].
+    """Return a permutation of range(size) for each stream, int64 [..., longest].
+
+    After the permutation come the numbers from size to longest - 1, in order.
 
     `sizes` is int64 [...]. The numbers are sorted by random 63-bit keys. Cost: O(longest log longest) per stream.
     """

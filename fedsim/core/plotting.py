@@ -55,7 +55,10 @@ class FigureStyle:
             yield
 
     def describe(self, figure: Figure, title: str, remark: str, fontsize: str = "medium") -> None:
-        """Show `title` and `remark` above the figure if it has a title, and store both in its label, for a caption."""
+        """Show `title` and `remark` above the figure if `titled` is true.
+
+        Both texts are also stored in the figure's label, from which a caption can be made.
+        """
         figure.set_label(f"{title}. {remark}.".replace("\n", "; "))
         if self.titled:
             figure.suptitle(f"{title}\n{remark}", fontsize=fontsize, wrap=True)
@@ -113,7 +116,9 @@ def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
 
 
 def grid_shape(count: int, most: int) -> tuple[int, int]:
-    """Return rows and columns (at most `most`) of a nearly square grid for `count` panels with few empty cells.
+    """Return the number of rows and the number of columns (at most `most`) of a grid for `count` panels.
+
+    The grid is nearly square and has few empty cells.
 
     >>> [grid_shape(count, 5) for count in (1, 2, 3, 4, 5, 6, 7, 8)]
     [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 3), (2, 4), (2, 4)]

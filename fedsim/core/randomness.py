@@ -52,10 +52,13 @@ class Draws:
         draws = Draws.of(seed, "noise", round, worker, device="cuda")
         noise, mask = draws.normal(10, 784), draws.uniform(10) < 0.5
 
-    Each method call uses the next stream of random words, so two calls give independent numbers. The same calls in the
-    same order give the same numbers on every device and in every process, except for rounding in `normal`. The words
-    come from `fedsim.core.philox`, with the key of (seed, purpose, coordinates), the step, and the call number as
-    layer. No draw makes the host wait for the device.
+    Two calls give independent numbers, because each method call uses the next stream of random 32-bit words. The same
+    calls in the same order give the same numbers on every device and in every process, except for rounding in `normal`.
+    The host never waits for the device.
+
+    The words come from the counter-based generator `fedsim.core.philox`. Its key is a hash of (seed, purpose,
+    coordinates). The step and the number of the call (the argument `layer` of the stream) select one of the key's
+    streams. The step is 0 unless the source comes from the method `steps`.
     """
 
     def __init__(self, key: Tensor, step: int = 0, ahead: dict[int, tuple[int, Tensor]] | None = None) -> None:
@@ -77,10 +80,10 @@ class Draws:
         return moved
 
     def steps(self) -> Callable[[int], Draws]:
-        """Return a function from the number of a training step, >= 0, to a new source of random tensors for this step.
+        """Return a function that maps a step number, >= 0, to a new source of random tensors for this training step.
 
-        The numbers of a step do not depend on earlier steps. If a step draws few numbers, those of the next steps are
-        generated together with them, because generating many numbers takes little longer.
+        The numbers of a step do not depend on earlier steps. If a step draws few numbers, the numbers of the next steps
+        are generated at the same time, because generating many numbers takes little longer than generating few.
         """
         ahead: dict[int, tuple[int, Tensor]] = {}
         return lambda step: Draws(self._key, step, ahead)
@@ -94,7 +97,8 @@ class Draws:
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Draw standard normal numbers. Default dtype: PyTorch's default dtype.
 
-        float64 is computed in float64 from the same words, every other dtype in float32.
+        float64 numbers are computed in float64, and numbers of every other dtype in float32, from the same random
+        words.
         """
         dtype = dtype or torch.get_default_dtype()
         return self._drawn(math.prod(shape), lambda words: philox.to_normal(words, dtype), shape)
@@ -204,7 +208,7 @@ def preserve_random_state(device: torch.device) -> Iterator[None]:
 def seed_globally(generator: torch.Generator, device: torch.device) -> Iterator[None]:
     """Seed PyTorch's global generators of the CPU and of `device` from `generator`, and restore them after the block.
 
-    It is much faster than `torch.random.fork_rng` with `torch.manual_seed`, which seeds every backend.
+    This is much faster than `torch.random.fork_rng` with `torch.manual_seed`, which seeds every backend.
     """
     generators = {id(each): each for each in (torch.default_generator, _default_generator(device))}.values()
     states = [each.get_state() for each in generators]

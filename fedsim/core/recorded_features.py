@@ -18,7 +18,7 @@ class RecordedFeatures:
         self.tensors: list[Tensor] = []
 
     def of(self, samples: int) -> Tensor:
-        """Return the recorded features of a batch of `samples` samples, flattened to [samples, f].
+        """Return the recorded features of a batch, flattened to [samples, f]: f numbers for each of `samples` samples.
 
         Raises ExperimentError if no features were recorded, or if their first dimension is not `samples`.
         """

@@ -44,9 +44,10 @@ class Registration:
         kind: kind of component for error messages, such as `aggregation rule`.
         name: registered name or import path.
         target: function, class, or instance of a dataclass.
-        takes: inputs that the simulator passes. The value of each name says whether the input is required.
+        takes: inputs that the simulator passes to the component: a dict from name to whether the input is required.
         siblings: all registered components of the same kind.
-        imported: whether `name` is an import path or the name of an object, so that processes import it again.
+        imported: whether `name` is an import path or the name of an object. Each process then imports the component
+            itself.
     """
 
     kind: str
@@ -136,7 +137,7 @@ class Component:
     Attributes:
         function: function with its parameters, or instance of a dataclass.
         name: name of the component.
-        accepts: inputs of the component. The value of each name says whether the input is required.
+        accepts: inputs of the component: a dict from name to whether the input is required.
     """
 
     function: Callable[..., Any]
@@ -236,7 +237,8 @@ class Registry:
     def family(self, prefix: str) -> Callable[[Callable[[str], Any]], Any]:
         """Return a decorator that registers the components `prefix:NAME` of another library.
 
-        The decorated function returns the component for NAME. It raises LookupError, with a hint, if there is none.
+        The decorated function gets NAME and returns the component. If the component does not exist, the function raises
+        LookupError with a hint.
         """
 
         def register(make: Callable[[str], Any]) -> Callable[[str], Any]:

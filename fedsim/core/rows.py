@@ -100,7 +100,8 @@ class Layout:
     def bind(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> None:
         """Make the module's parameters views of `row` [d], and their `.grad` views of `grad_row` [d], without copies.
 
-        `backward` adds to `grad_row`, so the caller must set it to zero. A second call binds the module to other rows.
+        `backward` adds gradients to `grad_row`, so the caller must set `grad_row` to zero first. A second call binds
+        the module to other rows.
         """
         for row_or_grad in (row, grad_row):
             if row_or_grad.shape != (self.d,):

@@ -92,8 +92,8 @@ def _hint(
 
     Args:
         name: the name.
-        known: allowed names of which `name` is a synonym.
-        candidates: names that are suggested if they are similar, each with the texts to suggest.
+        known: allowed names that have `name` as a synonym.
+        candidates: correct names, each with the texts to suggest if `name` is similar to the correct name.
         allowed: all allowed names, which are listed if nothing is similar.
         may_be_component: whether to suggest the settings that select a component called `name`.
     """
@@ -170,7 +170,7 @@ def as_list(text: str) -> str:
 
 
 class Configurable(Protocol):
-    """Interface of a component, as far as error messages about its parameters need it."""
+    """Part of a component's interface that error messages about the component's parameters need."""
 
     @property
     def name(self) -> str: ...

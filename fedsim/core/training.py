@@ -35,8 +35,8 @@ class MetricSums(NamedTuple):
 
     Attributes:
         loss_sum: sum of the losses.
-        correct: number of correct answers, counted only by `test`.
-        samples: number of samples or, for tasks with several answers per sample, of answers.
+        correct: number of correct predictions, counted only by `test`.
+        samples: number of predictions: one per sample, or more in tasks such as next-token prediction.
     """
 
     loss_sum: Tensor
@@ -51,12 +51,12 @@ class MetricSums(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """The mean loss per sample or answer, NaN without samples."""
+        """The mean loss per prediction (in most tasks, per sample). NaN if there are no predictions."""
         return self.loss_sum.item() / int(self.samples) if self.samples else float("nan")
 
     @property
     def accuracy(self) -> float:
-        """The fraction of correct answers, NaN without samples."""
+        """The fraction of correct predictions. NaN if there are no predictions."""
         return self.correct.item() / int(self.samples) if self.samples else float("nan")
 
 
@@ -79,7 +79,7 @@ class Objective:
     def losses(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the losses [k, batch] of the samples in k batches, whose weighted sum is each batch's mean loss.
 
-        The mean loss of each batch is (losses * weights).sum(1), also for tasks with several answers per sample.
+        The mean loss of each batch is (losses * weights).sum(1), also for tasks with several predictions per sample.
 
         Args:
             outputs: model outputs of each batch, [k, batch, ...].
@@ -141,10 +141,13 @@ def test(
     """Compute the loss and the accuracy of `model` over all batches, and leave the model in evaluation mode.
 
     Args:
-        model, batches, loss: as in `train_epoch`.
-        correct: function of (outputs, targets) that returns a Boolean tensor of correct answers. None: count none.
-        counts: function of the targets that returns the number of answers per sample [batch]. `loss` is then a mean
-            over answers. None: each sample has one answer.
+        model: any module that maps inputs [batch, ...] to outputs.
+        batches: (inputs, targets) pairs on the model's device: a DataLoader, or `CustomSubset.batches(...)`.
+        loss: function of (outputs, targets) that returns the mean loss over the predictions of a batch.
+        correct: function of (outputs, targets) that returns a Boolean tensor, true for each correct prediction. None:
+            there is no accuracy.
+        counts: function of the targets that returns the number of predictions per sample [batch], such as the tokens of
+            a text. None: one prediction per sample.
 
     Returns MetricSums with the properties `loss` and `accuracy`.
     """

@@ -47,7 +47,7 @@ class ImageTransform(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Tensor]) -> ImageTransform:
-        """Return the function that a partition defines as its transform as an ImageTransform.
+        """Return an ImageTransform for `function`, which a partition defines as its transform.
 
         Raises ExperimentError if `function` has parameters other than images, draws and generator.
         """
@@ -101,9 +101,10 @@ def shift(images: Tensor, draws: Draws, *, pixels: PositiveInt = 2) -> Tensor:
 
 @augmentation("crop")
 def crop(images: Tensor, draws: Draws, *, padding: PositiveInt = 4) -> Tensor:
-    """Pad each image with zeros on all sides and cut out its own random window of the original size.
+    """Pad each image with zeros on all sides, and cut out a random window of the original size.
 
-    Zeros are the mean colour, because images are normalised. He et al. 2016, section 4.2, for CIFAR-10.
+    Zero is the mean colour, because images are normalised. He et al. 2016 (section 4.2) use this augmentation for
+    CIFAR-10.
 
     Args:
         images: [batch, channels, height, width].
@@ -120,9 +121,10 @@ def crop(images: Tensor, draws: Draws, *, padding: PositiveInt = 4) -> Tensor:
 
 @augmentation("cutout")
 def cutout(images: Tensor, draws: Draws, *, size: PositiveInt = 16) -> Tensor:
-    """Set a square of each image to zero, with its own random centre. DeVries and Taylor 2017.
+    """Set a square in each image to zero, at a random position. DeVries and Taylor 2017.
 
-    All pixels are equally likely centres, so part of a square can lie outside. Zero is the mean colour.
+    The centre of the square is drawn for each image. All pixels are equally likely, so part of a square can lie outside
+    the image. Zero is the mean colour.
 
     Args:
         images: [batch, channels, height, width].

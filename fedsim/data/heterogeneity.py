@@ -131,7 +131,7 @@ def draw_partition(counts: np.ndarray, title: str) -> bytes:
 
     With at most 30 workers and 20 classes, each worker is one stacked bar. Larger partitions are drawn as a heat map of
     the workers' label histograms (square-root colour scale from 0 to 1), with the workers' sizes above it. The title
-    contains the statistics computed by `heterogeneity`. Invalid counts raise the same errors as there.
+    contains the statistics computed by `heterogeneity`. Raises ExperimentError if a worker has no samples.
 
     >>> png = fedsim.draw_partition(np.array([[5, 0], [0, 3]]), "two workers")
     >>> png[1:4]

@@ -147,7 +147,11 @@ def dataset_split(
 
     Args:
         dataset: map-style data set of (input, target) samples.
-        n_workers, strategy, seed, ids, params: see `partition`.
+        n_workers: number of workers.
+        strategy: partition strategy: a registered name, "package.module:function", or a function.
+        seed: seed for all random draws.
+        ids: the owner of each sample, [n], for strategies that need owners (see `partition`).
+        params: parameters of the strategy.
         subset_transform: input transform for all workers (see `CustomSubset`). None: the transforms that the strategy
             defines, if any (as `feature_noise` does).
 

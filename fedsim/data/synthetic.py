@@ -28,11 +28,11 @@ def synthetic(
 ) -> tuple[TensorData, TensorData]:
     """Synthetic(alpha, beta): logistic models of 60 features and 10 classes that differ between users. Li et al. 2020.
 
-    As in the code of FedProx: user k has n_k = 50 + floor(L_k) samples, L_k ~ lognormal(4, 2). It has the model
-    W_k [60, 10], b_k [10] with entries ~ N(u_k, 1), u_k ~ N(0, alpha), and inputs x ~ N(v_k, Sigma) with
-    v_k ~ N(B_k, 1) per feature, B_k ~ N(0, beta), and the diagonal Sigma_jj = j^-1.2. The label is
-    argmax(x W_k + b_k). The first argument and the second argument of N are mean and standard deviation for u_k and
-    B_k, as in that code. With `iid`, all users share one W, b ~ N(0, 1) and v = 0.
+    The distributions are those in the code of FedProx. User k has n_k = 50 + floor(L_k) samples, where
+    L_k ~ lognormal(4, 2). The user's model is W_k [60, 10], b_k [10] with entries ~ N(u_k, 1), u_k ~ N(0, alpha). The
+    user's inputs are x ~ N(v_k, Sigma) with v_k ~ N(B_k, 1) per feature, B_k ~ N(0, beta), and the diagonal
+    Sigma_jj = j^-1.2. The label is argmax(x W_k + b_k). As in that code, the second argument of N is a standard
+    deviation for u_k and B_k. With `iid`, all users share one W, b ~ N(0, 1) and v = 0.
 
     A random 90 percent of each user's samples are training samples. The other samples are the test set.
 

@@ -32,9 +32,9 @@ class TensorData(Dataset):
         dtype: dtype of the normalised inputs.
         ids: owner of each sample, for the partition `natural`, such as {"writer": array [n]}. There may be several
             columns of owners. Empty: the owners are unknown.
-        rows: for samples that overlap, such as windows of a text, int64 [n]. Sample i is row rows[i] of `inputs` and
-            `targets`, which may be views of one small tensor. Targets may then be of any integer type. None: sample i
-            is row i.
+        rows: position of each sample in `inputs` and `targets`, int64 [n], for samples that overlap, such as windows of
+            a text. `inputs` and `targets` may then be views of one small tensor, and targets may be of any integer
+            type. None: sample i has position i.
 
     >>> data = fedsim.TensorData(torch.tensor([[0], [255]], dtype=torch.uint8), torch.tensor([0, 1]), scale=1 / 255)
     >>> data.gather(torch.tensor([1]))
@@ -85,12 +85,12 @@ class TensorData(Dataset):
 
     @property
     def classes(self) -> int:
-        """The highest class label or token plus one; 0 for floating-point targets."""
+        """The highest class label or token plus one, or 0 for floating-point targets."""
         return 0 if self.targets.is_floating_point() else int(self.sample_targets.max()) + 1
 
     @property
     def sample_targets(self) -> Tensor:
-        """The targets of all samples, [n, ...]. If the samples are `rows`, a copy in int64."""
+        """The targets of all samples, [n, ...]. If `rows` is set, they are copied and converted to int64."""
         return self.targets if self.rows is None else self.targets.index_select(0, self.rows).long()
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
@@ -137,20 +137,20 @@ class TensorData(Dataset):
 
     @property
     def normalisation(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of pixels: samples * deviation + mean is in [0, 1] for uint8 images."""
+        """Mean and standard deviation of the pixels. For uint8 images, samples * deviation + mean is in [0, 1]."""
         scale, shift = self._scale_and_shift
         deviation = 1 / (scale * (255 if self.inputs.dtype == torch.uint8 else 1))
         return -shift * deviation, deviation
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TensorData:
-        """Return the data set on `device`, with floating-point inputs and targets in `dtype`; integers are kept."""
+        """Return the data set on `device`, with floating-point values in `dtype`. Integers are unchanged."""
         targets = _moved(self.targets, device).to(dtype if self.targets.is_floating_point() else self.targets.dtype)
         dtype = dtype if self.dtype.is_floating_point else self.dtype
         rows = None if self.rows is None else self.rows.to(device)
         return replace(self, inputs=_moved(self.inputs, device), targets=targets, dtype=dtype, rows=rows)
 
     def take(self, positions: np.ndarray) -> TensorData:
-        """Return a new TensorData with copies of the samples at `positions`. Samples that are `rows` are not copied."""
+        """Return a new TensorData of the samples at `positions`. If `rows` is set, only `rows` is copied."""
         index = torch.from_numpy(positions).to(self.inputs.device)
         ids = {name: column[positions] for name, column in self.ids.items()}
         if self.rows is not None:
@@ -165,7 +165,7 @@ class TensorData(Dataset):
 
 
 def compact(values: Tensor) -> Tensor:
-    """Return the elements [m] under an overlapping view, such as windows of a text. Return other values unchanged."""
+    """Return the underlying elements [m] if `values` overlap, as windows of a text do. Otherwise return `values`."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
     return values if elements >= values.numel() else values.as_strided((elements,), (1,))
 
@@ -202,8 +202,8 @@ def as_tensor_data(data: Any) -> TensorData:
     arrays of equal shape: integers become int64, and floating-point targets are unchanged. The data set's attribute
     `ids` is kept.
 
-    Raises DataError if `data` has no length or index (such as a DataLoader) or is a data frame, if a sample is not an
-    (input, target) pair, or if an input or target is not numeric or differs in shape from the first one.
+    Raises DataError if `data` is a data frame, or has no length or index (such as a DataLoader). Raises DataError also
+    if a sample is not an (input, target) pair, or if inputs or targets are not numeric or differ in shape.
 
     >>> fedsim.data.as_tensor_data([(torch.zeros(3), 1), (torch.ones(3), 0)]).targets
     tensor([1, 0])

@@ -20,7 +20,7 @@ model = Registry("model", traits=("stacked",))
 
 
 def norm_layer(norm: Norm, channels: int) -> nn.Module:
-    """Return the normalisation of images [batch, channels, height, width].
+    """Return a normalisation layer for images [batch, channels, height, width].
 
     "group" is GroupNorm with 16 channels per group (Wu & He 2018, table 3). If 16 does not divide `channels`, a group
     has as many channels as the largest power of two that does.

@@ -89,7 +89,7 @@ def mlp(
 
     Args:
         inputs: number of values per sample. Inputs [batch, ...] are flattened.
-        hidden: width of each hidden layer; an empty list gives a linear model.
+        hidden: width of each hidden layer. An empty list gives a linear model.
         classes: number of classes.
 
     >>> fedsim.models.mlp(inputs=12, hidden=(32, 16))(torch.zeros(3, 12)).shape

@@ -12,7 +12,7 @@ from fedsim.models.base import Norm, model, norm_layer
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions, each with a normalisation, that are added to their input.
+    """Two 3x3 convolutions, each followed by a normalisation, whose output is added to the block's input.
 
     The parameter-free shortcut (option A of He et al. 2016) takes every `stride`-th pixel and adds channels of zeros.
     """
@@ -39,7 +39,7 @@ def _convolution(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Conv2
 
 
 def _resnet(blocks: int, channels: int, classes: int, norm: Norm) -> nn.Module:
-    """Return the network of depth 6 `blocks` + 2."""
+    """Return the residual network with 6 `blocks` + 2 layers."""
     layers: list[Any] = [_convolution(channels, 16, 1, norm), norm_layer(norm, 16), nn.ReLU()]
     width = 16
     for outputs in (16, 32, 64):
@@ -59,9 +59,9 @@ def resnet20(*, channels: PositiveInt = 3, classes: PositiveInt = 10, norm: Norm
     Args:
         channels: number of channels of the images [batch, channels, 32, 32].
         classes: number of classes.
-        norm: "batch" for BatchNorm; "group" for GroupNorm with 16 channels per group (Wu & He 2018), which has no
-            buffers; "none" for convolutions with biases and no normalisation. The engine batched merges the batches of
-            all rows for the last two.
+        norm: "batch" for BatchNorm. "group" for GroupNorm with 16 channels per group (Wu & He 2018), which has no
+            buffers. "none" for convolutions with biases and no normalisation. With "group" and "none", the engine
+            `batched` merges the batches of all rows.
 
     >>> fedsim.models.resnet20(norm="group")(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
@@ -74,7 +74,9 @@ def resnet32(*, channels: PositiveInt = 3, classes: PositiveInt = 10, norm: Norm
     """`resnet20` with 32 layers (464,154 parameters).
 
     Args:
-        channels, classes, norm: as for `resnet20`.
+        channels: number of channels of the images [batch, channels, 32, 32].
+        classes: number of classes.
+        norm: "batch", "group" or "none" (see `resnet20`).
 
     >>> fedsim.models.resnet32()(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
@@ -87,7 +89,9 @@ def resnet56(*, channels: PositiveInt = 3, classes: PositiveInt = 10, norm: Norm
     """`resnet20` with 56 layers (853,018 parameters).
 
     Args:
-        channels, classes, norm: as for `resnet20`.
+        channels: number of channels of the images [batch, channels, 32, 32].
+        classes: number of classes.
+        norm: "batch", "group" or "none" (see `resnet20`).
 
     >>> fedsim.models.resnet56()(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])

@@ -14,8 +14,9 @@ from fedsim.models.base import Probability, model
 class LSTM(nn.Module):
     """LSTM layers that start in a state of zeros: x [batch, length, inputs] -> [batch, length, hidden].
 
-    They compute what `torch.nn.LSTM` computes with `batch_first` if its biases `bias_hh` are zero. That module keeps a
-    second list of its parameters, which hides the parameters of a stack of rows; this one passes them in each call.
+    The layers compute what `torch.nn.LSTM` computes with `batch_first` and biases `bias_hh` of zero. `torch.nn.LSTM`
+    keeps a second list of its parameters, so it would not use the parameters of a stack of rows. This module passes its
+    parameters in each call.
     """
 
     def __init__(self, inputs: int, hidden: int, layers: int) -> None:
@@ -83,7 +84,7 @@ class CharLSTM(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Causal self-attention and a perceptron, each behind a LayerNorm and added to its input [batch, length, width]."""
+    """Causal self-attention, then a perceptron, each with a LayerNorm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

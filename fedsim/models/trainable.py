@@ -72,8 +72,8 @@ def train_only(module: nn.Module, patterns: Sequence[str]) -> None:
 def share_frozen(module: nn.Module, shared: dict[str, nn.Parameter]) -> None:
     """Let models share their frozen parameters, so that each exists only once in a process.
 
-    The frozen parameters of `module` are replaced by those of the same name in `shared`. Those that `shared` lacks are
-    added to it.
+    Each frozen parameter of `module` is replaced by the parameter of the same name in `shared`. If `shared` has no such
+    parameter, the parameter is added to `shared`.
     """
     replaced = {p: shared.setdefault(name, p) for name, p in module.named_parameters() if not p.requires_grad}
     for part in module.modules():

@@ -214,9 +214,9 @@ def by_size(n_workers: int, size: int, rng: np.random.Generator, samples: np.nda
 
     Worker k with n_k of all n samples is chosen with probability exactly size n_k / n. If this exceeds 1 for some
     workers, they are always chosen, and the other probabilities are increased so that their sum is `size`. The method
-    is systematic sampling in random order (Madow 1949): intervals with the lengths of the probabilities are laid end to
-    end in a random order of the workers, and the chosen workers are those whose intervals contain u, u + 1, ...,
-    u + size - 1, where u is uniform in [0, 1).
+    is systematic sampling in random order (Madow 1949). Each worker has an interval whose length is its probability.
+    The intervals are laid end to end in a random order of the workers. A worker is chosen if its interval contains one
+    of the points u, u + 1, ..., u + size - 1, where u is uniform in [0, 1).
 
     Scheme I of Li et al. 2020 ("On the convergence of FedAvg on non-IID data") draws with replacement. Here a worker is
     chosen at most once, because a round has one update per worker. As in the paper, the unweighted mean of the updates
@@ -301,9 +301,9 @@ class Fixed:
 class PowerOfChoice:
     """Power-of-choice sampling: the workers with the highest losses among random candidates (Cho et al. 2020, pow-d).
 
-    The candidates are drawn as by `by_size`. Before the round, each candidate receives the global model and computes
-    its mean loss on its own samples. Of equal losses, the worker with the lower ID is chosen. The probability that a
-    worker is chosen is unknown. Cost: that of `by_size`, and one pass over the samples of the candidates.
+    The candidates are drawn by the strategy `by_size`. Before the round, each candidate receives the global model and
+    computes its mean loss on its own samples. Of equal losses, the worker with the lower ID is chosen. The probability
+    that a worker is chosen is unknown. Cost: that of `by_size`, and one pass over the samples of the candidates.
 
     Args:
         candidates: number of candidates, d in the paper, between the setting `cohort` (then the losses do not matter)

@@ -144,9 +144,9 @@ class ServerDiLoCo(MomentumStep):
 class ServerSlowMo(ServerStep):
     """SlowMo, slow momentum: u = beta u - D / lr, w -= alpha lr u (Wang et al. 2020).
 
-    D is the aggregated update, w the global model, and lr the workers' learning rate. A constant lr cancels up to
-    rounding: w moves as under `momentum` with lr = alpha, and u has the units of a gradient. If `local.schedule`
-    changes the workers' learning rate, set `server.schedule` to the same values.
+    D is the aggregated update, w the global model, and lr the workers' learning rate. If lr is constant, it cancels up
+    to rounding, and w moves as under `momentum` with lr = alpha. u is comparable to a gradient, because D is divided by
+    lr. If `local.schedule` changes the workers' learning rate, set `server.schedule` to the same values.
 
     Args:
         alpha: slow learning rate, >= 0.
@@ -261,7 +261,7 @@ class AdaptiveStep(ServerStep):
 
 @dataclass(frozen=True)
 class DecayingStep(AdaptiveStep):
-    """Base class of `adam` and `yogi`, which forget old squared updates (unlike `adagrad`, whose steps only shrink)."""
+    """Base class of `adam` and `yogi`, which forget old squared updates. The steps of `adagrad` only shrink."""
 
     lr: NonNegative = 0.03
     beta2: Decay = 0.99

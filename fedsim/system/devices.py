@@ -96,7 +96,7 @@ def require_shared_memory(nbytes: int) -> None:
 
 
 def require_memory(nbytes: int, purpose: str, instead: str) -> None:
-    """Raise ExperimentError unless `nbytes` bytes of main memory are free, in the machine and in this container.
+    """Raise ExperimentError unless `nbytes` bytes of main memory are free (see `free_memory`).
 
     Args:
         nbytes: number of bytes.
@@ -188,7 +188,7 @@ def has_room(device: torch.device, nbytes: int) -> bool:
 
 
 def total_memory() -> float:
-    """Return the main memory of the machine or of the container, whichever is less, in bytes (infinite if unknown)."""
+    """Return the smaller of the machine's main memory and the container's limit, in bytes (infinite if unknown)."""
     total = _bytes_of_machine("MemTotal")
     for group in _cgroups():
         with contextlib.suppress(OSError, ValueError):  # no container, or "max" for no limit
@@ -197,7 +197,11 @@ def total_memory() -> float:
 
 
 def free_memory() -> float:
-    """Return the free main memory in the machine and in the container, in bytes (infinite if unknown)."""
+    """Return the free main memory in bytes (infinite if unknown).
+
+    In a container, this is the smaller of two numbers: the machine's free memory, and the memory that the container's
+    limit leaves free.
+    """
     free = _bytes_of_machine("MemAvailable")
     for group in _cgroups() if free < math.inf else ():
         with contextlib.suppress(OSError, StopIteration, ValueError):  # no container, or "max" for no limit

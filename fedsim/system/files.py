@@ -160,7 +160,7 @@ def locked(folder: Path, by_whom: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path, seconds: float) -> Iterator[None]:
-    """Let only one process at a time execute the block with this path, by a lock on the file.
+    """Let only one process at a time execute the block, by locking the file `path`.
 
     A process that has waited for `seconds` enters the block anyway, as do processes on systems without locks.
     """

@@ -70,7 +70,7 @@ def _raise_once(number: int, frame: object) -> None:
 
 
 def _raise_again(hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Handle an exception in a destructor, which Python ignores: send its signal again, or else call `hook`."""
+    """Handle an exception in a destructor, which Python would ignore: send its signal again, or else call `hook`."""
     global _first
     if not issubclass(unraisable.exc_type, (KeyboardInterrupt, Terminated)):
         hook(unraisable)

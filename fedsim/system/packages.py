@@ -51,9 +51,8 @@ def import_torchvision() -> Any:
     """Import torchvision, even if its compiled operators do not fit the installed build of PyTorch.
 
     torchvision from PyPI is compiled for one build of PyTorch. With a different build (for example for CPUs), its
-    compiled operators do not load, and `import torchvision` fails with "operator torchvision::nms does not exist",
-    because it registers shape functions for two operators that were not declared. This function declares the missing
-    operators, which fedsim does not use.
+    compiled operators do not load. Then `import torchvision` fails with "operator torchvision::nms does not exist",
+    because two operators are not declared. This function declares them. fedsim does not use these operators.
     """
     global _missing_operators
     try:
@@ -72,7 +71,9 @@ def import_torchvision() -> Any:
 
 
 def download(dataset: str, root: Path, arguments: Sequence[Mapping[str, Any]]) -> None:
-    """Download the torchvision data set with this class name to `root`, constructing the class with each `arguments`.
+    """Download the torchvision data set with this class name to `root`.
+
+    The class is constructed once with each element of `arguments`.
 
     Files are copied to `root` only after all of them are downloaded. Raises DataError on failure.
     """

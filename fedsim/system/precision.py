@@ -122,8 +122,9 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[An
 def tf32_allowed(allowed: bool) -> Iterator[None]:
     """Allow or forbid TF32 in matrix products and convolutions on CUDA inside the block.
 
-    PyTorch has two sets of switches. The older switches raise an error if the newer switches have a value that the
-    older ones cannot express. Only in this case the newer switches are used.
+    PyTorch has an older setting, `allow_tf32`, and a newer one, `fp32_precision`. Reading the older setting raises an
+    error if the newer one has a value that the older one cannot express. Only in this case the newer setting is
+    changed. Otherwise the older setting is changed.
     """
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
@@ -148,7 +149,7 @@ def tf32_allowed(allowed: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Suppress warnings inside the block, since some PyTorch versions warn that the older switches are deprecated."""
+    """Suppress warnings inside the block, because some PyTorch versions report `allow_tf32` as deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -34,7 +34,7 @@ LINE = 64  # on a GPU, blocks begin at multiples of this number of columns
 
 
 def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device: torch.device = CPU) -> Iterator[slice]:
-    """Yield slices of the columns, of d, that process number `index` of `count` processes aggregates.
+    """Yield slices of d columns: the columns that process number `index` of `count` processes aggregates.
 
     The slices of all processes together cover range(d).
 

@@ -33,16 +33,18 @@ class Gram:
 
     Row i is z_i = sum_j M_ij x_j for updates x_j.
 
-    Before the float64 matrix product, the row with the smallest norm is subtracted from all rows. Neither a common
-    offset nor an outlier then costs precision. Distances that lose digits nevertheless are computed again from
-    differences. Cost: one matrix product [n, d] x [d, n]. All results are float64 on the CPU.
+    Before the matrix product, the updates are centred: one update with a small norm, the centre, is subtracted from all
+    updates. Then neither a common offset nor an outlier costs precision. Distances that still lose digits are computed
+    again, from differences of rows. Cost: one matrix product [n, d] x [d, n] in float64. All results are float64 on the
+    CPU.
 
     Args:
-        updates: workers' updates x, [n, d].
+        updates: updates x of the n workers, [n, d].
         mixing: matrix M [m, n]. None: the rows are the updates.
-        basis: inner products of the centred updates [n + 1, n + 1], if known.
-        reduce: function that sums a tensor over all processes, of which each has some of the columns. All processes
-            get the same results, and must read the same properties in the same order.
+        basis: inner products of the n centred updates and of the centre itself, [n + 1, n + 1]. None: they are
+            computed.
+        reduce: function that sums a tensor over all processes, if each process has only some of the columns. All
+            processes get the same results, and must read the same properties in the same order.
 
     Raises ExperimentError if the squares of finite updates overflow.
 
@@ -219,8 +221,8 @@ def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> T
     """Return the inner products of the n centred updates and, in the last row and column, of the centre itself.
 
     Args:
-        updates: workers' updates, [n, d].
-        reduce: function that sums a tensor over all processes, of which each has some of the columns.
+        updates: updates of the n workers, [n, d].
+        reduce: function that sums a tensor over all processes, if each process has only some of the columns.
         known: inner products of the first updates with each other, if computed before.
 
     Returns float64 [n + 1, n + 1].
@@ -274,7 +276,7 @@ def _add_products(total: Tensor, rows: Tensor) -> None:
 def _add_few_products(total: np.ndarray, rows: np.ndarray) -> None:
     """Add the inner products of all pairs of a few rows to `total` [n, n], in place, in half of PyTorch's time.
 
-    The product is a stack of matrix products that are too small for several threads.
+    The product is computed as a stack of small matrix products, so that NumPy uses only one thread.
     """
     n, width = rows.shape
     parts = math.ceil(width / min(512, UNSHARED // n**2))

@@ -19,12 +19,12 @@ class LazyRows:
     """Linear combinations of the updates, M @ updates [m, d], computed block by block when they are needed.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, or the result of a pre-aggregator, [n, d].
         mixing: matrix M [m, n], float64. None: the rows are the updates.
         gram: function that returns the `Gram` of the rows.
-        reduce: function that sums a tensor over all processes, of which each has some of the columns (see `Gram`).
-        are_combinations: whether the `updates` are those that the workers sent. Otherwise they are the result of a
-            pre-aggregator, and their relation to the workers' updates is unknown.
+        reduce: function that sums a tensor over all processes, if each process has only some of the columns.
+        are_combinations: whether the rows are known linear combinations of the workers' updates. False if a
+            pre-aggregator has computed `updates` in an unknown way.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ def map_sorted_columns(
     """Sort each column of `updates` [n, d], and apply `function` to all blocks of columns. Returns [d].
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         function: maps the sorted values [m, columns] and the unsorted block [n, columns] to [columns].
         needed: the m positions in ascending order that `function` needs. None: all n.
     """
@@ -66,9 +66,9 @@ Comparator = tuple[int, int, int | None, int | None]
 def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], list[int]]:
     """Return the comparators of a sorting network for n rows, and the rows in which the `needed` positions end.
 
-    The network is merge exchange (Batcher 1968; Knuth, The Art of Computer Programming 3, algorithm 5.2.2M) without
-    the comparators on which no needed position depends. Comparators write the minimum to an additional row, number n at
-    first, so that no row is copied.
+    The network is merge exchange (Batcher 1968; Knuth, The Art of Computer Programming 3, algorithm 5.2.2M).
+    Comparators that do not change the needed positions are left out. A comparator writes the minimum of its two rows to
+    an unused row (at first row n), so that no row is copied.
     """
     pairs, wanted = [], set(needed)
     for low, high in reversed(list(_merge_exchange(n))):
@@ -86,7 +86,7 @@ def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], li
 
 
 def _merge_exchange(n: int) -> Iterator[tuple[int, int]]:
-    """Yield the comparators of merge exchange as pairs of positions, of which the first one gets the minimum."""
+    """Yield the comparators of merge exchange as pairs of positions. The first position of a pair gets the minimum."""
     top = 1 << max(0, (n - 1).bit_length() - 1)
     run = top if n > 1 else 0
     while run:  # values at a distance of 2 * run are sorted already

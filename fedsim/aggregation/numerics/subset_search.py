@@ -21,8 +21,8 @@ def least_diameter(distances: Tensor, f: int) -> list[int]:
 
     Of several such sets, the lexicographically first one is returned.
 
-    In the graph whose edges are the pairs farther apart than D, a diameter D is possible if removing f points removes
-    all edges. A search tree of depth f decides this. The smallest possible D is found by bisection.
+    The smallest diameter D is found by bisection. To test a D, all pairs of points that are farther apart than D are
+    the edges of a graph. D is possible if removing f points removes all edges, which a search tree of depth f decides.
 
     Args:
         distances: distances of all pairs of points, or an increasing function of the distances, symmetric [n, n].
@@ -86,8 +86,8 @@ def least_covariance(squared_distances: Tensor, f: int) -> list[int]:
     points is that of the points' centred Gram matrix [m, m] divided by m.
 
     Args:
-        squared_distances: squared distances of all pairs of points, float64 [n, n]. Subsets with a distance that is
-            not finite are chosen only if there are no others.
+        squared_distances: squared distances of all pairs of points, float64 [n, n]. Subsets with a distance that is not
+            finite are chosen only if there are no other subsets.
         f: number of points to exclude.
 
     Raises ExperimentError for more than 2^17 subsets.

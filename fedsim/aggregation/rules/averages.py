@@ -22,7 +22,7 @@ def mean(updates: Tensor, weights: Tensor | None = None, weight_total: float | N
     """Return the mean of the updates, or their weighted mean if weights are given.
 
     Args:
-        updates: workers' updates, [n, d], n >= 1.
+        updates: updates of the n workers, [n, d], n >= 1.
         weights: weight of each update, [n], not all zero. None: equal weights.
         weight_total: divisor of the weighted sum. None: the sum of the weights.
 
@@ -48,7 +48,7 @@ def weighted_mean(updates: Tensor, weights: Tensor, weight_total: float | None =
     instead, which gives the estimator of Horvitz and Thompson (1952).
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         weights: weight of each update, [n], on the CPU or on the device of the updates.
         weight_total: divisor of the weighted sum. None: the sum of the weights.
 

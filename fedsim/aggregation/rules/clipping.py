@@ -42,7 +42,7 @@ def norm_clipping(
     """Clip each update x to norm c: x min(1, c / |x|). The rule is the mean of the clipped updates (Sun et al. 2019).
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         metrics: receives `clipped_share`, the fraction of updates that are clipped.
         c: maximum norm, > 0.
 
@@ -69,7 +69,7 @@ def arc(updates: Tensor, *, f: Count) -> LinearCombination:
     The k = floor(2f (n - f) / n) updates with the largest norms are scaled to the norm of the next-largest one.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         f: number of Byzantine workers, 2f < n.
 
     Returns the clipped updates [n, d] as a pre-aggregator, or the mean [d] of all updates after clipping as a rule.
@@ -103,7 +103,7 @@ def centered_clipping(
     previous round, or at `start` in the first round and without `last`.
 
     Args:
-        updates: workers' updates x_k, [n, d].
+        updates: updates x_k of the n workers, [n, d].
         last: result of the previous round, [d], or None.
         metrics: receives `clipped_share`, the fraction of updates that the last iteration clips.
         tau: maximum distance from v that is not clipped, > 0.

@@ -14,7 +14,7 @@ def median(updates: Tensor) -> Tensor:
     """Return the coordinate-wise median: for even n, the mean of the two middle values (Yin et al. 2018).
 
     Args:
-        updates: workers' updates, [n, d], n >= 1.
+        updates: updates of the n workers, [n, d], n >= 1.
 
     Returns the median [d]. Cost: n log n comparisons per coordinate.
 
@@ -29,7 +29,7 @@ def trimmed_mean(updates: Tensor, *, f: Count) -> Tensor:
     """Return the mean of each coordinate without its f largest and f smallest values (Yin et al. 2018).
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         f: number of values to drop at each end, 2f < n. 0 is the mean.
 
     Returns the trimmed mean [d]. Cost: n log n comparisons per coordinate.
@@ -49,7 +49,7 @@ def meamed(updates: Tensor, *, f: Count) -> Tensor:
     Of equally near values, those in the first rows are chosen.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         f: number of Byzantine workers, 2f < n.
 
     Returns the mean around the median [d]. Cost: n log n comparisons per coordinate.
@@ -71,7 +71,7 @@ def phocas(updates: Tensor, *, f: Count) -> Tensor:
     Of equally near values, those in the first rows are chosen.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         f: number of Byzantine workers, 2f < n.
 
     Returns the mean around the trimmed mean [d]. Cost: n log n comparisons per coordinate.
@@ -93,7 +93,7 @@ def sign_vote(updates: Tensor) -> Tensor:
     The result is 0 for ties. Its values of -1, 0 and 1 require a small server learning rate.
 
     Args:
-        updates: workers' updates x_k, [n, d].
+        updates: updates x_k of the n workers, [n, d].
 
     Returns the majority signs [d]. Cost: one pass over the updates.
 

@@ -14,7 +14,7 @@ from fedsim.aggregation.rule import Count, LinearCombination, pre_aggregator, re
 def nnm(gram: Gram, *, f: Count) -> LinearCombination:
     """Replace each update by the mean of its n - f nearest updates (nearest-neighbour mixing, Allouah et al. 2023).
 
-    Each update is its own nearest one. Of equally near updates, those of the first workers are chosen.
+    The nearest updates include the update itself. Of equally near updates, those of the first workers are chosen.
 
     Args:
         gram: distances and inner products of the updates [n, d].

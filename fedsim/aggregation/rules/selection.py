@@ -149,8 +149,8 @@ def smea(gram: Gram, *, f: Count) -> LinearCombination:
     """Average the n - f updates with the smallest maximal variance in any direction (Allouah et al. 2023).
 
     Smallest maximum eigenvalue averaging chooses the set of n - f updates whose empirical covariance has the smallest
-    maximal eigenvalue. Of equal sets, the lexicographically first one is averaged. The paper is "Robust Distributed
-    Learning: Tight Error Bounds and Breakdown Point under Data Heterogeneity", NeurIPS 2023.
+    maximal eigenvalue. Of sets with equal eigenvalues, the lexicographically first one is averaged. The paper is
+    "Robust Distributed Learning: Tight Error Bounds and Breakdown Point under Data Heterogeneity", NeurIPS 2023.
 
     Args:
         gram: distances and inner products of the updates [n, d].
@@ -198,7 +198,7 @@ def cge(updates: Tensor, *, f: Count) -> LinearCombination:
     Of equal norms, those of the first workers are chosen.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         f: number of Byzantine workers, f < n.
 
     Returns the mean [d]. Cost: two passes over the updates.
@@ -218,7 +218,7 @@ def aksel(updates: Tensor, *, f: Count) -> LinearCombination:
     Of equally near updates, those of the first workers are chosen.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         f: number of Byzantine workers, 2f < n.
 
     Returns the mean [d]. Cost: the median, and one more pass over the updates.
@@ -238,7 +238,7 @@ def monna(updates: Tensor, workers: list[int], *, f: Count, row: Annotated[int, 
     Of equally near updates, those of the first workers are chosen.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         workers: IDs of the n workers.
         f: number of Byzantine workers, f < n.
         row: ID of the trusted worker.

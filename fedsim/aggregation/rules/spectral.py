@@ -30,10 +30,10 @@ NORM_RANGE = (0.1, 3.0)  # norms that pass SignGuard's filter, relative to the m
 def caf(gram: Gram, *, f: Count) -> LinearCombination:
     """Average the updates after lowering the weights of outliers step by step (CAF, Allouah et al. 2025).
 
-    The covariance-bound agnostic filter starts with weight c_k = 1 for each update x_k. While sum_k c_k > n - 2f, it
-    computes the top eigenvector v of the weighted covariance and t_k = <x_k - mean, v>^2, and multiplies each c_k by
-    1 - t_k / max t, where the maximum is over the updates with c > 0. Of the weighted means of all steps, the result is
-    the one whose covariance has the smallest top eigenvalue.
+    The covariance-bound agnostic filter starts with weight c_k = 1 for each update x_k. Each step computes the top
+    eigenvector v of the weighted covariance, and t_k = <x_k - mean, v>^2. Then each c_k is multiplied by 1 - t_k / max
+    t, where the maximum is over the updates with c > 0. The steps end when sum_k c_k <= n - 2f. The result is the
+    weighted mean of the step whose covariance has the smallest top eigenvalue.
 
     Args:
         gram: distances and inner products of the updates [n, d].
@@ -86,7 +86,7 @@ def dnc(
     mean of the updates that all iterations keep.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         draws: draws the coordinates.
         f: number of Byzantine workers, c f < n.
         b: number of coordinates, >= 1.
@@ -160,7 +160,7 @@ def signguard(
     x that pass both filters.
 
     Args:
-        updates: workers' updates, [n, d], n >= 1, d >= 1.
+        updates: updates of the n workers, [n, d], n >= 1, d >= 1.
         draws: draws the coordinates.
         fraction: fraction of the coordinates whose signs are counted, 0 < fraction <= 1.
 

@@ -19,7 +19,7 @@ def fltrust(updates: Tensor, root: Tensor) -> LinearCombination:
     is sum_k t_k x_k |g0| / |x_k| / sum_k t_k, or zero if all trust scores are zero.
 
     Args:
-        updates: workers' updates, [n, d].
+        updates: updates of the n workers, [n, d].
         root: update computed on the server's own data, [d].
 
     Returns the weighted mean [d]. Cost: three passes over the updates.
@@ -49,7 +49,7 @@ def foolsgold(
     with these weights, or zero if all weights are zero.
 
     Args:
-        updates: workers' updates, [n, d], n >= 2.
+        updates: updates of the n workers, [n, d], n >= 2.
         workers: IDs of the n workers.
         state: sums of past updates by worker. None: only the current updates are compared.
 

@@ -78,7 +78,7 @@ def lacks_files(name: str, root: str | Path, **params: Any) -> bool:
 
 @dataset("mnist")
 def mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
+    """MNIST: 60,000 images to train and 10,000 to test. Torchvision downloads missing files.
 
     Images are uint8 [n, 1, 28, 28]. LeCun et al. 1998.
 
@@ -94,7 +94,7 @@ def mnist(root: Path) -> tuple[TensorData, TensorData]:
 
 @dataset("fashion_mnist")
 def fashion_mnist(root: Path) -> tuple[TensorData, TensorData]:
-    """Fashion-MNIST: 60,000 images to train and 10,000 to test; torchvision downloads missing files.
+    """Fashion-MNIST: 60,000 images to train and 10,000 to test. Torchvision downloads missing files.
 
     Images are uint8 [n, 1, 28, 28]. Arguments and errors are those of `mnist`. Xiao et al. 2017.
 
@@ -118,7 +118,7 @@ def kmnist(root: Path) -> tuple[TensorData, TensorData]:
 def emnist(
     root: Path, *, split: Literal["balanced", "byclass", "bymerge", "digits", "letters", "mnist"] = "balanced"
 ) -> tuple[TensorData, TensorData]:
-    """EMNIST: handwritten letters and digits, 131,600 to 814,255 images; torchvision downloads missing files.
+    """EMNIST: handwritten letters and digits, 131,600 to 814,255 images. Torchvision downloads missing files.
 
     Images are uint8 [n, 1, 28, 28], with rows and columns exchanged, as in the files. Errors are those of `mnist`.
     Cohen et al. 2017.
@@ -135,7 +135,7 @@ def emnist(
 
 @dataset("cifar10")
 def cifar10(root: Path) -> tuple[TensorData, TensorData]:
-    """CIFAR-10: 50,000 colour images to train and 10,000 to test, 10 classes; torchvision downloads missing files.
+    """CIFAR-10: 50,000 colour images to train and 10,000 to test, 10 classes. Torchvision downloads missing files.
 
     Images are uint8 [n, 3, 32, 32]. Krizhevsky 2009.
 
@@ -151,7 +151,7 @@ def cifar10(root: Path) -> tuple[TensorData, TensorData]:
 
 @dataset("cifar100")
 def cifar100(root: Path) -> tuple[TensorData, TensorData]:
-    """CIFAR-100: 50,000 colour images to train and 10,000 to test, 100 classes; torchvision downloads missing files.
+    """CIFAR-100: 50,000 colour images to train and 10,000 to test, 100 classes. Torchvision downloads missing files.
 
     Images are uint8 [n, 3, 32, 32]. Errors are those of `cifar10`. Krizhevsky 2009.
 
@@ -204,19 +204,19 @@ def read_images(
     std: Sequence[Annotated[float, Field(gt=0)]] | None = None,
     **arguments: Any,
 ) -> tuple[TensorData, TensorData]:
-    """Return the training and test images of a class of torchvision.datasets; download missing files.
+    """Return the training and test images of a class of torchvision.datasets. Missing files are downloaded.
 
     Args:
         class_name: name of the class.
         root: folder of data sets.
-        image_size: height and width to which images are cut and scaled; None: the images have one size.
-        mean, std: statistics of the pixels in [0, 1], one value per channel; None: the published ones of the data set,
-            else those of the training images.
+        image_size: height and width to which images are cut and scaled. None: all images must have one size.
+        mean, std: mean and standard deviation of the pixels in [0, 1], one value per channel. None: the published
+            values of the data set if fedsim knows them, otherwise those of the training images.
         arguments: further arguments of the class.
 
     Raises DataError if files are missing or damaged, if images have different sizes, or if labels are not integers.
 
-    Cost: reading the files, and one copy in memory where torchvision does not give uint8 [n, channels, height, width].
+    Cost: reading the files, and one copy in memory if torchvision does not return uint8 [n, channels, height, width].
     """
     files = _files(class_name, **arguments)
     if missing := [root / file for file in files if not is_file(root / file)]:
@@ -243,7 +243,7 @@ def _arguments(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _files(class_name: str, *, split: str = "balanced", **arguments: Any) -> list[str]:
-    """Return the files of a data set, relative to the root; [] if fedsim does not know them."""
+    """Return the paths of a data set's files relative to the root, or [] if fedsim does not know the files."""
     if class_name == "EMNIST":
         return [f"EMNIST/raw/emnist-{split}-{part}-{kind}-ubyte" for part in ("train", "test") for kind in KINDS]
     return FILES.get(class_name, [])
@@ -284,7 +284,10 @@ def _make(class_name: str, root: Path, arguments: Mapping[str, Any]) -> list[Any
 
 
 def _opened(class_name: str, root: Path, arguments: Mapping[str, Any], files: Sequence[str]) -> list[Any]:
-    """Return torchvision's training and test images. Files that fedsim does not know are downloaded if it fails."""
+    """Return torchvision's training and test images.
+
+    If torchvision cannot read the images, and fedsim does not know the names of the files, the data set is downloaded.
+    """
     try:
         return _make(class_name, root, arguments)
     except FedsimError:
@@ -383,7 +386,7 @@ def _read_samples(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _file_of(part: Any, index: int) -> str:
-    """Return the path of an image in parentheses, if the data set has a list of paths."""
+    """Return the path of an image in parentheses, or "" if the data set has no list of paths."""
     for name in ("_image_files", "_samples", "samples", "imgs", "data", "_images"):
         if isinstance(entries := getattr(part, name, None), (list, tuple)):
             path = entries[index][0] if isinstance(entries[index], (list, tuple)) else entries[index]
@@ -392,7 +395,7 @@ def _file_of(part: Any, index: int) -> str:
 
 
 def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of the pixels in [0, 1] per channel; 1 as deviation of a constant channel.
+    """Return the mean and standard deviation of each channel's pixels in [0, 1]. A constant channel has deviation 1.
 
     >>> _mean_and_std(torch.tensor([[[[0, 255]], [[51, 51]]]], dtype=torch.uint8))
     ((0.5, 0.2), (0.5, 1.0))

@@ -51,7 +51,7 @@ def leaf(
     ...     content = json.dumps({"users": ["ann", "bob"], "user_data": user_data})
     ...     _ = (folder / part / "data.json").write_text(content)
     >>> train, test = fedsim.load_dataset("leaf", path=str(folder), shape=[1, 28, 28])
-    >>> train.inputs.shape, list(train.ids["user"])
+    >>> train.inputs.shape, train.ids["user"].tolist()
     (torch.Size([3, 1, 28, 28]), ['ann', 'bob', 'bob'])
     """
     parts = []

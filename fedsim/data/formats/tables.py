@@ -26,7 +26,7 @@ def table(
     ids: list[str] | None = None,
     test_fraction: Fraction = 0.2,
 ) -> tuple[TensorData, TensorData]:
-    """Rows of a CSV or Parquet file, read by PyArrow (`pip install 'fedsim-sgd[tables]'`).
+    """Table in a CSV or Parquet file, one sample per line, read by PyArrow (`pip install 'fedsim-sgd[tables]'`).
 
     Columns of numbers are concatenated to inputs [n, features]. A single column of lists of one length is an input
     [n, length]. Targets that are text become class labels in sorted order.
@@ -34,8 +34,8 @@ def table(
     Args:
         root: not used.
         path: file of the training samples, `.csv` or `.parquet`.
-        test_path: file of the test samples. Unset: a fraction `test_fraction` of the rows in `path` is drawn at random.
-            The draw is the same for every seed.
+        test_path: file of the test samples. Unset: a fraction `test_fraction` of the samples in `path` is drawn at
+            random. The draw is the same for every seed.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
         inputs: columns of the inputs. Unset: all columns except the target and `ids`.
         ids: columns that contain the owner of each sample (such as a user), for the partition `natural`.

@@ -43,23 +43,25 @@ def shakespeare(
 ) -> tuple[TensorData, TensorData]:
     """The 37 plays of Shakespeare, which come with fedsim: windows of characters, for the task next_token.
 
-    Each role of a play is an owner, so `partition = "natural"` makes 622 workers, and
-    `partition = {name = "natural", by = "play"}` makes 37. The first 80 percent of the characters of each role are
-    training data, and the rest are test data. No window contains characters of both. Inputs are [n, length]. There are
-    78 tokens: 0 is unused, and 1 to 77 are the characters that occur, in the order of their code points. McMahan et al.
-    2017, Caldas et al. 2018 (LEAF).
+    Each role of a play is an owner, so `partition = "natural"` makes 622 workers, and `partition = {name = "natural",
+    by = "play"}` makes 37. The first 80 percent of the characters of each role are training data, and the rest are test
+    data. No window contains characters of both parts. Inputs are [n, length]. There are 78 tokens: 0 is unused, and 1
+    to 77 are the characters that occur, in the order of their code points. McMahan et al. 2017, Caldas et al. 2018
+    (LEAF).
 
     Args:
         length: characters in a window.
-        stride: distance between the starts of two windows of a role; unset: `length`, so that windows do not overlap.
+        stride: distance between the starts of two consecutive windows of a role. Unset: `length`, so that windows do
+            not overlap.
         targets: "all": the next character at each position, [n, length] (McMahan et al.). "last": only the character
             after the window, [n], for the task classification and `model.last_only` (LEAF, with stride = 1).
-        min_characters: roles with fewer characters are left out. 1 keeps all 1,385 roles, of which those without a
+        min_characters: roles with fewer characters are left out. With 1, all 1,385 roles are kept, and roles without a
             whole window have no samples.
         test_fraction: fraction of each role's characters for tests, between 0 and 1.
-        test_windows: maximum number of test windows, taken at equal distances; unset: all. Tests are then faster.
+        test_windows: maximum number of test windows, which are taken at equal distances. A small number makes tests
+            faster. Unset: all windows.
 
-    Raises DataError if no role is left. Cost: half a second; 4 MB for the characters and 8 bytes per window.
+    Raises DataError if no role is left. Cost: half a second, 4 MB for the characters, and 8 bytes per window.
 
     >>> train, test = fedsim.load_dataset("shakespeare")
     >>> inputs, targets = train.gather(torch.arange(2))
@@ -102,10 +104,14 @@ def text(
     tokens of bytes (Sennrich et al. 2016), trained with the package `tokenizers` (pip install 'fedsim-sgd[text]').
 
     Args:
-        path: a file, a folder with files *.txt (also in folders below), or a list of both.
+        path: a file, a folder with files *.txt (also in subfolders), or a list of files and folders.
         tokens: "characters" or "bpe".
         vocabulary: maximum number of tokens, at least 2, and at least 256 with "bpe".
-        length, stride, targets, test_fraction, test_windows: as in `shakespeare`, in tokens.
+        length: tokens in a window.
+        stride: distance in tokens between the starts of two consecutive windows. Unset: `length`.
+        targets: "all": the next token at each position, [n, length]. "last": only the token after the window, [n].
+        test_fraction: fraction of each file's text for tests, between 0 and 1.
+        test_windows: maximum number of test windows, which are taken at equal distances. Unset: all windows.
 
     Raises DataError for a path without files, and for a file that is empty, too short for one window in each part, or
     not UTF-8. Cost: up to 5 bytes of memory per character while reading, then 1 to 4 bytes per token and 8 bytes per
@@ -143,9 +149,12 @@ def windows(
     """Return windows of the tokens of several owners.
 
     Args:
-        owners: what each owner is called, by column of ids.
-        parts: of each owner, the tokens for training and for tests, as two integer arrays.
-        length, stride, targets, test_windows: as in `shakespeare`.
+        owners: names of each owner, by the column of `ids` that contains the name, such as {"file": "a.txt"}.
+        parts: two integer arrays for each owner: the tokens for training, and the tokens for tests.
+        length: tokens in a window.
+        stride: distance in tokens between the starts of two consecutive windows. None: `length`.
+        targets: "all": the next token at each position. "last": only the token after the window.
+        test_windows: maximum number of test windows, which are taken at equal distances. None: all windows.
 
     >>> names, parts = [{"file": "a"}], [(np.arange(7), np.arange(5))]
     >>> train, test = fedsim.data.formats.text.windows(names, parts, length=3)
@@ -181,7 +190,7 @@ def windows(
 
 
 def _split(values: Any, test_fraction: float) -> tuple[Any, Any]:
-    """Cut a text or its tokens in time."""
+    """Split a text, or its tokens, into the first part (for training) and the rest (for tests)."""
     cut = int(len(values) * (1 - test_fraction))
     return values[:cut], values[cut:]
 
@@ -191,7 +200,7 @@ def _code_points(text: str) -> Tokens:
 
 
 def _as_tokens(characters: Tokens, alphabet: Tokens) -> Tokens:
-    """Number the code points by a sorted alphabet, from 1."""
+    """Return the position of each code point in the sorted alphabet, from 1, or UNKNOWN if it does not occur there."""
     places = np.searchsorted(alphabet, characters).clip(max=len(alphabet) - 1)
     return np.where(alphabet[places] == characters, places + 1, UNKNOWN)
 

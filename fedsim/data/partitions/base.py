@@ -64,8 +64,9 @@ def partition(
             Several columns of owners are passed as a dict by name.
         params: parameters of the strategy.
 
-    Returns one int64 index array per worker. Every sample is in exactly one shard, and no shard is empty. Only a
-    virtual strategy's shards may overlap or leave samples out (`partition_shards` draws those on demand).
+    Returns one int64 index array per worker. Every sample is in exactly one shard, and no shard is empty. There is one
+    exception: a virtual strategy draws each shard independently, so that shards may overlap or leave samples out.
+    `partition_shards` draws such shards on demand.
 
     Raises ExperimentError (a ValueError) for an unknown strategy, an invalid parameter, more workers than samples, or
     if no partition satisfies the parameters.

@@ -44,8 +44,8 @@ def dirichlet(
         min_size: minimum number of samples per worker. All shares are redrawn until it is reached, at most 1000 times.
             NIID-Bench uses 10. A larger value reduces the skew.
         balanced: whether a worker that already has n / n_workers samples or more gets no samples of the remaining
-            classes (the other workers' shares are rescaled to sum to one), as in both papers' code. If rounding makes
-            all other shares zero (tiny alpha), they are redrawn from the same distribution.
+            classes, as in the code of both papers. The other workers' shares are rescaled to sum to one. If rounding
+            makes all other shares zero (tiny alpha), they are redrawn from the same distribution.
 
     Returns one index array per worker. Raises ExperimentError if min_size is not reached. Cost: O(n log n), plus O(C
     n_workers) for each try.
@@ -93,14 +93,14 @@ def dirichlet_workers(
 
     Draws: for each worker one `rng.dirichlet`, then all its classes by one `rng.choice(C, samples needed, p=q)`. Draws
     from the first exhausted class on are discarded and repeated with the reduced q. Finally each class in ascending
-    order is shuffled by `rng.permutation`. (If all remaining shares are zero (tiny alpha), one more `rng.dirichlet`
-    redraws them from the same distribution.)
+    order is shuffled by `rng.permutation`. If all remaining shares are zero (tiny alpha), one more `rng.dirichlet`
+    redraws them from the same distribution.
 
     Args:
         by_class: sample indices of each class, one array [size] per class.
         n_workers: number of shards.
         rng: for all draws.
-        alpha: concentration of the Dirichlet distribution, > 0. A smaller one gives more label skew.
+        alpha: concentration of the Dirichlet distribution, > 0. A smaller alpha gives more label skew.
 
     Returns one index array per worker. Cost: O(n log n + C n_workers).
 

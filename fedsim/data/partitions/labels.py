@@ -15,20 +15,20 @@ from fedsim.errors import ExperimentError
 
 @partition_strategy("shards")
 def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: PositiveInt = 2) -> list[np.ndarray]:
-    """Sort samples by label, cut them into s * n_workers equal runs, and give each worker s random runs.
+    """Sort samples by label, cut them into s * n_workers equal pieces, and give each worker s random pieces.
 
-    McMahan et al. 2017 ("pathological non-IID", s = 2). The sort is stable. Run sizes differ by at most one, larger
-    ones first.
+    McMahan et al. 2017 ("pathological non-IID", s = 2). The sort is stable. The sizes of the pieces differ by at most
+    one, larger pieces first.
 
-    Draws: one `rng.permutation(s * n_workers)`. Worker i gets the runs listed at positions i s to i s + s - 1.
+    Draws: one `rng.permutation(s * n_workers)`. Worker i gets the pieces listed at positions i s to i s + s - 1.
 
     Args:
         labels: class labels, [n].
         n_workers: number of shards.
         rng: for all draws.
-        s: number of runs per worker, s * n_workers <= n.
+        s: number of pieces per worker, s * n_workers <= n.
 
-    Returns one index array per worker. Raises ExperimentError if there are more runs than samples. Cost: O(n log n).
+    Returns one index array per worker. Raises ExperimentError if there are more pieces than samples. Cost: O(n log n).
 
     >>> fedsim.partition([0, 1, 2, 3, 0, 1, 2, 3], 2, "shards")
     [array([0, 4, 2, 6]), array([3, 7, 1, 5])]
@@ -47,17 +47,18 @@ def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: P
 def classes_per_worker(
     by_class: Sequence[np.ndarray], n_workers: int, rng: np.random.Generator, *, k: PositiveInt = 2
 ) -> list[np.ndarray]:
-    """Give worker i samples of k classes: i mod C and k - 1 random ones. A class is split evenly among its workers.
+    """Give worker i samples of k classes: class i mod C, and k - 1 random classes.
 
-    Li et al. 2022 ("#C = k"). C is the number of classes. Two workers' numbers of samples of one class differ by at
-    most one, larger numbers for lower worker IDs. With fewer workers than classes, each of the classes n_workers, ...,
-    C - 1, which no worker has as i mod C, is first assigned to one random worker.
+    C is the number of classes. Each class is split evenly among its workers: their sample counts differ by at most one,
+    and lower worker IDs get the larger counts. With fewer workers than classes, no worker has one of the classes
+    n_workers, ..., C - 1 as its class i mod C. Each of these classes is first assigned to one random worker. Li et al.
+    2022 ("#C = k").
 
-    Draws: with fewer workers than classes, one `rng.permutation` of the n_workers * (k - 1) free slots (k - 1 times
-    worker 0, then worker 1, ...). Its first entries get the unassigned classes, in ascending order. Then for each
-    worker one `rng.choice(classes, free slots, replace=False)` among the classes that the worker does not have, in
-    ascending order. Then each class in ascending order is shuffled by `rng.permutation` and handed out in the order of
-    the workers.
+    Draws: each worker has k - 1 free places for random classes. With fewer workers than classes, the n_workers * (k -
+    1) free places (of worker 0, then of worker 1, ...) are shuffled by one `rng.permutation`. The first places then get
+    the unassigned classes, in ascending order. Then for each worker one `rng.choice(classes, free places,
+    replace=False)` among the classes that the worker does not have, in ascending order. Then each class in ascending
+    order is shuffled by `rng.permutation` and handed out in the order of the workers.
 
     Args:
         by_class: sample indices of each class, one array [size] per class.
@@ -112,11 +113,11 @@ def similarity(
     *,
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.1,
 ) -> list[np.ndarray]:
-    """Distribute a fraction gamma of the samples at random, and the rest, sorted by label, in one run per worker.
+    """Distribute a fraction gamma of the samples at random, and the rest, sorted by label, in one piece per worker.
 
     Hsu et al. 2019; Karimireddy et al. 2020 (SCAFFOLD: "s% similarity", s = 100 gamma). The round(gamma n) random
     samples are distributed as in `iid`. The remaining samples are sorted stably by label and cut into one contiguous
-    run per worker. Shard sizes differ by at most one. gamma = 1 is `iid`, and gamma = 0 involves no randomness.
+    piece per worker. Shard sizes differ by at most one. gamma = 1 is `iid`, and gamma = 0 involves no randomness.
 
     Draws: one `rng.permutation(n)`, whose first round(gamma n) samples are the random part.
 

@@ -44,7 +44,7 @@ class Shards(ABC):
         """Return the positions of a worker's samples in the data set, a read-only int64 CPU tensor [size]."""
 
     def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Return an int64 tensor that contains the sample positions of `workers`, and the index where each begins."""
+        """Return an int64 tensor with the sample positions of `workers`, and where each worker's part begins."""
         shards = [self.of(worker) for worker in workers]
         return torch.cat(shards), [0, *accumulate(map(len, shards))][:-1]
 
@@ -229,7 +229,9 @@ class PartOfShards(Shards):
     """Either the training part or the test part of every worker's shard, as split by `hold_out`.
 
     Args:
-        shards, fraction, seed: see `hold_out`.
+        shards: shards of all workers.
+        fraction: fraction of test samples, 0 < fraction < 1.
+        seed: seed for the splits.
         held_out: whether this object contains the test part.
     """
 

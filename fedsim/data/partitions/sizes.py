@@ -13,7 +13,7 @@ from fedsim.data.partitions.base import partition_strategy
 
 @partition_strategy("contiguous")
 def contiguous(labels: np.ndarray, n_workers: int) -> list[np.ndarray]:
-    """Cut the samples, in the data set's order, into equal contiguous runs. The last worker also gets the remainder.
+    """Cut the samples, in the data set's order, into equal contiguous pieces. The last worker also gets the remainder.
 
     Args:
         labels: target of every sample, [n] or [n, ...]. Only the number of samples is used.

@@ -38,7 +38,7 @@ class Virtual:
 
     Args:
         samples: number of samples of each worker, at most n.
-        alpha: concentration of the class mixture. A smaller one gives more label skew. None or inf: no skew. A
+        alpha: concentration of the class mixture. A smaller alpha gives more label skew. None or inf: no skew. A
             comparison with inf cannot be resumed, unlike one with 1e12.
 
     Returns an index array [samples] for labels [n]. Raises ExperimentError if samples > n. Cost: O(samples + C) time
