@@ -227,7 +227,7 @@ def _job(process: ProcessContext, experiment: Experiment, folder: Path) -> str |
     is_prepared = threading.Event()
 
     def send_heartbeats() -> None:
-        """Send heartbeats until the run is prepared. After that, each finished round sends a heartbeat."""
+        """Send heartbeats to the parent process until the run is prepared. Later, each round sends one."""
         with contextlib.suppress(AbortedError):
             while not is_prepared.wait(HEARTBEAT_SECONDS):
                 process.heartbeat()

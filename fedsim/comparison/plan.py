@@ -156,9 +156,9 @@ def plan_comparison(
 
 
 def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
-    """Return, as nested tables, the settings that all runs share before axis values are applied.
+    """Return, as nested tables, the settings that are the same in all runs and do not come from axis values.
 
-    A key is included if it has the same value in all runs whose axis values do not set it.
+    A run whose axis values set a key is ignored when the values of this key are compared.
     """
     settings = [dict(leaves_of(run.tables)) for run in runs]
     keys = dict.fromkeys(key for leaves in settings for key in leaves)

@@ -174,7 +174,10 @@ class WorkerStates:
             self.rows[name][places] = row.to(self.rows[name].device)
 
     def follow(self, workers: Sequence[int]) -> None:
-        """Set the order in which the states are stored to `workers`, as in another process that maps the same files."""
+        """Register the workers that have a state as `workers`, in this storage order.
+
+        Another process that maps the same files has stored the states in this order.
+        """
         if list(workers) != self.workers:
             self._places = {}
             self.add(workers)

@@ -36,7 +36,7 @@ def canonical(value: Any) -> str:
 
 @dataclass(eq=False)
 class Row:
-    """One combination of compared values, with its runs of all seeds.
+    """Row of the summary table: one combination of compared values, with its runs of all seeds.
 
     Statistics cover the finished runs. The compared metric is the test accuracy after the last round (the test loss for
     a task without accuracy), unless the comparison names another metric.
@@ -102,9 +102,10 @@ class Row:
 
     @property
     def difference(self) -> Estimate | None:
-        """Mean paired difference from the baseline: the row of the same group with the first value of the first axis.
+        """Mean difference between this row's score and the score of the baseline row, paired by seed.
 
-        None for the baseline itself, and if the group has no baseline.
+        The baseline is the row of the same group that has the first value of the first axis. The result is None for the
+        baseline itself, and if the group has no baseline.
         """
         baseline = self.group[0] if self.group else self
         return self.difference_to(baseline) if baseline is not self and baseline.place[0] == 0 else None

@@ -140,7 +140,7 @@ class Simulation(Executor):
     ) -> AggregationStats:
         """Aggregate the updates or gradients of the workers, and update the global parameters with the result.
 
-        Attack and update processors are applied before. Returns the statistics of the aggregation.
+        The method first applies the attack and the update processors. Returns the statistics of the aggregation.
 
         Args:
             context: rows (updates or gradients) to aggregate.

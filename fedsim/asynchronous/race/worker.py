@@ -79,7 +79,7 @@ class RaceWorker(ABC):
         return result
 
     def progress(self) -> Progress:
-        """Return pairs of the number of a repetition of the race, and the scheduler's state in this repetition."""
+        """Return one pair (number of the repetition, state of its scheduler) for each repetition of the race."""
         return [(run, scheduler.state()) for run, scheduler in self._schedulers.items()]
 
     def resume(self, progress: Progress) -> None:

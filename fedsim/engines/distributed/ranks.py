@@ -27,16 +27,17 @@ T = TypeVar("T")
 
 
 class Ranks(Group):
-    """Group of ranks, which are processes without shared memory, seen from one rank; see `Group` for the methods.
+    """Group of ranks (processes without shared memory) from the view of one rank; see `Group` for the methods.
 
     Each rank stores only the rows (flat vectors) of the workers that it trains, in the order of the cohort. The columns
     of the global parameter vector are divided among the ranks. The width of a rank's part is a multiple of a cache
     line, so the last ranks may have fewer columns or none.
 
     Args:
-        ranks: communication with the other ranks.
-        shared: tensors of this rank, with the rows and buffers of its own workers and the whole global row. The
-            constructor allocates the optimizer states, for this rank's columns.
+        ranks: process group through which this rank communicates with the others.
+        task: run to compute.
+        shared: tensors of this rank: the rows and buffers of its own workers, and the whole global row. (No tensor is
+            shared between ranks.) The constructor adds the optimizer states of this rank's columns.
     """
 
     divided = True

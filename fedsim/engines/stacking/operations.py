@@ -144,7 +144,7 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class _VmappedLinear(torch.autograd.Function):
-    """F.linear as an autograd function that vmap computes by `StackedLinear`."""
+    """`F.linear` as an autograd function whose vmap rule calls `StackedLinear`."""
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

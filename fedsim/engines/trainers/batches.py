@@ -97,7 +97,8 @@ class BatchSource:
     def steps(self, worker: int, round: int) -> int:
         """Return the number of steps of a worker in `round`.
 
-        For the server's own samples in synchronous SGD, which trains as long as any worker, it is `sys.maxsize`.
+        In synchronous SGD, the server trains on its own samples until the last worker has finished. The number of steps
+        for these samples is therefore `sys.maxsize`.
         """
         if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
