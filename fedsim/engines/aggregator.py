@@ -503,7 +503,7 @@ class Aggregator:
             target[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
 
     def gathered(self, context: AggregationContext) -> Tensor:
-        """Return the rows of an aggregation, and the server's own row if there is one, in the first process.
+        """In the first process, return the rows of an aggregation, and the server's own row if there is one.
 
         The rows are indexed by slot (position in the cohort). In other processes, the result is undefined.
         """
@@ -527,7 +527,7 @@ class Aggregator:
 
         Args:
             context: rows to aggregate.
-            rows: rows of the whole cohort, indexed by slot (position in the cohort); also only some of their columns.
+            rows: rows of the whole cohort, or some of their columns, indexed by slot (position in the cohort).
             reduce: function that sums values, or takes their maximum, over processes with different columns.
         """
         task = self._task

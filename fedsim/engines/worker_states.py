@@ -185,7 +185,7 @@ class WorkerStates:
     def _grow(self, begin: int, end: int) -> None:
         """Enlarge the tensors, which contain the states of `begin` workers, to make room for at least `end` workers.
 
-        They get room for twice `begin` workers, if the memory limit allows it.
+        If the memory limit allows it, there is room for at least twice `begin` workers afterwards.
         """
         size, fit = max(end, 2 * begin), end
         if self._shared:

@@ -46,7 +46,11 @@ class Simulation(Executor):
     its own workers of the cohort and aggregates its own columns, and waits for the others at the group's barriers.
 
     Args:
-        group, task, shared, make_trainer, states: as for `Executor`.
+        group: processes that compute the run together.
+        task: run to compute.
+        shared: tensors of the run, which receive the results.
+        make_trainer: function that returns the trainer of this process.
+        states: states of the workers, kept between rounds.
     """
 
     def __init__(
@@ -185,7 +189,10 @@ class Simulation(Executor):
     def steps_of_round(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
         """Run all steps of a round of synchronous SGD, and return the statistics of all its aggregations.
 
-        For the arguments see `aggregate_each_step`.
+        Args:
+            cohort: IDs of all workers of the round.
+            mine: work items of this process.
+            round: number of the round.
         """
         of_round = GradientRoundStats(cohort)
         self.trainer.begin_gradient_round(mine)
@@ -474,8 +481,8 @@ class Simulation(Executor):
     def contexts_of_steps(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
         """Yield the context of each step's aggregation in a round of synchronous SGD.
 
-        A context has the workers that still have data, with their weights. If all of these have weight 0, the round
-        ends.
+        A context contains the workers that still have data, with their weights. If all these workers have weight 0, the
+        round ends.
         """
         works = [(self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort]
         batch_sizes: list[int] = []
@@ -519,8 +526,8 @@ class Simulation(Executor):
         """Return the state of this process on which the next round depends, for a checkpoint.
 
         Returns (facts, rule, columns): facts in JSON types, states of the rule and the attack by name, and the
-        optimizer states of which each rank stores only a part. The states are not in shared memory, which a killed
-        process would leave behind.
+        optimizer states whose columns are divided among the ranks. The states are not in shared memory, because a
+        killed process would not free it.
         """
         clock = {"clock": self.clock.state()} if self.clock else {}
         rule = {name: tensor.cpu().numpy() for name, tensor in self.aggregator.rule_state().items()}

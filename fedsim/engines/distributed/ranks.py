@@ -212,7 +212,8 @@ class RankWorkerStates(WorkerStates):
         initial: state of a worker before its first round: a flat tensor for each name.
         group: ranks, with the assignment of the cohort's workers to ranks.
         ranks: communication with the other ranks.
-        limit, folder: as for `WorkerStates`, for this rank alone.
+        limit: bytes of states above which this rank stores them in files; None for no limit.
+        folder: folder of these files; None for the system's folder for temporary files.
     """
 
     def __init__(
@@ -274,10 +275,11 @@ class RankWorkerStates(WorkerStates):
         super().resume(saved)
 
     def _exchanged(self, cohort: Sequence[int], slots: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return which worker states this rank exchanges with each rank before and after a round, as two lists.
+        """Return two lists that say which worker states this rank exchanges with each rank before and after a round.
 
         Entry i of the first list has the slots (positions in the cohort) of the workers that this rank trains and whose
-        state rank i stores. Entry i of the second list has those that rank i trains and whose state this rank stores.
+        state rank i stores. Entry i of the second list has the slots of the workers that rank i trains and whose state
+        this rank stores.
         """
         index, count = self._ranks.index, self._ranks.count
         held = self._group.by_rank(slots)

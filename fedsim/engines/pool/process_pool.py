@@ -120,7 +120,9 @@ class ProcessPool:
         """Start a call without waiting for its results, which `poll` returns.
 
         Args:
-            function, arguments: as for `call`.
+            function: picklable function that every process calls as `function(process, *arguments)`, where `process`
+                is its ProcessContext.
+            arguments: picklable arguments.
             on_message: function that is called with each object that a process sends by `ProcessContext.send`.
 
         If this method or `poll` raises an error, the caller must close the pool.

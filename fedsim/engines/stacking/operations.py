@@ -220,15 +220,15 @@ def stacked_convolution(
 ) -> Tensor:
     """Convolution with separate kernels for each of k models: convolve each model's samples with its own kernels.
 
-    A CPU computes the models one after another, which is mostly faster than one grouped convolution and at most 12
-    percent slower (`benchmarks/convolutions.py`). Other devices use one grouped convolution, whose number of kernel
+    A CPU computes the models one after another. In `benchmarks/convolutions.py`, this is mostly faster than one grouped
+    convolution, and at most 12 percent slower. Other devices use one grouped convolution, whose number of kernel
     launches does not depend on the number of models.
 
     Args:
         convolution: F.conv1d, F.conv2d or F.conv3d.
-        input: [k * batch, c, ...].
-        weight: [k, o, c / groups, ...], for c input and o output channels.
-        bias: [k, o] or None.
+        input: samples of the k models, [k * batch, c, ...], with c channels.
+        weight: kernels of the k models, [k, o, c / groups, ...], for o output channels.
+        bias: biases of the k models, [k, o], or None.
         options: stride, padding, dilation and groups.
 
     Returns the output, [k * batch, o, ...].
@@ -414,7 +414,10 @@ def _normalized(
 def _lstm(
     batch: MergedBatch, input: Tensor, state: Sequence[Tensor], parameters: Sequence[Tensor], *args: Any
 ) -> tuple[Tensor, ...]:
-    """Run the LSTM row by row: its weights stay in a CPU's cache over all time steps, and oneDNN computes the loop."""
+    """Run the LSTMs of the k models one after another.
+
+    The weights of one model then stay in a CPU's cache over all time steps, and oneDNN computes the loop.
+    """
     *_, dropout, _, _, batch_first = args
     batch.require(not dropout and batch_first)
     stacks = [parameter for parameter in parameters if batch.is_stack(parameter)]

@@ -97,9 +97,9 @@ def sizes_of_stacks(width: int, usual: Iterable[int]) -> list[int]:
 class CapturedSteps:
     """CUDA graphs of the training steps of a stack, with the memory that the graphs use.
 
-    The memory has one row per worker of the largest stack. Smaller stacks use the first rows. Some rows have no batch in
-    a step, because the worker has finished or the stack is smaller than the graph. These rows get samples of weight 0,
-    and a mask keeps their parameters unchanged.
+    The memory has one row per worker of the largest stack. Smaller stacks use the first rows. A row has no batch in a
+    step if its worker has finished, or if the stack is smaller than the graph. Such a row gets samples of weight 0, and
+    a mask keeps its parameters unchanged.
 
     Args:
         task, shared: run and its tensors.
@@ -273,7 +273,7 @@ class CUDAGraphCache:
 
     @contextlib.contextmanager
     def _refusing_after_failures(self) -> Iterator[None]:
-        """Return a context that suppresses errors. After an error, no CUDA graphs are used any more, with a warning."""
+        """Return a context that suppresses errors. An error causes a warning, and CUDA graphs are no longer used."""
         try:
             yield
         except Exception as error:

@@ -302,7 +302,7 @@ class RoundDropout:
             self._of_rows.round = None
 
     def factors_of(self, dropout: Dropout, samples: int) -> Tensor:
-        """Return the factors (scaled mask) [samples, ...] of the next dropout call in the forward pass, `dropout`."""
+        """Return the factors (scaled mask) [samples, ...] of `dropout`, the next dropout call in the forward pass."""
         layer, calls = self._layer, self._of_rows.calls
         self._layer += 1
         if layer < len(calls) and dropout == calls[layer] and len(self._factors[layer]) == samples:

@@ -280,8 +280,8 @@ class PointModules:
 
         Args:
             number: number of the module, from 0. Missing modules are created.
-            point: parameters [d], of which the module's parameters become views.
-            gradient: gradients [d], of which the module's gradients become views.
+            point: parameters [d]. The module's parameters become views of this tensor.
+            gradient: gradients [d]. The gradients of the module's parameters become views of this tensor.
             buffers: buffers [b], which are copied.
         """
         while len(self._made) <= number:
