@@ -170,7 +170,7 @@ class RoundStats:
         loss_samples: number of samples in `loss_sum`.
         up, down: number of models or gradients that workers sent (up) and received (down).
         discarded: number of work items that were cancelled before or on arrival.
-        excluded: for each excluded result (it contained NaN or infinity), the worker's ID.
+        excluded: worker ID of each result that was excluded because of NaN or infinity.
     """
 
     samples: Counter[int] = field(default_factory=Counter)

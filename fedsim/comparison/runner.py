@@ -101,7 +101,7 @@ def compare(
             the target is reached.
         tune: axis to tune, such as "local.lr". For each combination of the other axes, only the value with the best
             validation result is reported. With `worst`, the worst case decides. Needs `data.validation_fraction`.
-        worst: axis, such as "attack.name", of which only the value with the worst result is reported.
+        worst: axis along which only the value with the worst result is reported, such as "attack.name".
         metric: metric of the last round to compare instead of the test accuracy, such as "test_loss" or
             "metrics.personal_worker_accuracy_mean". Lower is better for losses, errors, perplexity, attack success,
             inequality (`..._std`, `..._gini`), seconds, bytes, staleness, discarded results and metrics with
@@ -314,7 +314,7 @@ def _find(run: PlannedRun, comparisons: dict[Path, ComparisonFile], besides: Pat
     Args:
         run: the run.
         comparisons: the stored comparisons to search, by folder.
-        besides: folder of a run that is not considered.
+        besides: run folder that is ignored.
 
     Returns None if the run is neither finished nor failed anywhere.
     """

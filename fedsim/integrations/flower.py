@@ -57,8 +57,9 @@ class Strategy(FedAvg):
             are logged and count as Byzantine.
         options: parameters of the rule, such as f, and keyword arguments of Flower's FedAvg.
 
-    Raises ExperimentError (a ValueError) for an unknown rule or an invalid parameter. In a round, raises it for arrays
-    with a wrong shape, invalid weights, or a number of replies that the rule does not support.
+    Raises ExperimentError (a ValueError) for an unknown rule or an invalid parameter. During a round, the same
+    error is raised for arrays with a wrong shape, for invalid weights, and if the rule does not support the number of
+    replies.
     """
 
     def __init__(
