@@ -91,7 +91,8 @@ class FedsimPartitioner(Partitioner):
         ids_by: name of the column with the writer or user of each sample, for `natural`.
 
     Raises ExperimentError (a ValueError) for an unknown strategy or an invalid parameter. `load_partition` raises
-    the same error if no partition satisfies the parameters. Warns (SettingWarning) if the strategy also changes samples; see `transform`.
+    the same error if no partition satisfies the parameters. Warns (SettingWarning) if the strategy also changes
+    samples; see `transform`.
     """
 
     def __init__(

@@ -122,8 +122,8 @@ class PowerSGD:
 
     Let M be the gradient [o, i] of a weight with o outputs and i inputs, plus the error of the last compression (a
     convolution's weight is flattened to [out channels, rest]). The ranks sum P = M Q and orthogonalise P, then average
-    Q = M^T P. The result is P Q^T, a matrix of low rank r. Two consecutive all-reduces send r (o + i) numbers instead of
-    o i. Biases are sent uncompressed.
+    Q = M^T P. The result is P Q^T, a matrix of low rank r. Two consecutive all-reduces send r (o + i) numbers instead
+    of o i. Biases are sent uncompressed.
 
     Names, meanings and defaults are those of PyTorch's `PowerSGDState`:
 
