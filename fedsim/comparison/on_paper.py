@@ -318,7 +318,7 @@ def draw_worker_comparison(comparison: Comparison) -> Figure | None:
     """Draw the final test accuracies of single workers, or their losses if the task has no accuracy.
 
     The figure has one line for each combination of compared values and each tested model. A line shows the workers of
-    all seeds: a stroke is a worker, the bar spans the middle half of the workers, and the dot is their mean.
+    all seeds: each stroke is a worker, the bar spans the middle half of the workers, and the dot is the mean.
 
     Return None if no worker was tested.
     """

@@ -115,7 +115,7 @@ def plan_comparison(
         axes: more axes, as in [comparison]. They replace axes of `source` with the same keys.
         words: changes as on the command line. `key=v1,v2` is an axis, and `key=value` sets one value in all runs. Both
             replace an existing axis with the same key.
-        settings: settings of `compare`. They replace the settings in [comparison].
+        settings: settings such as `target` and `tune` (see `compare`). They replace the settings in [comparison].
         file: the file from which `source` and `axes` were read, if `source` is not a file name.
         allow_imports: allow the file to name any import path (see `load_experiment`).
         changes: keys of the experiment to set in all runs, after `words`. They replace an axis with the same key.

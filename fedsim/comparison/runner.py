@@ -278,8 +278,8 @@ def merge(
     Args:
         folders: folders of the same comparison, including their shards. `out` may be one of them.
         out: folder of the merged comparison.
-        settings: settings of the comparison, as for `plan_comparison`. Default: the settings in the first folder.
-        allow_imports: allow the folders to name any import path (see `plan_comparison`).
+        settings: settings of the comparison, such as `target`. They replace those in the first folder.
+        allow_imports: allow the folders to name any import path (see `load_experiment`).
 
     Raises RecordError if a folder holds no comparison, or if the folders hold different comparisons.
     """

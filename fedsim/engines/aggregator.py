@@ -109,7 +109,7 @@ def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs
 
 
 class DeferredCheck:
-    """Check of all rows of a round for NaN and infinity, which waits for the device only once per round.
+    """Check of a round's rows for NaN and infinity that waits for the device only once per round.
 
     Each aggregation stores the sums of its rows on the device. At the end of the round, all sums are checked together.
     The check is used for aggregations in one process, by rules that do not fail if a row contains NaN or infinity.

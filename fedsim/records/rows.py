@@ -418,8 +418,8 @@ class ComparisonSettings:
     def of(self, runs: Sequence[Any], axes: Sequence[str]) -> tuple[list[Any], list[Choice]]:
         """Choose values along the axes of `tune` and `worst`.
 
-        Returns the runs with the chosen values, and one choice for each combination of compared values along the axis
-        `tune` (none without this axis).
+        Returns the runs with the chosen values, and one `Choice` along the axis `tune` for each combination of compared
+        values. Without this axis, the list of choices is empty.
         """
         compared, left, tuned = self.compared(axes), list(runs), list[Choice]()
         if self.tune is not None:

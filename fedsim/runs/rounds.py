@@ -56,7 +56,7 @@ class Rounds:
         """Run one round, and return its record.
 
         If the round diverges, the global model from before the round is restored. The record then contains the test
-        results of this model.
+        results of this model. This costs a copy of the global parameters and buffers per round, on their device.
         """
         engine, shared = self.engine, self.engine.shared
         before = shared.server.row.clone(), shared.server.buffers.clone()

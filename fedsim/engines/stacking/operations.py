@@ -171,7 +171,8 @@ class StackedLinear(torch.autograd.Function):
     """Linear layer with separate weights for each of k models.
 
     Shapes: input [k, batch, i], weight [k, o, i], bias [k, o], output [k, batch, o], for i inputs and o outputs. If
-    `products` is a list, the weight gradient is not computed, but appended to the list as an OuterProductGrad.
+    `products` is a list, the weight gradient is not computed. Instead, its factors are appended to the list as an
+    OuterProductGrad.
 
     PyTorch's own backward pass computes the gradient of the transposed weight, [k, i, o]. On a CPU, this layout is
     several times slower, both to compute and to add to the weight.
@@ -336,7 +337,7 @@ class MergedBatch(PreparedDropout):
                 self.require(self.is_stack(stack) and (len(stack) == 1 or len(input) % self._size == 0))
 
     def products_of(self, weight: Tensor) -> list[OuterProductGrad] | None:
-        """Return the list for the gradient of `weight` as an OuterProductGrad; None to compute the gradient."""
+        """Return the list that receives the factors of the gradient of `weight`; None to compute the gradient."""
         return self._products[self._places[id(weight)]] if self._products else None
 
     def _has_stack(self, value: object) -> bool:

@@ -295,7 +295,7 @@ class BatchSource:
         """Return the sources of random numbers that a transform or an attack takes, by argument name.
 
         Args:
-            taken: names of the arguments, of "draws", "generator" and "rng"; other names are ignored.
+            taken: argument names of the transform or attack. Only "draws", "generator" and "rng" have a source.
             purpose, round, worker: parts of the random key.
 
         Each source is a function that takes the number of the step in the round, and returns the argument.

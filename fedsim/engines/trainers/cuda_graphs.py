@@ -220,7 +220,10 @@ class CapturedSteps:
             self._samples[:steps, members:] = 0
 
     def _take_steps(self, graph: Graph) -> None:
-        """Run the training steps of `graph`, starting with step `_step_number` of the round, to be captured."""
+        """Run the training steps of `graph`, starting with step `_step_number` of the round.
+
+        This call is captured as the CUDA graph.
+        """
         rows, batch = graph.rows, self._positions.shape[2]
         places = (self._step_number + self._ahead[: graph.steps]).remainder_(
             self._steps

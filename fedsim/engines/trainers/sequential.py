@@ -407,8 +407,8 @@ class LocalSteps:
 class RoundBatches:
     """Iterable over the batches (inputs, targets) of a round for a user's training function. It can be read only once.
 
-    While the function uses a batch, its forward passes use the dropout masks of this batch. `close` ends this for the
-    last batch.
+    While the function uses a batch, its forward passes use the dropout masks of this batch. After the last batch,
+    `close` ends the use of its masks.
 
     Args:
         batches: batches of the round.

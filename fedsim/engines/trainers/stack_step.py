@@ -222,7 +222,7 @@ class StackStep:
                 gradient.add_to(total)
 
     def _parts(self, gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-        """Return pairs (columns in the rows, gradient of these columns), as `move` takes them.
+        """Return pairs (columns in the rows, gradient of these columns): the argument `parts` of `move`.
 
         On a GPU, neighbouring gradients are concatenated to launch fewer kernels.
         """
