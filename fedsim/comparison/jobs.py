@@ -113,7 +113,7 @@ def run_here(work: Iterable[Work], on_round: OnRound, on_end: OnEnd) -> None:
 
 
 def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnEnd, on_retry: OnRetry) -> None:
-    """Execute the runs in at most `count` processes, each of which executes one run at a time.
+    """Execute the runs in at most `count` processes. Each process executes one run at a time.
 
     A process that dies, or sends no heartbeat for the `timeout` of its run, is replaced. Its run is repeated at most
     `process_retries` times and then counts as failed.

@@ -75,8 +75,8 @@ def draw_values(comparison: Comparison, key: str, style: FigureStyle = SCREEN) -
     """Draw the compared metric after the last round against the values of the axis `key`.
 
     Each combination of values on the other axes has its own line. As in `draw_curves`, the first of these axes
-    distinguishes the lines of a panel, and the others distinguish the panels. Values for which a run has no result are
-    not drawn. Return None if no run is finished.
+    distinguishes the lines of a panel, and the other axes distinguish the panels. Values for which a run has no result
+    are not drawn. Return None if no run is finished.
     """
     return _draw_lines(curves_along(comparison, key), style) if any(run.finished for run in comparison.runs) else None
 

@@ -150,7 +150,7 @@ class Comparison:
 
     @property
     def table(self) -> str:
-        """The answer, the summary table and the leaderboard as text, as printed by `fedsim compare`."""
+        """Best values of the first axis, summary table and leaderboard as text, as printed by `fedsim compare`."""
         return comparison_text(self)
 
     @functools.cached_property

@@ -192,12 +192,12 @@ class Aggregator:
     """One process's part of the aggregations: from the workers' rows to the new parameters of the global model.
 
     A row is a flat vector [d], the update or gradient of one worker. Processes that share memory divide the columns
-    among them if the rule treats each column separately. Other rules, and attacks, need whole rows, so the first
-    process computes them. Each rank of the engine `distributed` stores only the rows of the workers that it trains, and
+    if the rule treats each column separately. Other rules, and attacks, need whole rows, so the first process computes
+    them. Each rank of the engine `distributed` stores only the rows of the workers that it trains, and
     exchanges no more than the rule needs.
 
     Args:
-        group: processes that compute together. All of them must call each method at the same time.
+        group: processes that compute together. All processes must call each method at the same time.
         task: run to compute.
         shared: tensors of the run.
 

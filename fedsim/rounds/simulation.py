@@ -43,7 +43,7 @@ class Simulation(Executor):
     """Synchronous rounds: in each round, a cohort of workers trains, and the server aggregates their updates.
 
     Every process of a run has one Simulation. All processes call the same methods at the same time. Each process trains
-    its own workers of the cohort and aggregates its own columns, and waits for the others at the group's barriers.
+    its own workers of the cohort and aggregates its own columns, and waits for the other processes at barriers.
 
     Args:
         group: processes that compute the run together.
@@ -348,7 +348,7 @@ class Simulation(Executor):
     def skip_round(self, round: int, drawn: Cohort) -> Round | None:
         """Run a round in which no worker sends an update: only test the global model, which does not change.
 
-        Returns the same as `run_round`.
+        Returns the pair (record of the round, results of tests of single workers); see `run_round`.
         """
         if self.clock and not drawn.dropped:
             raise ExperimentError(

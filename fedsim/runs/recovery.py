@@ -41,7 +41,7 @@ class RecoveringLoop:
     """Loop that repeats a round in which a process is lost, at most `process_retries` times.
 
     Other calls, such as tests between rounds, are repeated too. The loop keeps a copy of the state before the current
-    round. The copy is on the GPU if it has enough memory, because copying is then fast.
+    round. The copy is on the GPU if the GPU has enough memory, because copying is then fast.
     """
 
     def __init__(self, loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> None:

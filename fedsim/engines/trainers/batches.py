@@ -174,7 +174,8 @@ class BatchSource:
     def orders(self, wanted: Sequence[Epoch]) -> list[Tensor]:
         """Return the shuffled sample indices of each epoch in `wanted`, a list of (worker, round, epoch).
 
-        If an epoch must be shuffled first, epochs of the announced work items are shuffled with it and cached.
+        Epochs that have not been shuffled yet are shuffled together with further epochs of the announced work items,
+        whose indices are cached.
         """
         if not all(epoch in self._drawn for epoch in wanted):
             self._drawn |= self._draw([*dict.fromkeys([*wanted, *self._take_coming()])])
@@ -200,7 +201,7 @@ class BatchSource:
         """Shuffle the `wanted` epochs, given as (worker, round, epoch), and return their sample indices by epoch.
 
         Each order is a random permutation with the key (seed, "batches", round, worker) and the epoch as step; see
-        `fedsim.core.philox`. All are drawn at once on the task's device, without waiting for it.
+        `fedsim.core.philox`. All permutations are drawn at once on the device.
         """
         task = self._task
         workers = [worker for worker, *_ in wanted]
