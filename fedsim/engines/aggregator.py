@@ -193,8 +193,8 @@ class Aggregator:
 
     A row is a flat vector [d], the update or gradient of one worker. Processes that share memory divide the columns
     if the rule treats each column separately. Other rules, and attacks, need whole rows, so the first process computes
-    them. Each rank of the engine `distributed` stores only the rows of the workers that it trains, and
-    exchanges no more than the rule needs.
+    them. Each rank of the engine `distributed` stores only the rows of the workers that it trains. Ranks exchange no
+    more than the rule needs.
 
     Args:
         group: processes that compute together. All processes must call each method at the same time.

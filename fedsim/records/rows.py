@@ -356,11 +356,11 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings:
-    """Settings of a comparison: those keys of a table [comparison], and of `comparison.json`, that are not axes.
+    """Settings of a comparison: the keys of a table [comparison] (or of `comparison.json`) that are not axes.
 
     Attributes:
-        target: test accuracy to reach (test loss for a task without accuracy). The summary reports the time until it is
-            reached, and the breaking points along numeric axes.
+        target: test accuracy to reach (test loss for a task without accuracy). The summary reports the time until the
+            target is reached, and the breaking points along numeric axes.
         tune: axis to tune. For each combination, the value with the best mean validation result is chosen, among the
             values with results for every seed. With `worst`, the worst validation result along that axis counts.
         worst: axis of the worst case. After tuning, the value with the worst mean of the compared metric is chosen.

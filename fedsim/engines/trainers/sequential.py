@@ -245,7 +245,7 @@ class RowTrainer:
         seed_everything(self._task.device, self._task.experiment.seed, "forward", round, member.worker, *step)
 
     def _dropout_of(self, member: WorkItem) -> RoundDropout:
-        """Return the dropout of a work item's round. For a single step, the dropout is kept for the worker's next step."""
+        """Return the dropout of a work item's round. After a single step, it is kept for the worker's next step."""
         worker, round = member.worker, member.round
         if member.step is None:
             return self._dropout.of(worker, round, member.steps)
