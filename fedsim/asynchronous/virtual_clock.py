@@ -192,7 +192,8 @@ class VirtualClock:
     def _certain_arrivals(self, arriving: Sequence[int]) -> list[int]:
         """Return the slots whose results are certain to be used, so that they can be computed together, earliest first.
 
-        Results that may be cancelled or would arrive after the end of the run are left out.
+        Results that may be cancelled or would arrive after the end of the run are left out. `arriving` contains all
+        slots with an event at the current time.
         """
         in_flight, count = self.dispatcher.in_flight, self._policy.arrivals_needed(self._server)
         remaining = self._total_items - self.dispatcher.arrivals

@@ -118,6 +118,13 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
     A process that dies, or sends no heartbeat for the `timeout` of its run, is replaced. Its run is repeated at most
     `process_retries` times and then counts as failed.
 
+    Args:
+        work: the runs to execute.
+        count: maximum number of processes.
+        on_round: function that is called with the run and its record after each round.
+        on_end: function that is called after each run, with the run and the reason why it failed (None: success).
+        on_retry: function that is called with the run before it is repeated.
+
     Raises WorkerError if processes cannot be started.
     """
     require_files(count, INSTEAD)

@@ -150,7 +150,14 @@ def run_comparison(
 ) -> Comparison:
     """Run all unfinished runs of a comparison, and write the results to the folder `path` (see `compare`).
 
-    With `shard`, run only the runs of this part, and write no tables and figures of the comparison.
+    Args:
+        plan: the runs of the comparison.
+        path: folder of the comparison.
+        jobs: number of runs at a time; None for the default.
+        callback: callback whose methods are called for each round and run.
+        keeps_folder: whether the folder is kept. If not, no tables and figures are written, and the results have None
+            as `folder`.
+        shard: part of the comparison to run, without tables and figures; None to run all parts.
     """
     callback = callback or Callback()
     if jobs is not None and jobs < 1:

@@ -284,7 +284,7 @@ class RoundDropout:
     def at(self, step: int, samples: int) -> AbstractContextManager[Any]:
         """Return a context in which forward passes use the dropout masks of step number `step`.
 
-        If the model has no dropout, the context does nothing.
+        `samples` is the number of samples in the batch. If the model has no dropout, the context does nothing.
         """
         return self._at(step, samples) if self._of_rows.calls else nullcontext()
 
