@@ -174,9 +174,9 @@ class WorkerStates:
             self.rows[name][places] = row.to(self.rows[name].device)
 
     def follow(self, workers: Sequence[int]) -> None:
-        """Register the workers that have a state as `workers`, in this storage order.
+        """Declare that exactly `workers` have a state, and that their states are stored in this order.
 
-        Another process that maps the same files has stored the states in this order.
+        Another process, which maps the same files, has stored the states in this order.
         """
         if list(workers) != self.workers:
             self._places = {}

@@ -293,7 +293,8 @@ class BreakingPoint(NamedTuple):
     A value of the axis with a diverged run or without a finite result misses the target.
 
     Attributes:
-        breaks_at: this value and all larger values miss the target. None if the largest value of the axis reaches it.
+        breaks_at: smallest value such that the target is missed at this value and at all larger values. None if the
+            largest value of the axis reaches the target.
         reached_at: largest value that reaches the target, or None if no value does.
         missed_below: values below `reached_at` that miss the target. If there are any, the curve is not monotone.
         no_result: values with a failed run. The other attributes do not consider these values.

@@ -89,7 +89,7 @@ IDLE, BUSY, FINISHED, HELD_BACK = range(4)  # values of STATUS; in the last two,
 
 
 class RaceState:
-    """State that the processes of a race share during a round. A slot is the number of one of the n workers.
+    """State that the processes of a race share during a round. A slot is the number of one of n concurrent workers.
 
     Attributes:
         loss_counters: counters that detect lost updates, float64 [n, COORDINATES] on the model's device. Each update
