@@ -157,7 +157,7 @@ class Comparison:
     def leaderboard(self) -> Leaderboard | None:
         """Leaderboard of the values of the first axis, ranked over all combinations of the other axes' values.
 
-        None if the first axis has fewer than 3 values or there are fewer than 5 combinations.
+        The result is None if the first axis has fewer than 3 values, or if there are fewer than 5 combinations.
         """
         return leaderboard(self)
 
