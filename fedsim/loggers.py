@@ -69,10 +69,11 @@ class LoggedRun:
 def tensorboard(run: LoggedRun) -> Iterator[Log]:
     """TensorBoard: write an event file to the run folder. `records.tensorboard = true` has the same effect.
 
-    `tensorboard --logdir runs` shows all runs. Its tab HPARAMS compares them by settings. The event file is created in
-    the first round. A round that cannot be written completely is not written at all. `SummaryWriter` is not used,
-    because it writes in a thread and loses errors. TensorBoard hides rounds that a resumed run repeats. Without a run
-    folder nothing is written.
+    `tensorboard --logdir runs` shows all runs. TensorBoard's tab HPARAMS compares the runs by their settings.
+
+    The event file is created in the first round. A round that cannot be written completely is not written at all.
+    TensorBoard hides the first version of rounds that a resumed run repeats. Without a run folder, nothing is written.
+    `SummaryWriter` is not used, because it writes in a thread and loses errors.
     """
     if run.folder is None:
         yield lambda round, numbers: None

@@ -345,7 +345,8 @@ CACHED_BLOCKS = 2**15  # less than 100 MB
 class Delays:
     """Durations of work items in virtual seconds.
 
-    The noise depends only on (seed, worker, unit), so all policies see the same delays.
+    The noise of a work item depends only on the seed, the worker, and the number of work items that the worker started
+    before. So all asynchronous policies are compared under the same delays.
 
     Args:
         slowdowns: slowdown factor of each worker, [n_workers], positive.

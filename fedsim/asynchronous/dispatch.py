@@ -170,7 +170,7 @@ class RoundStats:
         loss_samples: number of samples in `loss_sum`.
         up, down: number of models or gradients that workers sent (up) and received (down).
         discarded: number of work items that were cancelled before or on arrival.
-        excluded: for each excluded result (it contained NaN or infinity), the worker's ID.
+        excluded: worker ID of each result that was excluded because of NaN or infinity.
     """
 
     samples: Counter[int] = field(default_factory=Counter)
@@ -196,12 +196,13 @@ class RoundStats:
 class DispatcherState(CheckpointModel):
     """Checkpointed state of a `Dispatcher`.
 
-    A slot is in flight from the start of its work item to the arrival of the result.
+    A slot is the place of one of the workers that train at the same time. It is in flight from the start of its work
+    item until the result arrives at the server.
 
     Attributes:
         scheduler: state of the scheduler.
-        in_flight: work items that have started and not yet arrived.
-        untrained: slots in flight whose result has not been computed.
+        in_flight: work items that have started, but whose results have not arrived.
+        untrained: slots in flight whose result has not been computed yet.
         nonfinite: slots in flight whose result contains NaN or infinity.
         arrivals: number of results that have arrived since the start of the run.
     """
@@ -216,7 +217,8 @@ class DispatcherState(CheckpointModel):
 class Dispatcher:
     """Dispatcher that starts work items, computes them with `train`, and hands their results to the policy.
 
-    A slot is in flight from the start of its work item to the arrival of the result.
+    A slot is the place of one of the workers that train at the same time. It is in flight from the start of its work
+    item until the result arrives at the server.
 
     Args:
         server: state of the server, with the policy.
@@ -226,7 +228,7 @@ class Dispatcher:
 
     Attributes:
         in_flight: started work items by slot, in the order in which they started.
-        untrained: slots in flight whose result has not been computed.
+        untrained: slots in flight whose result has not been computed yet.
         arrivals: number of results that have arrived since the start of the run.
         stats: statistics since the last `start_round`.
     """

@@ -38,7 +38,7 @@ class Arrival(NamedTuple):
     """A finished work item, whose result is in `server.rows[slot]`.
 
     Attributes:
-        slot: index of the worker's row.
+        slot: place of the worker among the concurrent workers, which is also the index of its row.
         worker: ID of the worker.
         unit: number of work items that this slot started before this one.
         staleness: number of updates of the global model since the worker read it.
@@ -112,7 +112,10 @@ class Policy(ABC):
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
         """Return the slot of the second worker whose model `take` changes, or None if `take` changes only one.
 
-        `slot` and `unit` are those of the arrival that `take` will receive.
+        Args:
+            server: state of the server.
+            slot: slot of the result that `take` will receive.
+            unit: number of work items that this slot started before the one with this result.
         """
         return None
 

@@ -30,16 +30,16 @@ Duration = Callable[[WorkItem, int, tuple[int, int]], float]
 
 
 class ClockState(CheckpointModel):
-    """Checkpointed state of a `VirtualClock`.
+    """Checkpointed state of a `VirtualClock`. A slot is the place of one of the concurrent workers.
 
     Attributes:
         dispatcher: state of the dispatcher.
         now: virtual seconds since the start.
         pending: (time, slot) of each future event, which is an arrival or a departure.
-        idle: idle slots that have not been asked yet whether they may start.
+        idle: idle slots for which the policy has not been asked yet whether they may start.
         waiting: idle slots that the policy did not allow to start.
-        asked_at: version of the global row at which the waiting slots were last asked whether they may start.
-        leaving: slots whose future event is the departure of their worker.
+        asked_at: version of the global row at which the policy was last asked whether the waiting slots may start.
+        leaving: slots whose next event is the departure of their worker.
         started: number of started work items by worker.
     """
 
@@ -56,8 +56,8 @@ class ClockState(CheckpointModel):
 class VirtualClock:
     """Simulation of an asynchronous policy in virtual time.
 
-    Results that arrive at the same time are all handed to the policy, in ascending order of their slots, before any
-    worker starts again.
+    A slot is the place of one of the concurrent workers. Results that arrive at the same time are all handed to the
+    policy, in ascending order of their slots, before any worker starts again.
 
     Args:
         server: state of the server, with the policy.
@@ -142,7 +142,7 @@ class VirtualClock:
         self._leaving, self._started = set(saved.leaving), Counter(dict(saved.started))
 
     def _start_idle(self) -> None:
-        """Start all idle workers that may start. The others are asked again after an update or a departure."""
+        """Start all idle workers that may start. The others wait until the next update or departure."""
         server, policy = self._server, self._policy
         if server.version != self._asked_at:
             self._idle += self._waiting
@@ -192,7 +192,8 @@ class VirtualClock:
     def _certain_arrivals(self, arriving: Sequence[int]) -> list[int]:
         """Return the slots whose results are certain to be used, so that they can be computed together, earliest first.
 
-        Results that may be cancelled or would arrive after the end of the run are left out.
+        Results that may be cancelled or would arrive after the end of the run are left out. `arriving` contains all
+        slots with an event at the current time.
         """
         in_flight, count = self.dispatcher.in_flight, self._policy.arrivals_needed(self._server)
         remaining = self._total_items - self.dispatcher.arrivals

@@ -55,7 +55,7 @@ class Checkpoints(Callback):
 
 
 def _choices_of(run: CurrentRun) -> dict[str, Any]:
-    """Return the engine and those of its settings that affect rounding, so that a resumed run uses them again."""
+    """Return the engine and its settings that affect rounding, so that a resumed run uses the same values."""
     chosen = {"engine": run.experiment.engine, **run.facts.how}
     return {key: chosen[key] for key in ("engine", "processes", "threads", "width") if key in chosen}
 

@@ -24,7 +24,7 @@ class Callback:
     """Base class for callbacks that follow a comparison. Override the methods that you need."""
 
     def on_start(self, plan: ComparisonPlan, todo: Sequence[PlannedRun], jobs: int) -> None:
-        """Called before the first run. `todo` lists the unfinished runs, of which `jobs` are executed at a time."""
+        """Called before the first run. `todo` lists the unfinished runs. At most `jobs` runs are executed at a time."""
 
     def on_round(self, run: PlannedRun, record: RoundRecord) -> None:
         """Called after each round of a run."""

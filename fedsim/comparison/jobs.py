@@ -113,10 +113,17 @@ def run_here(work: Iterable[Work], on_round: OnRound, on_end: OnEnd) -> None:
 
 
 def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnEnd, on_retry: OnRetry) -> None:
-    """Execute the runs in at most `count` processes, each of which executes one run at a time.
+    """Execute the runs in at most `count` processes. Each process executes one run at a time.
 
     A process that dies, or sends no heartbeat for the `timeout` of its run, is replaced. Its run is repeated at most
     `process_retries` times and then counts as failed.
+
+    Args:
+        work: the runs to execute.
+        count: maximum number of processes.
+        on_round: function that is called with the run and its record after each round.
+        on_end: function that is called after each run, with the run and the reason why it failed (None: success).
+        on_retry: function that is called with the run before it is repeated.
 
     Raises WorkerError if processes cannot be started.
     """
@@ -227,7 +234,7 @@ def _job(process: ProcessContext, experiment: Experiment, folder: Path) -> str |
     is_prepared = threading.Event()
 
     def send_heartbeats() -> None:
-        """Send heartbeats until the run is prepared. After that, each finished round sends a heartbeat."""
+        """Send heartbeats to the parent process until the run is prepared. Later, each round sends one."""
         with contextlib.suppress(AbortedError):
             while not is_prepared.wait(HEARTBEAT_SECONDS):
                 process.heartbeat()

@@ -78,9 +78,10 @@ class Leaderboard:
 
     @property
     def groups(self) -> list[tuple[int, int]]:
-        """Pairs (first, last) of indices in `standings`. A pair is a group whose ranks are not significantly different.
+        """Groups of candidates whose mean ranks are not significantly different.
 
-        Only groups that are not part of a larger group are listed.
+        A group is a pair: the indices of its first and last candidate in `standings`. Only groups that are not part of
+        a larger group are listed.
         """
         ranks = [standing.mean_rank for standing in self.standings]
         groups: list[tuple[int, int]] = []

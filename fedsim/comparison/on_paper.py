@@ -75,8 +75,8 @@ def draw_values(comparison: Comparison, key: str, style: FigureStyle = SCREEN) -
     """Draw the compared metric after the last round against the values of the axis `key`.
 
     Each combination of values on the other axes has its own line. As in `draw_curves`, the first of these axes
-    distinguishes the lines of a panel, and the others distinguish the panels. Values for which a run has no result are
-    not drawn. Return None if no run is finished.
+    distinguishes the lines of a panel, and the other axes distinguish the panels. Values for which a run has no result
+    are not drawn. Return None if no run is finished.
     """
     return _draw_lines(curves_along(comparison, key), style) if any(run.finished for run in comparison.runs) else None
 
@@ -318,7 +318,7 @@ def draw_worker_comparison(comparison: Comparison) -> Figure | None:
     """Draw the final test accuracies of single workers, or their losses if the task has no accuracy.
 
     The figure has one line for each combination of compared values and each tested model. A line shows the workers of
-    all seeds: a stroke is a worker, the bar spans the middle half of the workers, and the dot is their mean.
+    all seeds: each stroke is a worker, the bar spans the middle half of the workers, and the dot is the mean.
 
     Return None if no worker was tested.
     """

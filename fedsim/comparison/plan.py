@@ -115,7 +115,7 @@ def plan_comparison(
         axes: more axes, as in [comparison]. They replace axes of `source` with the same keys.
         words: changes as on the command line. `key=v1,v2` is an axis, and `key=value` sets one value in all runs. Both
             replace an existing axis with the same key.
-        settings: settings of `compare`. They replace the settings in [comparison].
+        settings: settings such as `target` and `tune` (see `compare`). They replace the settings in [comparison].
         file: the file from which `source` and `axes` were read, if `source` is not a file name.
         allow_imports: allow the file to name any import path (see `load_experiment`).
         changes: keys of the experiment to set in all runs, after `words`. They replace an axis with the same key.
@@ -156,9 +156,9 @@ def plan_comparison(
 
 
 def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
-    """Return, as nested tables, the settings that all runs share before axis values are applied.
+    """Return, as nested tables, the settings that are the same in all runs and do not come from axis values.
 
-    A key is included if it has the same value in all runs whose axis values do not set it.
+    A run whose axis values set a key is ignored when the values of this key are compared.
     """
     settings = [dict(leaves_of(run.tables)) for run in runs]
     keys = dict.fromkeys(key for leaves in settings for key in leaves)

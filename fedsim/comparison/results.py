@@ -150,14 +150,14 @@ class Comparison:
 
     @property
     def table(self) -> str:
-        """The answer, the summary table and the leaderboard as text, as printed by `fedsim compare`."""
+        """Best values of the first axis, summary table and leaderboard as text, as printed by `fedsim compare`."""
         return comparison_text(self)
 
     @functools.cached_property
     def leaderboard(self) -> Leaderboard | None:
         """Leaderboard of the values of the first axis, ranked over all combinations of the other axes' values.
 
-        None if the first axis has fewer than 3 values or there are fewer than 5 combinations.
+        The result is None if the first axis has fewer than 3 values, or if there are fewer than 5 combinations.
         """
         return leaderboard(self)
 

@@ -101,7 +101,7 @@ def compare(
             the target is reached.
         tune: axis to tune, such as "local.lr". For each combination of the other axes, only the value with the best
             validation result is reported. With `worst`, the worst case decides. Needs `data.validation_fraction`.
-        worst: axis, such as "attack.name", of which only the value with the worst result is reported.
+        worst: axis along which only the value with the worst result is reported, such as "attack.name".
         metric: metric of the last round to compare instead of the test accuracy, such as "test_loss" or
             "metrics.personal_worker_accuracy_mean". Lower is better for losses, errors, perplexity, attack success,
             inequality (`..._std`, `..._gini`), seconds, bytes, staleness, discarded results and metrics with
@@ -150,7 +150,14 @@ def run_comparison(
 ) -> Comparison:
     """Run all unfinished runs of a comparison, and write the results to the folder `path` (see `compare`).
 
-    With `shard`, run only the runs of this part, and write no tables and figures of the comparison.
+    Args:
+        plan: the runs of the comparison.
+        path: folder of the comparison.
+        jobs: number of runs at a time; None for the default.
+        callback: callback whose methods are called for each round and run.
+        keeps_folder: whether the folder is kept. If not, no tables and figures are written, and the results have None
+            as `folder`.
+        shard: part of the comparison to run, without tables and figures; None to run all parts.
     """
     callback = callback or Callback()
     if jobs is not None and jobs < 1:
@@ -278,8 +285,8 @@ def merge(
     Args:
         folders: folders of the same comparison, including their shards. `out` may be one of them.
         out: folder of the merged comparison.
-        settings: settings of the comparison, as for `plan_comparison`. Default: the settings in the first folder.
-        allow_imports: allow the folders to name any import path (see `plan_comparison`).
+        settings: settings of the comparison, such as `target`. They replace those in the first folder.
+        allow_imports: allow the folders to name any import path (see `load_experiment`).
 
     Raises RecordError if a folder holds no comparison, or if the folders hold different comparisons.
     """
@@ -314,7 +321,7 @@ def _find(run: PlannedRun, comparisons: dict[Path, ComparisonFile], besides: Pat
     Args:
         run: the run.
         comparisons: the stored comparisons to search, by folder.
-        besides: folder of a run that is not considered.
+        besides: run folder that is ignored.
 
     Returns None if the run is neither finished nor failed anywhere.
     """

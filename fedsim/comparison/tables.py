@@ -189,7 +189,7 @@ def _runs(row: Row) -> Cell:
 
 
 class Answer(NamedTuple):
-    """The answer of a comparison: which value of the first axis is best.
+    """Answer to the question of a comparison: which value of the first axis is best.
 
     Attributes:
         sentence: the answer as one sentence.
@@ -231,7 +231,7 @@ def answer(comparison: Comparison, label_of: LabelOf = label, name_of: Callable[
 
 
 def answer_text(comparison: Comparison) -> str:
-    """Return the answer as wrapped lines, or an empty string if nothing is compared."""
+    """Return which value of the first axis is best, as wrapped lines. The text is empty if nothing is compared."""
     if (result := answer(comparison)) is None:
         return ""
     lines = [result.sentence, *(f"  {case}" for case in result.cases), *result.remarks]
@@ -303,7 +303,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Return the answer, the summary and the leaderboard as text."""
+    """Return the best values of the first axis, the summary table and the leaderboard as text."""
     board = comparison.leaderboard
     ranks = leaderboard_text(board, comparison.compared[0]) if board else ""
     return f"{answer_text(comparison)}\n\n{summary_text(comparison)}\n\n{ranks}".strip()
@@ -439,7 +439,7 @@ def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
 
 
 def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[str]:
-    """Return one text line per breaking point of an axis, for the first `MOST_LINES`, and then the number of others."""
+    """Return one text line per breaking point of an axis. After `MOST_LINES` lines, a last line counts the rest."""
     lines = [f"  {', '.join(map(label, others.values())) or comparison.name}: {point.text}" for others, point in points]
     more = len(lines) - MOST_LINES
     return lines if more <= 0 else [*lines[:MOST_LINES], f"  {more} more"]

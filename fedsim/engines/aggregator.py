@@ -109,7 +109,7 @@ def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs
 
 
 class DeferredCheck:
-    """Check of all rows of a round for NaN and infinity, which waits for the device only once per round.
+    """Check of a round's rows for NaN and infinity that waits for the device only once per round.
 
     Each aggregation stores the sums of its rows on the device. At the end of the round, all sums are checked together.
     The check is used for aggregations in one process, by rules that do not fail if a row contains NaN or infinity.
@@ -192,12 +192,12 @@ class Aggregator:
     """One process's part of the aggregations: from the workers' rows to the new parameters of the global model.
 
     A row is a flat vector [d], the update or gradient of one worker. Processes that share memory divide the columns
-    among them if the rule treats each column separately. Other rules, and attacks, need whole rows, so the first
-    process computes them. Each rank of the engine `distributed` stores only the rows of the workers that it trains, and
-    exchanges no more than the rule needs.
+    if the rule treats each column separately. Other rules, and attacks, need whole rows, so the first process computes
+    them. Each rank of the engine `distributed` stores only the rows of the workers that it trains. Ranks exchange no
+    more than the rule needs.
 
     Args:
-        group: processes that compute together. All of them must call each method at the same time.
+        group: processes that compute together. All processes must call each method at the same time.
         task: run to compute.
         shared: tensors of the run.
 
@@ -503,7 +503,7 @@ class Aggregator:
             target[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
 
     def gathered(self, context: AggregationContext) -> Tensor:
-        """Return the rows of an aggregation, and the server's own row if there is one, in the first process.
+        """In the first process, return the rows of an aggregation, and the server's own row if there is one.
 
         The rows are indexed by slot (position in the cohort). In other processes, the result is undefined.
         """
@@ -527,7 +527,7 @@ class Aggregator:
 
         Args:
             context: rows to aggregate.
-            rows: rows of the whole cohort, indexed by slot (position in the cohort); also only some of their columns.
+            rows: rows of the whole cohort, or some of their columns, indexed by slot (position in the cohort).
             reduce: function that sums values, or takes their maximum, over processes with different columns.
         """
         task = self._task

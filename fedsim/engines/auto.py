@@ -51,7 +51,7 @@ WORKERS_SAMPLED = 500  # maximum number of workers whose steps are counted to es
 
 
 class Plan(NamedTuple):
-    """How the engine `auto` trains the workers of a task.
+    """Plan of the engine `auto`: how the workers of a task are trained.
 
     Attributes:
         processes: number of processes; 1 means the current process.

@@ -64,8 +64,8 @@ class Engine:
 
     Args:
         backend: processes that train.
-        trainers: function that takes (task, shared state, number of processes, threads), and returns a function that
-            creates the trainer of a process, and a dict of facts for the run record.
+        trainers: function that takes (task, shared state, number of processes, threads). It returns a pair: a function
+            that creates the trainer of a process, and a dict of facts for the run record.
         threads: number of threads that PyTorch uses in each process.
     """
 
@@ -110,7 +110,7 @@ class Engine:
 
         Args:
             task: run to compute.
-            data: samples of the run and their assignment to workers, as in `SharedState.allocate`.
+            data: samples of the run and their assignment to workers: the arguments of `RunData.on` after `dtype`.
         """
         return SharedState.allocate(task, *data)
 

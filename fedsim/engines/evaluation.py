@@ -171,7 +171,7 @@ class Evaluation:
     def _sums_of(self, module: RowModule, row: Tensor, gradient: Tensor, positions: Tensor) -> list[Tensor]:
         """Evaluate the global model on one batch, and return four scalars on the device.
 
-        The scalars are the sum of losses, the number of correct answers, the number of answers that match the
+        The scalars are the sum of losses, the number of correct predictions, the number of predictions that match the
         attacker's goal, and the number of samples that have such a goal.
 
         Args:
@@ -186,7 +186,7 @@ class Evaluation:
         return [tally.loss_sum, tally.correct, *self._towards_goal(module, inputs, targets)]
 
     def _test(self, module: RowModule, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> MetricSums:
-        """Return the sum of losses and the number of correct answers of a batch.
+        """Return the sum of losses and the number of correct predictions of a batch.
 
         If metrics need the model's outputs, they are stored at `positions` (None to store nothing).
         """
@@ -200,7 +200,7 @@ class Evaluation:
         return test(module.module, [(inputs, targets)], loss, correct_of(task), counts_of(task))
 
     def _towards_goal(self, module: RowModule, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many answers match the attacker's goal, and how many samples of the batch have such a goal.
+        """Return how many predictions match the attacker's goal, and how many samples of the batch have such a goal.
 
         The goal is, for example, the target class of a backdoor. Both numbers are 0 for validation batches, without
         Byzantine workers, and for attacks without a goal.

@@ -76,7 +76,7 @@ class Executor:
         return self.task.precision.training(self.task.device)
 
     def train(self, members: Sequence[WorkItem]) -> None:
-        """Train the workers of `members` in this process, without waiting for other processes.
+        """Train the workers of the work items `members` in this process, without waiting for other processes.
 
         Each worker starts from the parameters in its row, which receives the result.
         """
@@ -87,8 +87,9 @@ class Executor:
         synchronize(self.task.device)
 
     def train_apart(self, members: Sequence[WorkItem]) -> None:
-        """Divide `members` among the processes, and train this process's share. The workers may be in different rounds.
+        """Divide the work items `members` among the processes, and train this process's share.
 
+        The workers may be in different rounds.
         Each worker starts from the parameters in its row. A worker that trains step by step always belongs to the same
         process, which has the iterator over the worker's batches.
         """

@@ -152,14 +152,14 @@ class Group:
         return row
 
     def states_by_columns(self) -> dict[str, Tensor]:
-        """Return the optimizer states of which each rank stores only its own columns, as complete tensors [d] by name.
+        """Return complete tensors [d], by name, for the optimizer states whose columns are divided among the ranks.
 
         If the processes share memory, the result is an empty dict.
         """
         return {}
 
     def load_columns(self, tensors: dict[str, Tensor]) -> None:
-        """Restore the optimizer states of which each rank stores only its own columns, from complete `tensors` [d].
+        """Restore the optimizer states whose columns are divided among the ranks from complete `tensors` [d].
 
         `tensors` is the result of `states_by_columns`. If the processes share memory, nothing is done.
         """

@@ -51,7 +51,7 @@ class MetricLog(dict[str, list[float | Tensor]]):
         return MetricLog({name: _floats(values) for name, values in self.items()})
 
     def means(self) -> dict[str, float]:
-        """Return the mean of the recorded numbers for each metric name. It does not depend on their order."""
+        """Return the mean of the recorded numbers for each metric name. The order of the numbers has no effect."""
         return {name: math.fsum(values) / len(values) for name, values in self.on_host().items()}
 
 

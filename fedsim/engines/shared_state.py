@@ -170,8 +170,8 @@ class TestResults:
     """Results of a test of the global model, with one entry per batch, filled in by all processes.
 
     Attributes:
-        sums: [batches, 4], float64, on the host. The columns are the sum of losses, the number of correct answers, the
-            number of answers that match the attacker's goal, and the number of samples that have such a goal.
+        sums: [batches, 4], float64, on the host. The columns are the sum of losses, the number of correct predictions,
+            the number of predictions that match the attacker's goal, and the number of samples that have such a goal.
         outputs: [batches, batch size, ...], outputs of the model, if metrics need them; otherwise [0].
     """
 

@@ -59,7 +59,7 @@ class RunTask:
 
     @property
     def learning_task(self) -> LearningTask:
-        """Learning task of the experiment, which defines the loss and which answers are correct."""
+        """Learning task of the experiment, which defines the loss and which predictions are correct."""
         return self.experiment.task.component
 
     @cached_property

@@ -164,14 +164,14 @@ class WorkerTests:
     def _sums(
         self, row: Tensor, buffers: Tensor, batches: Batches, drawn: tuple[Any, ...], correct: Correct | None = None
     ) -> MetricSums:
-        """Test a model on some batches. Return the sum of losses, and the number of correct answers.
+        """Test a model on some batches. Return the sum of losses, and the number of correct predictions.
 
         Args:
             row: parameters [d] of the model.
             buffers: buffers [b] of the model.
             batches: batches (inputs, targets).
             drawn: name of the test, round and worker. They seed the random numbers that the model draws, if any.
-            correct: function that decides which answers are correct; None to count none.
+            correct: function that decides which predictions are correct; None to count none.
         """
         task, learning = self._task, self._task.learning_task
         self._module.load(row.clone(), self._gradient, buffers)

@@ -174,7 +174,10 @@ class WorkerStates:
             self.rows[name][places] = row.to(self.rows[name].device)
 
     def follow(self, workers: Sequence[int]) -> None:
-        """Set the order in which the states are stored to `workers`, as in another process that maps the same files."""
+        """Declare that exactly `workers` have a state, and that their states are stored in this order.
+
+        Another process, which maps the same files, has stored the states in this order.
+        """
         if list(workers) != self.workers:
             self._places = {}
             self.add(workers)
@@ -182,7 +185,7 @@ class WorkerStates:
     def _grow(self, begin: int, end: int) -> None:
         """Enlarge the tensors, which contain the states of `begin` workers, to make room for at least `end` workers.
 
-        They get room for twice `begin` workers, if the memory limit allows it.
+        If the memory limit allows it, there is room for at least twice `begin` workers afterwards.
         """
         size, fit = max(end, 2 * begin), end
         if self._shared:

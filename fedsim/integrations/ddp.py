@@ -143,7 +143,8 @@ def set_gradients(
         parameters: parameters of the model.
         gradients: for each worker, one gradient per parameter, as returned by `torch.autograd.grad`; None means zero.
         weights: weight of each worker, for rules that use weights.
-        rule: aggregation rule, as in `fedsim.aggregate`.
+        rule: aggregation rule, as in `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends
+            with a rule.
         options: parameters of the rule and other options of `fedsim.aggregate`.
 
     Raises ExperimentError (a ValueError) like `fedsim.aggregate`, or if a worker's number of gradients is not the

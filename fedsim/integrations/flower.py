@@ -38,10 +38,10 @@ class Strategy(FedAvg):
         strategy = Strategy("krum", f=2, fraction_train=0.5)
         result = strategy.start(grid, initial_arrays, num_rounds=10)
 
-    A client's update is the arrays that it returns minus the arrays that it was sent. The rule aggregates the updates,
-    in the order of node IDs. The new global arrays are the old arrays plus the aggregate, or the result of a server
-    optimizer step. Arrays that are not floating-point do not change. The state of a rule such as foolsgold is kept from
-    round to round.
+    A client's update is the arrays that the client returns minus the arrays that it received. The rule aggregates the
+    updates, in the order of node IDs. The new global arrays are the old arrays plus the aggregate, or the result of a
+    server optimizer step. Arrays that are not floating-point do not change. The state of a rule such as foolsgold is
+    kept from round to round.
 
     Args:
         rule: aggregation rule, as in `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends
@@ -57,8 +57,9 @@ class Strategy(FedAvg):
             are logged and count as Byzantine.
         options: parameters of the rule, such as f, and keyword arguments of Flower's FedAvg.
 
-    Raises ExperimentError (a ValueError) for an unknown rule or an invalid parameter. In a round, raises it for arrays
-    with a wrong shape, invalid weights, or a number of replies that the rule does not support.
+    Raises ExperimentError (a ValueError) for an unknown rule or an invalid parameter. During a round, the same
+    error is raised for arrays with a wrong shape, for invalid weights, and if the rule does not support the number of
+    replies.
     """
 
     def __init__(

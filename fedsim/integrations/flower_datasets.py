@@ -90,8 +90,9 @@ class FedsimPartitioner(Partitioner):
         partition_by: name of the label column; None for strategies that need no labels.
         ids_by: name of the column with the writer or user of each sample, for `natural`.
 
-    Raises ExperimentError (a ValueError) for an unknown strategy or an invalid parameter. `load_partition` raises it if
-    no partition satisfies the parameters. Warns (SettingWarning) if the strategy also changes samples; see `transform`.
+    Raises ExperimentError (a ValueError) for an unknown strategy or an invalid parameter. `load_partition` raises
+    the same error if no partition satisfies the parameters. Warns (SettingWarning) if the strategy also changes
+    samples; see `transform`.
     """
 
     def __init__(

@@ -29,7 +29,8 @@ class RobustGradients(Callback):
     DDPStrategy's argument `ddp_comm_hook`, which Lightning ignores on CPUs, the callback works on every device.
 
     Args:
-        rule: aggregation rule, as in `fedsim.aggregate`.
+        rule: aggregation rule, as in `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends
+            with a rule.
         seed: seed for the rule's random draws.
         nonfinite: what to do with gradients that contain NaN or infinity: "error", "exclude" or "keep".
         params: parameters of the rule, such as f.

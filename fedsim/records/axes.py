@@ -48,9 +48,10 @@ def axis_called(key: str) -> str:
 
 
 def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
-    """Split `key=value` words into axes, whose values contain a comma outside brackets and quotes, and other words.
+    """Split the `key=value` words of a command line into axes and other words.
 
-    If two words have the same key, the later word counts.
+    A word is an axis if its value contains a comma outside brackets and quotes. If two words have the same key, the
+    later word counts.
     """
     axes: Axes = {}
     others: dict[str, str] = {}

@@ -136,7 +136,7 @@ def run_metrics(
 def best_score(history: Sequence[RoundRecord]) -> float | None:
     """Return the highest test accuracy of all rounds, or the lowest test loss for a task without accuracy.
 
-    None if no round has a test result.
+    Returns None if no round has a test result.
     """
     score = score_in(history)
     values = [value for record in history if (value := score.read(record)) is not None]

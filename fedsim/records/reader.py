@@ -150,7 +150,7 @@ class Run:
     def stopped(self) -> str | None:
         """Return the reason why the run ended before its last round, or None if it did not.
 
-        Also None if the run belongs to a comparison and `StopRun` ended it, because the comparison continues the run.
+        The result is also None if `StopRun` ended a run of a comparison, because the comparison continues this run.
         """
         reason = stop_reason(self.history, stored_stop(self.experiment))
         return reason if reason or self.id or not self.folder else noted_stop(self.folder, len(self.history))

@@ -36,7 +36,7 @@ class Metric:
 
     Attributes:
         label: name in charts. `{}` stands for the key if the field is a dict of numbers.
-        better: whether "higher" or "lower" values are better. "by name" derives the answer from the name (see
+        better: whether "higher" or "lower" values are better. "by name" derives the direction from the name (see
             `better_called`). None if neither is better.
         unit: "s" (seconds), "B" (bytes), or "" for a plain number.
         share: whether all values lie between 0 and 1.
@@ -74,8 +74,8 @@ class Metric:
     def decimals_for(self, value: float) -> int:
         """Return the number of decimals to show for `value`.
 
-        Usually `decimals`, but 0 for bytes, and enough for four significant digits if the metric is not a share and
-        `value` is below 0.001, such as a small squared error.
+        Bytes have 0 decimals. A small value (below 0.001) of a metric that is not a share, such as a squared error, has
+        enough decimals for four significant digits. All other values have `decimals`.
         """
         if self.unit == "B":
             return 0

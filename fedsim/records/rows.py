@@ -36,7 +36,7 @@ def canonical(value: Any) -> str:
 
 @dataclass(eq=False)
 class Row:
-    """One combination of compared values, with its runs of all seeds.
+    """Row of the summary table: one combination of compared values, with its runs of all seeds.
 
     Statistics cover the finished runs. The compared metric is the test accuracy after the last round (the test loss for
     a task without accuracy), unless the comparison names another metric.
@@ -102,9 +102,10 @@ class Row:
 
     @property
     def difference(self) -> Estimate | None:
-        """Mean paired difference from the baseline: the row of the same group with the first value of the first axis.
+        """Mean difference between this row's score and the score of the baseline row, paired by seed.
 
-        None for the baseline itself, and if the group has no baseline.
+        The baseline is the row of the same group that has the first value of the first axis. The result is None for the
+        baseline itself, and if the group has no baseline.
         """
         baseline = self.group[0] if self.group else self
         return self.difference_to(baseline) if baseline is not self and baseline.place[0] == 0 else None
@@ -292,7 +293,8 @@ class BreakingPoint(NamedTuple):
     A value of the axis with a diverged run or without a finite result misses the target.
 
     Attributes:
-        breaks_at: smallest value from which on all values miss the target, or None if the largest value reaches it.
+        breaks_at: smallest value such that the target is missed at this value and at all larger values. None if the
+            largest value of the axis reaches the target.
         reached_at: largest value that reaches the target, or None if no value does.
         missed_below: values below `reached_at` that miss the target. If there are any, the curve is not monotone.
         no_result: values with a failed run. The other attributes do not consider these values.
@@ -355,11 +357,11 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings:
-    """Settings of a comparison: those keys of a table [comparison], and of `comparison.json`, that are not axes.
+    """Settings of a comparison: the keys of a table [comparison] (or of `comparison.json`) that are not axes.
 
     Attributes:
-        target: test accuracy to reach (test loss for a task without accuracy). The summary reports the time until it is
-            reached, and the breaking points along numeric axes.
+        target: test accuracy to reach (test loss for a task without accuracy). The summary reports the time until the
+            target is reached, and the breaking points along numeric axes.
         tune: axis to tune. For each combination, the value with the best mean validation result is chosen, among the
             values with results for every seed. With `worst`, the worst validation result along that axis counts.
         worst: axis of the worst case. After tuning, the value with the worst mean of the compared metric is chosen.
@@ -417,8 +419,8 @@ class ComparisonSettings:
     def of(self, runs: Sequence[Any], axes: Sequence[str]) -> tuple[list[Any], list[Choice]]:
         """Choose values along the axes of `tune` and `worst`.
 
-        Returns the runs with the chosen values, and one choice for each combination of compared values along the axis
-        `tune` (none without this axis).
+        Returns the runs with the chosen values, and one `Choice` along the axis `tune` for each combination of compared
+        values. Without this axis, the list of choices is empty.
         """
         compared, left, tuned = self.compared(axes), list(runs), list[Choice]()
         if self.tune is not None:

@@ -123,7 +123,7 @@ class RunFolder:
             self.event(kind, **event)
 
     def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
-        """Return the stored environment, in which the run started, with a list of the times it was resumed.
+        """Return the stored environment of the run's first session, with a list of the times when the run was resumed.
 
         An item of the list has the number of finished rounds and the values of `environment` that have changed.
         """

@@ -71,7 +71,7 @@ def _round_of(path: Path) -> int:
 
 
 def workers_line(results: WorkerResults) -> str:
-    """Return the mean scores of single workers as one line.
+    """Return one line with the mean score of all workers, and of the worst 10 percent of the workers, for each model.
 
     Example: "4 workers: global model 0.6525 (worst 10 percent 0.0625), personal model 0.8252 (worst 10 percent 0.6565)"
     """

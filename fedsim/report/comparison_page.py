@@ -89,7 +89,7 @@ def _value_menus(compared: Sequence[str], against: Sequence[str]) -> list[tuple[
 
     Args:
         compared: the compared axes.
-        against: the numeric axes, each of which has a chart. The chart of the first one is shown first.
+        against: the numeric axes. Each has its own chart, and the chart of the first axis is shown first.
 
     A menu is a pair: the index of its axis, and whether it starts with a single value instead of all values.
     """
@@ -157,7 +157,8 @@ def shared_settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
 def comparison_table(comparison: Comparison) -> dict[str, Any]:
     """Return the summary table as variables of the HTML template, such as its head and its rows.
 
-    The column of the first axis follows those of the other axes, because the rows of a group differ only in it.
+    The columns of the other axes precede the column of the first axis, because the rows of a group differ only in the
+    first axis.
     """
     rows, available, headings = comparison.summary, columns(comparison), comparison.settings.headings
     shown = filled(available, [name for name in available if name not in NOT_SHOWN], rows)

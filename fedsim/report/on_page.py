@@ -388,7 +388,8 @@ def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> d
     """Return the heat map of the aggregation weight of each worker in each round, or None without recorded weights.
 
     If there are more than `columns` rounds, a column combines several rounds. A cell is then the mean over those rounds
-    in which the worker took part, and is shown as excluded if the worker was excluded in at least half of them.
+    in which the worker took part. It is shown as excluded if the worker was excluded in at least half of these rounds.
+    `when` contains the choices in the menus for which the report shows the heat map.
     """
     if not has_weights(run):
         return None
@@ -436,7 +437,8 @@ def _mostly_excluded(records: Sequence[RoundRecord]) -> set[int]:
 def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, Any] | None:
     """Return the heat map of the samples per worker and label, with bars for the total of each worker.
 
-    None if the partition was not recorded.
+    Returns None if the partition was not recorded. `when` contains the choices in the menus for which the report shows
+    the heat map.
     """
     counts = partition.counts
     if not any(counts):

@@ -74,8 +74,8 @@ def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> A
 def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
     """Return the workers whose shards (training samples) are used for a summary of all workers' data.
 
-    In a virtual population, shards are computed on demand. So if it is large, the result is a random sample of its
-    workers. Otherwise the result is None, which means that all workers are used.
+    The result is None if the data of all workers are used. In a virtual population, shards are computed on demand. So
+    if the population is large, the result is a random sample of its workers.
     """
     if shards.listed or len(shards) <= MOST_SAMPLED:
         return None

@@ -43,10 +43,14 @@ class Simulation(Executor):
     """Synchronous rounds: in each round, a cohort of workers trains, and the server aggregates their updates.
 
     Every process of a run has one Simulation. All processes call the same methods at the same time. Each process trains
-    its own workers of the cohort and aggregates its own columns, and waits for the others at the group's barriers.
+    its own workers of the cohort and aggregates its own columns, and waits for the other processes at barriers.
 
     Args:
-        group, task, shared, make_trainer, states: as for `Executor`.
+        group: processes that compute the run together.
+        task: run to compute.
+        shared: tensors of the run, which receive the results.
+        make_trainer: function that returns the trainer of this process.
+        states: states of the workers, kept between rounds.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class Simulation(Executor):
     ) -> AggregationStats:
         """Aggregate the updates or gradients of the workers, and update the global parameters with the result.
 
-        Attack and update processors are applied before. Returns the statistics of the aggregation.
+        The method first applies the attack and the update processors. Returns the statistics of the aggregation.
 
         Args:
             context: rows (updates or gradients) to aggregate.
@@ -185,7 +189,10 @@ class Simulation(Executor):
     def steps_of_round(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
         """Run all steps of a round of synchronous SGD, and return the statistics of all its aggregations.
 
-        For the arguments see `aggregate_each_step`.
+        Args:
+            cohort: IDs of all workers of the round.
+            mine: work items of this process.
+            round: number of the round.
         """
         of_round = GradientRoundStats(cohort)
         self.trainer.begin_gradient_round(mine)
@@ -341,7 +348,7 @@ class Simulation(Executor):
     def skip_round(self, round: int, drawn: Cohort) -> Round | None:
         """Run a round in which no worker sends an update: only test the global model, which does not change.
 
-        Returns the same as `run_round`.
+        Returns the pair (record of the round, results of tests of single workers); see `run_round`.
         """
         if self.clock and not drawn.dropped:
             raise ExperimentError(
@@ -474,8 +481,8 @@ class Simulation(Executor):
     def contexts_of_steps(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
         """Yield the context of each step's aggregation in a round of synchronous SGD.
 
-        A context has the workers that still have data, with their weights. If all of these have weight 0, the round
-        ends.
+        A context contains the workers that still have data, with their weights. If all these workers have weight 0, the
+        round ends.
         """
         works = [(self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort]
         batch_sizes: list[int] = []
@@ -519,8 +526,8 @@ class Simulation(Executor):
         """Return the state of this process on which the next round depends, for a checkpoint.
 
         Returns (facts, rule, columns): facts in JSON types, states of the rule and the attack by name, and the
-        optimizer states of which each rank stores only a part. The states are not in shared memory, which a killed
-        process would leave behind.
+        optimizer states whose columns are divided among the ranks. The states are not in shared memory, because a
+        killed process would not free it.
         """
         clock = {"clock": self.clock.state()} if self.clock else {}
         rule = {name: tensor.cpu().numpy() for name, tensor in self.aggregator.rule_state().items()}

@@ -160,9 +160,10 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
 
 
 def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, dataset: str) -> None:
-    """Raise ExperimentError if the model cannot be trained on the dataset, which is tried on a few samples.
+    """Raise ExperimentError if the model cannot be trained on the dataset.
 
-    The shape of the outputs, the number of classes and the floating-point precision are checked.
+    The model is tried on a few samples, to check the shape of its outputs, the number of classes and the floating-point
+    precision.
 
     Args:
         task: task of the run.

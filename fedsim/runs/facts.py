@@ -104,7 +104,7 @@ def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
 
 
 def _rows_on_record(experiment: Experiment, how: dict[str, Any]) -> int:
-    """Return how many vectors of the size of the model's parameters the files of a run contain.
+    """Return how many parameter vectors (as large as the model) the files of a run contain.
 
     `how` is the result of `_how_it_runs`.
     """

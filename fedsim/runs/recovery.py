@@ -41,7 +41,7 @@ class RecoveringLoop:
     """Loop that repeats a round in which a process is lost, at most `process_retries` times.
 
     Other calls, such as tests between rounds, are repeated too. The loop keeps a copy of the state before the current
-    round. The copy is on the GPU if it has enough memory, because copying is then fast.
+    round. The copy is on the GPU if the GPU has enough memory, because copying is then fast.
     """
 
     def __init__(self, loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> None:
@@ -82,12 +82,15 @@ class RecoveringLoop:
         self._repeated(self._loop.finish, "ending the run has been tried", self._rounds)
 
     def _repeated(self, call: Callable[[], T], action: str, round: int, then: str = "") -> T:
-        """Return the result of `call`. If a process is lost, repeat the call with new processes and the state before.
+        """Return the result of `call`. If a process is lost, replace all processes and repeat the call.
+
+        Each repetition first restores the last saved state.
 
         Args:
             call: function to call.
-            action: text for the error message; see the argument `attempted` of `retried`.
-            round, then: arguments of `announce`.
+            action: text before "N times" in the error message, such as "round 3 has been tried".
+            round: current round, for the warning about the lost process.
+            then: end of this warning, such as ", and round 3 is repeated".
         """
 
         def attempt(number: int) -> T:

@@ -122,9 +122,9 @@ class ResumeState:
 
 
 def _with_choices(experiment: Experiment, choices: Mapping[str, Any]) -> Experiment:
-    """Return the experiment, with the engine choices of a checkpoint for settings that the experiment does not set.
+    """Return the experiment with the engine choices of a checkpoint.
 
-    Invalid values in `choices` are ignored.
+    A setting changes only if the experiment leaves its value to the engine. Invalid values in `choices` are ignored.
     """
     changes: dict[str, Any] = {}
     numbers = {key: choices[key] for key in ("processes", "threads", "width") if _is_count(choices.get(key))}

@@ -53,9 +53,10 @@ class Rounds:
         self.run_round: Callable[[int], RoundRecord] = self._run_or_end if ends else self.loop.run_round
 
     def _run_or_end(self, round: int) -> RoundRecord:
-        """Run one round, and return its record. If it diverges, restore the previous global model, and record its test.
+        """Run one round, and return its record.
 
-        This costs a copy of the global parameters and buffers per round, on their device.
+        If the round diverges, the global model from before the round is restored. The record then contains the test
+        results of this model. This costs a copy of the global parameters and buffers per round, on their device.
         """
         engine, shared = self.engine, self.engine.shared
         before = shared.server.row.clone(), shared.server.buffers.clone()
@@ -137,7 +138,11 @@ def prepared_rounds(
     """Return a context that prepares a run, provides its `Rounds`, and frees the run's memory at the end.
 
     Args:
-        experiment, session, note, on_setup, scratch: as for `prepare`.
+        experiment: experiment to run.
+        session: session that owns the engine and the data.
+        note: function that records each lost and replaced process; None to record nothing.
+        on_setup: function that is called with the name of each step of the preparation.
+        scratch: folder for temporary files; None for the system's folder.
         keep_log: function that is called with the log of a race, as the content of a file; None to keep no log.
     """
     with prepare(experiment, session, note, on_setup, scratch=scratch) as (task, engine):

@@ -116,7 +116,11 @@ def _prepared(
 
     Args:
         stack: receives the contexts that must be closed at the end of the run.
-        experiment, out, resume, session, progress: as for `run`.
+        experiment: experiment to run.
+        out: folder for the records; None to write no records.
+        resume: whether to continue the run in `out`.
+        session: session with the engine and data to use; None for an engine and data of this run only.
+        progress: whether to print a line for each round; None shows a progress bar in notebooks only.
         users: callbacks that the user has passed to `run`.
     """
     if resume and out is None:

@@ -63,7 +63,14 @@ class Session:
     def data(
         self, name: str, root: str | None, params: Mapping[str, Any], device: torch.device
     ) -> tuple[TensorData, TensorData]:
-        """Return (training samples, test samples) of a dataset on `device`; see `load_dataset` for other arguments."""
+        """Return (training samples, test samples) of a dataset on `device`.
+
+        Args:
+            name: name of the dataset.
+            root: folder for downloaded files; None for the default folder.
+            params: parameters of the dataset.
+            device: device of the tensors.
+        """
         key = repr((name, root, sorted(params.items()), device))
         if key not in self._data:
             while len(self._data) >= MOST_DATA_SETS:

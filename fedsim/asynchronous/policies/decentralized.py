@@ -107,17 +107,20 @@ class ElasticAveragingMomentum(ElasticAveraging):
 
 
 def ring(slot: int, n: int) -> list[int]:
-    """Return the neighbours of `slot` on a ring of n slots."""
+    """Return the neighbours of the worker in `slot` on a ring of n concurrent workers, as slots (0 to n - 1)."""
     return sorted({(slot - 1) % n, (slot + 1) % n} - {slot})
 
 
 def complete(slot: int, n: int) -> list[int]:
-    """Return the neighbours of `slot` on a complete graph of n slots, that is, all other slots."""
+    """Return the neighbours of the worker in `slot` on a complete graph of n concurrent workers: all other slots."""
     return [other for other in range(n) if other != slot]
 
 
 def exponential(slot: int, n: int) -> list[int]:
-    """Return the neighbours of `slot` on an exponential graph: slots at distances 1, 2, 4, ... on a ring of n slots."""
+    """Return the neighbours of the worker in `slot` on an exponential graph of n concurrent workers.
+
+    The neighbours are the slots at distances 1, 2, 4, ... on a ring.
+    """
     steps = [2**k for k in range(n.bit_length()) if 2**k < n]
     return sorted({(slot + sign * step) % n for step in steps for sign in (-1, 1)} - {slot})
 
@@ -146,9 +149,10 @@ class Pairwise(OwnModels):
             server.shared.cohort.buffers[slot] = server.policy_state["buffers"][slot]
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
-        """Return a random neighbour among the workers that have not left, as a function of (seed, slot, unit).
+        """Return the slot of a random neighbour of the worker in `slot`; None if all neighbours have left.
 
-        Returns None if all neighbours have left.
+        The draw depends only on the seed, on `slot`, and on `unit`, the number of work items that the slot has started
+        before.
         """
         neighbours = [other for other in GRAPHS[self.graph](slot, server.n) if server.alive_mask[other]]
         if not neighbours:

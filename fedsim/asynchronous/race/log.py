@@ -56,8 +56,8 @@ def to_csv(experiment: Mapping[str, Any], rounds: Iterable[tuple[int, int, np.nd
 
     Args:
         experiment: the resolved experiment.
-        rounds: (run, round, entries) for each repetition of the race and each of its rounds. Entries are integers
-            [count, fields of LogEntry].
+        rounds: triples (run, round, entries), one for each round of each repetition of the race. `entries` is an
+            integer array [number of entries, number of fields of LogEntry].
     """
     out = StringIO()
     out.write(f"{MARK}{json.dumps(experiment)}\n{','.join(COLUMNS)}\n")

@@ -89,7 +89,7 @@ IDLE, BUSY, FINISHED, HELD_BACK = range(4)  # values of STATUS; in the last two,
 
 
 class RaceState:
-    """State that the processes of a race with n slots share during a round.
+    """State that the processes of a race share during a round. A slot is the number of one of n concurrent workers.
 
     Attributes:
         loss_counters: counters that detect lost updates, float64 [n, COORDINATES] on the model's device. Each update
@@ -137,7 +137,7 @@ class Measures:
 
     Attributes:
         updates: number of results that the policy took.
-        overlapped: number of gradients during whose computation another process wrote to the global row.
+        overlapped: number of gradients for which another process wrote to the global row during the computation.
         locks_taken, locks_waited, lock_seconds: the attributes taken, waited and seconds of `Locks`.
         held_back: number of times that a worker's round ended early, because all other workers had finished or were
             also waiting.

@@ -47,13 +47,13 @@ class ProcessResult:
 
 
 class RaceWorker(ABC):
-    """Base class for one process's part of a race. The process's workers take turns, one work item at a time.
+    """Base class for one process's part of a race. The workers of this process take turns, one work item at a time.
 
     Args:
         executor: the process's executor, which trains workers.
         server: state of the server, in shared memory.
         race_state: locks and counters that all processes share.
-        slots: slots of the workers that this process runs.
+        slots: slots (numbers among the concurrent workers) of the workers that this process runs.
     """
 
     def __init__(self, executor: Executor, server: ServerState, race_state: RaceState, slots: Sequence[int]) -> None:
@@ -79,7 +79,7 @@ class RaceWorker(ABC):
         return result
 
     def progress(self) -> Progress:
-        """Return pairs of the number of a repetition of the race, and the scheduler's state in this repetition."""
+        """Return one pair (number of the repetition, state of its scheduler) for each repetition of the race."""
         return [(run, scheduler.state()) for run, scheduler in self._schedulers.items()]
 
     def resume(self, progress: Progress) -> None:

@@ -31,7 +31,7 @@ from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line
 
 
 class InRank(InProcess):
-    """Backend of the engine `distributed`, which runs tasks in this process, one of several ranks."""
+    """Backend of the engine `distributed`. It runs tasks in this process, which is one of several ranks."""
 
     def __init__(self, group: RankGroup, threads: int) -> None:
         super().__init__(threads)

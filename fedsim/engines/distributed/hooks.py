@@ -90,7 +90,7 @@ hook = Registry("communication hook", inputs=("state", "bucket"), component=Comm
 def allreduce(state: dist.ProcessGroup, bucket: Any) -> Mean:
     """Average the gradients by all-reduce, in their own dtype. Results agree with other engines up to rounding.
 
-    P ranks send 2 (P - 1) d s bytes in total per step, for d parameters of s bytes.
+    P ranks send 2 (P - 1) d s bytes in total per step, for d parameters of s bytes each.
     """
     return default_hooks.allreduce_hook(state, bucket)
 
@@ -122,12 +122,12 @@ class PowerSGD:
 
     Let M be the gradient [o, i] of a weight with o outputs and i inputs, plus the error of the last compression (a
     convolution's weight is flattened to [out channels, rest]). The ranks sum P = M Q and orthogonalise P, then average
-    Q = M^T P. The result is P Q^T. Two consecutive all-reduces send r (o + i) numbers instead of o i. Biases are sent
-    uncompressed.
+    Q = M^T P. The result is P Q^T, a matrix of low rank r. Two consecutive all-reduces send r (o + i) numbers instead
+    of o i. Biases are sent uncompressed.
 
     Names, meanings and defaults are those of PyTorch's `PowerSGDState`:
 
-    - matrix_approximation_rank is r.
+    - matrix_approximation_rank is the rank r.
     - Before step start_powerSGD_iter of the run, all gradients are sent uncompressed.
     - A matrix is compressed only if this saves at least a factor of min_compression_rate.
     - use_error_feedback adds the error of the last compression to the next gradient.

@@ -67,7 +67,8 @@ class RankGroup:
         """Return the process's only instance. The first call connects the process to the other ranks.
 
         Args:
-            init: address of the rendezvous, as in `fedsim.engines.distributed.rendezvous.open_store`.
+            init: address where the ranks connect: `env://` (given by the launcher), `tcp://HOST:PORT` or
+                `file:///PATH`.
             backend: torch.distributed backend; None for the default of the device.
             timeout: seconds until missing or silent ranks count as failed.
             device: device name, such as "cuda".
@@ -112,7 +113,7 @@ class RankGroup:
 
         Args:
             place: rank of this process.
-            init: address of the rendezvous; see `open_store`.
+            init: address where the ranks connect; see `join`.
             backend: torch.distributed backend; None for the default of the device.
             deadline: time by which all ranks must have joined, on the clock `time.monotonic`.
         """
@@ -200,7 +201,7 @@ class RankGroup:
         return self.backend != HOST_BACKEND or gloo_can_sum(self.device)
 
     def wait_for(self, begin: Callable[[], Sequence[torch.futures.Future[Any]]]) -> None:
-        """Wait for collective operations: call `begin`, which starts them, and wait for its futures and for the device.
+        """Call `begin`, which starts collective operations, and wait for the returned futures and for the device.
 
         Raises WorkerError as soon as another rank fails or stops sending heartbeats.
         """

@@ -27,16 +27,17 @@ T = TypeVar("T")
 
 
 class Ranks(Group):
-    """Group of ranks, which are processes without shared memory, seen from one rank; see `Group` for the methods.
+    """Group of ranks (processes without shared memory) from the view of one rank; see `Group` for the methods.
 
     Each rank stores only the rows (flat vectors) of the workers that it trains, in the order of the cohort. The columns
     of the global parameter vector are divided among the ranks. The width of a rank's part is a multiple of a cache
     line, so the last ranks may have fewer columns or none.
 
     Args:
-        ranks: communication with the other ranks.
-        shared: tensors of this rank, with the rows and buffers of its own workers and the whole global row. The
-            constructor allocates the optimizer states, for this rank's columns.
+        ranks: process group through which this rank communicates with the others.
+        task: run to compute.
+        shared: tensors of this rank: the rows and buffers of its own workers, and the whole global row. (No tensor is
+            shared between ranks.) The constructor adds the optimizer states of this rank's columns.
     """
 
     divided = True
@@ -211,7 +212,8 @@ class RankWorkerStates(WorkerStates):
         initial: state of a worker before its first round: a flat tensor for each name.
         group: ranks, with the assignment of the cohort's workers to ranks.
         ranks: communication with the other ranks.
-        limit, folder: as for `WorkerStates`, for this rank alone.
+        limit: bytes of states above which this rank stores them in files; None for no limit.
+        folder: folder of these files; None for the system's folder for temporary files.
     """
 
     def __init__(
@@ -273,10 +275,11 @@ class RankWorkerStates(WorkerStates):
         super().resume(saved)
 
     def _exchanged(self, cohort: Sequence[int], slots: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return which worker states this rank exchanges with each rank before and after a round, as two lists.
+        """Return two lists that say which worker states this rank exchanges with each rank before and after a round.
 
         Entry i of the first list has the slots (positions in the cohort) of the workers that this rank trains and whose
-        state rank i stores. Entry i of the second list has those that rank i trains and whose state this rank stores.
+        state rank i stores. Entry i of the second list has the slots of the workers that rank i trains and whose state
+        this rank stores.
         """
         index, count = self._ranks.index, self._ranks.count
         held = self._group.by_rank(slots)

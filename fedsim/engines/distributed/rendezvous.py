@@ -139,8 +139,8 @@ def open_store(init: str, place: RankInfo, timeout: float) -> tuple[dist.Store, 
     machine only.
 
     Args:
-        init: address of the rendezvous: `env://` (given by the launcher), `tcp://HOST:PORT`, or `file:///PATH` with a
-            path that all ranks can access.
+        init: address where the ranks connect: `env://` (given by the launcher), `tcp://HOST:PORT`, or `file:///PATH`
+            with a path that all ranks can access.
         place: rank of this process. Rank 0 starts the store unless the launcher has started one.
         timeout: seconds to wait for the store.
 

@@ -37,8 +37,8 @@ class Watchdog(threading.Thread):
         keeper: name of the process that keeps the store, for error messages, such as "rank 0".
         rank, count: index of this rank, and number of ranks.
         steps: function that returns how many steps this rank has made.
-        timeout: seconds after which a rank whose ticks do not increase counts as lost. While a rank waits, the others
-            also count as lost if none of them makes a step for this time.
+        timeout: seconds after which a rank whose ticks do not increase counts as lost. While a rank waits, the other
+            ranks also count as lost if none of them makes a step within this time.
 
     Attributes:
         waits: whether this rank waits for other ranks; set by the caller.

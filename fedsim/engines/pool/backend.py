@@ -101,8 +101,8 @@ class InPool(Backend):
     def leave(self) -> None:
         """Release the task and its memory, first in the processes of the pool, then in this process.
 
-        The processes must release CUDA memory before this process, which owns it, frees it. If a process is lost, the
-        error is ignored, because the task is finished and the next task starts a new pool.
+        This process owns the CUDA memory. The other processes must release it before this process frees it. If a
+        process is lost, the error is ignored, because the task is finished and the next task starts a new pool.
         """
         if not self._began:
             return

@@ -38,7 +38,7 @@ MIN_LOOKS = 10  # minimum number of heartbeat checks within a timeout
 
 
 class AbortedError(RuntimeError):
-    """Error in a process of a pool if the parent has aborted the current call, because another process failed."""
+    """Error that a process of a pool raises if the parent aborts the current call, because another process failed."""
 
 
 class HeartbeatTable:
@@ -85,7 +85,7 @@ class HeartbeatTable:
         self.write(index, ROUND, 0)
 
     def progress(self, index: int) -> tuple[int, int]:
-        """Return (number of barriers that process `index` has reached, 1 if it waits for other processes, else 0)."""
+        """Return how often process `index` has reached a barrier, and whether it waits for other processes (1 or 0)."""
         return self.read(index, ARRIVALS), self.read(index, WAITING)
 
     def single_worker(self, index: int) -> int | None:
@@ -260,7 +260,7 @@ class ProcessContext:
         If the process dies in the context, the record remains, so that the error message can warn of half-written data.
 
         Args:
-            held: LOCK or SHARED_ROW.
+            held: what the process holds: the constant LOCK or SHARED_ROW.
         """
         self.table.write(self.index, HOLDING, held)
         yield

@@ -120,7 +120,9 @@ class ProcessPool:
         """Start a call without waiting for its results, which `poll` returns.
 
         Args:
-            function, arguments: as for `call`.
+            function: picklable function that every process calls as `function(process, *arguments)`, where `process`
+                is its ProcessContext.
+            arguments: picklable arguments.
             on_message: function that is called with each object that a process sends by `ProcessContext.send`.
 
         If this method or `poll` raises an error, the caller must close the pool.
@@ -183,7 +185,7 @@ class ProcessPool:
 
     @property
     def _pending(self) -> list[int]:
-        """Indices of the processes that have not started. Once all have, indices of those without a result yet."""
+        """Indices of the processes that have not started or, if all have started, of the processes without a result."""
         return sorted(self._starting) or [index for index in range(self.count) if index not in self._answers]
 
     def _send(self) -> None:
@@ -276,7 +278,7 @@ def wait_for(pools: Iterable[ProcessPool]) -> list[Any]:
 
 
 def close_pools(pools: Collection[ProcessPool], grace: float = GRACE) -> None:
-    """Stop the processes at their next heartbeat, and kill those that do not exit within `grace` seconds."""
+    """Stop the processes of `pools` at their next heartbeat. Kill processes that do not exit within `grace` seconds."""
     for pool in pools:
         pool._table.abort()
     with signals_deferred():  # signals wait until the pool is completely closed

@@ -39,12 +39,13 @@ def retried(
 
 
 def last_error(loss: ProcessLostError, attempt: int, retries: int, attempted: str) -> WorkerError | None:
-    """Return the error to raise after the last attempt has lost a process; None if another attempt follows.
+    """Return the error to raise if an attempt has failed and was the last one; None if another attempt follows.
 
     Args:
-        loss: error that ended the attempt.
+        loss: error for the lost process, which ended the attempt.
         attempt: number of the attempt, from 1.
-        retries, attempted: as in `retried`.
+        retries: maximum number of repetitions after the first attempt.
+        attempted: text before "N times" in the error message, such as "round 3 has been tried".
     """
     if attempt <= retries:
         return None

@@ -150,7 +150,7 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class _VmappedLinear(torch.autograd.Function):
-    """F.linear as an autograd function that vmap computes by `StackedLinear`."""
+    """`F.linear` as an autograd function whose vmap rule calls `StackedLinear`."""
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -177,7 +177,8 @@ class StackedLinear(torch.autograd.Function):
     """Linear layer with separate weights for each of k models.
 
     Shapes: input [k, batch, i], weight [k, o, i], bias [k, o], output [k, batch, o], for i inputs and o outputs. If
-    `products` is a list, the weight gradient is not computed, but appended to the list as an OuterProductGrad.
+    `products` is a list, the weight gradient is not computed. Instead, its factors are appended to the list as an
+    OuterProductGrad.
 
     PyTorch's own backward pass computes the gradient of the transposed weight, [k, i, o]. On a CPU, this layout is
     several times slower, both to compute and to add to the weight.
@@ -226,15 +227,15 @@ def stacked_convolution(
 ) -> Tensor:
     """Convolution with separate kernels for each of k models: convolve each model's samples with its own kernels.
 
-    A CPU computes the models one after another, which is mostly faster than one grouped convolution and at most 12
-    percent slower (`benchmarks/convolutions.py`). Other devices use one grouped convolution, whose number of kernel
+    A CPU computes the models one after another. In `benchmarks/convolutions.py`, this is mostly faster than one grouped
+    convolution, and at most 12 percent slower. Other devices use one grouped convolution, whose number of kernel
     launches does not depend on the number of models.
 
     Args:
         convolution: F.conv1d, F.conv2d or F.conv3d.
-        input: [k * batch, c, ...].
-        weight: [k, o, c / groups, ...], for c input and o output channels.
-        bias: [k, o] or None.
+        input: samples of the k models, [k * batch, c, ...], with c channels.
+        weight: kernels of the k models, [k, o, c / groups, ...], for o output channels.
+        bias: biases of the k models, [k, o], or None.
         options: stride, padding, dilation and groups.
 
     Returns the output, [k * batch, o, ...].
@@ -342,7 +343,7 @@ class MergedBatch(PreparedDropout):
                 self.require(self.is_stack(stack) and (len(stack) == 1 or len(input) % self._size == 0))
 
     def products_of(self, weight: Tensor) -> list[OuterProductGrad] | None:
-        """Return the list for the gradient of `weight` as an OuterProductGrad; None to compute the gradient."""
+        """Return the list that receives the factors of the gradient of `weight`; None to compute the gradient."""
         return self._products[self._places[id(weight)]] if self._products else None
 
     def _has_stack(self, value: object) -> bool:
@@ -420,7 +421,10 @@ def _normalized(
 def _lstm(
     batch: MergedBatch, input: Tensor, state: Sequence[Tensor], parameters: Sequence[Tensor], *args: Any
 ) -> tuple[Tensor, ...]:
-    """Run the LSTM row by row: its weights stay in a CPU's cache over all time steps, and oneDNN computes the loop."""
+    """Run the LSTMs of the k models one after another.
+
+    The weights of one model then stay in a CPU's cache over all time steps, and oneDNN computes the loop.
+    """
     *_, dropout, _, _, batch_first = args
     batch.require(not dropout and batch_first)
     stacks = [parameter for parameter in parameters if batch.is_stack(parameter)]

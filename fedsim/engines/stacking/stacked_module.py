@@ -205,7 +205,7 @@ def view_of(rows: Tensor, entry: Entry) -> Tensor:
 def _total(parameter: Tensor, gradient: Tensor | None, products: list[OuterProductGrad]) -> Tensor | OuterProductGrad:
     """Return the gradient of a parameter: the sum of `gradient` (if any) and `products`.
 
-    A single product without `gradient` is returned as it is. Without any part, the gradient is zero.
+    A single product without `gradient` is returned unchanged. If there is neither, the result is zero.
     """
     if gradient is None and len(products) == 1:
         return products[0]

@@ -97,7 +97,8 @@ class BatchSource:
     def steps(self, worker: int, round: int) -> int:
         """Return the number of steps of a worker in `round`.
 
-        For the server's own samples in synchronous SGD, which trains as long as any worker, it is `sys.maxsize`.
+        In synchronous SGD, the server trains on its own samples until the last worker has finished. The number of steps
+        for these samples is therefore `sys.maxsize`.
         """
         if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
@@ -173,7 +174,8 @@ class BatchSource:
     def orders(self, wanted: Sequence[Epoch]) -> list[Tensor]:
         """Return the shuffled sample indices of each epoch in `wanted`, a list of (worker, round, epoch).
 
-        If an epoch must be shuffled first, epochs of the announced work items are shuffled with it and cached.
+        Epochs that have not been shuffled yet are shuffled together with further epochs of the announced work items,
+        whose indices are cached.
         """
         if not all(epoch in self._drawn for epoch in wanted):
             self._drawn |= self._draw([*dict.fromkeys([*wanted, *self._take_coming()])])
@@ -199,7 +201,7 @@ class BatchSource:
         """Shuffle the `wanted` epochs, given as (worker, round, epoch), and return their sample indices by epoch.
 
         Each order is a random permutation with the key (seed, "batches", round, worker) and the epoch as step; see
-        `fedsim.core.philox`. All are drawn at once on the task's device, without waiting for it.
+        `fedsim.core.philox`. All permutations are drawn at once on the device.
         """
         task = self._task
         workers = [worker for worker, *_ in wanted]
@@ -294,7 +296,7 @@ class BatchSource:
         """Return the sources of random numbers that a transform or an attack takes, by argument name.
 
         Args:
-            taken: names of the arguments, of "draws", "generator" and "rng"; other names are ignored.
+            taken: argument names of the transform or attack. Only "draws", "generator" and "rng" have a source.
             purpose, round, worker: parts of the random key.
 
         Each source is a function that takes the number of the step in the round, and returns the argument.

@@ -17,7 +17,10 @@ Index = int | slice | Tensor  # selects rows in the `SharedState`: one slot, or 
 
 
 class ClientRounds:
-    """Start and end of the workers' local training, for one worker's row [d] or for the rows [k, d] of k workers."""
+    """Methods that start and end the workers' local training.
+
+    A method takes one worker's row [d], or the rows [k, d] of k workers.
+    """
 
     def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._task, self._algorithm, self._shared, self._batch_source = task, task.algorithm, shared, batch_source

@@ -89,7 +89,7 @@ def sizes_of_stacks(width: int, usual: Iterable[int]) -> list[int]:
 
     Args:
         width: maximum number of workers in a stack, which is the last size.
-        usual: further sizes. All powers of two below `width` are added.
+        usual: frequent stack sizes, which the result contains. All powers of two below `width` are added.
     """
     return sorted({*usual, *(2**power for power in range((width - 1).bit_length())), width})
 
@@ -97,16 +97,18 @@ def sizes_of_stacks(width: int, usual: Iterable[int]) -> list[int]:
 class CapturedSteps:
     """CUDA graphs of the training steps of a stack, with the memory that the graphs use.
 
-    A stack uses the first rows of this memory. A row has no batch in a step if its worker has finished, or if the stack
-    is smaller than the graph. The samples of this row then have weight 0, and a mask keeps its parameters unchanged.
+    The memory has one row per worker of the largest stack. Smaller stacks use the first rows. A row has no batch in a
+    step if its worker has finished, or if the stack is smaller than the graph. Such a row gets samples of weight 0, and
+    a mask keeps its parameters unchanged.
 
     Args:
         task, shared: run and its tensors.
         module: module that computes all models of a stack at once.
         dropouts: dropout calls in a forward pass of the model.
         sizes: stack sizes for which graphs may be captured, ascending.
-        usual: stack sizes for which a graph of one step is captured at construction.
-        client_rounds: start and end of local training.
+        usual: frequent stack sizes, for which a graph of one step is captured at construction. Other graphs are
+            captured when a stack needs them.
+        client_rounds: object whose methods start and end the workers' local training.
 
     Raises the same errors as `GraphPool.capture`.
     """
@@ -218,7 +220,10 @@ class CapturedSteps:
             self._samples[:steps, members:] = 0
 
     def _take_steps(self, graph: Graph) -> None:
-        """Run the training steps of `graph`, starting with step `_step_number` of the round, to be captured."""
+        """Run the training steps of `graph`, starting with step `_step_number` of the round.
+
+        This call is captured as the CUDA graph.
+        """
         rows, batch = graph.rows, self._positions.shape[2]
         places = (self._step_number + self._ahead[: graph.steps]).remainder_(
             self._steps
@@ -271,7 +276,7 @@ class CUDAGraphCache:
 
     @contextlib.contextmanager
     def _refusing_after_failures(self) -> Iterator[None]:
-        """Return a context that suppresses errors. After an error, no CUDA graphs are used any more, with a warning."""
+        """Return a context that suppresses errors. An error causes a warning, and CUDA graphs are no longer used."""
         try:
             yield
         except Exception as error:

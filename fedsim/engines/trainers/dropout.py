@@ -284,7 +284,7 @@ class RoundDropout:
     def at(self, step: int, samples: int) -> AbstractContextManager[Any]:
         """Return a context in which forward passes use the dropout masks of step number `step`.
 
-        If the model has no dropout, the context does nothing.
+        `samples` is the number of samples in the batch. If the model has no dropout, the context does nothing.
         """
         return self._at(step, samples) if self._of_rows.calls else nullcontext()
 
@@ -302,7 +302,7 @@ class RoundDropout:
             self._of_rows.round = None
 
     def factors_of(self, dropout: Dropout, samples: int) -> Tensor:
-        """Return the factors (scaled mask) [samples, ...] of the next dropout call in the forward pass, `dropout`."""
+        """Return the factors (scaled mask) [samples, ...] of `dropout`, the next dropout call in the forward pass."""
         layer, calls = self._layer, self._of_rows.calls
         self._layer += 1
         if layer < len(calls) and dropout == calls[layer] and len(self._factors[layer]) == samples:

@@ -22,8 +22,9 @@ SKIPPED_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "training"}  # attr
 class RowModule:
     """Module that is used for one worker after another, as if each worker had a new module.
 
-    Its parameters become views of the worker's row, a flat vector [d], and persistent buffers are loaded. If training
-    has changed attributes or non-persistent buffers, a new module is created for the next worker.
+    For each worker, the module's parameters become views of the worker's row (a flat vector [d]), and the worker's
+    persistent buffers are copied to the module. If training has changed attributes or non-persistent buffers, a new
+    module is created for the next worker.
 
     Args:
         make: function that returns the module in its initial state, which must be the same at every call.

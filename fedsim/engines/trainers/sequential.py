@@ -245,7 +245,7 @@ class RowTrainer:
         seed_everything(self._task.device, self._task.experiment.seed, "forward", round, member.worker, *step)
 
     def _dropout_of(self, member: WorkItem) -> RoundDropout:
-        """Return the dropout of a work item's round. If the item is a single step, it is kept for the next step."""
+        """Return the dropout of a work item's round. After a single step, it is kept for the worker's next step."""
         worker, round = member.worker, member.round
         if member.step is None:
             return self._dropout.of(worker, round, member.steps)
@@ -280,8 +280,8 @@ class PointModules:
 
         Args:
             number: number of the module, from 0. Missing modules are created.
-            point: parameters [d], of which the module's parameters become views.
-            gradient: gradients [d], of which the module's gradients become views.
+            point: parameters [d]. The module's parameters become views of this tensor.
+            gradient: gradients [d]. The gradients of the module's parameters become views of this tensor.
             buffers: buffers [b], which are copied.
         """
         while len(self._made) <= number:
@@ -407,8 +407,8 @@ class LocalSteps:
 class RoundBatches:
     """Iterable over the batches (inputs, targets) of a round for a user's training function. It can be read only once.
 
-    While the function uses a batch, its forward passes use the dropout masks of this batch. `close` ends this for the
-    last batch.
+    While the function uses a batch, its forward passes use the dropout masks of this batch. After the last batch,
+    `close` ends the use of its masks.
 
     Args:
         batches: batches of the round.

@@ -43,7 +43,7 @@ class StepBatch(NamedTuple):
 
     @property
     def places(self) -> slice | list[int]:
-        """Index that selects these workers from a tensor of the stack: a slice if they are consecutive, else a list."""
+        """Index of these workers in a tensor of the stack: a slice if the workers are consecutive, else a list."""
         return self.members if isinstance(self.members, list) else slice(self.members.start, self.members.stop)
 
     def part(self, index: Any, step: int, members: range | list[int]) -> StepBatch:

@@ -68,7 +68,10 @@ class StackState:
         self._of_some: StackState | None = None
 
     def of(self, places: slice | list[int]) -> StackState:
-        """Return the state of the workers at positions `places`. It has views for a slice, and copies for a list."""
+        """Return the state of the workers at positions `places`.
+
+        The result contains views if `places` is a slice, and copies if it is a list.
+        """
         if places == slice(0, len(self.rows)):
             return self
         if isinstance(places, list):
@@ -219,7 +222,7 @@ class StackStep:
                 gradient.add_to(total)
 
     def _parts(self, gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-        """Return pairs (columns in the rows, gradient of these columns), as `move` takes them.
+        """Return pairs (columns in the rows, gradient of these columns): the argument `parts` of `move`.
 
         On a GPU, neighbouring gradients are concatenated to launch fewer kernels.
         """
@@ -250,7 +253,8 @@ class StackStep:
             state: state of the workers. The buffers of active workers are updated in place.
             batch: data of the step.
             active: bool [m], true for the active workers; None for all.
-            leave_products: as for `StackedModule.gradients`.
+            leave_products: size in bytes of a parameter [m, ...] from which its gradient is returned as an
+                OuterProductGrad, if possible; None to compute all gradients.
         """
         buffers = list(state.buffers)
         term = self._feature_term(state)
@@ -317,9 +321,13 @@ def move(algorithm: ClientAlgorithm, state: StackState, parts: Sequence[Part], m
 
 
 def move_rows(algorithm: ClientAlgorithm, state: StackState, gradients: Tensor, moving: Tensor | None = None) -> None:
-    """Apply the client algorithm's step to the parameters of m workers, in place, with gradients [m, d].
+    """Apply the client algorithm's step to the parameters of m workers, in place.
 
-    See `move` for the other arguments.
+    Args:
+        algorithm: client algorithm.
+        state: state of the workers.
+        gradients: gradients of the workers, [m, d].
+        moving: bool [m], true for the workers that may change; None for all.
     """
     move(algorithm, state, [(Entry("row", gradients.shape[1:], 0), gradients)], moving)
 

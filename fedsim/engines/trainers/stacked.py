@@ -222,7 +222,7 @@ class StackTrainer:
         return sorted({-(-members // stacks), members // stacks}, reverse=True)
 
     def _copies(self, stack: Stack) -> Tensor:
-        """Return a copy of a stack's rows in consecutive memory, for rows that a slice cannot select."""
+        """Return a copy of a stack's rows in consecutive memory. It is needed if a slice cannot select the rows."""
         if len(self._room) < len(stack):
             self._room = new_rows(len(stack), self._module.layout.d, self._task.dtype, self._task.device)
         return self._room[: len(stack)].copy_(self._shared.cohort.rows[stack.index])
