@@ -73,8 +73,8 @@ def check_client_algorithm(task: RunTask) -> None:
     sampling = experiment.sampling.component
     if "losses" in sampling.accepts and task.algorithm.personal_columns.width:
         raise ExperimentError(
-            f"{sampling.place}: needs losses of the complete global model, but with {algorithm} workers keep a part of "
-            "the model"
+            f"{sampling.place}: needs losses of the complete global model, but with {algorithm} workers keep a part "
+            "of the model; use another strategy"
         )
     if task.algorithm.personal_columns.width and _stops_by_global_model(experiment):
         score, mode = ("accuracy", "max") if correct_of(experiment.task.component) else ("loss", "min")

@@ -237,7 +237,9 @@ class CapturedSteps:
         state, active = self._state.of(slice(0, len(samples))), samples > 0 if masked else None
         losses = self._step_of_stack(state, batch, active)
         if set(state.algorithm_state) != self._names:
-            raise ExperimentError("local.algorithm creates state during its steps that its `start` does not return")
+            raise ExperimentError(
+                "local.algorithm: a step adds or removes entries of the state; `start` must return all entries"
+            )
         if active is not None:
             losses = torch.where(active, losses, 0)
         self._loss_sums[: len(samples)].addcmul_(losses, samples)
