@@ -225,4 +225,7 @@ class VirtualClock:
     def _deadlock(self) -> str:
         n, left = self._server.n, self._server.n - len(self._server.alive)
         departed = f"; {left} of {n} workers have left (clock.departures)" if left else ""
-        return f"policy: deadlock at {self.now:g} virtual seconds: no worker is busy and none may start{departed}"
+        return (
+            f"policy: deadlock at {self.now:g} virtual seconds, because no worker is busy and the policy lets no worker "
+            f"start{departed}"
+        )

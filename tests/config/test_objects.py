@@ -282,7 +282,7 @@ def test_functions_that_work_without_an_experiment_take_objects():
         ({"model": {"name": Perceptron, "hiden": 3}}, 'did you mean "hidden"'),
         ({"aggregate": lambda grads: grads[0]}, r"aggregate.rule = .*grads"),
         ({"rounds": len}, 'rounds = "builtins:len": must be a valid integer'),
-        ({"server": SGD(lr=1.0)}, 'server.name = "<SGD.*>": cannot be used: must be a dataclass'),
+        ({"server": SGD(lr=1.0)}, 'server.name = "<SGD.*>": cannot be used: the .* must be a dataclass'),
         ({"data": TensorDataset(torch.zeros(3))}, r'data.name = "<TensorDataset.*>": .* \(train, test\)'),
         (
             {"data": [TensorDataset(torch.zeros(3)), TensorDataset(torch.zeros(3))]},

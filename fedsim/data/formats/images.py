@@ -376,8 +376,8 @@ def _read_samples(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
             require_memory(len(part) * sample.numel(), "the images", "a smaller data.image_size")
             pixels = torch.empty(len(part), *sample.shape, dtype=torch.uint8)
         if sample.shape != pixels.shape[1:]:
-            shapes = f"{list(sample.shape)}, and image 0 {list(pixels.shape[1:])}"
-            raise DataError(f"{place}: has the shape {shapes}; set data.image_size to scale all images to one size")
+            shapes = f"{list(sample.shape)}, but image 0 has {list(pixels.shape[1:])}"
+            raise DataError(f"{place}: has shape {shapes}; set data.image_size to scale all images to one size")
         pixels[index], labels[index] = sample, int(label)
     return pixels, labels
 

@@ -42,7 +42,7 @@ def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
     if task.experiment.sends_gradients:
         return "each worker sends the gradient of a single step"
     if not task.algorithm.element_wise:
-        return "the client algorithm is not element-wise: its steps need whole rows"
+        return "the client algorithm is not element-wise: each step needs all parameters of a model"
     if task.schedule.accumulate > 1:
         return "gradients are accumulated (local.accumulate)"
     if task.experiment.local_schedule is not None:

@@ -85,7 +85,7 @@ class TestTables:
         ("change", "params", "match"),
         [
             ({"targets": [""] * 20}, {"ids": ["user"]}, "column y: row 0 is missing|column y"),
-            ({}, {}, 'column "user": holds .* values, not numbers; list the input columns in `inputs`'),
+            ({}, {}, 'column "user": contains .* values instead of numbers; set `inputs` to the columns'),
             ({}, {"ids": ["usr"]}, 'has no column "usr"; did you mean "user"'),
             ({}, {"target": "z", "ids": ["user"]}, 'has no column "z"'),
             ({"inputs": np.where(INPUTS[7, 1] == INPUTS, np.nan, INPUTS)}, {"ids": ["user"]}, 'column "?b"?: row 7 is'),
@@ -134,7 +134,9 @@ class TestFrames:
     def test_a_frame_without_targets_gives_one_line(self):
         pandas = pytest.importorskip("pandas")
         frame = pandas.DataFrame({"a": [1.0], "b": [2.0]})
-        with pytest.raises(DataError, match="the training data: must have exactly one column called label"):
+        with pytest.raises(
+            DataError, match="the training data: must have exactly one column with one of the names label"
+        ):
             fedsim.load_dataset((frame, frame))
 
 
@@ -193,7 +195,9 @@ class TestArrays:
     def test_pickles_are_refused(self, tmp_path):
         torch.save({"inputs": 1}, tmp_path / "data.pt")
         one_line_error(
-            "npz", r"\.pt files are not read, because a pickle runs code; write", path=str(tmp_path / "data.pt")
+            "npz",
+            r"\.pt files are not read, because reading a pickle can run code; write",
+            path=str(tmp_path / "data.pt"),
         )
 
 

@@ -250,7 +250,13 @@ IMPOSSIBLE = [
     (np.zeros(10), 11, "iid", {}, "workers = 11: must be between 1 and the number of samples, 10"),
     (TEN, 4, "quantity", {"min_size": 25}, "partition.min_size = 25: not reached in 1000 draws with beta = 0.5, 4 "),
     (TEN, 4, "quantity", {"distribution": "lognormal", "sigma": 1e12}, ".* had at most .*; use .* a smaller sigma or"),
-    (np.zeros(49), 10, "shards", {"s": 5}, "partition.s = 5: 10 workers with 5 runs each need at least 50 .* 49"),
+    (
+        np.zeros(49),
+        10,
+        "shards",
+        {"s": 5},
+        "partition.s = 5: 10 workers with 5 pieces of the sorted samples per worker need at least 50 .* 49",
+    ),
     (TEN, 20, "classes_per_worker", {"k": 11}, "partition.k = 11: must be at most the number of classes, 10"),
     (
         TEN,
