@@ -226,6 +226,6 @@ class VirtualClock:
         n, left = self._server.n, self._server.n - len(self._server.alive)
         departed = f"; {left} of {n} workers have left (clock.departures)" if left else ""
         return (
-            f"policy: deadlock at {self.now:g} virtual seconds, because no worker is busy and the policy lets no worker "
-            f"start{departed}"
+            f"policy: deadlock at {self.now:g} virtual seconds, because no worker is busy and the policy lets no "
+            f"worker start{departed}"
         )

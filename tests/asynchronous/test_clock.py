@@ -191,7 +191,7 @@ def test_unfinished_work_of_a_departed_worker_never_arrives():
     assert run.clock.dispatcher.stats.samples == Counter({0: 10, 1: 8})
     assert caught.value.lines == (
         "policy: deadlock at 4 virtual seconds, because no worker is busy and the policy lets no worker start; "
-        "(clock.departures)",
+        "3 of 3 workers have left (clock.departures)",
     )
     trained = Counter(item.worker for items in run.trained for item in items)
     assert trained == Counter({0: 3, 1: 2}), "lost work is not computed"

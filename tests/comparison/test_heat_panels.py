@@ -145,9 +145,9 @@ def test_more_panels_or_values_than_can_be_read_are_left_out_and_the_title_says_
     ("heatmap", "message"),
     [
         ("partition.alpha", "must be two different axes, such as partition.alpha,attack.fraction"),
-        ("partition.alpha,partition.alpha", "must be two axes"),
-        ("partition.alpha,workers,rounds", "must be two axes"),
-        (["partition.alpha", "workers"], "must be two axes"),
+        ("partition.alpha,partition.alpha", "must be two different axes"),
+        ("partition.alpha,workers,rounds", "must be two different axes"),
+        (["partition.alpha", "workers"], "must be two different axes"),
         ("partition.alpha,seed", '"seed" is not a comparison axis'),
         ("partition.alpa,workers", r'"partition.alpa" is not a comparison axis; did you mean "partition.alpha"'),
         (

@@ -168,7 +168,7 @@ def test_images_of_several_sizes_need_image_size(flowers, data_root):
         fedsim.load_dataset("torchvision:Flowers102", data_root)
     path = folder / "jpg" / "image_00004.jpg"
     assert str(caught.value) == (
-        f"image 1 ({path}): has the shape [3, 18, 12], and image 0 [3, 10, 20]; set "
+        f"image 1 ({path}): has shape [3, 18, 12], but image 0 has [3, 10, 20]; set "
         "data.image_size to scale all images to one size"
     )
     train, _ = fedsim.load_dataset("torchvision:Flowers102", data_root, image_size=8)
