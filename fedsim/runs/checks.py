@@ -80,7 +80,7 @@ def check_client_algorithm(task: RunTask) -> None:
         score, mode = ("accuracy", "max") if correct_of(experiment.task.component) else ("loss", "min")
         personal = f"metrics.personal_worker_{score}_mean with stop.mode={mode} and data.local_test_fraction=0.2"
         raise ExperimentError(
-            f"stop.metric = {show(experiment.stop.metric)}: is a test of the global model, but with {algorithm} "
+            f"stop.metric = {show(experiment.stop.metric)}: is a test result of the global model, but with {algorithm} "
             "workers keep a part of the model; "
             f"use stop.metric={personal if task.experiment.in_rounds else 'train_loss'}"
         )
