@@ -260,7 +260,7 @@ def test_a_wrong_parameter_is_an_error_with_its_numbers(name, params, message):
 
 @pytest.mark.parametrize(("rule", "n", "f", "subsets"), [("mda", 100, 40, r"1.37e\+28"), ("smea", 30, 6, r"5.94e\+05")])
 def test_too_large_a_search_is_refused(rule, n, f, subsets):
-    with pytest.raises(ExperimentError, match=rf"{rule}: {subsets} subsets of {n - f} of {n} rows are too many"):
+    with pytest.raises(ExperimentError, match=rf"{rule}: {subsets} subsets of {n - f} of {n} updates are too many"):
         fedsim.aggregate(torch.ones(n, 3), rule=rule, f=f)
 
 

@@ -163,7 +163,7 @@ def test_a_wrong_result_of_a_strategy_is_refused(result, line):
 
 
 WRONG = {
-    "sampling=fixed sampling.workers=[1,2]": "must be 3 workers, the cohort size; set cohort=2",
+    "sampling=fixed sampling.workers=[1,2]": "must list 3 workers, the cohort size; set cohort=2",
     "sampling=fixed sampling.workers=[1,2,6]": "must be worker IDs from 0 to 5, without duplicates",
     "sampling=power_of_choice sampling.candidates=7": "must be between 3 (the cohort size) and 6 (the",
     "sampling=power_of_choice sampling.candidates=4 buffers=local": "with buffers=local the workers do not receive",
