@@ -77,7 +77,7 @@ def test_a_damaged_round_raises_an_error_with_its_line(fresh_run, line, message)
         ("environment.json", "{", r"environment\.json: is not valid JSON"),
         ("environment.json", "[" * 100_000, r"environment\.json: is not valid JSON"),
         ("partition.json", '{"counts": [[1, 2], [3]]}', r"partition\.json: counts: every worker must"),
-        ("partition.json", '{"counts": [[1], [3]], "workers": [7]}', r"partition\.json: counts has 2 workers"),
+        ("partition.json", '{"counts": [[1], [3]], "workers": [7]}', r"partition\.json: `counts` has 2 workers"),
         ("partition.json", '{"counts": "many"}', r"partition\.json: counts: .*array"),
         ("experiment.toml", "rounds =", r"experiment\.toml: cannot be read as TOML"),
         ("metrics.jsonl", "", r"metrics\.jsonl: no round is finished yet"),

@@ -84,11 +84,15 @@ class TestTables:
     @pytest.mark.parametrize(
         ("change", "params", "match"),
         [
-            ({"targets": [""] * 20}, {"ids": ["user"]}, "column y: row 0 is missing|column y"),
+            ({"targets": [""] * 20}, {"ids": ["user"]}, "column y has no value in row 0|column y"),
             ({}, {}, 'column "user": contains .* values instead of numbers; set `inputs` to the columns'),
             ({}, {"ids": ["usr"]}, 'has no column "usr"; did you mean "user"'),
             ({}, {"target": "z", "ids": ["user"]}, 'has no column "z"'),
-            ({"inputs": np.where(INPUTS[7, 1] == INPUTS, np.nan, INPUTS)}, {"ids": ["user"]}, 'column "?b"?: row 7 is'),
+            (
+                {"inputs": np.where(INPUTS[7, 1] == INPUTS, np.nan, INPUTS)},
+                {"ids": ["user"]},
+                'column "?b"?(: row 7 contains NaN| has no value in row 7)',
+            ),
         ],
     )
     def test_bad_columns(self, change, params, match, tmp_path):
@@ -174,8 +178,8 @@ class TestArrays:
             ({"inputs": INPUTS}, "has no array targets, only inputs"),
             ({"inputs": INPUTS, "targets": LABELS[:19]}, "there are 20 inputs, but 19 targets"),
             ({"inputs": INPUTS, "targets": LABELS, "user": USERS[:4]}, r'"user" has the shape \[4\]; .* \[20\]'),
-            ({"inputs": np.full((2, 2), np.inf), "targets": LABELS[:2]}, "inputs: row 0 is NaN, infinite"),
-            ({"inputs": INPUTS, "targets": np.full(20, np.nan)}, "targets: row 0 is NaN"),
+            ({"inputs": np.full((2, 2), np.inf), "targets": LABELS[:2]}, "inputs: row 0 contains NaN, infinity"),
+            ({"inputs": INPUTS, "targets": np.full(20, np.nan)}, "targets: row 0 contains NaN"),
             ({"inputs": INPUTS, "targets": LABELS - 1}, "the training set contains the label -1"),
             ({"inputs": INPUTS, "targets": LABELS, "test_inputs": INPUTS}, "has no array test_targets"),
             ({"inputs": np.array([{}, {}]), "targets": LABELS[:2]}, "cannot be read: .*pickle"),
@@ -238,7 +242,7 @@ class TestImageFolder:
         (tmp_path / "train/dog/two.png").unlink()
         self.write(tmp_path, parts=("other",), size=(3, 3))
         (tmp_path / "other/cat").rename(tmp_path / "train/eel")
-        one_line_error("image_folder", "has 3 x 3 pixels, and one.png 4 x 6; set `size`", path=str(tmp_path))
+        one_line_error("image_folder", "has 3 x 3 pixels, but one.png has 4 x 6; set `size`", path=str(tmp_path))
 
 
 class TestLeaf:
@@ -295,7 +299,7 @@ class TestLeaf:
         (tmp_path / "test/all_data_0.json").write_text('{"users": ["u"]}')
         one_line_error("leaf", "test/all_data_0.json: has no key 'user_data'", path=path)
         (tmp_path / "test/all_data_0.json").write_text('{"users": ["u"], "user_data": {}}')
-        one_line_error("leaf", 'user "u": has no x and y', path=path)
+        one_line_error("leaf", 'user "u": must have x and y', path=path)
 
 
 class TestHuggingFace:

@@ -188,9 +188,9 @@ def test_image_size_scales_images_of_arrays(cifar10, data_root):
     [
         ("Flower102", 'no such class in torchvision.datasets; did you mean "Flowers102"?'),
         ("CelebA", "its samples are not pairs of an image and one class label; pass a pair instead"),
-        ("VOCDetection", "has no training and test parts; pass a pair instead"),
+        ("VOCDetection", "the data set has no training and test parts; pass a pair instead"),
         ("Kinetics", "its samples are not pairs of an image and one class label; pass a pair instead"),
-        ("EuroSAT", "has no training and test parts; pass a pair instead"),
+        ("EuroSAT", "the data set has no training and test parts; pass a pair instead"),
         ("utils", "no such class in torchvision.datasets"),
     ],
 )
