@@ -95,7 +95,9 @@ def test_cnn_pools_before_the_relu_with_the_same_values_and_gradients():
 def test_cnn_and_mlp_take_any_widths():
     assert cnn(channels=3, size=33, widths=(4, 6, 8), hidden=5)(torch.randn(2, 3, 33, 33)).shape == (2, 10)
     assert mlp(inputs=6, hidden=(), classes=3)(torch.randn(2, 6)).shape == (2, 3)
-    with pytest.raises(fedsim.ExperimentError, match="^model.widths has 3 convolutions: too many for images of 7 pix"):
+    with pytest.raises(
+        fedsim.ExperimentError, match="^model.widths: 3 convolutions are too many for images of 7 x 7 pix"
+    ):
         cnn(size=7, widths=(1, 1, 1))
 
 

@@ -137,11 +137,11 @@ def test_a_finished_run_with_weights_and_adapters_is_read_without_the_file(table
         ({"local": {"train": ["4*"]}}, 'local.train: no parameter matches "4\\*"; allowed: 1, 3, 5'),
         ({"model": {"lora": {"rank": 1, "targets": ["2"]}}}, 'model.lora.targets: no linear layer matches "2"'),
         ({"model": {"weights": "missing.safetensors"}}, "model.weights = .*: cannot be read: No such file"),
-        ({"model": {"weights": "model.pt"}}, "must be a .safetensors file, because reading a pickle runs code"),
+        ({"model": {"weights": "model.pt"}}, "must be a .safetensors file, because reading a pickle can run code"),
         ({"model": {"weights": "damaged.safetensors"}}, "model.weights = .*: is damaged"),
         (
             {"model": {"weights": "small.safetensors"}},
-            r'shape of "1.weight": \[2, 784\] in the file, \[20, 784\] in the model',
+            r'the shape of "1.weight" is \[2, 784\] in the file, but \[20, 784\] in the model',
         ),
     ],
 )

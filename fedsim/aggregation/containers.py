@@ -160,7 +160,9 @@ def checked_matrix(updates: Any, place: str) -> Tensor:
     if isinstance(updates, Tensor) and updates.ndim == 2 and len(updates) and updates.is_floating_point():
         return updates.detach()
     actual = f"{updates.dtype} {tuple(updates.shape)}" if isinstance(updates, Tensor) else f"a {type(updates).__name__}"
-    raise ExperimentError(f"{place}: must be a floating-point tensor [n, d] with n >= 1, not {actual}")
+    raise ExperimentError(
+        f"{place}: must be a floating-point tensor of shape [n, d] with one row per update (n >= 1), not {actual}"
+    )
 
 
 def has_tensors(value: Any) -> bool:

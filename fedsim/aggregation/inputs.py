@@ -161,7 +161,7 @@ def screened(
     if nonfinite == "error" and weighted:
         named = ", ".join(str(inputs.workers[row]) for row in weighted[:SHOWN]) + ", ..." * (len(weighted) > SHOWN)
         raise DivergedError(
-            f"{len(weighted)} of {len(inputs.updates)} updates hold NaN or infinity (rows of workers {named})",
+            f"{len(weighted)} of {len(inputs.updates)} updates hold NaN or infinity (from workers {named})",
             'nonfinite = "exclude" ignores these updates',
         )
     good = [row for row in range(len(inputs.updates)) if row not in set(bad)]

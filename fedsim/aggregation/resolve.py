@@ -74,7 +74,8 @@ def resolve(
             raise ExperimentError(*map("".join, zip(places, error.lines, strict=True))) from None
     if len(components) > 1 and components[-1].takes.get("weights"):
         raise ExperimentError(
-            f"{key}: the rule {components[-1].name} needs weights, which pre-aggregated rows do not have; use mean"
+            f"{key}: the rule {components[-1].name} needs weights, but the output of a pre-aggregator has no weights; "
+            "use the rule mean"
         )
     return resolved
 

@@ -111,7 +111,8 @@ class RuleStage(Component):
         for name in ("metrics", "last", "root") if columnwise else ():
             if name in registration.takes:
                 raise ExperimentError(
-                    f"{registration.name}: a columnwise rule cannot take {name}; register it without columnwise"
+                    f"{registration.name}: a columnwise rule cannot have the input {name}; register the rule without "
+                    "columnwise"
                 )
         return super().of(registration, params, columnwise=columnwise, linear=linear, f=params.get("f"))
 

@@ -328,13 +328,16 @@ def _read_trace(path: str, folder: str) -> np.ndarray:
             rows = np.loadtxt(lines, delimiter="," if any("," in line for line in lines) else None, ndmin=2)
     except FileNotFoundError:
         raise ExperimentError(
-            f"{where}: file not found; must be a text file with a column of noise factors for each worker, or for all"
+            f"{where}: no such file; must be a text file with one column of noise factors for all workers, or one "
+            "column for each worker"
         ) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise ExperimentError(f"{where}: cannot be read: {reason}") from None
     if not rows.size or not (rows.min() >= 0 and rows.max() < math.inf):
-        raise ExperimentError(f"{where}: must contain at least one number, and only finite numbers of at least 0")
+        raise ExperimentError(
+            f"{where}: must contain at least one number, and all numbers must be finite and at least 0"
+        )
     return np.ascontiguousarray(rows.T)
 
 

@@ -329,7 +329,9 @@ class Dispatcher:
         """Restore a state that the method `state` returned."""
         self.in_flight = {item.slot: item for item in state.in_flight}
         if not self.in_flight.keys() >= {*state.untrained, *state.nonfinite}:
-            raise ValueError("corrupt checkpoint: an untrained or nonfinite slot is not in flight")
+            raise ValueError(
+                "corrupt checkpoint: a worker is listed as untrained or nonfinite, but has no work in progress"
+            )
         self.scheduler.resume(state.scheduler, [item.worker for item in state.in_flight])
         self.untrained, self._nonfinite = set(state.untrained), set(state.nonfinite)
         self.arrivals = state.arrivals

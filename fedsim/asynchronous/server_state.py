@@ -251,8 +251,8 @@ def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
     for entry in entries:
         if embeddings[entry.name].sparse:
             raise ExperimentError(
-                f"local: {entry.name} is a sparse embedding (sparse=True), whose unused rows must not change in a race "
-                "without locks; remove local.momentum and local.weight_decay"
+                f"local: {entry.name} is a sparse embedding (sparse=True), whose unused vectors must not change in a "
+                "race without locks; remove local.momentum and local.weight_decay"
             )
     return ()
 

@@ -134,9 +134,9 @@ class VirtualClock:
         in_flight, alive = sorted(self.dispatcher.in_flight), set(self._server.alive.tolist())
         pending = sorted(slot for _, slot in saved.pending)
         if pending != in_flight or {*in_flight, *saved.idle, *saved.waiting} != alive:
-            raise ValueError("corrupt checkpoint: its slots differ from the slots of this run")
+            raise ValueError("corrupt checkpoint: its workers differ from the workers of this run")
         if any(time < saved.now for time, _ in saved.pending):
-            raise ValueError("corrupt checkpoint: a pending event is in the past")
+            raise ValueError("corrupt checkpoint: an event that has not happened yet is in the past")
         self.now, self._events = saved.now, sorted(saved.pending)
         self._idle, self._waiting, self._asked_at = saved.idle, saved.waiting, saved.asked_at
         self._leaving, self._started = set(saved.leaving), Counter(dict(saved.started))
@@ -226,4 +226,7 @@ class VirtualClock:
     def _deadlock(self) -> str:
         n, left = self._server.n, self._server.n - len(self._server.alive)
         departed = f"; {left} of {n} workers have left (clock.departures)" if left else ""
-        return f"policy: deadlock at {self.now:g} virtual seconds: no worker is busy and none may start{departed}"
+        return (
+            f"policy: deadlock at {self.now:g} virtual seconds, because no worker is busy and the policy lets no "
+            f"worker start{departed}"
+        )

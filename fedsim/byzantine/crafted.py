@@ -79,8 +79,8 @@ def z_max(n: int, f: int) -> float:
     s = n // 2 + 1 - f
     if not _has_z_max(n, f):
         raise ExperimentError(
-            f"attack.z: its default needs 0 < s < n - f with s = floor(n / 2 + 1) - f, but n = {n} and f = {f} make "
-            f"s = {s} and n - f = {n - f}; set attack.z"
+            f"attack.z: its default needs 0 < s < n - f with s = floor(n / 2 + 1) - f, but n = {n} workers and f = "
+            f"{f} Byzantine workers make s = {s} and n - f = {n - f}; set attack.z"
         )
     return NormalDist().inv_cdf((n - f - s) / (n - f))
 

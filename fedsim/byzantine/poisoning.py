@@ -124,4 +124,4 @@ class Backdoor:
 
     def _require_class(self, classes: int) -> None:
         if self.target >= classes:
-            raise ExperimentError(f"attack.target = {self.target}: must be a class, 0 to {classes - 1}")
+            raise ExperimentError(f"attack.target = {self.target}: must be a class from 0 to {classes - 1}")

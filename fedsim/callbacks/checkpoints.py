@@ -115,7 +115,10 @@ class CheckpointFolder:
             most = int(free_memory() / 2)
             head_data = json.loads(read_bounded(head, most, self._folder))
             if head_data["format"] != FORMAT:
-                raise RecordError(f"{head}: has format {show(head_data['format'])}; this version reads format {FORMAT}")
+                raise RecordError(
+                    f"{head}: has format {show(head_data['format'])}, but this version of fedsim reads only format "
+                    f"{FORMAT}"
+                )
             checksum = head_data.pop("checksum")
             content = read_bounded(tensors, most, self._folder)
             intact = checksum == _checksum_of(head_data) and head_data["sha256"] == _sha256(content)

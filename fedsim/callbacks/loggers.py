@@ -59,7 +59,7 @@ class Loggers(Callback):
                 raise
             except Exception as error:
                 self._loggers.remove(logger)
-                _warn(name, f"failed in round {record.round}", error)
+                _warn(f"the logger {show(name)} failed in round {record.round}", error)
                 _end(logger, type(error), error, error.__traceback__)
 
     def __enter__(self) -> Loggers:
@@ -74,7 +74,7 @@ class Loggers(Callback):
                     raise
                 except Exception as error:
                     raise ExperimentError(
-                        f"records.loggers: {show(table.name)} cannot start: {one_line(error)}"
+                        f"records.loggers: the logger {show(table.name)} cannot start: {one_line(error)}"
                     ) from error
             stack.pop_all()
         return self
@@ -92,11 +92,11 @@ def _end(
         context.__exit__(kind, error, trace)
     except Exception as failure:
         if failure is not error:
-            _warn(name, "failed at the end of the run", failure)
+            _warn(f"the logger {show(name)} failed at the end of the run", failure)
 
 
-def _warn(name: str, failure: str, error: Exception) -> None:
-    text = f"the logger {show(name)} {failure}: {one_line(error)}; the run continues without this logger"
+def _warn(failure: str, error: Exception) -> None:
+    text = f"{failure}: {one_line(error)}; the run continues without this logger"
     warnings.warn(text, FedsimWarning, stacklevel=4)
 
 

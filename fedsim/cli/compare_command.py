@@ -130,8 +130,8 @@ def compare(
         if folders:
             if len(folders) < len(all_words) or shard or dry_run:
                 raise ExperimentError(
-                    "folders of comparisons are merged, and merging allows only the options --out, --target, --tune, "
-                    "--worst, --metric, --heatmap and --allow-imports; remove all other options and words"
+                    "merging the folders of comparisons supports only the options --out, --target, --tune, --worst, "
+                    "--metric, --heatmap and --allow-imports; remove all other options and words"
                 )
             folder = out or (
                 folders[0] if len(folders) == 1 else stack.enter_context(new_folder(f"{folders[0].name}-comparison"))
@@ -141,7 +141,7 @@ def compare(
             plan = plan_comparison(source, None, changes, settings, allow_imports=allow_imports)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
-                raise ExperimentError("--shard: needs --out FOLDER, the same folder for all parts")
+                raise ExperimentError("--shard: needs --out FOLDER; use the same folder for all shards")
             if dry_run:
                 planned = part.of(plan) if part else plan.runs
                 print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))

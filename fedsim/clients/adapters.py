@@ -63,11 +63,12 @@ class KeptState(ClientAlgorithm):
         unsupported = ("start_round", "step_rows", "finish", "correct")
         if any(algorithm.has(method) for method in unsupported) or algorithm.uses_start_row or exchanges(algorithm):
             raise ExperimentError(
-                "local.keep_state = true: is for client algorithms such as sgd and adam only; omit it"
+                "local.keep_state = true: only works with client algorithms such as sgd and adam; omit it"
             )
         if not algorithm.start(torch.zeros(1)):
             raise ExperimentError(
-                "local.keep_state = true: the client algorithm has no state with these parameters; omit it"
+                "local.keep_state = true: the client algorithm has no state (such as momentum) with the given "
+                "parameters; omit it"
             )
 
     @property
@@ -121,8 +122,8 @@ class TrainFunction(ClientAlgorithm):
         gradients = getattr(registration.target, "gradients_per_step", 1)
         if not (isinstance(gradients, int | float) and 0 < gradients < math.inf):
             raise ExperimentError(
-                f"local.algorithm = {show(self.name)}: has gradients_per_step = {show(gradients)}; must be a number "
-                "greater than 0, the number of gradients that it computes per batch"
+                f"local.algorithm = {show(self.name)}: gradients_per_step (number of gradients computed per batch) "
+                f"must be greater than 0, not {show(gradients)}"
             )
         self.gradients_per_step = gradients  # type: ignore[assignment, misc]
 
@@ -143,8 +144,8 @@ class TrainFunction(ClientAlgorithm):
         if isinstance(loss, numbers.Real) or (isinstance(loss, Tensor) and loss.numel() == 1):
             return float(loss)
         raise ExperimentError(
-            f"local.algorithm = {show(self.name)}: returned a {type(loss).__name__}; must return None, or the mean "
-            "training loss as a number"
+            f"local.algorithm = {show(self.name)}: the function returned a {type(loss).__name__}; it must return "
+            "None, or the mean training loss as a number"
         )
 
     def with_lr(self, lr: float) -> ClientAlgorithm:

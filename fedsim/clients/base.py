@@ -29,15 +29,18 @@ class ClientAlgorithmRegistry(Registry):
     def _registration(self, name: str, target: Any) -> Registration:
         if isinstance(target, type) and issubclass(target, Optimizer):
             hint = nearest(target.__name__.lower(), self.names())
-            raise TypeError(f"is a PyTorch optimizer, but a client algorithm must move many rows at once; {hint}")
+            raise TypeError(
+                "the class is a PyTorch optimizer, but a client algorithm must update the models of many workers at "
+                f"once; {hint}"
+            )
         registration = super()._registration(name, target)
         if is_dataclass(target):
             return registration
         parameters = () if isinstance(target, type) else inspect.signature(target).parameters
         if not {"model", "batches"}.issubset(parameters):
             raise TypeError(
-                "must be a dataclass that derives from fedsim.clients.ClientAlgorithm, or a function with the "
-                "parameters model and batches, such as train(model, batches, lr); see "
+                "a client algorithm must be a dataclass that derives from fedsim.clients.ClientAlgorithm, or a "
+                "function with the parameters model and batches, such as train(model, batches, lr); see "
                 "docs/how-to/own-client-algorithm.md"
             )
         return replace(registration, takes={name: True for name in GIVEN if name in parameters})

@@ -40,7 +40,7 @@ def constant(
     """
     if factor < 1 and not total_iters:
         raise ExperimentError(
-            f"total_iters = 0: must be at least 1, the number of rounds to which factor = {factor:g} applies"
+            f"total_iters = 0: must be at least 1, because factor = {factor:g} applies to the first total_iters rounds"
         )
     return lr_scheduler.ConstantLR(optimizer, factor, total_iters)
 
@@ -219,7 +219,9 @@ class LRSchedule:
         scheduler = self.make(**{name: inputs[name] for name in self.takes})
         if not isinstance(scheduler, LRScheduler):
             kind = type(scheduler).__name__
-            raise ExperimentError(f"name: the function must return a scheduler of torch.optim.lr_scheduler, not {kind}")
+            raise ExperimentError(
+                f"name: a learning rate schedule must return a scheduler of torch.optim.lr_scheduler, not {kind}"
+            )
         if first is None:
             return scheduler
         if isinstance(scheduler, lr_scheduler.OneCycleLR):

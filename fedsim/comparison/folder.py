@@ -54,7 +54,9 @@ class Shard:
         """Parse text such as "2/8" (part 2 of 8, counted from 0). Raises ExperimentError if the text is invalid."""
         match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         if not match or not int(match[1]) < int(match[2]):
-            raise ExperimentError(f"--shard {show(text)}: must be i/n with i from 0 to n-1, such as 0/2 and 1/2")
+            raise ExperimentError(
+                f"--shard {show(text)}: must be i/n (part i of n parts, counted from 0), such as 0/2 and 1/2"
+            )
         return cls(int(match[1]), int(match[2]))
 
     def of(self, plan: ComparisonPlan) -> list[PlannedRun]:

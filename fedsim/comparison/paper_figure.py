@@ -116,7 +116,7 @@ def _curves(comparison: Comparison, x: str, style: FigureStyle) -> Figure:
     if figure is None:
         raise RecordError(f"{comparison.folder}: no run is finished")
     if not any(panel.lines for panel in figure.axes):
-        raise ExperimentError(f"x = {show(x)}: no run has recorded both this number and the metric; use another x")
+        raise ExperimentError(f"x = {show(x)}: no run has recorded both this quantity and the metric; use another x")
     return figure
 
 
@@ -140,7 +140,8 @@ def _heatmap(comparison: Comparison, style: FigureStyle) -> Figure:
     figure = draw_heatmap(comparison, style, comparison.settings.heat_axes(list(comparison.axes)))
     if figure is None:
         raise ExperimentError(
-            'kind = "heatmap": needs a comparison with finished runs and at least two keys besides tune and worst'
+            'kind = "heatmap": needs a comparison with finished runs and at least two axes besides those of tune and '
+            "worst"
         )
     return figure
 
@@ -156,8 +157,8 @@ def _comparison_in(folders: Sequence[Path]) -> Comparison:
     for record in records:
         if isinstance(record, Comparison):
             raise ExperimentError(
-                f"{record.folder}: is a comparison; draw either one comparison or several runs; to merge comparisons, "
-                "run: fedsim compare FOLDER FOLDER --out NEW"
+                f"{record.folder}: is a comparison, but a figure shows either one comparison or several runs; to "
+                "merge comparisons, run: fedsim compare FOLDER FOLDER --out NEW"
             )
         runs.append(record)
     return comparison_of(runs)

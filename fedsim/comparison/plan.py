@@ -404,17 +404,18 @@ def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:
     where = f"heatmap = {show(settings.heatmap)}"
     keys = settings.heatmap.split(",") if isinstance(settings.heatmap, str) else []
     if settings.heatmap is not None and (len(keys) != 2 or keys[0] == keys[1]):
-        raise ExperimentError(f"{where}: must be two axes, such as partition.alpha,attack.fraction")
+        raise ExperimentError(f"{where}: must be two different axes, such as partition.alpha,attack.fraction")
     first, *others = [*settings.compared(list(axes)), ""]
     for key in keys:
         if key in settings.headings:
             setting = "tune" if key == settings.tune else "worst"
             raise ExperimentError(
-                f"{where}: {key} is the axis of {setting}, which is not compared; choose another axis"
+                f"{where}: {key} is the axis of {setting}, so it cannot be an axis of the heat map; choose another axis"
             )
         if key == first:
             raise ExperimentError(
-                f"{where}: {key} is the first axis, and each cell shows its best value; choose another axis"
+                f"{where}: {key} is the first axis, and the cells of the heat map already show the best value of the "
+                "first axis; choose another axis"
             )
         if key not in others:
             raise ExperimentError(f"{where}: {show(key)} is not a comparison axis; {nearest(key, others[:-1])}")
@@ -426,7 +427,9 @@ def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:
     if by_accuracy and not (number and 0 < target <= 1):
         raise ExperimentError(f"target = {show(target)}: must be a test accuracy greater than 0 and at most 1")
     if not number:
-        raise ExperimentError(f"target = {show(target)}: must be a number, the test loss (the task has no accuracy)")
+        raise ExperimentError(
+            f"target = {show(target)}: must be a number (the test loss to reach), because the task has no accuracy"
+        )
 
 
 def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
@@ -458,8 +461,8 @@ def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
                 )
     if metric.better is None:
         raise ExperimentError(
-            f"{where}: unknown whether higher or lower is better; write +{key} if higher is better, or -{key} if lower "
-            "is better"
+            f"{where}: fedsim does not know whether higher or lower values are better; write +{key} if higher is "
+            f"better, or -{key} if lower is better"
         )
     label = key.removeprefix("metrics.").removeprefix("validation_")
     components = [metric.component for experiment in experiments for metric in experiment.metrics]

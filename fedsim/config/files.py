@@ -129,7 +129,9 @@ def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
         refuse_long_chains(text)
         tables = tomllib.loads(text)
     except RecursionError:
-        raise ExperimentError(f"{where}: more than {MAX_DEPTH} nested tables and lists") from None
+        raise ExperimentError(
+            f"{where}: tables and lists must not be nested more than {MAX_DEPTH} levels deep"
+        ) from None
     except tomllib.TOMLDecodeError as error:
         place = re.search(r"line (\d+)", str(error))
         line = text.split("\n")[int(place[1]) - 1] if place else text.rstrip().rpartition("\n")[2]
@@ -189,7 +191,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         reason = getattr(error, "problem", None) or "contains characters that YAML does not allow"
         raise ExperimentError(f"{where}:{line} cannot be read as YAML: {cut(reason)}") from None
     except RecursionError:
-        raise ExperimentError(f"{where}: more than {MAX_DEPTH} nested tables and lists") from None
+        raise ExperimentError(
+            f"{where}: tables and lists must not be nested more than {MAX_DEPTH} levels deep"
+        ) from None
     except ValueError as error:  # a number with too many digits
         raise ExperimentError(f"{where}: {cut(str(error))}") from None
     if not isinstance(tables, dict):

@@ -102,12 +102,13 @@ def _refuse_untrusted_places(experiment: Experiment) -> None:
     init, data = experiment.distributed.init_method, experiment.data
     if init != Distributed().init_method and is_untrusted(init):
         raise ExperimentError(
-            f"distributed.init_method = {show(init)}: a file may not set this address; set the key on the command line"
+            f"distributed.init_method = {show(init)}: must not be set in an experiment file, because the address "
+            "could be that of any computer; set the key on the command line"
         )
     if data.root is None or not is_untrusted(data.root):
         return
     if is_outside(Path(os.path.expanduser(data.root)), Path.cwd()) and lacks_files(data.name, data.root, **data.params):
         raise ExperimentError(
-            f"data.root = {show(data.root)}: does not contain {data.name}, and a file may not download data to a "
-            "folder outside the working directory; set the key on the command line"
+            f"data.root = {show(data.root)}: does not contain {data.name}, and an experiment file must not download "
+            "data to a folder outside the working directory; set the key on the command line"
         )

@@ -161,7 +161,10 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
             table[key] = {holder.named_by: table[key]}
         inner = table.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise ExperimentError(f"{'.'.join(keys)} = {show(value)}: {'.'.join(keys[:depth])} is not a table")
+            raise ExperimentError(
+                f"{'.'.join(keys)} = {show(value)}: {'.'.join(keys[:depth])} is not a table, so it cannot contain "
+                "this key"
+            )
         if holder:
             inner = table[key] = with_key(inner, holder.named_by, ".".join(keys[:depth]))
         table = inner

@@ -218,11 +218,11 @@ def _check_work(value: Any) -> Any:
     elif isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), list):
         ((form, values),) = value.items()
     if form not in ("one", "list", "uniform", "choice") or not values or any(type(n) is not int for n in values):
-        raise ValueError("an integer, a list of integers, {uniform = [low, high]} or {choice = [n, ...]}")
+        raise ValueError("must be an integer, a list of integers, {uniform = [low, high]} or {choice = [n, ...]}")
     if min(values) < 1 or max(values) >= 2**63:
-        raise ValueError("greater than 0" if min(values) < 1 else "less than 2^63")
+        raise ValueError("must be greater than 0" if min(values) < 1 else "must be less than 2^63")
     if form == "uniform" and not (len(values) == 2 and values[0] <= values[1]):
-        raise ValueError("{uniform = [low, high]} with low <= high")
+        raise ValueError("must be {uniform = [low, high]} with low <= high")
     return value
 
 

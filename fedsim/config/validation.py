@@ -225,12 +225,15 @@ def _check_worker_tests(experiment: Experiment) -> Iterator[str]:
         yield f"{where}: is only used with synchronous rounds; omit it"
     if experiment.attack.resample:
         yield (
-            f"{where}: only workers that never attack are tested, but with attack.resample every worker may attack; "
-            "remove one of the two"
+            f"{where}: tests only workers that never attack, but with attack.resample every worker may attack; remove "
+            "data.local_test_fraction or attack.resample"
         )
     for round in experiment.records.updates:
         if round % every == 0 or round == experiment.rounds:
-            yield f"records.updates: the worker test after round {round} overwrites its updates; omit this round"
+            yield (
+                f"records.updates: the updates of round {round} cannot be stored, because the worker test after this "
+                "round overwrites them; omit this round"
+            )
 
 
 def _check_sync(experiment: Experiment) -> Iterator[str]:
@@ -268,9 +271,15 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
     if isinstance(amount, list) and len(amount) != experiment.workers:
         yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(amount)}"
     if isinstance(amount, list) and rule.accepts("root"):
-        yield f"{where}: with the rule {rule.name} the server also trains, but is not in the list; use one number"
+        yield (
+            f"{where}: has one number per worker, but with the rule {rule.name} the server also trains; use one "
+            "number for all"
+        )
     if isinstance(amount, dict) and not experiment.in_rounds and policy.work == "gradient":
-        yield f"{where}: {policy_setting} has no rounds, because workers send every gradient; use one number"
+        yield (
+            f"{where}: is drawn in each round, but {policy_setting} has no rounds, because workers send every "
+            "gradient; use one number"
+        )
     reasons = {
         f"with sync={experiment.sync} the gradients of each batch are averaged": experiment.rounds_of_gradients,
         "only works with synchronous rounds": not experiment.in_rounds,
@@ -394,8 +403,8 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
         )
     elif attacks and bound.alters_rows:
         yield (
-            f"{attack}: these parameters also alter updates, which {where} does not support; use parameters "
-            "that alter only data"
+            f"{attack}: with the parameters {show(experiment.attack.params)} the attack also alters updates, which "
+            f"{where} does not support; use parameters that alter only data"
         )
     if experiment.cohort_size < experiment.workers and not (policy.allows_sampling and experiment.mode == "clock"):
         yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers take part; omit it"

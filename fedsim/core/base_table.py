@@ -71,7 +71,7 @@ class ComponentTable(Table):
         if isinstance(table, cls):
             return table
         if not isinstance(table, dict):
-            raise ValueError("a name or a table")
+            raise ValueError("must be a name or a table")
         table = with_key(table, cls.named_by, cls.place)
         name = table.get(cls.named_by)
         if isinstance(name, str) and name.startswith("__main__:"):  # other processes have a different __main__

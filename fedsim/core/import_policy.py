@@ -112,7 +112,7 @@ def _require_local(target: Any) -> None:
     """
     home = target.__name__ if isinstance(target, ModuleType) else getattr(target, "__module__", None)
     if not isinstance(home, str) or not _is_local(home):
-        raise ImportRefusedError(f"leads to an object defined in {show(home)}; {REMEDY}")
+        raise ImportRefusedError(f"the import path leads to an object defined in {show(home)}; {REMEDY}")
 
 
 def _file_is_here() -> bool:

@@ -42,7 +42,7 @@ def problem_with_words(value: Any, place: str = "", *, any_text: bool = False) -
     while waiting:  # not recursive, because the value may be nested too deeply
         place, value, depth = waiting.pop()
         if depth > MAX_DEPTH:
-            return f"{cut(place)}: more than {MAX_DEPTH} nested tables and lists"
+            return f"{cut(place)}: tables and lists must not be nested more than {MAX_DEPTH} levels deep"
         if isinstance(value, Mapping):
             for key, item in value.items():
                 key = str(key)

@@ -305,7 +305,7 @@ class NextToken:
         if classes > outputs.shape[2]:
             raise ExperimentError(
                 f"the model has {outputs.shape[2]} token classes, but the targets go up to {classes - 1}; it needs at "
-                f"least {classes}"
+                f"least {classes} outputs per token"
             )
 
 

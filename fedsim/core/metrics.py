@@ -245,8 +245,8 @@ def _counted(outputs: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Ten
     """
     if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
         raise ExperimentError(
-            f"needs outputs [..., classes] and integer targets [...], not outputs {list(outputs.shape)} and targets "
-            f"{targets.dtype} {list(targets.shape)}"
+            f"the metric needs outputs [..., classes] and integer targets [...], not outputs {list(outputs.shape)} "
+            f"and targets {targets.dtype} {list(targets.shape)}"
         )
     counts = targets != ignore
     return outputs[counts], targets[counts]
@@ -256,5 +256,7 @@ def _differences(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return outputs minus targets in the shape of the targets. Raise ExperimentError if their sizes differ."""
     if outputs.numel() != targets.numel():
         shapes = f"outputs {list(outputs.shape)} and targets {list(targets.shape)}"
-        raise ExperimentError(f"needs one output per target, not {shapes}")
+        raise ExperimentError(
+            f"the metric needs outputs and targets of the same size (one output per target), not {shapes}"
+        )
     return outputs.reshape(targets.shape) - targets

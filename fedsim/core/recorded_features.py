@@ -24,7 +24,8 @@ class RecordedFeatures:
         """
         if not self.tensors:
             raise ExperimentError(
-                "model: has no features; `forward` must call a method or module `features`, or an nn.Linear"
+                "model: the client algorithm needs features (hidden activations), but `forward` calls neither a "
+                "method or module `features` nor an nn.Linear; add one of them"
             )
         features = self.tensors[-1]
         if features.ndim < 2 or len(features) != samples:

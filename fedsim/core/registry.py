@@ -304,12 +304,15 @@ class Registry:
         kind = target if isinstance(target, type) else type(target)
         if self.base and not (issubclass(kind, self.base) and dataclasses.is_dataclass(kind)):
             package = self.base.__module__.rpartition(".")[0]
-            raise TypeError(f"must be a dataclass that derives from {package}.{self.base.__name__}")
+            raise TypeError(f"the {self.kind} must be a dataclass that derives from {package}.{self.base.__name__}")
         is_dataclass = dataclasses.is_dataclass(target)
         if not callable(target) and (self.inputs or not is_dataclass):
-            raise TypeError(f"its type is {type(target).__name__}; must be {self.accepts}")
+            raise TypeError(f"the {self.kind} must be {self.accepts}, not an object of type {type(target).__name__}")
         if not _has_signature(target):
-            raise TypeError(f"has no signature; write a function of ({', '.join(self.inputs)}) that calls it")
+            raise TypeError(
+                f"the {self.kind} has no signature that Python can read; write a function of "
+                f"({', '.join(self.inputs)}) that calls it"
+            )
         takes = {}
         if self.inputs:
             takes = taken_by_name(target.__call__ if is_dataclass else target, self.inputs)

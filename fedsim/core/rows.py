@@ -105,7 +105,7 @@ class Layout:
         """
         for row_or_grad in (row, grad_row):
             if row_or_grad.shape != (self.d,):
-                raise ValueError(f"a row of this module has shape ({self.d},), not {tuple(row_or_grad.shape)}")
+                raise ValueError(f"a row of this module must have shape ({self.d},), not {tuple(row_or_grad.shape)}")
         values = dict(module.named_parameters())
         for entry in self.parameters:
             parameter = values[entry.name]

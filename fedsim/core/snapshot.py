@@ -46,7 +46,7 @@ class Snapshot:
         for name, tensor in tensors.items():
             stored = self.tensors.get(prefix + name)
             if stored is None:
-                raise RecordError(f"lacks the tensor {prefix + name}")
+                raise RecordError(f"the tensor {prefix + name} is missing")
             if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
-                raise RecordError(f"{prefix + name} is {described(stored)}, but must be {described(tensor)}")
+                raise RecordError(f"the tensor {prefix + name} is {described(stored)}, but must be {described(tensor)}")
             tensor.copy_(stored)

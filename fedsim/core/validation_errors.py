@@ -91,7 +91,9 @@ def _requirement(message: str) -> str:
     message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
     message = re.sub(r"^(String|List|Tuple|Set) should have ", lambda it: f"a {it[1].lower()} that has ", message)
     message = re.sub(r"^String should match ", "a string that matches the ", message)
-    message = re.sub(r"^(Input should be|Value error,) ", "", message.replace(" after validation", ""))
+    message = re.sub(
+        r"^(Input should be|Value error, must be|Value error,) ", "", message.replace(" after validation", "")
+    )
     return message.replace("a valid boolean", "true or false").replace("a valid list", "a list").replace("'", '"')
 
 

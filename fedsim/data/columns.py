@@ -115,15 +115,17 @@ def require_finite(values: np.ndarray, place: str) -> None:
     """Raise DataError, with the place and the row, if an array [n, ...] contains NaN or infinity."""
     if values.dtype.kind == "f" and not (finite := np.isfinite(values)).all():
         row = int(np.argwhere(~finite)[0][0])
-        raise DataError(f"{place}: row {row} is NaN, infinite or missing; remove or replace such rows")
+        raise DataError(
+            f"{place}: row {row} contains NaN, infinity or a missing value; remove such rows or replace the values"
+        )
 
 
 def _only_target(columns: Columns, place: str) -> str:
     names = [name for name in columns if name in TARGETS]
     if len(names) != 1:
         raise DataError(
-            f"{place}: must have exactly one column called {', '.join(TARGETS)}, or `target` must be set to one of "
-            f"the columns {', '.join(columns)}"
+            f"{place}: must have exactly one column with one of the names {', '.join(TARGETS)}; otherwise, set "
+            f"`target` to one of the columns {', '.join(columns)}"
         )
     return names[0]
 
@@ -138,16 +140,20 @@ def _numbers(values: Any, place: str) -> np.ndarray:
     try:
         array = np.asarray(values)
     except ValueError:  # lists of different lengths
-        raise DataError(f"{place}: its values have different shapes") from None
+        raise DataError(f"{place}: its values have different shapes; all values must have the same shape") from None
     if array.dtype.kind == "O" and len(array) and isinstance(array[0], (list, np.ndarray)):
         shapes = {np.shape(value) for value in array}
         if len(shapes) > 1:
             raise DataError(
-                f"{place}: its values have different shapes, such as {' and '.join(map(str, sorted(shapes)[:2]))}"
+                f"{place}: its values have different shapes, such as {' and '.join(map(str, sorted(shapes)[:2]))}; "
+                "all values must have the same shape"
             )
         array = np.stack([np.asarray(value) for value in array])
     if array.dtype.kind not in "iubf":
-        raise DataError(f"{place}: holds {array.dtype} values, not numbers; list the input columns in `inputs`")
+        raise DataError(
+            f"{place}: contains {array.dtype} values instead of numbers; set `inputs` to the columns that contain "
+            "numbers"
+        )
     require_finite(array, place)
     return array.astype(np.float32) if array.dtype.kind == "f" else array
 
@@ -155,7 +161,7 @@ def _numbers(values: Any, place: str) -> np.ndarray:
 def _joined(arrays: list[np.ndarray], place: str) -> np.ndarray:
     """Return the inputs as one array: a single array [n, ...] unchanged, or columns joined to float32 [n, features]."""
     if not arrays:
-        raise DataError(f"{place}: has no column of inputs, only the target and owners")
+        raise DataError(f"{place}: has no input columns, only the target and owners; add at least one input column")
     if len(arrays) == 1 and arrays[0].ndim > 1:
         return arrays[0]  # pictures and tokens keep their integers
     return np.concatenate([array.reshape(len(array), -1).astype(np.float32) for array in arrays], axis=1)

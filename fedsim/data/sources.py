@@ -77,7 +77,7 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
         raise DataError(f"data.name = {show(name)}: {one_line(error)}") from error
     for part, data in (("training", train), ("test", test)):
         if not len(data):
-            raise DataError(f"data.name = {show(name)}: the {part} set is empty; needs at least one sample")
+            raise DataError(f"data.name = {show(name)}: the {part} set is empty; it needs at least one sample")
         if data.has_labels and int(data.targets.min()) < 0:
             raise DataError(
                 f"data.name = {show(name)}: the {part} set contains the label {int(data.targets.min())}; class labels "

@@ -286,8 +286,9 @@ def as_targets(targets: Sequence[Any]) -> np.ndarray:
             raise DataError(f"{place} is a {type(target).__name__}; targets must be numbers or arrays of numbers")
         if value.size != values[0].size:
             raise DataError(
-                f"{place} has shape {list(value.shape)}, but the target of sample 0 has shape {list(values[0].shape)}; "
-                "all targets must have the same shape: pad tokens with -100, which the task next_token ignores"
+                f"{place} has shape {list(value.shape)}, but the target of sample 0 has shape "
+                f"{list(values[0].shape)}; all targets must have the same shape (pad token sequences with -100, which "
+                "the task next_token ignores)"
             )
     return _as_int64(np.stack(values) if values else np.zeros(0, dtype=np.int64))
 
@@ -309,4 +310,6 @@ def _as_tensor(value: Any, place: str) -> Tensor:
         return torch.as_tensor(np.require(value, requirements=["C", "W"]) if isinstance(value, np.ndarray) else value)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = f"{value.dtype} array" if isinstance(value, np.ndarray) else type(value).__name__
-        raise DataError(f"{place} is a {kind}; must be a number, a tensor, a numeric array or a PIL image") from error
+        raise DataError(
+            f"{place} is a {kind}; it must be a number, a tensor, a numeric array or a PIL image"
+        ) from error

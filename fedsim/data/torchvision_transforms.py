@@ -51,7 +51,7 @@ class BatchTransform:
         try:
             return function(*args, **keywords)
         except Exception as error:
-            raise ExperimentError(f"data.augment: torchvision:{self.name}: {one_line(error)}") from error
+            raise ExperimentError(f"data.augment: torchvision:{self.name} fails: {one_line(error)}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (self.name, self._arguments)

@@ -91,7 +91,10 @@ class Backend(ABC):
 
         Raises WorkerError if the processes cannot be restarted.
         """
-        raise WorkerError(f"{type(self).__name__} has no processes to replace")
+        raise WorkerError(
+            f"a process was lost, and {type(self).__name__} cannot start a new one; start the run again, or use "
+            "engine=spawn"
+        )
 
 
 class InProcess(Backend):

@@ -231,7 +231,9 @@ class Evaluation:
             self._sums.index_copy_(0, self._number, sums.unsqueeze(0))
             self._number.add_(1).remainder_(whole)
             if module.changed():
-                raise ExperimentError("the model changes its attributes during evaluation")
+                raise ExperimentError(
+                    "the model changes its attributes during evaluation, which a CUDA graph does not support"
+                )
 
         try:
             self._replay = GraphPool(self._task.device).capture(test_next)

@@ -255,10 +255,10 @@ class WorkerStates:
             return
         workers, rows = saved.get("workers"), {name: saved.get(f"rows.{name}") for name in self.initial}
         if workers is None or workers.dtype != torch.int64 or workers.ndim != 1:
-            raise RecordError('has no valid list of workers with a state ("workers")')
+            raise RecordError('the list of workers with a state ("workers") is missing or invalid')
         numbers = workers.tolist()
         if len(set(numbers)) != len(numbers):
-            raise RecordError("lists a worker twice in its worker states")
+            raise RecordError("the worker states list a worker twice")
         for name, row in self.initial.items():
             saved_rows = rows[name]
             if saved_rows is None or saved_rows.shape != (len(numbers), len(row)) or saved_rows.dtype != row.dtype:

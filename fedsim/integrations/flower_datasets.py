@@ -68,7 +68,9 @@ def flower_partition(
     except Exception as error:  # the partitioners raise many types, including AssertionError
         raise ExperimentError(f"{where}: the partitioner failed: {one_line(error)}") from error
     if count != n_workers:
-        raise ExperimentError(f"{where}: returned {count} partitions for {n_workers} workers; must be one per worker")
+        raise ExperimentError(
+            f"{where}: returned {count} partitions for {n_workers} workers; it must return one partition per worker"
+        )
     if any("index" not in part.column_names for part in parts):
         raise ExperimentError(f"{where}: splits columns instead of samples; use another partitioner")
     return [np.asarray(part["index"][:]) for part in parts]

@@ -72,7 +72,9 @@ def cnn(
     """
     pooled = size >> len(widths)
     if not pooled:
-        raise ExperimentError(f"model.widths has {len(widths)} convolutions: too many for images of {size} pixels")
+        raise ExperimentError(
+            f"model.widths: {len(widths)} convolutions are too many for images of {size} x {size} pixels; use fewer"
+        )
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise((channels, *widths)):
         # Pooling before the ReLU gives the same values and gradients as the reverse order, with a quarter of the ReLUs.

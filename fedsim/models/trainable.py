@@ -118,7 +118,7 @@ def load_weights(
     """
     if path.suffix in (".pt", ".pth", ".bin", ".pkl"):
         raise error_class(
-            f"{place}: must be a .safetensors file, because reading a pickle runs code; convert it with "
+            f"{place}: must be a .safetensors file, because reading a pickle can run code; convert it with "
             "safetensors.torch.save_file(model.state_dict(), FILE)"
         )
     try:
@@ -131,6 +131,9 @@ def load_weights(
     for name in dict.fromkeys([*tensors, *stored]):
         there, here = (list(of[name].shape) if name in of else "missing" for of in (stored, tensors))
         if there != here and not (there == "missing" and name.endswith(optional)):
-            raise error_class(f"{place}: shape of {show(name)}: {there} in the file, {here} in the model")
+            raise error_class(
+                f"{place}: the shape of {show(name)} is {there} in the file, but {here} in the model; both must be "
+                "equal"
+            )
     with torch.no_grad():
         module.load_state_dict(stored, strict=False)

@@ -110,7 +110,7 @@ def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
         records.append(record)
         phases.update(record.seconds)
         if len(phases) > MOST_NAMES:
-            raise RecordError(f"{where}: seconds: the file names more than {MOST_NAMES} phases")
+            raise RecordError(f"{where}: seconds: the file contains the names of more than {MOST_NAMES} phases")
     return records, False
 
 

@@ -259,7 +259,7 @@ def _read_partition(path: Path) -> StoredPartition:
         raise RecordError(f"{path}: counts: every worker must have one number per class")
     if partition.workers is not None and len(partition.workers) != len(partition.counts):
         raise RecordError(
-            f"{path}: counts has {len(partition.counts)} workers, but workers lists {len(partition.workers)}"
+            f"{path}: `counts` has {len(partition.counts)} workers, but `workers` lists {len(partition.workers)}"
         )
     return partition
 

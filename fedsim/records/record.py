@@ -261,7 +261,9 @@ class RoundRecord(Record):
 
     def __post_init__(self) -> None:
         if self.coefficients is not None and len(self.coefficients) != len(self.cohort):
-            raise ValueError(f"{len(self.coefficients)} coefficients for a cohort of {len(self.cohort)}")
+            raise ValueError(
+                f"there are {len(self.coefficients)} coefficients, but {len(self.cohort)} workers in the cohort"
+            )
         super().__post_init__()
 
     @property

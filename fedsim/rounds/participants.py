@@ -63,7 +63,7 @@ def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> A
             raise ExperimentError(f"{place}: must be the label of a training sample, from 0 to {labels.max()}")
         if workers_to_describe(shards, experiment.seed) is not None:
             raise ExperimentError(
-                f"{place}: with a virtual partition, supports at most {MOST_SAMPLED} workers; use attack.fraction or "
+                f"{place}: supports at most {MOST_SAMPLED} workers with a virtual partition; use attack.fraction or "
                 "attack.workers"
             )
         counts = np.array([(labels[shards.of(worker).numpy()] == attack.by_class).sum() for worker in range(workers)])

@@ -613,6 +613,6 @@ def means(*logs: MetricLog) -> dict[str, float]:
         log.extend(part)
     if len(log) > MOST_NAMES:
         raise ExperimentError(
-            f"metrics: components recorded {len(log)} different names in one round; must be at most {MOST_NAMES}"
+            f"metrics: components recorded {len(log)} different names in one round; at most {MOST_NAMES} are allowed"
         )
     return log.means()

@@ -73,14 +73,14 @@ def check_client_algorithm(task: RunTask) -> None:
     sampling = experiment.sampling.component
     if "losses" in sampling.accepts and task.algorithm.personal_columns.width:
         raise ExperimentError(
-            f"{sampling.place}: needs losses of the complete global model, but with {algorithm} workers keep a part of "
-            "the model"
+            f"{sampling.place}: needs losses of the complete global model, but with {algorithm} workers keep a part "
+            "of the model; use another strategy"
         )
     if task.algorithm.personal_columns.width and _stops_by_global_model(experiment):
         score, mode = ("accuracy", "max") if correct_of(experiment.task.component) else ("loss", "min")
         personal = f"metrics.personal_worker_{score}_mean with stop.mode={mode} and data.local_test_fraction=0.2"
         raise ExperimentError(
-            f"stop.metric = {show(experiment.stop.metric)}: is a test of the global model, but with {algorithm} "
+            f"stop.metric = {show(experiment.stop.metric)}: is a test result of the global model, but with {algorithm} "
             "workers keep a part of the model; "
             f"use stop.metric={personal if task.experiment.in_rounds else 'train_loss'}"
         )

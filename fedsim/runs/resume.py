@@ -104,7 +104,7 @@ class ResumeState:
             round = self._candidates[0]
             try:
                 if round > len(self.records):
-                    raise RecordError(f"only {len(self.records)} rounds are on record")  # the record file was cut
+                    raise RecordError(f"the record contains only {len(self.records)} rounds")  # the record file was cut
                 self._newest = round, self.checkpoints.read(round)
             except RecordError as error:
                 self._refuse(str(error))

@@ -160,7 +160,7 @@ def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | N
             return f"{cut(name)}: must be {kinds[0]} {wanted}, not {actual}".replace("torch.", "")
     workers = tensors["workers"]
     if len(workers.unique()) < n or not 0 <= int(workers.min()) <= int(workers.max()) < experiment.workers:
-        return f"workers: must be {n} different worker IDs, from 0 to {experiment.workers - 1}"
+        return f"workers: must be {n} worker IDs from 0 to {experiment.workers - 1}, without duplicates"
     if int(tensors["samples"].min()) < 0:
         return "samples: must be at least 0"
     return None

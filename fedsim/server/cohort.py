@@ -68,7 +68,9 @@ class CohortStrategy(Component):
         n_workers, size = inputs["n_workers"], inputs["size"]
         valid = chosen.ndim == 1 and (chosen.dtype.kind in "iu" or not len(chosen))
         if not valid or len(set(chosen.tolist())) < len(chosen) or len(chosen) > size:
-            raise ExperimentError(f"{self.place}: must return at most {size} different workers, not {show(workers)}")
+            raise ExperimentError(
+                f"{self.place}: must return at most {size} workers without duplicates, not {show(workers)}"
+            )
         if len(chosen) and not 0 <= chosen.min() <= chosen.max() < n_workers:
             raise ExperimentError(f"{self.place}: must return workers from 0 to {n_workers - 1}, not {show(workers)}")
         order = np.argsort(chosen)
@@ -291,9 +293,9 @@ class Fixed:
         """Raise ExperimentError unless `workers` are `size` different worker IDs below `n_workers`."""
         where = f"sampling.workers = {show(self.workers)}"
         if len(set(self.workers)) < len(self.workers) or any(worker >= n_workers for worker in self.workers):
-            raise ExperimentError(f"{where}: must be different worker IDs from 0 to {n_workers - 1}")
+            raise ExperimentError(f"{where}: must be worker IDs from 0 to {n_workers - 1}, without duplicates")
         if len(self.workers) != size:
-            raise ExperimentError(f"{where}: must be {size} workers, the cohort size; set cohort={len(self.workers)}")
+            raise ExperimentError(f"{where}: must list {size} workers, the cohort size; set cohort={len(self.workers)}")
 
 
 @sampling_strategy("power_of_choice")

@@ -115,8 +115,8 @@ def require_space(folder: Path, needed: float, purpose: str) -> None:
     free = free_space(folder)
     if needed > free:
         raise RecordError(
-            f"{folder}: {show_bytes(free)} are free, but {purpose} needs {show_bytes(needed)}; "
-            f"free some space, {ELSEWHERE}"
+            f"{folder}: only {show_bytes(free)} are free, but {purpose} needs {show_bytes(needed)}; free some space, "
+            f"{ELSEWHERE}"
         )
 
 
@@ -229,7 +229,7 @@ def require_regular(path: Path, most: int, inside: Path | None = None) -> None:
 def require_inside(path: Path, folder: Path) -> None:
     """Raise OSError if a path, which may not exist, leads out of a folder through links or `..`."""
     if is_outside(path, folder):
-        raise OSError(errno.EINVAL, f"it leads out of {folder}")
+        raise OSError(errno.EINVAL, f"the path leads out of {folder}")
 
 
 def is_outside(path: Path, folder: Path) -> bool:

@@ -245,7 +245,7 @@ def test_signguard_uses_the_drawn_coordinates():
         ("multi_krum", {"f": 2, "m": 11}, "multi_krum: needs 1 <= m <= n; here m = 11, n = 10"),
         ("bulyan", {"f": 2}, "bulyan: needs n >= 4f \\+ 3; here f = 2, n = 10"),
         ("trimmed_mean", {"f": 5}, "trimmed_mean: needs 2f < n; here f = 5, n = 10"),
-        ("monna", {"f": 1, "row": 10}, "row = 10, the trusted worker, is not among the workers"),
+        ("monna", {"f": 1, "row": 10}, "row = 10: must be the ID of a worker in the cohort"),
         ("dnc", {"f": 5, "c": 2.0}, "c f < n"),
         ("krum", {}, "f: is required"),
         ("qfedavg", {"losses": [1.0] * 9 + [-1.0]}, "losses must be >= 0; the smallest one is -1"),
@@ -260,7 +260,7 @@ def test_a_wrong_parameter_is_an_error_with_its_numbers(name, params, message):
 
 @pytest.mark.parametrize(("rule", "n", "f", "subsets"), [("mda", 100, 40, r"1.37e\+28"), ("smea", 30, 6, r"5.94e\+05")])
 def test_too_large_a_search_is_refused(rule, n, f, subsets):
-    with pytest.raises(ExperimentError, match=rf"{rule}: {subsets} subsets of {n - f} of {n} rows are too many"):
+    with pytest.raises(ExperimentError, match=rf"{rule}: {subsets} subsets of {n - f} of {n} updates are too many"):
         fedsim.aggregate(torch.ones(n, 3), rule=rule, f=f)
 
 

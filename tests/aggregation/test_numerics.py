@@ -332,7 +332,7 @@ def test_rules_of_whole_rows_are_not_applied_by_parts(rule, by_parts):
 
 def test_all_parts_refuse_rows_whose_squared_norms_overflow():
     def work(part, reduce):
-        with pytest.raises(ExperimentError, match="squared norms of rows overflow"):
+        with pytest.raises(ExperimentError, match="squared norms overflow"):
             Gram(part, reduce=reduce)
         return True
 

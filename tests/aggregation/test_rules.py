@@ -105,7 +105,7 @@ def test_rows_that_are_not_finite_are_an_error_or_excluded(registration, updates
     spoilt = updates.clone()
     spoilt[3, 7] = float("inf")  # see test_bad_rows_finds_nan_and_infinity
     root = {"root": updates.mean(0)} if "root" in registration.takes else {}
-    with pytest.raises(ExperimentError, match=r"1 of 15 updates hold NaN or infinity \(rows of workers 3\)"):
+    with pytest.raises(ExperimentError, match=r"1 of 15 updates hold NaN or infinity \(from workers 3\)"):
         apply(registration, spoilt, **root)
     good = [row for row in range(15) if row != 3]
     losses = {"losses": torch.arange(1.0, 16.0)} if "losses" in registration.takes else {}
@@ -256,9 +256,9 @@ def test_dnc_keeps_the_first_of_rows_with_equal_projections():
     "name", ["krum", "medoid", "caf", "geometric_median", "foolsgold", "dnc", "norm_clipping", "arc"]
 )
 def test_a_norm_that_overflows_is_an_error(name):
-    line = r"the squared norms of rows overflow \(values up to 1e\+200\); scale the updates down"
+    line = r"their squared norms overflow \(values up to 1e\+200\); scale the updates down"
     if name in ("norm_clipping", "arc"):
-        line = "2 of 11 rows have infinite norms; scale the updates down"
+        line = "2 of 11 updates have infinite norms; scale the updates down"
     with pytest.raises(ExperimentError, match=f"^updates: {line}$"):
         apply(rule.get(name), rows(1e200), F)
 

@@ -187,7 +187,9 @@ def test_a_model_that_replaces_its_parameters_is_an_error():
 def test_a_policy_that_never_starts_a_worker_is_an_error():
     with pytest.raises(fedsim.ExperimentError) as caught:
         race(None, f"{COMPONENTS}:NeverStarting", workers=1)
-    assert caught.value.lines == ("policy: in round 1 of the race no worker is busy and none may start",)
+    assert caught.value.lines == (
+        "policy: the race cannot continue in round 1, because no worker is busy and the policy lets no worker start",
+    )
 
 
 def test_lost_updates_are_counted():

@@ -76,7 +76,7 @@ def test_the_headline_of_a_replay_names_the_log_and_its_table_has_no_virtual_tim
     assert "virtual s" not in heads
 
 
-RACED, EQUAL = "the race was run with ", "both must be equal"
+RACED, EQUAL = "the race was run with ", "use the setting of the race"
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,10 @@ def test_no_component_has_a_parameter_that_its_table_has_as_a_key():
         ({"aggregate": {"rule": "krum", "f": 3}}, "with a cohort of 7: krum: needs n >= 2f \\+ 3; here f = 3, n = 7"),
         ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": is a pre-aggregator; put a rule after it'),
         ({"aggregate": {"rule": ["krum", "mean"]}}, r'aggregate.rule\[0\] = "krum": a rule must be last'),
-        ({"aggregate": {"rule": ["nnm", "weighted_mean"]}}, "needs weights, which pre-aggregated rows do not have"),
+        (
+            {"aggregate": {"rule": ["nnm", "weighted_mean"]}},
+            "needs weights, but the output of a pre-aggregator has no weights",
+        ),
     ],
 )
 def test_a_wrong_attack_or_rule_gives_a_one_line_error(change, message, tables):

@@ -101,7 +101,7 @@ def test_a_resumed_run_has_the_id_of_its_first_part_with_loggers(tiny_experiment
 
 def test_a_logger_that_cannot_begin_ends_the_run_in_one_line(tiny_experiment, tmp_path):
     failing = {"name": "tests.callbacks.test_loggers:noted", "fails_in": 0}
-    line = r'^records.loggers: "tests.\S+:noted" cannot start: OSError: no connection to the server$'
+    line = r'^records.loggers: the logger "tests.\S+:noted" cannot start: OSError: no connection to the server$'
     with pytest.raises(ExperimentError, match=line):
         fedsim.run(logging(tiny_experiment, {**failing, "fails_in": 7}, failing), tmp_path / "run")
     assert isinstance(CALLS[-1], ExperimentError), "the previous logger has ended"

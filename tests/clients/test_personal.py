@@ -391,7 +391,7 @@ def test_moon_is_the_plain_loop(model, factory, features, moon_tables):
 
 @pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "batched", "processes": 1}])
 def test_a_model_without_features_is_an_error_in_one_line(engine, moon_tables):
-    with pytest.raises(fedsim.ExperimentError, match="has no features") as caught:
+    with pytest.raises(fedsim.ExperimentError, match="needs features") as caught:
         fedsim.run({**moon_tables, **engine, "model": "tests.models:Convolved", "rounds": 1})
     assert len(caught.value.lines) == 1
 

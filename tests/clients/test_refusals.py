@@ -45,10 +45,10 @@ REFUSED = [
     # kept state
     ({**KEPT, "sync": "gradients"}, "local.keep_state = true: needs local steps"),
     ({**KEPT, **RACE}, "local.keep_state = true: keeps worker state"),
-    (of_local(keep_state=True), "local.keep_state = true: the client algorithm has no state with these parameters"),
+    (of_local(keep_state=True), "local.keep_state = true: the client algorithm has no state"),
     (
         of_local(algorithm="fedprox", keep_state=True),
-        "local.keep_state = true: is for client algorithms such as sgd and adam only",
+        "local.keep_state = true: only works with client algorithms such as sgd and adam",
     ),
     # momentum of the workers
     (of_local(**AT_WORKER), 'local.momentum_at = "worker": is only used with sync=gradients, not with sync=parameters'),
@@ -63,7 +63,7 @@ REFUSED = [
     (of_local(epochs=[1, 2]), "local.epochs = [1, 2]: must be 4 numbers, one per worker, not 2"),
     (of_local(epochs={"uniform": [5, 1]}), "with low <= high"),
     (of_local(steps={"choice": []}), "must be an integer, a list of integers"),
-    ({**of_local(steps=[1, 2, 3, 1]), "aggregate": "fltrust"}, "the server also trains, but is not in the list"),
+    ({**of_local(steps=[1, 2, 3, 1]), "aggregate": "fltrust"}, "the server also trains; use one number for all"),
     ({**of_local(steps={"choice": [1, 2]}), **CLOCK}, "because workers send every gradient; use one number"),
     ({**of_local(accumulate=2), "sync": "gradients"}, "the gradients of each batch are averaged; use a larger"),
     ({**of_local(accumulate=2), **CLOCK, "policy": "fedasync"}, "only works with synchronous rounds; use a larger"),
@@ -78,7 +78,10 @@ REFUSED = [
     ({"server": {"name": "bmuf", "schedule": "cosine"}}, "server.schedule: needs a learning rate "),
     ({**scheduled("cosine"), **CLOCK, "policy": "fedasync"}, "local.schedule: does not apply to asynchronous"),
     ({**scheduled(BY_STEP, steps=2), "aggregate": "qfedavg"}, 'per = "step": "qfedavg" needs one learning rate'),
-    (scheduled({"name": f"{__name__}:no_scheduler"}), "local.schedule.name: the function must return a scheduler"),
+    (
+        scheduled({"name": f"{__name__}:no_scheduler"}),
+        "local.schedule.name: a learning rate schedule must return a scheduler",
+    ),
     (
         scheduled("cosine", algorithm=f"{__name__}:Rateless"),
         "local.schedule: needs a learning rate `lr`, which",

@@ -208,7 +208,7 @@ def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
         (silent, {"schedule": "cosine"}, r"local\.schedule: needs .*`lr`"),
         (talkative, {}, r"local\.algorithm = .*talkative.*returned a dict"),
         (reading_twice, {}, r"local\.algorithm: the function iterates over its batches twice.*local\.epochs"),
-        (costing(0), {}, r"local\.algorithm = .*gradients_per_step = 0; must be a number greater than 0"),
+        (costing(0), {}, r"local\.algorithm = .*gradients_per_step .* must be greater than 0, not 0"),
         (growing, {}, r"local\.algorithm: .*names or shapes"),
     ],
 )  # fmt: skip

@@ -159,7 +159,9 @@ def test_every_number_of_single_workers_says_which_value_is_better(score):
 
 @pytest.mark.parametrize("key", sorted(NEITHER))
 def test_a_number_without_a_better_value_needs_a_sign(key, serial):
-    with pytest.raises(ExperimentError, match=rf'metric = "{key}": unknown whether .* write \+{key} .* or -{key}'):
+    with pytest.raises(
+        ExperimentError, match=rf'metric = "{key}": fedsim does not know whether .* write \+{key} .* or -{key}'
+    ):
         plan_comparison(serial, {"seed": [0, 1], "metric": key})
     for sign in "+-":
         assert plan_comparison(serial, {"seed": [0, 1], "metric": f"{sign}{key}"}).settings.metric == f"{sign}{key}"

@@ -144,17 +144,20 @@ def test_more_panels_or_values_than_can_be_read_are_left_out_and_the_title_says_
 @pytest.mark.parametrize(
     ("heatmap", "message"),
     [
-        ("partition.alpha", "must be two axes, such as partition.alpha,attack.fraction"),
-        ("partition.alpha,partition.alpha", "must be two axes"),
-        ("partition.alpha,workers,rounds", "must be two axes"),
-        (["partition.alpha", "workers"], "must be two axes"),
+        ("partition.alpha", "must be two different axes, such as partition.alpha,attack.fraction"),
+        ("partition.alpha,partition.alpha", "must be two different axes"),
+        ("partition.alpha,workers,rounds", "must be two different axes"),
+        (["partition.alpha", "workers"], "must be two different axes"),
         ("partition.alpha,seed", '"seed" is not a comparison axis'),
         ("partition.alpa,workers", r'"partition.alpa" is not a comparison axis; did you mean "partition.alpha"'),
         (
             "aggregate.rule,workers",
-            "aggregate.rule is the first axis, and each cell shows its best value; choose another axis",
+            "aggregate.rule is the first axis, and the cells of the heat map already show the best value",
         ),
-        ("workers,local.lr", "local.lr is the axis of worst, which is not compared; choose another axis"),
+        (
+            "workers,local.lr",
+            "local.lr is the axis of worst, so it cannot be an axis of the heat map; choose another axis",
+        ),
     ],
 )
 def test_axes_that_make_no_heat_map_are_refused(heatmap, message, serial):

@@ -123,7 +123,7 @@ def test_shards_of_different_comparisons_are_not_merged(cli, tmp_path):
     ("words", "message"),
     [
         *(
-            (["--out", "x", f"--shard={text}"], "must be i/n with i from 0 to n-1")
+            (["--out", "x", f"--shard={text}"], "must be i/n (part i of n parts, counted from 0)")
             for text in ("2/2", "1", "a/b", "-1/2", f"0/{'9' * 5000}")
         ),
         (["--shard", "0/2"], "needs --out FOLDER"),

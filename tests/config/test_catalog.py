@@ -58,4 +58,4 @@ def test_a_folder_that_holds_no_comparison_does_not_hide_an_experiment(cli, tmp_
     (tmp_path / "which_rule").mkdir()
     assert cli("compare", "which_rule", "--dry-run").exit_code == 0
     (tmp_path / "which_rule" / "comparison.json").touch()
-    assert "folders of comparisons are merged" in cli("compare", "which_rule", "--dry-run").stderr
+    assert "merging the folders of comparisons" in cli("compare", "which_rule", "--dry-run").stderr

@@ -43,7 +43,10 @@ WRONG = [
         "cohort=2 aggregate.weights=[0,0,1,1]",
         "aggregate.weights = [0.0, 0.0, 1.0, 1.0]: all weights of a cohort of",
     ),
-    ("engine=fedsim.errors:FedsimError", 'engine = "fedsim.errors:FedsimError": cannot be used: has no signature; wr'),
+    (
+        "engine=fedsim.errors:FedsimError",
+        'engine = "fedsim.errors:FedsimError": cannot be used: the engine has no signature',
+    ),
     ({"model": {"name": "tests.models:sized", "scale": None}}, "model.scale = None: TOML cannot express None; omit th"),
     ("aggregate.weights=smaples", 'aggregate.weights = "smaples": must be "uniform", "samples" or "inverse'),
     ("aggregate.weights=[1,1,1,-1]", "aggregate.weights[3] = -1: must be greater than or equal to 0"),

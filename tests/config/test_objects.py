@@ -282,7 +282,7 @@ def test_functions_that_work_without_an_experiment_take_objects():
         ({"model": {"name": Perceptron, "hiden": 3}}, 'did you mean "hidden"'),
         ({"aggregate": lambda grads: grads[0]}, r"aggregate.rule = .*grads"),
         ({"rounds": len}, 'rounds = "builtins:len": must be a valid integer'),
-        ({"server": SGD(lr=1.0)}, 'server.name = "<SGD.*>": cannot be used: must be a dataclass'),
+        ({"server": SGD(lr=1.0)}, 'server.name = "<SGD.*>": cannot be used: the .* must be a dataclass'),
         ({"data": TensorDataset(torch.zeros(3))}, r'data.name = "<TensorDataset.*>": .* \(train, test\)'),
         (
             {"data": [TensorDataset(torch.zeros(3)), TensorDataset(torch.zeros(3))]},
@@ -295,9 +295,12 @@ def test_functions_that_work_without_an_experiment_take_objects():
         ({"data": (torch.zeros(3, 1), torch.zeros(3))}, r"data: must be .* tuple \(train, test\), "),
         (
             {"local": {"algorithm": torch.optim.SGD}},
-            r'local.algorithm = ".*:SGD": cannot be used: is a PyTorch opt.* did you mean "sgd"',
+            r'local.algorithm = ".*:SGD": cannot be used: the class is a PyTorch opt.* did you mean "sgd"',
         ),
-        ({"aggregate": NotCallable()}, r'aggregate.rule = "<NotCallable.*>": .* must be a function or a class$'),
+        (
+            {"aggregate": NotCallable()},
+            r'aggregate.rule = "<NotCallable.*>": .* must be a function or a class, not an object of type NotCallable',
+        ),
         ({"aggregate": malformed}, r'aggregate.rule = "tests.*:malformed": cannot be used: .*nowhere'),
     ],
 )

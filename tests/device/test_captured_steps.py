@@ -285,7 +285,7 @@ class Replacing:
 def test_an_algorithm_that_replaces_its_state_is_captured_unless_it_creates_it_late(late, gpu, tables):
     tables["local"] = {"algorithm": "tests.device.test_captured_steps:Replacing", "late": late, "batch_size": 16}
     tables |= UNEVEN
-    reason = "local.algorithm creates state during its steps that its `start` does not return"
+    reason = "local.algorithm: a step adds or removes entries of the state; `start` must return all entries"
     with pytest.warns(FedsimWarning, match=reason) if late else contextlib.nullcontext():
         actual = fedsim.run(tables)
     assert differing(actual, fedsim.run({**tables, "cuda_graphs": False})) == (pytest.approx(0, abs=1e-12), [])

@@ -305,7 +305,7 @@ def test_no_trainer_outlives_its_run(groups):
 
 
 def test_workers_whose_gradients_are_not_finite_are_named_as_by_serial(groups, serial):
-    with pytest.raises(fedsim.ExperimentError, match="rows of workers 2") as raised:
+    with pytest.raises(fedsim.ExperimentError, match="from workers 2") as raised:
         serial({**TINY, **NOT_FINITE})
     assert [left["not finite"]["error"] for left in groups(2)[0]] == [str(raised.value)] * 2
 

@@ -310,7 +310,7 @@ REFUSED_TEXTS = ("LSTM", "transformer with dropout", "embedding of bounded norm"
 STATE = "a forward pass changes attributes or non-persistent buffers, which are not stored for each worker"
 DRAWS = "the model draws random numbers outside of torch.nn.functional.dropout"
 OTHERWISE = "the gradient of {} changes if workers are stacked"
-VMAP = "torch.func.vmap cannot run it: "
+VMAP = "torch.func.vmap cannot run the model: "
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "counts its calls": (remembering, STATE),

@@ -231,7 +231,8 @@ def test_a_file_downloads_no_data_to_other_folders(here, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     file = write(here / "x.toml", {"data": {"name": "mnist", "root": str(elsewhere)}})
     with pytest.raises(
-        ExperimentError, match="does not contain mnist, and a file may not download data to a folder outside the"
+        ExperimentError,
+        match="does not contain mnist, and an experiment file must not download data to a folder outside the",
     ):
         fedsim.load_experiment(file)
     assert fedsim.load_experiment(file, [f"data.root={elsewhere}"]).data.root == str(elsewhere)
@@ -245,7 +246,7 @@ def test_a_file_downloads_no_data_to_other_folders(here, tmp_path_factory):
 
 def test_a_file_sets_no_address_of_ranks(here):
     tables = {"engine": "distributed", "distributed": {"init_method": "tcp://example.org:80"}}
-    with pytest.raises(ExperimentError, match="distributed.init_method = .*: a file may not set this address"):
+    with pytest.raises(ExperimentError, match="distributed.init_method = .*: must not be set in an experiment file"):
         fedsim.load_experiment(write(here / "x.toml", tables))
     there = fedsim.load_experiment(here / "x.toml", ["distributed.init_method=tcp://example.org:80"])
     assert there.distributed.init_method == "tcp://example.org:80"

@@ -111,7 +111,7 @@ def test_the_metrics_of_a_run_are_not_read_from_pipes_or_links(tmp_path):
     (folder / "metrics.jsonl").unlink()
     (folder / "metrics.jsonl").symlink_to(tmp_path / "metrics.jsonl")
     assert read_history(folder) == []
-    with pytest.raises(RecordError, match="metrics.jsonl: cannot be read: it leads out of"):
+    with pytest.raises(RecordError, match="metrics.jsonl: cannot be read: the path leads out of"):
         read_records(folder)
 
 
@@ -122,7 +122,7 @@ def test_no_file_is_read_that_a_link_in_the_folder_leads_to(tmp_path, name):
     (tmp_path / "secrets").write_text('{"password": "1234"}')
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "secrets")
-    with pytest.raises(FedsimError, match="it leads out of"):
+    with pytest.raises(FedsimError, match="the path leads out of"):
         load_round(folder) if name.startswith("updates") else render(folder)
 
 
@@ -161,9 +161,9 @@ def test_nothing_is_removed_or_written_where_links_in_a_comparisons_folder_lead(
     with ComparisonFolder(folder, plan) as held:
         (folder / "runs").symlink_to(tmp_path / "private")
         for act in (held.clear, held.run_folder, held.result, lambda run: held.note_failure(run, "x")):
-            with pytest.raises(RecordError, match="it leads out of"):
+            with pytest.raises(RecordError, match="the path leads out of"):
                 act(plan.runs[0])
-    with pytest.raises(RecordError, match="it leads out of"):
+    with pytest.raises(RecordError, match="the path leads out of"):
         ComparisonFolder(folder, plan)
     assert [path.name for path in precious.parent.iterdir()] == ["thesis.tex"]
 

@@ -22,7 +22,7 @@ DEEP = 5_000
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a=" + "[" * DEEP, "more than 16 nested tables and lists"),
+        ("a=" + "[" * DEEP, "tables and lists must not be nested more than 16 levels deep"),
         (".".join(["a"] * DEEP) + "=1", "a key has more than 16 dotted parts"),
         (f"seed = {'9' * 5000}", "Exceeds the limit"),
         (f"seed = 0x{'f' * 50_000}", "seed: integers must have at most 64 bits, not 200000"),
@@ -119,7 +119,9 @@ def metrics(folder, records):
 def test_a_page_does_not_grow_with_phases(tmp_path):
     folder = invent_run(tmp_path / "run", [0.5])
     many = [{**invent_round(number, 0.5), "seconds": {f"p{number}": 1.0}} for number in range(1, 200)]
-    with pytest.raises(RecordError, match="metrics.jsonl line 51: seconds: the file names more than 50 phases"):
+    with pytest.raises(
+        RecordError, match="metrics.jsonl line 51: seconds: the file contains the names of more than 50 phases"
+    ):
         read_records(metrics(folder, many))
     with pytest.raises(RecordError, match="seconds"):
         read_records(metrics(folder, [{**invent_round(1, 0.5), "seconds": {f"p{n}": 1.0 for n in range(99)}}]))

@@ -86,7 +86,7 @@ columnwise.columnwise = True
 
 
 def test_a_columnwise_rule_that_takes_metrics_is_refused():
-    with pytest.raises(ExperimentError, match="a columnwise rule cannot take metrics"):
+    with pytest.raises(ExperimentError, match="a columnwise rule cannot have the input metrics"):
         fedsim.Experiment(aggregate="tests.processing.test_processing:columnwise")
 
 

@@ -55,7 +55,10 @@ def test_numbers_that_are_not_finite_become_none_and_unknown_keys_are_ignored(fr
         ('{"round": 1\n{"round": 2}', r"metrics\.jsonl line 4: .*JSON"),
         ('{"test_loss": 1}', r"metrics\.jsonl line 4: round: Field required$"),
         ('{"round": 4, "cohort": [-1]}', r"metrics\.jsonl line 4: cohort\.0: .*greater than or equal to 0$"),
-        ('{"round": 4, "cohort": [0], "coefficients": [0.5, 0.5]}', r"line 4: 2 coefficients for a cohort of 1$"),
+        (
+            '{"round": 4, "cohort": [0], "coefficients": [0.5, 0.5]}',
+            r"line 4: there are 2 coefficients, but 1 workers in the cohort$",
+        ),
         ('{"round": 4, "seconds": {"\\u001b[2Jx\\n": []}}', r"line 4: seconds\.\?\[2Jx\?: .*number$"),
     ],
 )
@@ -74,7 +77,7 @@ def test_a_damaged_round_raises_an_error_with_its_line(fresh_run, line, message)
         ("environment.json", "{", r"environment\.json: is not valid JSON"),
         ("environment.json", "[" * 100_000, r"environment\.json: is not valid JSON"),
         ("partition.json", '{"counts": [[1, 2], [3]]}', r"partition\.json: counts: every worker must"),
-        ("partition.json", '{"counts": [[1], [3]], "workers": [7]}', r"partition\.json: counts has 2 workers"),
+        ("partition.json", '{"counts": [[1], [3]], "workers": [7]}', r"partition\.json: `counts` has 2 workers"),
         ("partition.json", '{"counts": "many"}', r"partition\.json: counts: .*array"),
         ("experiment.toml", "rounds =", r"experiment\.toml: cannot be read as TOML"),
         ("metrics.jsonl", "", r"metrics\.jsonl: no round is finished yet"),

@@ -14,7 +14,7 @@ from tests.runs.test_nonfinite import ENGINES, TIMED
 
 STOP = {"rounds": 4, "workers": 5, "aggregate": {"rule": "median", "nonfinite": "stop"}}
 ATTACKED = {**STOP, "attack": {"name": "inf", "workers": [1, 3], "start_round": 3}}
-DIVERGED = "2 of 5 updates hold NaN or infinity (rows of workers 1, 3)"
+DIVERGED = "2 of 5 updates hold NaN or infinity (from workers 1, 3)"
 STOPPED = f"diverged in round 3: {DIVERGED}; the results are those of the model before this round"
 
 

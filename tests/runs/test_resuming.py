@@ -336,7 +336,10 @@ def only_two_records(folder):
 
 @pytest.mark.parametrize(
     ("harm", "words"),
-    [(all_of_another_model, "is tried instead|starts from round 1"), (only_two_records, "only 2 rounds are on record")],
+    [
+        (all_of_another_model, "is tried instead|starts from round 1"),
+        (only_two_records, "the record contains only 2 rounds"),
+    ],
 )
 def test_checkpoints_that_cannot_be_used_are_left_out(harm, words, whole_run, tmp_path, session):
     tables, whole_folder, whole = whole_run

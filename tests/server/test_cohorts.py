@@ -152,7 +152,7 @@ def test_workers_drop_out_independently_and_not_from_the_choice():
 @pytest.mark.parametrize(
     ("result", "line"),
     [
-        ([1, 1], "must return at most 2 different workers"),
+        ([1, 1], "must return at most 2 workers without duplicates"),
         ([6], "must return workers from 0 to 5"),
         (([1], [0.0]), "must return a probability > 0"),
     ],
@@ -163,8 +163,8 @@ def test_a_wrong_result_of_a_strategy_is_refused(result, line):
 
 
 WRONG = {
-    "sampling=fixed sampling.workers=[1,2]": "must be 3 workers, the cohort size; set cohort=2",
-    "sampling=fixed sampling.workers=[1,2,6]": "must be different worker IDs from 0 to 5",
+    "sampling=fixed sampling.workers=[1,2]": "must list 3 workers, the cohort size; set cohort=2",
+    "sampling=fixed sampling.workers=[1,2,6]": "must be worker IDs from 0 to 5, without duplicates",
     "sampling=power_of_choice sampling.candidates=7": "must be between 3 (the cohort size) and 6 (the",
     "sampling=power_of_choice sampling.candidates=4 buffers=local": "with buffers=local the workers do not receive",
     "sampling=available sampling.trace=nothing.csv": "cannot be read",

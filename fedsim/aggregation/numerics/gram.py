@@ -212,8 +212,8 @@ def require_no_overflow(products: Tensor, updates: Tensor, reduce: Reduce = keep
         return
     if not reduce(torch.tensor([float(not all_finite(updates))]), "max").any():
         raise ExperimentError(
-            f"updates: the squared norms of rows overflow (values up to {float(updates.abs().max()):.3g}); "
-            "scale the updates down"
+            f"updates: their squared norms overflow (values up to {float(updates.abs().max()):.3g}); scale the "
+            "updates down"
         )
 
 

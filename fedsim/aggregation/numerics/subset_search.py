@@ -118,6 +118,6 @@ def _top_eigenvalues(squared_distances: Tensor, subsets: Tensor) -> Tensor:
 
 def _too_many(rule: str, n: int, f: int, instead: str) -> ExperimentError:
     return ExperimentError(
-        f"{rule}: {math.comb(n, f):.3g} subsets of {n - f} of {n} rows are too many to search; use a smaller f, or "
+        f"{rule}: {math.comb(n, f):.3g} subsets of {n - f} of {n} updates are too many to search; use a smaller f, or "
         f"the rule {instead}"
     )

@@ -25,7 +25,7 @@ def clip_factors(lengths: Tensor, c: float) -> Tensor:
     beyond = np.isinf(values)
     if beyond.any():
         count = int(beyond.sum())
-        raise ExperimentError(f"updates: {count} of {len(values)} rows have infinite norms; scale the updates down")
+        raise ExperimentError(f"updates: {count} of {len(values)} updates have infinite norms; scale the updates down")
     with np.errstate(all="ignore"):
         return torch.from_numpy(np.fmin(c / values, 1.0))
 

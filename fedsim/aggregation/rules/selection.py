@@ -252,7 +252,9 @@ def monna(updates: Tensor, workers: list[int], *, f: Count, row: Annotated[int, 
     n = len(updates)
     require(f < n, "monna", "f < n", f=f, n=n)
     if row not in workers:
-        raise ExperimentError(f"monna: row = {row}, the trusted worker, is not among the workers {workers}")
+        raise ExperimentError(
+            f"monna: row = {row}: must be the ID of a worker in the cohort (the trusted worker), one of {workers}"
+        )
     trusted = workers.index(row)
     away = distances_to(updates, updates[trusted])
     away[trusted] = -1  # the trusted row comes before rows that are equal to it

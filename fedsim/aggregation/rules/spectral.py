@@ -112,7 +112,8 @@ def dnc(
         is_kept &= good
     if not bool(is_kept.any()):
         raise ExperimentError(
-            f"dnc: no update is kept by all {iterations} iterations (n = {n}, f = {f}, c = {c}); reduce iterations or c"
+            f"dnc: no update is kept by all {iterations} iterations (n = {n} updates, f = {f}, c = {c}); reduce "
+            "iterations or c"
         )
     return average_of(is_kept.nonzero().flatten(), n)
 
@@ -178,7 +179,9 @@ def signguard(
     columns = draws.choice(d, max(1, int(fraction * d + MARGIN)))
     selected = (ordinary & _largest_cluster(_sign_shares(updates, columns))).nonzero().flatten()
     if not len(selected):
-        raise ExperimentError(f"signguard: none of the {n} updates passes both filters (norms and signs)")
+        raise ExperimentError(
+            f"signguard: none of the {n} updates passes both filters (norms and signs); use another rule"
+        )
     coefficients = torch.zeros(n, dtype=torch.double)
     coefficients[selected] = clip_factors(lengths[selected], typical) / len(selected)
     return LinearCombination(coefficients)

@@ -166,7 +166,7 @@ class DelayCompensated(Policy):
 
     >>> DelayCompensated(m=0.5)
     Traceback (most recent call last):
-    fedsim.errors.ExperimentError: policy.m = 0.5: only used with policy.adaptive = true; set it or remove policy.m
+    fedsim.errors.ExperimentError: policy.m = 0.5: is only used with policy.adaptive = true; set this or remove policy.m
     """
 
     lam: NonNegative = 0.04
@@ -176,7 +176,7 @@ class DelayCompensated(Policy):
     def __post_init__(self) -> None:
         if not self.adaptive and self.m != DelayCompensated.m:
             raise ExperimentError(
-                f"policy.m = {self.m:g}: only used with policy.adaptive = true; set it or remove policy.m"
+                f"policy.m = {self.m:g}: is only used with policy.adaptive = true; set this or remove policy.m"
             )
 
     @property

@@ -50,12 +50,12 @@ class FedAsync(Policy):
     def __post_init__(self) -> None:
         if self.staleness == "constant" and self.a != FedAsync.a:
             raise ExperimentError(
-                f'policy.a = {self.a:g}: only used with policy.staleness = "hinge" or "polynomial"; set one of them or '
-                "remove policy.a"
+                f'policy.a = {self.a:g}: is only used with policy.staleness = "hinge" or "polynomial"; set one of '
+                "these or remove policy.a"
             )
         if self.staleness != "hinge" and self.b != FedAsync.b:
             raise ExperimentError(
-                f'policy.b = {self.b}: only used with policy.staleness = "hinge"; set it or remove policy.b'
+                f'policy.b = {self.b}: is only used with policy.staleness = "hinge"; set this value or remove policy.b'
             )
 
     @property

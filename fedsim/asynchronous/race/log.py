@@ -98,7 +98,8 @@ def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, RecursionError):
         raise ExperimentError(
-            f"{where}: is not a race log; must be the {FILE} that mode=race writes if the policy locks the server"
+            f"{where}: is not a race log; give the {FILE} of a run with mode=race and a policy that locks the "
+            "server's model (other runs do not write this file)"
         ) from None
     _require_same_experiment(where, raced, experiment)
     return rounds
@@ -110,5 +111,5 @@ def _require_same_experiment(where: str, raced: Mapping[str, Any], experiment: M
         if key.partition(".")[0] not in FREE and there.get(key) != here.get(key):
             was, now = (f"{key} = {show(keys[key])}" if key in keys else f"{key} not set" for keys in (there, here))
             raise ExperimentError(
-                f"{where}: the race was run with {was}, but this experiment has {now}; both must be equal"
+                f"{where}: the race was run with {was}, but this experiment has {now}; use the setting of the race"
             )

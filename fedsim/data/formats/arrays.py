@@ -72,8 +72,8 @@ def _read(path: str) -> dict[str, np.ndarray]:
     suffix = Path(path).suffix.lower()
     if suffix in PICKLES:
         raise DataError(
-            f"{path}: {suffix} files are not read, because a pickle runs code; write "
-            'numpy.savez(FILE, inputs=..., targets=...) or safetensors.torch.save_file({"inputs": ...}, FILE)'
+            f"{path}: {suffix} files are not read, because reading a pickle can run code; write numpy.savez(FILE, "
+            'inputs=..., targets=...) or safetensors.torch.save_file({"inputs": ...}, FILE)'
         )
     try:
         if suffix == ".safetensors":

@@ -57,7 +57,7 @@ def huggingface(
             splits = datasets.load_dataset(path, config, cache_dir=str(root / "huggingface"))
     except Exception as error:
         raise DataError(
-            f"{path}: cannot be read: {one_line(error)}; on a computer without network, use a folder"
+            f"{path}: cannot be read: {one_line(error)}; on a computer without network access, use a local folder"
         ) from None
     if not hasattr(splits, "keys"):
         splits = {train: splits}

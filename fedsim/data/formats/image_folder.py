@@ -83,7 +83,7 @@ def _read(folder: Path, classes: list[str], size: int | None, grey: bool) -> Ten
             raise DataError(f"{file}: cannot be read: {one_line(error)}") from None
         if images and pixels.shape != images[0].shape:
             raise DataError(
-                f"{file}: has {pixels.shape[1]} x {pixels.shape[0]} pixels, and {files[0].name} "
+                f"{file}: has {pixels.shape[1]} x {pixels.shape[0]} pixels, but {files[0].name} has "
                 f"{images[0].shape[1]} x {images[0].shape[0]}; set `size` to resize all images"
             )
         images.append(pixels)

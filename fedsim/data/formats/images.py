@@ -264,12 +264,12 @@ def _described(name: str) -> tuple[Any, dict[str, inspect.Parameter], Parts]:
             break
     instead = "pass a pair instead, as in fedsim.run(data=(train, test))"
     if "target_transform" not in parameters or name in WITHOUT_LABELS:
-        raise LookupError(f"its samples are not an image with one class label; {instead}")
+        raise LookupError(f"its samples are not pairs of an image and one class label; {instead}")
     if "train" in parameters:
         return class_, parameters, ({"train": True}, {"train": False})
     default = parameters["split"].default if "split" in parameters else None
     if not isinstance(default, str):
-        raise LookupError(f"has no training and test parts; {instead}")
+        raise LookupError(f"the data set has no training and test parts; {instead}")
     train = "train" if name == "LFWPeople" else default
     return class_, parameters, ({"split": train}, {"split": TEST_SPLITS.get(name, "test")})
 
@@ -316,7 +316,7 @@ def _download(class_name: str, root: Path, arguments: Mapping[str, Any], problem
     _, parameters, parts = _described(class_name)
     try:
         if "download" not in parameters:
-            raise DataError("torchvision cannot download it")
+            raise DataError("torchvision cannot download this data set")
         packages.download(class_name, root, [{**part, **arguments} for part in parts])
     except DataError as error:
         raise DataError(
@@ -328,7 +328,7 @@ def _download(class_name: str, root: Path, arguments: Mapping[str, Any], problem
 def _read_pair(images: Path, labels: Path) -> tuple[Tensor, Tensor]:
     pixels, classes = _read_idx(images), _read_idx(labels)
     if pixels.ndim != 3 or classes.shape != pixels.shape[:1]:
-        shapes = f"has the shape {list(classes.shape)} for images {list(pixels.shape)}"
+        shapes = f"the labels have shape {list(classes.shape)}, but the images have shape {list(pixels.shape)}"
         raise DataError(f"{labels}: cannot be read: {shapes}; remove it to download it again")
     return pixels[:, None], classes.long()
 
@@ -374,13 +374,13 @@ def _read_samples(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
         except Exception as error:
             raise DataError(f"{place}: cannot be read: {one_line(error)}") from error
         if not isinstance(label, (int, np.integer)):
-            raise DataError(f"{place}: has no class label, but a {type(label).__name__}")
+            raise DataError(f"{place}: must have an integer class label, not a {type(label).__name__}")
         if not index:
             require_memory(len(part) * sample.numel(), "the images", "a smaller data.image_size")
             pixels = torch.empty(len(part), *sample.shape, dtype=torch.uint8)
         if sample.shape != pixels.shape[1:]:
-            shapes = f"{list(sample.shape)}, and image 0 {list(pixels.shape[1:])}"
-            raise DataError(f"{place}: has the shape {shapes}; set data.image_size to scale all images to one size")
+            shapes = f"{list(sample.shape)}, but image 0 has {list(pixels.shape[1:])}"
+            raise DataError(f"{place}: has shape {shapes}; set data.image_size to scale all images to one size")
         pixels[index], labels[index] = sample, int(label)
     return pixels, labels
 

@@ -62,12 +62,15 @@ def leaf(
             targets += [_as_target(value, place) for value in user_targets]
             users += [user] * len(user_inputs)
         if len({np.shape(value) for value in inputs}) != 1:
-            raise DataError(f"{path}/{part}: has inputs of different shapes")
+            raise DataError(f"{path}/{part}: has inputs of different shapes; all inputs must have the same shape")
         array = np.array(inputs)
         array = array.astype(np.float32) if array.dtype.kind == "f" else array
         require_finite(array, f"{path}/{part}")
         if shape is not None and np.prod(shape) != array[0].size:
-            raise DataError(f"data.shape = {shape}: inputs in {path}/{part} have {array[0].size} values")
+            raise DataError(
+                f"data.shape = {shape}: must have as many elements as an input in {path}/{part}, which has "
+                f"{array[0].size} values"
+            )
         array = array if shape is None else array.reshape(-1, *shape)
         parts.append(samples_of(array, np.array(targets), {"user": np.array(users)}, f"{path}/{part}"))
     return parts[0], parts[1]
@@ -91,7 +94,7 @@ def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
             try:
                 inputs, targets = data[user]["x"], data[user]["y"]
             except (KeyError, TypeError):
-                raise DataError(f"{place}: has no x and y in user_data") from None
+                raise DataError(f"{place}: must have x and y in user_data") from None
             if len(inputs) != len(targets):
                 raise DataError(
                     f"{place}: has {len(inputs)} inputs and {len(targets)} targets; each input needs one target"

@@ -70,6 +70,6 @@ def _read(path: str) -> dict[str, Any]:
         column = content.column(name)
         if column.null_count:
             row = int(np.flatnonzero(column.is_null())[0])
-            raise DataError(f"{path}: column {name}: row {row} is missing; remove or replace such rows")
+            raise DataError(f"{path}: column {name} has no value in row {row}; remove such rows or fill in the values")
         columns[name] = column.to_numpy()
     return columns

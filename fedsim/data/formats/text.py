@@ -78,7 +78,10 @@ def shakespeare(
         if len(text) >= min_characters
     ]
     if not owners:
-        raise DataError(f"data.min_characters = {min_characters}: no role has so many characters; use a smaller number")
+        raise DataError(
+            f"data.min_characters = {min_characters}: no speaking role has that many characters of text; use a "
+            "smaller number"
+        )
     parts = [_split(_as_tokens(_code_points(text), alphabet), test_fraction) for _, text in owners]
     names = [name for name, _ in owners]
     return windows(names, parts, length=length, stride=stride, targets=targets, test_windows=test_windows)
@@ -210,7 +213,10 @@ def _byte_pairs(parts: Sequence[tuple[str, str]], vocabulary: int) -> list[tuple
     tokenizers = import_extra("tokenizers", extra="text", purpose='data.tokens = "bpe"')
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     if vocabulary < len(letters):
-        raise DataError(f'data.vocabulary = {vocabulary}: must be at least {len(letters)} with data.tokens = "bpe"')
+        raise DataError(
+            f"data.vocabulary = {vocabulary}: must be at least {len(letters)} (one token per byte) with data.tokens = "
+            '"bpe"'
+        )
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=letters, show_progress=False)
@@ -233,7 +239,9 @@ def _read(file: Path) -> str:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"data.path = {show(str(file))}: byte {error.start} is not UTF-8; convert the file") from None
+        raise DataError(
+            f"data.path = {show(str(file))}: byte {error.start} is not UTF-8; convert the file to UTF-8"
+        ) from None
     except OSError as error:
         raise DataError(f"data.path = {show(str(file))}: cannot be read: {error.strerror}") from None
     if not text:

@@ -116,7 +116,7 @@ def draw_until_large_enough(
             return counts
         best = max(best, smallest)
     raise ExperimentError(
-        f"partition.min_size = {min_size}: not reached in {TRIES} draws with {parameters}, {n_workers} workers and "
-        f"{n_samples} samples (the smallest shard had at most {best} samples); use a smaller min_size, {less_skew} or "
-        "fewer workers"
+        f"partition.min_size = {min_size}: could not be reached in {TRIES} draws with {parameters}, {n_workers} "
+        f"workers and {n_samples} samples (the smallest shard had at most {best} samples); use a smaller min_size, "
+        f"{less_skew} or fewer workers"
     )

@@ -170,7 +170,8 @@ def _check_shards(shards: list[np.ndarray], n_samples: int, n_workers: int, stra
     where = f'partition.name = "{strategy}"'
     if len(shards) != n_workers:
         raise ExperimentError(
-            f"{where}: the strategy returned {len(shards)} shards for {n_workers} workers; must be one per worker"
+            f"{where}: the strategy returned {len(shards)} shards for {n_workers} workers; it must return one shard "
+            "per worker"
         )
     empty = [worker for worker, shard in enumerate(shards) if not len(shard)]
     if empty:

@@ -96,7 +96,7 @@ class Given:
     def __call__(self, n_workers: int) -> list[np.ndarray]:
         if n_workers != len(self._lists):
             raise ExperimentError(
-                f"workers = {n_workers}: the partition has {len(self._lists)} lists, one per worker; omit it"
+                f"workers = {n_workers}: the partition has {len(self._lists)} lists, one per worker; omit `workers`"
             )
         return [np.array(shard, dtype=np.int64) for shard in self._lists]
 
@@ -125,14 +125,16 @@ def _lists_of_json(text: str) -> list[list[int]]:
     if not isinstance(lists, list) or not all(
         isinstance(shard, list) and all(type(index) is int for index in shard) for shard in lists
     ):
-        raise ValueError("must be a list (or an object) of lists of integers, one list per worker")
+        raise ValueError("the file must contain a list (or an object) of lists of integers, one list per worker")
     return lists
 
 
 def _lists_of_csv(text: str) -> list[list[int]]:
     reader = csv.DictReader(text.splitlines())
     if not {"sample", "worker"} <= set(reader.fieldnames or ()):
-        raise ValueError(f"must have the columns sample and worker, not {', '.join(reader.fieldnames or ['none'])}")
+        raise ValueError(
+            f"the file must have the columns sample and worker, not {', '.join(reader.fieldnames or ['none'])}"
+        )
     lists: dict[str, list[int]] = {}
     for row in reader:
         try:

@@ -35,8 +35,8 @@ def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: P
     """
     if s * n_workers > len(labels):
         raise ExperimentError(
-            f"partition.s = {s}: {n_workers} workers with {s} runs each need at least {s * n_workers} samples, but "
-            f"there are only {len(labels)}; lower s or use fewer workers"
+            f"partition.s = {s}: {n_workers} workers with {s} pieces of the sorted samples per worker need at least "
+            f"{s * n_workers} samples, but there are only {len(labels)}; lower s or use fewer workers"
         )
     runs = np.array_split(by_label(labels), s * n_workers)
     assigned = rng.permutation(s * n_workers).reshape(n_workers, s)

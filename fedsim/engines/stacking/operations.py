@@ -115,7 +115,9 @@ def _vmapped_embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
     """
     options = EmbeddingOptions(*args, **kwargs)
     if not options.computed:
-        raise not_stackable("the model has an embedding with max_norm, scale_grad_by_freq or sparse")
+        raise not_stackable(
+            "the model has an embedding with max_norm, scale_grad_by_freq or sparse, which stacks do not support"
+        )
     return options.without_gradient_at_padding(F.embedding(input, weight), input, len(weight))
 
 
@@ -287,7 +289,9 @@ class DataDependenceCheck(OperationCheck):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if depends_on_values(function, args, (torch.ops.aten.index.Tensor,)):
-            raise NotMergeableError(f"{function} depends on the values in the batch")
+            raise NotMergeableError(
+                f"{function} depends on the values in the batch, so the batches of several workers cannot be merged"
+            )
         return function(*args, **kwargs or {})
 
 
@@ -320,7 +324,9 @@ class MergedBatch(PreparedDropout):
 
     def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if function in VALUE_READS:
-            raise NotMergeableError("the model reads values of a batch on the host")
+            raise NotMergeableError(
+                "the model reads values of a batch on the host, so the batches of several workers cannot be merged"
+            )
         if not any(self._has_stack(value) for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         if function not in OPERATIONS:

@@ -127,7 +127,7 @@ class Trials:
         try:
             start = copy.deepcopy(module)
         except Exception as error:
-            raise not_stackable(f"one of its modules cannot be copied: {one_line(error)}") from error
+            raise not_stackable(f"one of the model's modules cannot be copied: {one_line(error)}") from error
         generators = global_states(task.device)
         saved: dict[int, int] = {}
         parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
@@ -239,7 +239,7 @@ class Trials:
         except (ExperimentError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise not_stackable(f"torch.func.vmap cannot run it: {one_line(error).split('. ')[0]}") from error
+            raise not_stackable(f"torch.func.vmap cannot run the model: {one_line(error).split('. ')[0]}") from error
         for k in range(2 if precision is FULL else 0):
             layout.write(rows[k], module)
             layout.write_buffers(buffers[k], module)
@@ -270,10 +270,13 @@ class Trials:
                 parts = [_as_product(gradient) for gradient in module.views(gradients.clone())]
                 move(algorithm, state, list(zip(module.layout.parameters, parts, strict=True)))
         except Exception as error:
-            raise not_stackable(f"a step of local.algorithm fails: {one_line(error)}") from error
+            raise not_stackable(
+                f"a step of local.algorithm fails with a stack of workers: {one_line(error)}"
+            ) from error
         if not self._agree(rows, whole):
             raise not_stackable(
-                "local.algorithm is not element-wise: a step on part of a row differs from a step on the whole row"
+                "local.algorithm is not element-wise: a step on some of the parameters differs from a step on all "
+                "parameters"
             )
 
     def _agree(self, actual: Tensor, reference: Tensor) -> bool:

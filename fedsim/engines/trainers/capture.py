@@ -104,7 +104,7 @@ def require_capturable(run: Run, device: torch.device) -> None:
         with CaptureCheck(device):
             run()
         if global_states(device) != before:
-            raise ExperimentError("the computation draws random numbers")
+            raise ExperimentError("the computation draws random numbers, which a CUDA graph does not support")
 
 
 class OperationCheck(TorchDispatchMode):
@@ -145,7 +145,9 @@ class CaptureCheck(OperationCheck):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if depends_on_values(function, args, _INDEXING):
-            raise ExperimentError(f"the computation reads tensor values on the host ({function})")
+            raise ExperimentError(
+                f"the computation reads tensor values on the host (in {function}), which a CUDA graph does not support"
+            )
         input_tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         result = function(*args, **kwargs)
         if function is torch.ops.aten.scalar_tensor.default:
@@ -159,4 +161,7 @@ class CaptureCheck(OperationCheck):
     def _require_here(self, function: Any, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             if tensor.device != self._device and not any(tensor is constant for constant in self._constants):
-                raise ExperimentError(f"the computation uses a tensor on {tensor.device} ({function})")
+                raise ExperimentError(
+                    f"the computation uses a tensor on {tensor.device} (in {function}), but a CUDA graph needs all "
+                    f"tensors on {self._device}"
+                )

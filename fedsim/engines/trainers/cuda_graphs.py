@@ -42,7 +42,7 @@ def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
     if task.experiment.sends_gradients:
         return "each worker sends the gradient of a single step"
     if not task.algorithm.element_wise:
-        return "the client algorithm is not element-wise: its steps need whole rows"
+        return "the client algorithm is not element-wise: each step needs all parameters of a model"
     if task.schedule.accumulate > 1:
         return "gradients are accumulated (local.accumulate)"
     if task.experiment.local_schedule is not None:
@@ -242,7 +242,9 @@ class CapturedSteps:
         state, active = self._state.of(slice(0, len(samples))), samples > 0 if masked else None
         losses = self._step_of_stack(state, batch, active)
         if set(state.algorithm_state) != self._names:
-            raise ExperimentError("local.algorithm creates state during its steps that its `start` does not return")
+            raise ExperimentError(
+                "local.algorithm: a step adds or removes entries of the state; `start` must return all entries"
+            )
         if active is not None:
             losses = torch.where(active, losses, 0)
         self._loss_sums[: len(samples)].addcmul_(losses, samples)

@@ -144,7 +144,10 @@ class RaceLoop:
             for of_process in self._call(RaceWorker.race, run, round):
                 work.add(of_process)
         if not work.measures.updates:
-            raise ExperimentError(f"policy: in round {round} of the race no worker is busy and none may start")
+            raise ExperimentError(
+                f"policy: the race cannot continue in round {round}, because no worker is busy and the policy lets no "
+                "worker start"
+            )
         self._arrivals[run] += work.measures.updates
         with timer("aggregate"), full_precision(self._shared.server.row.device):
             server.revive_all()

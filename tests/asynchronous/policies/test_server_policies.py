@@ -314,8 +314,8 @@ def test_dylu_ignores_departed_workers():
     [
         ("k_sync", {"k": 5}, "policy.k = 5: must be at most 4, the number of concurrent workers"),
         ("backup_workers", {"backups": 4}, "policy.backups = 4: must be less than 4, the number of concurrent"),
-        ("fedasync", {"b": 1}, 'policy.b = 1: only used with policy.staleness = "hinge"'),
-        ("fedasync", {"staleness": "constant", "a": 2.0}, 'policy.a = 2: only used with policy.staleness = "hinge"'),
+        ("fedasync", {"b": 1}, 'policy.b = 1: is only used with policy.staleness = "hinge"'),
+        ("fedasync", {"staleness": "constant", "a": 2.0}, 'policy.a = 2: is only used with policy.staleness = "hinge"'),
     ],
 )
 def test_impossible_settings_are_refused(name, params, message):

@@ -84,11 +84,15 @@ class TestTables:
     @pytest.mark.parametrize(
         ("change", "params", "match"),
         [
-            ({"targets": [""] * 20}, {"ids": ["user"]}, "column y: row 0 is missing|column y"),
-            ({}, {}, 'column "user": holds .* values, not numbers; list the input columns in `inputs`'),
+            ({"targets": [""] * 20}, {"ids": ["user"]}, "column y has no value in row 0|column y"),
+            ({}, {}, 'column "user": contains .* values instead of numbers; set `inputs` to the columns'),
             ({}, {"ids": ["usr"]}, 'has no column "usr"; did you mean "user"'),
             ({}, {"target": "z", "ids": ["user"]}, 'has no column "z"'),
-            ({"inputs": np.where(INPUTS[7, 1] == INPUTS, np.nan, INPUTS)}, {"ids": ["user"]}, 'column "?b"?: row 7 is'),
+            (
+                {"inputs": np.where(INPUTS[7, 1] == INPUTS, np.nan, INPUTS)},
+                {"ids": ["user"]},
+                'column "?b"?(: row 7 contains NaN| has no value in row 7)',
+            ),
         ],
     )
     def test_bad_columns(self, change, params, match, tmp_path):
@@ -134,7 +138,9 @@ class TestFrames:
     def test_a_frame_without_targets_gives_one_line(self):
         pandas = pytest.importorskip("pandas")
         frame = pandas.DataFrame({"a": [1.0], "b": [2.0]})
-        with pytest.raises(DataError, match="the training data: must have exactly one column called label"):
+        with pytest.raises(
+            DataError, match="the training data: must have exactly one column with one of the names label"
+        ):
             fedsim.load_dataset((frame, frame))
 
 
@@ -172,8 +178,8 @@ class TestArrays:
             ({"inputs": INPUTS}, "has no array targets, only inputs"),
             ({"inputs": INPUTS, "targets": LABELS[:19]}, "there are 20 inputs, but 19 targets"),
             ({"inputs": INPUTS, "targets": LABELS, "user": USERS[:4]}, r'"user" has the shape \[4\]; .* \[20\]'),
-            ({"inputs": np.full((2, 2), np.inf), "targets": LABELS[:2]}, "inputs: row 0 is NaN, infinite"),
-            ({"inputs": INPUTS, "targets": np.full(20, np.nan)}, "targets: row 0 is NaN"),
+            ({"inputs": np.full((2, 2), np.inf), "targets": LABELS[:2]}, "inputs: row 0 contains NaN, infinity"),
+            ({"inputs": INPUTS, "targets": np.full(20, np.nan)}, "targets: row 0 contains NaN"),
             ({"inputs": INPUTS, "targets": LABELS - 1}, "the training set contains the label -1"),
             ({"inputs": INPUTS, "targets": LABELS, "test_inputs": INPUTS}, "has no array test_targets"),
             ({"inputs": np.array([{}, {}]), "targets": LABELS[:2]}, "cannot be read: .*pickle"),
@@ -193,7 +199,9 @@ class TestArrays:
     def test_pickles_are_refused(self, tmp_path):
         torch.save({"inputs": 1}, tmp_path / "data.pt")
         one_line_error(
-            "npz", r"\.pt files are not read, because a pickle runs code; write", path=str(tmp_path / "data.pt")
+            "npz",
+            r"\.pt files are not read, because reading a pickle can run code; write",
+            path=str(tmp_path / "data.pt"),
         )
 
 
@@ -234,7 +242,7 @@ class TestImageFolder:
         (tmp_path / "train/dog/two.png").unlink()
         self.write(tmp_path, parts=("other",), size=(3, 3))
         (tmp_path / "other/cat").rename(tmp_path / "train/eel")
-        one_line_error("image_folder", "has 3 x 3 pixels, and one.png 4 x 6; set `size`", path=str(tmp_path))
+        one_line_error("image_folder", "has 3 x 3 pixels, but one.png has 4 x 6; set `size`", path=str(tmp_path))
 
 
 class TestLeaf:
@@ -291,7 +299,7 @@ class TestLeaf:
         (tmp_path / "test/all_data_0.json").write_text('{"users": ["u"]}')
         one_line_error("leaf", "test/all_data_0.json: has no key 'user_data'", path=path)
         (tmp_path / "test/all_data_0.json").write_text('{"users": ["u"], "user_data": {}}')
-        one_line_error("leaf", 'user "u": has no x and y', path=path)
+        one_line_error("leaf", 'user "u": must have x and y', path=path)
 
 
 class TestHuggingFace:

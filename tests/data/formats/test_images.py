@@ -168,7 +168,7 @@ def test_images_of_several_sizes_need_image_size(flowers, data_root):
         fedsim.load_dataset("torchvision:Flowers102", data_root)
     path = folder / "jpg" / "image_00004.jpg"
     assert str(caught.value) == (
-        f"image 1 ({path}): has the shape [3, 18, 12], and image 0 [3, 10, 20]; set "
+        f"image 1 ({path}): has shape [3, 18, 12], but image 0 has [3, 10, 20]; set "
         "data.image_size to scale all images to one size"
     )
     train, _ = fedsim.load_dataset("torchvision:Flowers102", data_root, image_size=8)
@@ -187,10 +187,10 @@ def test_image_size_scales_images_of_arrays(cifar10, data_root):
     ("name", "message"),
     [
         ("Flower102", 'no such class in torchvision.datasets; did you mean "Flowers102"?'),
-        ("CelebA", "its samples are not an image with one class label; pass a pair instead"),
-        ("VOCDetection", "has no training and test parts; pass a pair instead"),
-        ("Kinetics", "its samples are not an image with one class label; pass a pair instead"),
-        ("EuroSAT", "has no training and test parts; pass a pair instead"),
+        ("CelebA", "its samples are not pairs of an image and one class label; pass a pair instead"),
+        ("VOCDetection", "the data set has no training and test parts; pass a pair instead"),
+        ("Kinetics", "its samples are not pairs of an image and one class label; pass a pair instead"),
+        ("EuroSAT", "the data set has no training and test parts; pass a pair instead"),
         ("utils", "no such class in torchvision.datasets"),
     ],
 )
@@ -260,7 +260,10 @@ def test_a_missing_file_is_one_line_with_its_place(name, params, missing, data_r
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("torchvision:DTD", "and the download failed ("), ("torchvision:FER2013", "and torchvision cannot download it.")],
+    [
+        ("torchvision:DTD", "and the download failed ("),
+        ("torchvision:FER2013", "and torchvision cannot download this data set."),
+    ],
 )
 def test_missing_files_of_another_class_are_one_line(name, reason, data_root, no_network):
     assert images.lacks_files(name, data_root)
@@ -325,7 +328,7 @@ def test_vectors_as_labels_are_refused(data_root, monkeypatch):
             return Image.new("RGB", (4, 4)), torch.zeros(40)
 
     monkeypatch.setattr(datasets(), "STL10", Pets)
-    with pytest.raises(DataError, match=r"^image 0: has no class label, but a Tensor$"):
+    with pytest.raises(DataError, match=r"^image 0: must have an integer class label, not a Tensor$"):
         fedsim.load_dataset("torchvision:STL10", data_root)
 
 

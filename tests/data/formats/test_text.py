@@ -199,7 +199,7 @@ def test_a_bad_file_is_one_line(content, params, line, tmp_path):
 def test_a_folder_without_texts_and_too_many_characters_are_one_line(tmp_path):
     with pytest.raises(DataError, match=r"has no files \*\.txt"):
         fedsim.load_dataset("text", path=str(tmp_path))
-    with pytest.raises(DataError, match=r"data.min_characters = 99999: no role has so many characters"):
+    with pytest.raises(DataError, match=r"data.min_characters = 99999: no speaking role has that many characters"):
         fedsim.load_dataset("shakespeare", min_characters=99999)
 
 

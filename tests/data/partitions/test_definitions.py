@@ -248,9 +248,21 @@ TEN = np.arange(100) % 10
 IMPOSSIBLE = [
     (np.zeros(10), 0, "iid", {}, "workers = 0: must be between 1 and the number of samples, 10"),
     (np.zeros(10), 11, "iid", {}, "workers = 11: must be between 1 and the number of samples, 10"),
-    (TEN, 4, "quantity", {"min_size": 25}, "partition.min_size = 25: not reached in 1000 draws with beta = 0.5, 4 "),
+    (
+        TEN,
+        4,
+        "quantity",
+        {"min_size": 25},
+        "partition.min_size = 25: could not be reached in 1000 draws with beta = 0.5, 4 ",
+    ),
     (TEN, 4, "quantity", {"distribution": "lognormal", "sigma": 1e12}, ".* had at most .*; use .* a smaller sigma or"),
-    (np.zeros(49), 10, "shards", {"s": 5}, "partition.s = 5: 10 workers with 5 runs each need at least 50 .* 49"),
+    (
+        np.zeros(49),
+        10,
+        "shards",
+        {"s": 5},
+        "partition.s = 5: 10 workers with 5 pieces of the sorted samples per worker need at least 50 .* 49",
+    ),
     (TEN, 20, "classes_per_worker", {"k": 11}, "partition.k = 11: must be at most the number of classes, 10"),
     (
         TEN,
@@ -269,7 +281,7 @@ IMPOSSIBLE = [
     (LABELS, 100, "dirichlet", {"min_size": 31}, "partition.min_size = 31: 100 workers .* each need 3100 .* 3000"),
     (
         *(LABELS, 100, "dirichlet", {"min_size": 29, "alpha": 0.1}),
-        "partition.min_size = 29: not reached in 1000 draws with alpha = 0.1, 100 workers and 3000 samples "
+        "partition.min_size = 29: could not be reached in 1000 draws with alpha = 0.1, 100 workers and 3000 samples "
         r"\(the smallest shard had at most 0 samples\); use a smaller min_size, a larger alpha or fewer workers",
     ),
     (FEW_LABELS, 3, "virtual", {"samples": 501}, "partition.samples = 501: must be at most the data set's size, 500$"),

@@ -86,7 +86,7 @@ def test_a_bad_file_is_one_line(name, text, line, tmp_path):
 
 
 def test_the_number_of_lists_is_the_number_of_workers():
-    with pytest.raises(ExperimentError, match="workers = 3: the partition has 2 lists, one per worker; omit it"):
+    with pytest.raises(ExperimentError, match="workers = 3: the partition has 2 lists, one per worker; omit `workers`"):
         fedsim.partition(np.zeros(4), 3, "given", shards=[[0], [1]])
     with pytest.raises(ExperimentError, match="needs either `shards` or `path`"):
         fedsim.partition(np.zeros(4), 3, "given")
