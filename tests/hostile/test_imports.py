@@ -13,7 +13,7 @@ from fedsim.comparison import plan_comparison
 from fedsim.comparison.runner import merge
 from fedsim.config.components import COMPONENTS
 from fedsim.core.suggestions import LISTS
-from fedsim.data.sources import FILES
+from fedsim.data.formats.images import MNIST_FILES as FILES
 from fedsim.errors import ExperimentError
 from fedsim.runs.rule_replay import load_round
 
