@@ -147,7 +147,7 @@ def _heatmap(comparison: Comparison, style: FigureStyle) -> Figure:
 
 
 def _comparison_in(folders: Sequence[Path]) -> Comparison:
-    """Return the comparison that is stored in a single folder, or combine several runs into one comparison."""
+    """Return the comparison stored in a folder. Several folders of single runs are combined into one comparison."""
     records = [read_records(folder) for folder in folders]
     if not records:
         raise ExperimentError("folders: is empty; name at least one folder")
@@ -165,9 +165,9 @@ def _comparison_in(folders: Sequence[Path]) -> Comparison:
 
 
 def _only(comparison: Comparison, only: Mapping[str, Any]) -> Comparison:
-    """Return the comparison with only those runs whose axis values are in `only`.
+    """Return the comparison with only the runs that have the values in `only`.
 
-    A component name selects all settings of the component: "alie" also selects "alie,z=1.5".
+    For example, {"attack": ["alie"]} keeps the runs with the attack alie, whatever its parameters.
     """
     axes, runs = dict(comparison.axes), comparison.runs
     for key, selected in only.items():

@@ -148,16 +148,15 @@ def run_comparison(
     keeps_folder: bool = True,
     shard: Shard | None = None,
 ) -> Comparison:
-    """Run all unfinished runs of a comparison, and write the results to the folder `path` (see `compare`).
+    """Execute the unfinished runs of a comparison, and write the results to the folder `path`.
 
     Args:
         plan: the runs of the comparison.
         path: folder of the comparison.
-        jobs: number of runs at a time; None for the default.
-        callback: callback whose methods are called for each round and run.
-        keeps_folder: whether the folder is kept. If not, no tables and figures are written, and the results have None
-            as `folder`.
-        shard: part of the comparison to run, without tables and figures; None to run all parts.
+        jobs: number of runs at a time. None: chosen by cores and memory.
+        callback: its methods are called after each round and run.
+        keeps_folder: false for a temporary folder, in which no tables and figures are written.
+        shard: the part of the comparison to run. None: all.
     """
     callback = callback or Callback()
     if jobs is not None and jobs < 1:
@@ -188,7 +187,7 @@ def run_comparison(
 
 
 def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
-    """Return the results of all runs in a folder. Also write tables and figures, unless `painter` is None."""
+    """Return the results of all runs. If there is a `painter`, also write tables and figures."""
     comparison = folder.comparison(keeps_folder=painter is not None)
     if painter is not None:
         _write(comparison, folder, painter)
@@ -196,10 +195,9 @@ def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
 
 
 def _warn(runs: Sequence[PlannedRun], metric: str | None) -> None:
-    """Issue warnings about the experiments, each distinct warning once.
+    """Issue the warnings about the experiments, each only once.
 
-    `metric` is the metric to compare. If it is None (the test result of the global model), algorithms that leave a part
-    of the global model untrained cause a warning, too.
+    `metric` is the metric by which runs are compared, or None for the default.
     """
 
     def relevant(experiment: Experiment) -> list[Any]:
@@ -280,15 +278,15 @@ def merge(
     *,
     allow_imports: bool = False,
 ) -> Comparison:
-    """Copy the finished and failed runs of several folders into the folder `out`, and compare them without new runs.
+    """Copy the runs of several folders into the folder `out`, and compare them. Nothing is trained.
 
     Args:
-        folders: folders of the same comparison, including their shards. `out` may be one of them.
+        folders: folders of the same comparison, or of parts of it.
         out: folder of the merged comparison.
-        settings: settings of the comparison, such as `target`. They replace those in the first folder.
+        settings: settings of the comparison, such as `target`. Default: those in the first folder.
         allow_imports: allow the folders to name any import path (see `load_experiment`).
 
-    Raises RecordError if a folder holds no comparison, or if the folders hold different comparisons.
+    Raises RecordError if a folder contains no comparison, or if the comparisons differ.
     """
     sources = [source for folder in folders for source in _sources(folder)]
     comparisons = {source: read_comparison_file(source / COMPARISON) for source in sources}
@@ -308,7 +306,7 @@ def merge(
 
 
 def _sources(folder: Path) -> list[Path]:
-    """Return the paths of `folder` and its shards that contain a comparison.json. Raises RecordError if none does."""
+    """Return the folders in and below `folder` that contain a comparison or a part of it."""
     sources = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / COMPARISON).is_file()]
     if not sources:
         raise RecordError(f"{folder}: is not the folder of a comparison (no {COMPARISON}, and no shards in {SHARDS}/)")
@@ -316,14 +314,12 @@ def _sources(folder: Path) -> list[Path]:
 
 
 def _find(run: PlannedRun, comparisons: dict[Path, ComparisonFile], besides: Path) -> Path | None:
-    """Return the folder in which a run is finished or, if there is none, in which it failed.
+    """Return a folder in which a run is stored, or None. Finished runs are preferred to failed ones.
 
     Args:
         run: the run.
-        comparisons: the stored comparisons to search, by folder.
-        besides: run folder that is ignored.
-
-    Returns None if the run is neither finished nor failed anywhere.
+        comparisons: the comparisons to search, by folder.
+        besides: a folder to ignore.
     """
     point = canonical(run.point)
     stored = [
@@ -340,7 +336,7 @@ def _find(run: PlannedRun, comparisons: dict[Path, ComparisonFile], besides: Pat
 
 
 def _copy(source: Path, to: Path) -> None:
-    """Copy a run folder. Raises RecordError if it holds anything but files and folders, such as links."""
+    """Copy the folder of a run. Raises RecordError if it contains links."""
     try:
         for path in (source, *source.rglob("*")):
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
