@@ -149,7 +149,7 @@ class ComparisonFolder(ComparisonRecords):
             self._lock = stack.pop_all()
 
     def make_ready(self, run: PlannedRun) -> None:
-        """Prepare the folder of a run before it starts. Records are removed unless the run can be continued from them."""
+        """Prepare the folder of a run before it starts. Old records are removed unless the run can be continued."""
         folder = self.run_folder(run)
         if result_in(folder, run).failure is None and (folder / CHECKPOINTS).is_dir():
             with contextlib.suppress(ExperimentError):

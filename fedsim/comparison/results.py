@@ -99,7 +99,7 @@ class Comparison:
 
     @property
     def compared(self) -> list[str]:
-        """The keys of the settings whose values are compared, without the seed and the settings of `tune` and `worst`."""
+        """The keys of the compared settings, without the seed and the settings of `tune` and `worst`."""
         return self.settings.compared(list(self.axes))
 
     @functools.cached_property
@@ -117,7 +117,7 @@ class Comparison:
 
     @property
     def summary(self) -> list[Row]:
-        """The table of results, with one row for each combination of compared values. Rows to compare follow each other."""
+        """The table of results, with one row for each combination of compared values, sorted by group."""
         return [row for group in self.groups for row in group]
 
     @functools.cached_property
@@ -169,8 +169,8 @@ class Comparison:
         The first columns are `id` and the compared settings.
 
         Args:
-            per: "round" returns one line per run and round. "run" returns one line per run, with the results of its last
-                round, and an error message if it failed.
+            per: "round" returns one line per run and round. "run" returns one line per run, with the results of the last
+                round, and an error message if the run failed.
 
         Raises MissingPackageError if pandas is not installed.
         """
@@ -215,8 +215,8 @@ def read_records(folder: Path) -> Run | Comparison:
 def comparison_of(runs: Sequence[Run]) -> Comparison:
     """Combine single runs into a comparison, so that they can be drawn in one figure.
 
-    Each run is named by the settings in which the runs differ, such as "median" or "krum, f=2, lr=0.1". Runs that differ
-    only in their seed have the same name.
+    Each run is named by the settings in which the runs differ, such as "median" or "krum, f=2, lr=0.1". Runs that
+    differ only in their seed have the same name.
     """
     names, seeds = _names_of(runs), [run.seed for run in runs]
     axes: dict[str, list[Any]] = {RUN: list(dict.fromkeys(names)), SEED: list(dict.fromkeys(seeds))}

@@ -516,5 +516,5 @@ def tuning_csv(comparison: Comparison) -> str:
 
 
 def mean_cells(value: Estimate | None) -> list[float | None]:
-    """Return two CSV cells: a mean, and the half width of its 95 percent interval. Both are None for an unknown mean."""
+    """Return two CSV cells: a mean, and the half width of its 95 percent interval."""
     return [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]
