@@ -169,8 +169,8 @@ class Comparison:
         The first columns are `id` and the compared settings.
 
         Args:
-            per: "round" returns one line per run and round. "run" returns one line per run, with the results of the last
-                round, and an error message if the run failed.
+            per: "round" returns one line per run and round. "run" returns one line per run, with the results of its
+                last round, and an error message if the run failed.
 
         Raises MissingPackageError if pandas is not installed.
         """

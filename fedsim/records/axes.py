@@ -48,7 +48,7 @@ def axis_called(key: str) -> str:
 
 
 def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
-    """Split `key=value` words of a command line into settings with several values, such as `seed=0,1`, and other words."""
+    """Split `key=value` words of a command line into settings with several values (`seed=0,1`) and other words."""
     axes: Axes = {}
     others: dict[str, str] = {}
     for word in words:

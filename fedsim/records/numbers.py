@@ -159,7 +159,7 @@ def byzantine_weight(history: Iterable[RoundRecord], byzantine: Collection[int])
 
 
 def mean_or_none(values: Iterable[float | None], digits: int = 8) -> float | None:
-    """Return the mean of all values except None, rounded to `digits` significant digits. None if there are no values."""
+    """Return the mean of all values except None, rounded to `digits` significant digits. None if all are None."""
     known = [value for value in values if value is not None]
     return float(f"{statistics.fmean(known):.{digits}g}") if known else None
 

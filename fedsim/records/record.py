@@ -149,8 +149,8 @@ class AsyncRecord(Record):
 class RaceRecord(Record):
     """Additional numbers of a round in mode "race", in which concurrent processes train one shared model.
 
-    Lists have one number per repetition of the race, and counts are summed over the repetitions. Numbers of lost updates
-    are estimates (see docs/explanation/asynchronous.md).
+    Lists have one number per repetition of the race, and counts are summed over the repetitions. The numbers of lost
+    updates are estimates (see docs/explanation/asynchronous.md).
     """
 
     runs: Count | None = None
