@@ -105,7 +105,7 @@ class Row:
 
     @property
     def mark(self) -> str:
-        """"*" for the best table row of its group, "~" if this one is not significantly different from it, else ""."""
+        """Mark: "*" for the best table row of its group, "~" if not significantly different from the best, else ""."""
         group = self.group
         if group is None or len(group) < 2:
             return ""
@@ -125,7 +125,7 @@ class Row:
         return self.metric.sign * mean.mean
 
     def difference_to(self, row: Row) -> Estimate | None:
-        """Return the mean difference between the results of this table row and of `row`, for the seeds that both have."""
+        """Return the mean difference between the results of this table row and of `row`, paired by seed."""
         ours, theirs = self._scores, row._scores
         return estimate([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
@@ -386,7 +386,7 @@ class ComparisonSettings:
         return [axis for axis in axes if axis != SEED and axis not in self.headings]
 
     def heat_axes(self, axes: Sequence[str]) -> tuple[str, str] | None:
-        """Return the settings on the vertical and the horizontal axis of the heat map, or None if they are not chosen."""
+        """Return the settings on the vertical and the horizontal axis of the heat map, or None without a choice."""
         down, _, across = (self.heatmap or "").partition(",")
         return (down, across) if down != across and {down, across} <= set(self.compared(axes)[1:]) else None
 
