@@ -141,7 +141,9 @@ def wandb(run: LoggedRun, *, project: str = "fedsim", mode: Literal["offline", "
 @logger("mlflow")
 @contextlib.contextmanager
 def mlflow(run: LoggedRun, *, experiment: str = "fedsim") -> Iterator[Log]:
-    """MLflow: log to the server in MLFLOW_TRACKING_URI, or to files in the working directory that `mlflow ui` shows.
+    """MLflow: log to the server in MLFLOW_TRACKING_URI, or to files in the working directory.
+
+    `mlflow ui` shows these files.
 
     Args:
         run: the run. A resumed run continues the MLflow run with the same id.

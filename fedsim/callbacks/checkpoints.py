@@ -62,8 +62,8 @@ class CheckpointFolder:
 
     Args:
         folder: folder of the run, or None to write no checkpoints.
-        every: number of rounds between two checkpoints; 0: no checkpoints; None: chosen so that checkpoints take at most
-            1 % of the run time. There is always a checkpoint after the last round, except with 0.
+        every: number of rounds between two checkpoints; 0: no checkpoints; None: chosen so that checkpoints take at
+            most 1 % of the run time. There is always a checkpoint after the last round, except with 0.
         keep: number of checkpoints to keep. Older ones are removed.
     """
 

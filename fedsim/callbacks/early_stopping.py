@@ -32,7 +32,7 @@ class StopEarly(Callback):
 
 
 class FinalWorkerTests(Callback):
-    """Callback that tests the single workers at the end of a run, if this is enabled and was not done in the last round."""
+    """Callback that tests the single workers after the last round of a run that ended early."""
 
     def __init__(self, run: CurrentRun) -> None:
         self._run = run

@@ -73,7 +73,7 @@ class KeptUpdates(Callback):
 
 
 def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
-    """Return a figure of accuracy and losses over the rounds, and, if there is a virtual clock, over virtual seconds."""
+    """Return a figure of accuracy and losses over the rounds and, if there is a virtual clock, over virtual time."""
     # Imported here because the import takes half a second. Not pyplot, which has global state.
     from matplotlib.figure import Figure
 

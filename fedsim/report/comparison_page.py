@@ -174,7 +174,7 @@ def comparison_table(comparison: Comparison) -> dict[str, Any]:
 
 
 def _shown(name: str, cell: Cell, *, best: bool) -> Cell:
-    """Return a cell of column `name` as the report shows it: with a star if it is the best, or a dash if it is empty."""
+    """Return a cell of column `name` as the report shows it, for example with a star if it is the best."""
     if name == "to_best":
         return cell._replace(text=cell.text.replace("-", MINUS), spread=cell.spread.replace("-", MINUS))
     return cell._replace(text=cell.text or fmt.MISSING, mark="★" if best and name == "score" else cell.mark)

@@ -353,7 +353,7 @@ def _hover(cell: HeatCell) -> str:
 
 
 def columns_for(runs: Sequence[Run]) -> int:
-    """Return how many columns a heat map of weights may have, so that a report of many runs does not become too large."""
+    """Return how many columns a heat map of weights may have, so that the report does not become too large."""
     rows = sum(len({worker for record in run.history for worker in record.cohort}) for run in runs)
     return max(FEWEST_COLUMNS, min(MOST_COLUMNS, MOST_CELLS // max(rows, 1)))
 
