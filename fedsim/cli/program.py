@@ -112,7 +112,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def _flush_stdout(code: int) -> int:
-    """Write all pending output, and return the exit code: `code`, or FAILED if writing fails, for example on a full disk."""
+    """Write all pending output, and return the exit code: `code`, or FAILED if writing fails."""
     try:
         sys.stdout.flush()
     except OSError as error:

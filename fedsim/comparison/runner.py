@@ -83,38 +83,35 @@ def compare(
     allow_imports: bool = False,
     **changes: Any,
 ) -> Comparison:
-    """Run an experiment for every combination of axis values, and compare the results.
+    """Run an experiment for every combination of the given values, and compare the results.
 
-    Runs with the same seed have the same initial model, cohorts and batches, so their differences are paired. If a run
-    fails, its error is reported and the other runs continue.
+    Runs with the same seed start from the same model and use the same batches. If a run fails, its error is reported,
+    and the other runs continue.
 
     Args:
-        experiment: an Experiment, nested tables, the path of a TOML or YAML file, the name of an experiment that comes
-            with fedsim, or None for the default experiment, as for `run`. Tables and files may define the axes in a
+        experiment: an Experiment, nested dicts, the path of a TOML or YAML file, the name of an experiment that comes
+            with fedsim, or None for the default experiment. Dicts and files may contain the values to compare in a
             table `comparison`.
-        plan: the axes: a list of values for each dotted key. A value that is a table changes several keys at once.
-        out: folder of the records. The folder must be new, empty, or hold the same comparison. Its finished runs are
-            not repeated.
-        jobs: number of runs at a time. By default as many as cores and memory allow, each in one process, but a single
-            run at a time if an experiment sets `engine` or `processes`, or uses a GPU.
-        target: test accuracy to reach, or test loss for a task without accuracy. The summary reports the time until
-            the target is reached.
-        tune: axis to tune, such as "local.lr". For each combination of the other axes, only the value with the best
-            validation result is reported. With `worst`, the worst case decides. Needs `data.validation_fraction`.
-        worst: axis along which only the value with the worst result is reported, such as "attack.name".
+        plan: the values to compare: a list for each dotted key. A value that is a dict changes several keys at once.
+        out: folder of the records: a new or empty folder, or that of the same comparison, whose finished runs are not
+            repeated.
+        jobs: number of runs at a time. By default, it is chosen by cores and memory, and is 1 on a GPU.
+        target: test accuracy to reach, or test loss for a task without accuracy. The table reports the time until it
+            is reached.
+        tune: key of a setting to tune, such as "local.lr". For each combination of the other values, only the value
+            with the best validation result is reported. Needs `data.validation_fraction`.
+        worst: key of a setting for which only the value with the worst result is reported, such as "attack.name".
         metric: metric of the last round to compare instead of the test accuracy, such as "test_loss" or
-            "metrics.personal_worker_accuracy_mean". Lower is better for losses, errors, perplexity, attack success,
-            inequality (`..._std`, `..._gini`), seconds, bytes, staleness, discarded results and metrics with
-            `higher_is_better = False`. Otherwise higher is better. A sign overrides the direction: "-metrics.drift" if
-            lower is better, "+metrics.drift" if higher is better.
-        skip_invalid: leave out invalid combinations, such as krum with more Byzantine workers than it allows, and list
-            them. By default they raise ExperimentError.
-        heatmap: vertical and horizontal axis of the heat maps, such as "partition.alpha,attack.fraction". Each cell
-            names the best value of the first axis. By default, one heat map shows the scores over the first two axes.
-        progress: True prints a line for each run, as the command line does. False prints nothing. None shows a progress
-            bar in notebooks only.
+            "metrics.r2". Lower is better for losses, errors, times and similar metrics, otherwise higher is better. A
+            sign overrides this: "-metrics.drift" if lower is better, "+metrics.drift" if higher is better.
+        skip_invalid: leave out invalid combinations, such as krum with more Byzantine workers than it allows. By
+            default they raise ExperimentError.
+        heatmap: settings on the vertical and the horizontal axis of the heat maps, such as
+            "partition.alpha,attack.fraction". Each cell names the best value of the first compared setting. By default,
+            one heat map shows the results over the first two settings.
+        progress: True prints a line for each run, False prints nothing. None shows a progress bar in notebooks only.
         allow_imports: allow a file to name any import path (see `load_experiment`).
-        changes: keys of the experiment to set in all runs, such as `rounds=3`.
+        changes: settings for all runs, such as `rounds=3`.
 
     Raises:
         ExperimentError: an experiment is invalid. No run has started.

@@ -46,7 +46,7 @@ class BucketPart:
         self._work = dist.all_gather(list(self._rows), row, group=process_group, async_op=True)
 
     def received(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Wait for all ranks, and yield each parameter with its gradients from all ranks, [ranks, parameter.numel()]."""
+        """Wait for all ranks, and yield each parameter with its gradients from all ranks, [ranks, elements]."""
         self._work.wait()
         return zip(self.parameters, self._rows.split([p.numel() for p in self.parameters], dim=1), strict=True)
 
