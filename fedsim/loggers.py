@@ -43,16 +43,16 @@ Log = Callable[[int, Mapping[str, float]], object]  # arguments: round, and its 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """Information about a run that a logger receives before the first round.
+    """What a logger is told about a run before the first round.
 
     Attributes:
-        name: name of the run folder, or of the experiment if there is no folder. In a comparison, the id of the run.
-        group: name of the experiment, shared by all runs of a comparison.
+        name: name of the run.
+        group: name of the experiment, which all runs of a comparison share.
         settings: settings of the experiment by dotted key, as Booleans, numbers and strings.
-        id: 32 hexadecimal digits, different for each run. A resumed run keeps its id.
-        resumed: whether the run was resumed, so that a tracker may already have its first part under this id.
-        done: number of rounds finished before the run was resumed. Later rounds of the first part are repeated.
-        folder: run folder. None if there is none.
+        id: 32 hexadecimal digits, different for each run. A run that is continued keeps its ID.
+        resumed: whether the run is continued, so that its first rounds may already be logged under this ID.
+        done: number of rounds that were finished before the run was continued.
+        folder: folder of the run's records, or None.
     """
 
     name: str
@@ -69,11 +69,8 @@ class LoggedRun:
 def tensorboard(run: LoggedRun) -> Iterator[Log]:
     """TensorBoard: write an event file to the run folder. `records.tensorboard = true` has the same effect.
 
-    `tensorboard --logdir runs` shows all runs. TensorBoard's tab HPARAMS compares the runs by their settings.
-
-    The event file is created in the first round. A round that cannot be written completely is not written at all.
-    TensorBoard hides the first version of rounds that a resumed run repeats. Without a run folder, nothing is written.
-    `SummaryWriter` is not used, because it writes in a thread and loses errors.
+    `tensorboard --logdir runs` shows all runs. TensorBoard's tab HPARAMS compares the runs by their settings. Without a
+    run folder, nothing is written.
     """
     if run.folder is None:
         yield lambda round, numbers: None
@@ -144,7 +141,9 @@ def wandb(run: LoggedRun, *, project: str = "fedsim", mode: Literal["offline", "
 @logger("mlflow")
 @contextlib.contextmanager
 def mlflow(run: LoggedRun, *, experiment: str = "fedsim") -> Iterator[Log]:
-    """MLflow: log to the server in MLFLOW_TRACKING_URI, or to files in the working directory that `mlflow ui` shows.
+    """MLflow: log to the server in MLFLOW_TRACKING_URI, or to files in the working directory.
+
+    `mlflow ui` shows these files.
 
     Args:
         run: the run. A resumed run continues the MLflow run with the same id.
@@ -175,7 +174,7 @@ def mlflow(run: LoggedRun, *, experiment: str = "fedsim") -> Iterator[Log]:
 
 @contextlib.contextmanager
 def _ended(finish: Callable[[bool], object]) -> Iterator[None]:
-    """Context that calls `finish(failed)` when the block ends. `failed` is true if an exception ended the block."""
+    """Context manager that calls `finish(failed)` at the end. `failed` is true if an exception ended the block."""
     try:
         yield
     except BaseException:

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class CurrentRun:
-    """State of the current run, which `Callback.on_start` receives.
+    """The current run, as passed to `Callback.on_start`.
 
     Attributes:
         experiment: the experiment, with all defaults.
-        history: one record per finished round. A resumed run includes the rounds of earlier sessions.
-        stopped: reason why the run ends after the current round, or None if the run continues.
-        folder: writer for the run folder. None without a run folder, and on ranks other than 0.
+        history: one record per finished round.
+        stopped: reason why the run ends after the current round, or None if it continues.
+        folder: writer of the run's records. None without records, and in processes other than rank 0.
         rounds: object that executes the rounds.
-        recorded: whether rank 0 has a run folder.
-        ended: reason why an earlier session ended this run, or None if the run continues.
+        recorded: whether the run writes records.
+        ended: if the run is continued after it had ended early: the reason why it had ended. Otherwise None.
         on_request: whether a user-defined callback has ended the run.
     """
 
@@ -45,7 +45,7 @@ class CurrentRun:
 
     @property
     def facts(self) -> RunFacts:
-        """Facts that are known before the first round, such as the number of samples per worker."""
+        """What is known before the first round, such as the number of samples per worker."""
         return self.rounds.facts
 
     def model(self) -> nn.Module:
@@ -88,8 +88,8 @@ class Callback:
 class FunctionCallback(Callback):
     """Callback made of up to three functions.
 
-    `setup(step)` is called before each step of the preparation, `start(facts)` before the first round, and
-    `round(record)` after each round.
+    `setup(step)` is called before each step of the preparation, such as loading data, `start(facts)` before the first
+    round, and `round(record)` after each round.
     """
 
     setup: Callable[[str], object] | None = None
@@ -110,7 +110,7 @@ class FunctionCallback(Callback):
 
 
 class UserCallbacks(Callback):
-    """Callback that calls all user-defined callbacks in order. Rank 0 decides for all ranks whether the run ends."""
+    """Callback that calls all user-defined callbacks in order."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = callbacks

@@ -35,10 +35,7 @@ FIRST_COST = 0.05  # assumed duration of the first checkpoint in seconds
 
 
 class Checkpoints(Callback):
-    """Callback that writes a checkpoint after each round in which one is due.
-
-    All ranks must have this callback, because the state is collected from all of them.
-    """
+    """Callback that writes checkpoints during a run. All ranks must use it."""
 
     def __init__(self, run: CurrentRun, checkpoints: CheckpointFolder) -> None:
         self._run, self._checkpoints = run, checkpoints
@@ -55,19 +52,19 @@ class Checkpoints(Callback):
 
 
 def _choices_of(run: CurrentRun) -> dict[str, Any]:
-    """Return the engine and its settings that affect rounding, so that a resumed run uses the same values."""
+    """Return the settings that affect rounding errors, so that a run is continued with the same settings."""
     chosen = {"engine": run.experiment.engine, **run.facts.how}
     return {key: chosen[key] for key in ("engine", "processes", "threads", "width") if key in chosen}
 
 
 class CheckpointFolder:
-    """Checkpoints in a run folder.
+    """The checkpoints in the folder of a run.
 
     Args:
-        folder: run folder, or None to write no checkpoints.
-        every: number of rounds between two checkpoints. The last round also has a checkpoint. 0: no checkpoints. None:
-            as often as 1 % of the run time allows.
-        keep: number of checkpoints to keep. Older checkpoints are removed.
+        folder: folder of the run, or None to write no checkpoints.
+        every: number of rounds between two checkpoints; 0: no checkpoints; None: chosen so that checkpoints take at
+            most 1 % of the run time. There is always a checkpoint after the last round, except with 0.
+        keep: number of checkpoints to keep. Older ones are removed.
     """
 
     def __init__(self, folder: Path | None, every: int | None, keep: int) -> None:
@@ -76,10 +73,9 @@ class CheckpointFolder:
         self._cost, self._since = FIRST_COST, time.perf_counter()
 
     def due(self, round: int, rounds: int, *, paused: bool = False) -> bool:
-        """Whether a checkpoint is due after round `round` of `rounds`.
+        """Whether to write a checkpoint after round number `round` of `rounds`.
 
-        `paused`: whether a user-defined callback ends the run after this round. If so, and if `every` is None, a
-        checkpoint is due.
+        `paused`: whether a user-defined callback ends the run after this round.
         """
         if self._folder is None or self._every == 0:
             return False
@@ -88,9 +84,9 @@ class CheckpointFolder:
         return paused or time.perf_counter() - self._since >= self._cost / SHARE
 
     def write(self, round: int, take: Callable[[], Snapshot], **facts: Any) -> None:
-        """Write a checkpoint with the state that `take()` returns and additional `facts`, and remove old checkpoints.
+        """Write a checkpoint with the state that `take()` returns and additional `facts`. Old checkpoints are removed.
 
-        `take` is also called without a folder, because all ranks must take part. Raises RecordError if writing fails.
+        Raises RecordError if the checkpoint cannot be written.
         """
         began = time.perf_counter()
         state = take()
@@ -109,7 +105,7 @@ class CheckpointFolder:
         return sorted(int(match[1]) for path in self._folder.iterdir() if (match := NAME.fullmatch(path.name)))[::-1]
 
     def read(self, round: int) -> Snapshot:
-        """Return the state that is stored after a round. Raises RecordError if the checkpoint is damaged."""
+        """Return the state that was stored after a round. Raises RecordError if the checkpoint is damaged."""
         head, tensors = self._paths(round)
         try:
             most = int(free_memory() / 2)
@@ -133,7 +129,7 @@ class CheckpointFolder:
             raise RecordError(f"{head}: is damaged: {error!r:.200}") from None
 
     def forget_after(self, round: int) -> None:
-        """Remove the checkpoints of later rounds, which the resumed run will repeat."""
+        """Remove the checkpoints of later rounds, because the run is continued from this round."""
         for later in self.rounds():
             if later > round:
                 self._remove(later)

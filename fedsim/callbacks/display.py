@@ -30,7 +30,7 @@ ROUND = Metric("Round", None, decimals=0, column="round", path=("round",))
 
 
 class ProgressBar(tqdm):
-    """A progress bar without a monitor thread. Each round updates the bar."""
+    """A progress bar that is updated after each round."""
 
     monitor_interval = 0
 
@@ -39,26 +39,26 @@ ProgressBar.set_lock(threading.RLock())  # tqdm's default lock leaks a semaphore
 
 
 def progress_bar(rounds: int, *, quiet: bool) -> ProgressBar:
-    """Return a progress bar on stderr for `rounds` rounds. The bar is disabled if stderr is not a terminal."""
+    """Return a progress bar for `rounds` rounds. It is not shown if the output is not a terminal."""
     watched = not quiet and sys.stderr.isatty()
     return ProgressBar(total=rounds, bar_format=BAR, smoothing=0.05, leave=False, miniters=1, disable=not watched)
 
 
 def print_line(line: str, *, quiet: bool) -> None:
-    """Print a line above the progress bar, if there is one, and flush it. With `quiet`, print nothing."""
+    """Print a line above the progress bar. With `quiet`, print nothing."""
     if not quiet:
         with ProgressBar.external_write_mode():
             print(line, flush=True)
 
 
 class Display(Callback):
-    """Terminal display of a run: a description, one table line per round, and a progress bar.
+    """Shows a run in the terminal: a description, one line per round, and a progress bar.
 
-    The display is a context manager that surrounds the run.
+    Use it as a context manager around the run.
 
     Args:
         experiment: the experiment of the run.
-        folder: run folder, or None without a folder.
+        folder: folder of the run, or None.
         quiet: print nothing.
     """
 
@@ -71,7 +71,7 @@ class Display(Callback):
         self._bar = progress_bar(experiment.rounds, quiet=quiet)
 
     def announce(self) -> None:
-        """Print the description of the experiment, before the preparation, which may be slow."""
+        """Print a description of the experiment before its data and model are loaded."""
         if self._experiment.mode == "race":
             self._print(_caveat(self._experiment.race.runs))
         self._print(announcement(self._experiment))
@@ -113,7 +113,7 @@ class Display(Callback):
             self._print(f"stopped after round {len(result.history)} of {result.experiment.rounds}: {result.stopped}")
 
     def _finish(self, last: RoundRecord) -> None:
-        """Print the final accuracy, or the final loss for a task without accuracy, and the time."""
+        """Print the final accuracy (or loss) and the time."""
         seconds = time.perf_counter() - self._started
         timed = self._columns and last.virtual_seconds is not None  # no columns if a finished run was resumed
         virtual = f" and {last.virtual_seconds:.1f} virtual seconds" if timed else ""
@@ -124,7 +124,7 @@ class Display(Callback):
         )
 
     def _leave(self) -> None:
-        """Print how to resume an unfinished run."""
+        """Print how an unfinished run can be continued."""
         if self._done and self._folder:
             with contextlib.suppress(OSError):  # the run may have ended because stdout is closed
                 rounds = f"{self._done} of {plural(self._bar.total, 'round')}"
@@ -147,7 +147,7 @@ class Display(Callback):
 
 
 def _caveat(runs: int) -> str:
-    """Return the warning that is printed above the results of mode "race". `runs` is the number of repetitions."""
+    """Return the warning that is printed above the results of mode "race". `runs` is how often the race is repeated."""
     if runs == 1:
         return "a race is not repeatable, and a single repetition shows no spread; set race.runs=5"
     return (
@@ -156,10 +156,7 @@ def _caveat(runs: int) -> str:
 
 
 def columns_of(record: RoundRecord) -> list[Metric]:
-    """Return the columns of the terminal table, chosen by the first record of a run.
-
-    The columns include the seconds of each phase, or, with a virtual clock, virtual seconds and asynchronous updates.
-    """
+    """Return the columns of the table in the terminal, given the first record of a run."""
     asynchronous = record.asynchronous is not None and record.race is None
     on_clock = asynchronous or record.virtual_seconds is not None
     optional = ("virtual_seconds", "test_accuracy", "validation_accuracy", "validation_loss")
@@ -183,7 +180,7 @@ def _attack(experiment: Experiment) -> str:
 
 
 def announcement(experiment: Experiment) -> str:
-    """Return the line that describes an experiment before its preparation: name, workers, rounds and algorithm."""
+    """Return a line that describes an experiment: its name, workers, rounds and algorithm."""
     at_work = "per round" if experiment.in_rounds else "at a time"
     cohort = f", {experiment.cohort_size:,} {at_work}" if experiment.cohort_size < experiment.workers else ""
     byzantine = experiment.attack.count(experiment.workers)
@@ -193,7 +190,7 @@ def announcement(experiment: Experiment) -> str:
 
 
 def headline(run: CurrentRun) -> str:
-    """Return the line that describes a run before its first round: data, model, partition, engine and device."""
+    """Return a line that describes a run: its data, model, partition, engine and device."""
     experiment, facts = run.experiment, run.facts
     smallest, largest = min(facts.shard_sizes), max(facts.shard_sizes)
     shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
@@ -210,10 +207,7 @@ def headline(run: CurrentRun) -> str:
 
 
 def _algorithm(experiment: Experiment) -> str:
-    """Return the description of the algorithm.
-
-    Examples: "weighted_mean of parameters", "ssp (s = 3) on the virtual clock (linear slowdowns, lognormal noise)".
-    """
+    """Return a description of the algorithm, such as "weighted_mean of parameters"."""
     policy, clock = experiment.policy, experiment.clock
     params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
     described = f"{policy.name} ({params})" if params else policy.name
@@ -238,17 +232,17 @@ def _aggregated(experiment: Experiment) -> str:
 
 
 def table_header(columns: Sequence[Metric]) -> str:
-    """Return the line with the column headings of the terminal table."""
+    """Return the line with the headings of the table in the terminal."""
     return "  ".join(f"{column.column:>{_width(column)}}" for column in columns)
 
 
 def table_line(columns: Sequence[Metric], record: RoundRecord) -> str:
-    """Return one round as a line of the terminal table."""
+    """Return one round as a line of the table in the terminal."""
     return "  ".join(f"{table_cell(column, record):>{_width(column)}}" for column in columns)
 
 
 def table_cell(column: Metric, record: RoundRecord) -> str:
-    """Return the number of a round for a column, rounded, or "-" if the round does not have it."""
+    """Return the number of a round for one column as text, or "-" if it is missing."""
     value = column.read(record)
     if value is None:
         return "-"

@@ -11,7 +11,7 @@ from fedsim.records.record import RoundRecord
 
 
 class StopEarly(Callback):
-    """Callback that ends a run if it diverges or meets a criterion of the table `stop`. Rank 0 decides for all."""
+    """Callback that ends a run early if it diverges or if a criterion of the settings `stop` is met."""
 
     def __init__(self, run: CurrentRun) -> None:
         self._run, self._stopping = run, EarlyStopping(run.experiment.stop)
@@ -32,16 +32,13 @@ class StopEarly(Callback):
 
 
 class FinalWorkerTests(Callback):
-    """Callback that tests single workers if a run ends before a round in which these tests are due.
-
-    The results are added to the last record.
-    """
+    """Callback that tests the single workers after the last round of a run that ended early."""
 
     def __init__(self, run: CurrentRun) -> None:
         self._run = run
 
     def on_start(self, run: CurrentRun) -> None:
-        """Test single workers if a resumed run ends at once because its table `stop` was changed."""
+        """Test the single workers if a run that is continued has no more rounds."""
         if run.stopped and not any(name.startswith("global_worker_") for name in run.history[-1].metrics):
             self._test(run.history[-1])
             if run.folder and (tests := run.rounds.tests_after(run.history[-1].round)):

@@ -28,18 +28,18 @@ RunLogger = tuple[str, contextlib.AbstractContextManager[Log], Log]  # name, con
 
 
 class Loggers(Callback):
-    """Callback that passes each round to the loggers of an experiment. Use as a context manager around the rounds.
+    """Callback that passes each round to the loggers, such as TensorBoard. Use it as a context manager around the run.
 
-    A logger that fails to start ends the run before its first round. A logger that fails later is dropped with a
-    warning, and the run continues. However, a file that cannot be written to the run folder ends the run.
+    If a logger fails to start, the run ends with an error. If a logger fails later, there is a warning, and the run
+    continues without it.
 
     Args:
         experiment: the experiment of the run.
-        folder: run folder, or None without a folder.
-        done: number of rounds that a resumed run finished in earlier sessions.
+        folder: folder of the run, or None.
+        done: number of rounds that were finished before the run was continued.
 
     Attributes:
-        facts: the ID under which loggers store the run, for `environment.json`. Empty without loggers.
+        facts: the ID under which the loggers store the run. Empty without loggers.
     """
 
     def __init__(self, experiment: Experiment, folder: RunFolder | None, done: int) -> None:
@@ -101,9 +101,9 @@ def _warn(failure: str, error: Exception) -> None:
 
 
 def _logged_run(experiment: Experiment, folder: RunFolder | None, done: int) -> LoggedRun:
-    """Return the information about a run that its loggers receive.
+    """Return what the loggers are told about a run.
 
-    `done` is the number of rounds that a resumed run finished in earlier sessions.
+    `done` is the number of rounds that were finished before the run was continued.
     """
     known = folder.environment().get(ID) if folder and folder.resumes else None
     resumed = isinstance(known, str) and re.fullmatch(r"[0-9a-f]{32}", known) is not None
@@ -119,12 +119,12 @@ def _logged_run(experiment: Experiment, folder: RunFolder | None, done: int) -> 
 
 
 def hyperparameters(settings: Mapping[str, Any]) -> dict[str, bool | float | str]:
-    """Return the settings by dotted key, as types that all loggers accept: booleans, numbers and strings."""
+    """Return the settings by dotted key, as Booleans, numbers and strings, which all loggers accept."""
     values = {key: value for key, value in leaves_of(settings) if value is not None}
     return {key: value if isinstance(value, (bool, int, float)) else cut(label(value)) for key, value in values.items()}
 
 
 def scalars(record: RoundRecord) -> dict[str, float]:
-    """Return the numbers of a record by the tags that `Metric.tag` declares, such as "test/accuracy"."""
+    """Return the numbers of a record by their names in TensorBoard, such as "test/accuracy"."""
     values = {metric.tag: metric.read(record) for metric in metrics_in([record]) if metric.tag}
     return {tag: value for tag, value in values.items() if value is not None}

@@ -30,7 +30,7 @@ SHARPNESS = 2  # image pixels per CSS pixel
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a Jupyter notebook."""
+    """Whether the program runs in a Jupyter notebook."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
@@ -41,23 +41,20 @@ def text_html(text: str) -> str:
 
 
 def progress_html(done: int, total: int, text: str) -> str:
-    """Return an HTML progress bar at `done` of `total`, followed by a text."""
+    """Return an HTML progress bar (`done` of `total`), followed by a text."""
     label = html.escape(text)
     return f'<div><progress value="{done}" max="{total}" aria-label="{label}"></progress> {label}</div>'
 
 
 def figure_html(figure: Figure, description: str) -> str:
-    """Return a figure as an HTML image with embedded data and the alternative text `description`."""
+    """Return a figure as an HTML image. `description` is its alternative text."""
     data = base64.b64encode(encode(figure, "png", dpi=96 * SHARPNESS)).decode()
     width = round(figure.get_figwidth() * 96)
     return f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html.escape(description)}">'
 
 
 class CellOutput:
-    """Part of a notebook cell's output. Each update replaces the previous content.
-
-    If an update fails, further updates do nothing, so that the display never makes a run fail.
-    """
+    """An output of a notebook cell that can be replaced. Errors are ignored, so that they never end a run."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -66,7 +63,7 @@ class CellOutput:
 
     @property
     def due(self) -> bool:
-        """Whether enough time has passed since the last update."""
+        """Whether enough time has passed to update the output again."""
         return self._works and time.monotonic() - self._shown_at >= PAUSE
 
     def show(self, content: str) -> None:
@@ -86,9 +83,9 @@ class CellOutput:
 
 
 class NotebookDisplay(Display):
-    """Notebook display of a run: a description, a progress bar and a curve in the output of a cell.
+    """Shows a run in a notebook: a description, a progress bar and a curve.
 
-    The display is a context manager that surrounds the run.
+    Use it as a context manager around the run.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -129,11 +126,11 @@ class NotebookDisplay(Display):
 
 
 def display_of(experiment: Experiment, folder: Path | None, progress: bool | None) -> Display:
-    """Return the display of a run.
+    """Return the object that shows the progress of a run.
 
     Args:
         experiment: the experiment of the run.
-        folder: run folder, or None without a folder.
+        folder: folder of the run, or None.
         progress: True prints lines, False prints nothing, and None shows a bar and a curve in notebooks only.
     """
     if progress is None and in_notebook():
@@ -142,7 +139,7 @@ def display_of(experiment: Experiment, folder: Path | None, progress: bool | Non
 
 
 def result_html(result: Result) -> str:
-    """Return the notebook view of a result as HTML: name, non-default settings, last round and curve."""
+    """Return the result of a run as HTML for a notebook: its name, settings, last round and curve."""
     last = result.history[-1]
     parts = [f"<h4>{html.escape(result.experiment.name)}: {html.escape(score_text(last))}</h4>"]
     if result.stopped:

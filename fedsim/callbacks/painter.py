@@ -21,11 +21,7 @@ TIMEOUT = 20.0  # seconds to wait for the drawing process before drawing in this
 
 
 class Painter:
-    """Context manager that draws figures. The first painter of a program draws in a separate process.
-
-    Importing matplotlib and drawing a first figure takes more than a second, for which users would wait after the last
-    round. Later painters draw in the main process, which then imports matplotlib once for all further figures.
-    """
+    """Context manager that draws figures, if possible in a separate process, so that users need not wait."""
 
     came_before: ClassVar[bool] = False
 
@@ -33,10 +29,10 @@ class Painter:
         self._child: Child | None = None
 
     def files(self, drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
-        """Draw figures, and return the contents of the figure files by file name, such as "curve.png".
+        """Draw figures, and return the content of each file by file name, such as "curve.png".
 
         Args:
-            drawings: function for each figure name that returns the figure, or None for no figure. Should be picklable.
+            drawings: for each figure, a function that returns the figure, or None for no figure.
             formats: file formats, such as "png".
         """
         if self._child is not None:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class Recorder(Callback):
-    """Callback that writes all files of a run except checkpoints and stored updates.
+    """Callback that writes the records of a run to its folder.
 
-    `facts` are added to `environment.json`.
+    `facts` are stored with the software versions and the facts about the machine.
     """
 
     def __init__(self, run: CurrentRun, folder: RunFolder, facts: Mapping[str, Any], painter: Painter) -> None:
@@ -59,10 +59,7 @@ class Recorder(Callback):
 
 
 class KeptUpdates(Callback):
-    """Callback that stores the inputs of the aggregation rule in the rounds of `records.updates`, for `fedsim replay`.
-
-    All ranks take part.
-    """
+    """Callback that stores the workers' updates in chosen rounds, for the command `fedsim replay`."""
 
     def __init__(self, run: CurrentRun) -> None:
         self._run = run
@@ -76,10 +73,7 @@ class KeptUpdates(Callback):
 
 
 def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
-    """Return a figure of accuracy and losses over the rounds.
-
-    If the run has a virtual clock, another panel shows the test accuracy (or loss) over virtual seconds.
-    """
+    """Return a figure of accuracy and losses over the rounds and, if there is a virtual clock, over virtual time."""
     # Imported here because the import takes half a second. Not pyplot, which has global state.
     from matplotlib.figure import Figure
 

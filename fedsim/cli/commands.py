@@ -183,10 +183,7 @@ def list_command(
 
 
 def _overview(columns: int | None) -> str:
-    """Return one line per kind of component with the components' names, wrapped to `columns` characters.
-
-    PyTorch is not imported.
-    """
+    """Return the names of all components as text, one line per kind, wrapped to `columns` characters."""
     names = {kind: ", ".join(source_components(kind)) for kind in COMPONENTS} | {EXPERIMENTS: ", ".join(experiments())}
     lines = [hang(f"{kind:<{COLUMNS}} ", text, columns) for kind, text in names.items()]
     more = (
@@ -302,7 +299,7 @@ def _print(topic: str, text: str) -> None:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    """Yield the versions of required and optional packages, without importing them."""
+    """Yield the names and versions of the packages that fedsim uses."""
     yield "fedsim", f"{__version__}, on Python {platform.python_version()}, {platform.platform(terse=True)}"
     yield "packages", ", ".join(f"{name} {_version(name) or 'missing'}" for name in ("torch", "torchvision", "numpy"))
     for missing, topic in ((False, "extras"), (True, "not installed")):
@@ -334,9 +331,9 @@ def new(
 
 
 def make_project(path: Path) -> Path:
-    """Create the folder of a new project, and return its path. The folder name becomes a valid Python module name.
+    """Create the folder of a new project, and return its path.
 
-    Raises ExperimentError if the folder exists, or if the name cannot be the name of a module.
+    Raises ExperimentError if the folder exists, or if its name cannot be the name of a Python module.
     """
     name = re.sub(r"[\s.-]", "_", path.name)
     if not name.isidentifier() or keyword.iskeyword(name):

@@ -162,10 +162,7 @@ def compare(
 
 
 def _is_comparison(word: str) -> bool:
-    """Whether a word is the folder of a comparison to merge, and not an experiment.
-
-    Any folder counts, unless a built-in experiment has the same name. Then the folder must contain a comparison.
-    """
+    """Whether a word of the command line is the folder of a comparison, and not the name of an experiment."""
     if not is_folder(word) or word not in experiments():
         return is_folder(word)
     from fedsim.comparison.folder import SHARDS

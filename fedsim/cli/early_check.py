@@ -30,7 +30,7 @@ MOST_POINTS = 2000  # maximum size of a comparison; larger ones are left to the 
 
 
 def check_names_of_run(source: str | None, words: Iterable[str]) -> None:
-    """Raise ExperimentError if the experiment cannot be read, or if a key or component does not exist."""
+    """Raise ExperimentError if the settings of a run contain a key or component that does not exist."""
     changes = [parse_word(word) for word in words]
     description = {} if source is None else describe_file(source)
     description.pop(COMPARISON, None)
@@ -39,7 +39,7 @@ def check_names_of_run(source: str | None, words: Iterable[str]) -> None:
 
 
 def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_invalid: bool) -> None:
-    """Check keys and names of all combinations in a comparison, as `check_names_of_run` does for one run.
+    """Raise ExperimentError if the settings of a comparison contain a key or component that does not exist.
 
     With `skip_invalid` nothing is checked, because invalid combinations are left out later.
     """
@@ -70,7 +70,7 @@ def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_
 
 
 def problems_with_names(description: dict[str, Any], changes: list[Change]) -> list[str]:
-    """Apply the changes to an experiment in nested tables, and return one line for each wrong key or name in it."""
+    """Apply the changes to an experiment, and return one line of text for each key or name that does not exist."""
     override(description, changes)
     findings = list(itertools.islice(_in_table(experiment_table(), description, "", description), MAX_PROBLEMS))
     imports = len(findings) == MAX_PROBLEMS or any(
@@ -84,16 +84,16 @@ Finding = tuple[str | None, bool]
 
 
 def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check the keys and names in a table of an experiment and in its nested tables. Yield one item per problem.
+    """Yield one item for each wrong key or name in a table (section) of an experiment.
 
     Args:
-        table: the allowed keys, nested tables and components.
-        values: the table of the experiment.
+        table: the allowed keys, tables and components.
+        values: the table to check.
         place: dotted key of the table, "" for the whole experiment.
         tables: the whole experiment.
 
-    An item is the error line, and whether it concerns a component's name or parameters. The line is None for an import
-    path, because the imported module may register more components.
+    An item is the error message, and whether it is about a component. The message is None for an import path, because
+    the imported module may define more components.
     """
     if table.kind and table.is_name(values):
         values = {table.named_by: values}
@@ -132,12 +132,12 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
 def _in_component(
     table: SourceTable, values: dict[str, Any], params: dict[str, Any], place: str
 ) -> Iterator[str | None]:
-    """Check the name and the parameters of a component. Yield an error line per problem, and None for an import path.
+    """Yield an error message for each wrong name or parameter of a component, and None for an import path.
 
     Args:
-        table: the table that holds the component, with its allowed keys.
+        table: the keys and components that are allowed in the component's table (section).
         values: the values in this table.
-        params: those of the values that are parameters of the component.
+        params: the values that are parameters of the component.
         place: dotted key of the table.
     """
     kind, name, unnumbered = str(table.kind), values.get(table.named_by, table.default), re.sub(r"\[\d+\]", "", place)

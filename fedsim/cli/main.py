@@ -22,7 +22,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class Commands(TyperGroup):
-    """The commands of `fedsim`. For an unknown command, the error line says what to write instead."""
+    """The commands of `fedsim`. For an unknown command, the error message suggests what to write instead."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands and not ctx.resilient_parsing:
@@ -31,7 +31,7 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def _instead(self, word: str, *arguments: str) -> str:
-        """Return a hint for the unknown command `word`, such as `write fedsim run --resume X` for `resume X`."""
+        """Return what to write instead of an unknown command, such as `write fedsim run --resume X` for `resume X`."""
         for name, command in self.commands.items():
             if any(f"--{word}" in parameter.opts for parameter in command.params):
                 return cut(printable(f"write fedsim {' '.join((name, f'--{word}', *arguments))}"))
@@ -74,12 +74,12 @@ def options(
 
 
 def main() -> None:
-    """Run the console script `fedsim`."""
+    """Run the command `fedsim`."""
     run_program(app)
 
 
 def run_main() -> None:
-    """Run the script `run_experiment.py`, which is `fedsim run` without the word `run`."""
+    """Run the script `run_experiment.py`, which does the same as `fedsim run`."""
     single = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
     single.command(context_settings={**WORDS_LIKE_OPTIONS, **HELP})(run)
     run_program(single)

@@ -28,11 +28,9 @@ BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143  # exit codes
 
 @contextlib.contextmanager
 def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
-    """Context that turns exceptions into error lines on stderr and an exit code.
+    """Context manager that shows exceptions as error messages, and sets the exit code.
 
-    With `quick`, the block has nothing to clean up, so a signal may end the program at once. Otherwise everything is
-    imported, and the validators are built, before signals raise exceptions: pydantic would turn an exception that is
-    raised while it builds validators into a different error.
+    `quick`: whether a signal such as Ctrl-C may end the program at once, because there is nothing to clean up.
     """
     try:
         with warnings.catch_warnings(), contextlib.ExitStack() as stack:
@@ -64,7 +62,7 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
 
 
 def _import_everything() -> None:
-    """Import all modules that commands need, and build pydantic's validators. Meanwhile, a terminal shows a line."""
+    """Import all modules that commands need. Meanwhile, the terminal shows a message."""
     show_line = "torch" not in sys.modules and sys.stderr.isatty()
     if show_line:
         print("importing PyTorch", end="\r", file=sys.stderr, flush=True)
@@ -84,7 +82,7 @@ def _print_error(text: str) -> None:
 
 
 def run_program(program: typer.Typer) -> None:
-    """Run a program and exit. If a rank fails, end the rank at once."""
+    """Run a program and exit."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr
     try:
@@ -104,7 +102,7 @@ def run_program(program: typer.Typer) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """Exit without tearing down PyTorch modules, which would take half as long as importing them."""
+    """Exit at once, without the slow cleanup of PyTorch's modules."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
     atexit._run_exitfuncs()
     code = _flush_stdout(code)
@@ -114,10 +112,7 @@ def _exit(code: int) -> NoReturn:
 
 
 def _flush_stdout(code: int) -> int:
-    """Flush stdout, and return the exit code of the program.
-
-    This is `code`, or FAILED if `code` is 0 and flushing fails (full disk, closed pipe).
-    """
+    """Write all pending output, and return the exit code: `code`, or FAILED if writing fails."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -129,11 +124,11 @@ def _flush_stdout(code: int) -> int:
 
 
 def _discard_stdout() -> None:
-    """Redirect stdout to the null device. Otherwise Python would fail again when it flushes stdout at exit."""
+    """Discard all further output, so that Python does not fail when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _joined_ranks() -> RankGroup | None:
-    """Return the rank group that this process has joined, without importing PyTorch."""
+    """Return the group of ranks (processes that train together) to which this process belongs, or None."""
     module = sys.modules.get("fedsim.engines.distributed.process_group")
     return None if module is None else module.RankGroup.joined

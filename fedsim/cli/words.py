@@ -24,7 +24,7 @@ WORDS_LIKE_OPTIONS = {
 
 
 def complete_words(incomplete: str) -> list[str]:
-    """Return the names of built-in experiments, experiment files and folders that complete the word `incomplete`."""
+    """Return the experiments, files and folders whose names start with `incomplete`."""
     paths = sorted(glob.glob(f"{glob.escape(incomplete)}*"))
     files = [f"{path}/" if os.path.isdir(path) else path for path in paths]
     return [
@@ -57,7 +57,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the outpu
 
 
 def source_and_overrides(words: list[str], context: typer.Context) -> tuple[str | None, list[str]]:
-    """Return the experiment file or name among the words (or None), and the `key=value` words."""
+    """Return the name or file of the experiment on the command line (or None), and the `key=value` words."""
     for word, next_word in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("-"):
             raise ExperimentError(_no_such_option(word, next_word, context))
@@ -80,10 +80,7 @@ def is_folder(word: str) -> bool:
 
 
 def _refuse_spaces(words: list[str]) -> None:
-    """Raise ExperimentError if words look like a key=value that was written with spaces.
-
-    Examples: `rounds = 3` and `x=[0, 1]`, which a shell splits into several words.
-    """
+    """Raise ExperimentError if a `key=value` word was written with spaces, such as `rounds = 3`."""
     for index, word in enumerate(words):
         rest = words[index:]
         apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
@@ -104,7 +101,7 @@ def _is_open(word: str) -> bool:
 
 
 def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
-    """Return the error for an unknown option, with a hint: `rounds=3` for `--rounds 3`, or the most similar option."""
+    """Return the error message for an unknown option, with a suggestion such as `rounds=3` for `--rounds 3`."""
     option, equals, value = word.partition("=")
     name = option.lstrip("-").replace("-", "_")
     options = [flag for parameter in context.command.params for flag in parameter.opts if flag.startswith("--")]

@@ -24,7 +24,7 @@ class Callback:
     """Base class for callbacks that follow a comparison. Override the methods that you need."""
 
     def on_start(self, plan: ComparisonPlan, todo: Sequence[PlannedRun], jobs: int) -> None:
-        """Called before the first run. `todo` lists the unfinished runs. At most `jobs` runs are executed at a time."""
+        """Called before the first run. `todo` lists the runs to execute, and `jobs` of them run at the same time."""
 
     def on_round(self, run: PlannedRun, record: RoundRecord) -> None:
         """Called after each round of a run."""
@@ -37,13 +37,13 @@ class Callback:
 
 
 class ComparisonDisplay(Callback):
-    """Terminal display: one line per run on stdout, and a progress bar on stderr if stderr is a terminal.
+    """Shows the progress of a comparison in the terminal: one line per run, and a progress bar.
 
-    The display is a context manager that surrounds the comparison.
+    Use it as a context manager around the comparison.
 
     Args:
-        folder: folder that keeps the records, or None if the records are temporary.
-        quiet: print and draw nothing.
+        folder: folder of the records, or None if the records are not kept.
+        quiet: print nothing.
     """
 
     def __init__(self, folder: Path | None = None, *, quiet: bool = False) -> None:
@@ -73,7 +73,7 @@ class ComparisonDisplay(Callback):
         self._end(run)
 
     def _start(self, lines: list[str], finished: int) -> None:
-        """Create the progress bar, and print `lines` and the number of runs that were finished before."""
+        """Print `lines`, say how many runs were finished before, and create the progress bar."""
         self._bar = progress_bar(self._rounds, quiet=self._quiet)
         self._print("\n".join([*lines, *([f"{finished} of them already finished"] if finished else [])]))
 
@@ -105,9 +105,9 @@ class ComparisonDisplay(Callback):
 
 
 class NotebookComparisonDisplay(ComparisonDisplay):
-    """Notebook display: a progress bar and a list of the failed runs in the output of a cell.
+    """Shows the progress of a comparison in a notebook: a progress bar, and a list of failed runs.
 
-    The display is a context manager that surrounds the comparison.
+    Use it as a context manager around the comparison.
     """
 
     def _start(self, lines: list[str], finished: int) -> None:
@@ -133,10 +133,10 @@ class NotebookComparisonDisplay(ComparisonDisplay):
 
 
 def display_of(folder: Path | None, progress: bool | None) -> ComparisonDisplay:
-    """Return the display of a comparison.
+    """Return the object that shows the progress of a comparison.
 
     Args:
-        folder: folder that keeps the records, or None if the records are temporary.
+        folder: folder of the records, or None if the records are not kept.
         progress: True prints a line for each run, False prints nothing. None shows a progress bar in notebooks only.
     """
     if progress is None and in_notebook():
@@ -145,7 +145,7 @@ def display_of(folder: Path | None, progress: bool | None) -> ComparisonDisplay:
 
 
 def comparison_html(comparison: Comparison) -> str:
-    """Return the notebook view of a comparison as HTML: the table, with the best rows in bold, and a figure."""
+    """Return a comparison as HTML for a notebook: the table of results and a figure."""
     lines = [html.escape(line) for line in comparison.table.splitlines()]
     table = "\n".join(f"<b>{line}</b>" if "  *  " in line else line for line in lines)
     picture = draw_heatmap(comparison) or draw_curves(comparison)

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: the mean of a metric over seeds.
+    """One line of a chart: a metric, averaged over the seeds.
 
     Attributes:
-        place: for each axis that distinguishes the lines, the index of the line's value on this axis.
+        place: what the line stands for: for each compared setting, the index of its value.
         metric: the metric.
         mean: the mean curve, or None if no run recorded the metric.
-        failed: number of failed runs as text, such as "1 of 2", or "" if no run failed.
+        failed: number of failed runs as text, such as "1 of 2", or "".
     """
 
     place: dict[str, int]
@@ -44,7 +44,7 @@ class Line:
 
     @property
     def band(self) -> tuple[np.ndarray, np.ndarray]:
-        """Lower and upper ends of the 95 percent intervals, clipped to 0 and 1 if the metric is a share."""
+        """Lower and upper ends of the 95 percent intervals. For a metric such as accuracy, they lie between 0 and 1."""
         assert self.mean is not None
         low, high = self.mean.means - self.mean.half_widths, self.mean.means + self.mean.half_widths
         return (np.clip(low, 0, 1), np.clip(high, 0, 1)) if self.metric.share else (low, high)
@@ -52,15 +52,15 @@ class Line:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Line chart over rounds, over time or over the values of a comparison axis.
+    """A chart of a comparison: lines over rounds, over time, or over the values of a compared setting.
 
     Attributes:
         comparison: the comparison.
-        keys: the compared axes that distinguish the lines.
-        scale: what the x axis shows: a key of `SCALES`, or a comparison axis.
+        keys: the compared settings by which the lines differ.
+        scale: what the x axis shows, such as "round", or the key of a compared setting.
         lines: the lines.
         title: title of the figure.
-        remarks: text lines below the title.
+        remarks: lines of text below the title.
     """
 
     comparison: Comparison
@@ -72,11 +72,11 @@ class LineChart:
 
     @property
     def values(self) -> list[float]:
-        """Values of the comparison axis that the x axis shows, or an empty list if `scale` is a key of `SCALES`."""
+        """The values of the compared setting on the x axis. Empty if the x axis shows rounds, time or the like."""
         return self.comparison.axes[self.scale] if self.scale in self.comparison.compared else []
 
     def value(self, line: Line, key: str) -> Any:
-        """Return the value that a line has on the comparison axis `key`."""
+        """Return the value that the setting `key` has for a line."""
         return self.comparison.axes[key][line.place[key]]
 
     @property
@@ -92,9 +92,8 @@ def curves(
 
     Args:
         comparison: the comparison.
-        scale: what the x axis shows, a key of `SCALES`. Except on the scale "round", runs are tested at different x
-            values and are interpolated between their tests (see `on_common_grid`).
-        metrics: metrics to draw. Default: the compared metric.
+        scale: what the x axis shows, such as "round" or "seconds".
+        metrics: metrics to draw. Default: the metric by which the runs are compared.
         begun: include unfinished runs.
     """
     lines = []
@@ -117,7 +116,7 @@ def curves(
 
 
 def curves_along(comparison: Comparison, axis: str) -> LineChart:
-    """Return a chart of the compared metric after the last round, plotted against the values of `axis`."""
+    """Return a chart of the final results over the values of the compared setting `axis`, such as the learning rate."""
     keys = [key for key in comparison.compared if key != axis]
     curves_of_rows = value_curves(comparison.rows, axis)
     lines = [Line(_place(curve[0]), comparison.metric, mean_over_values(curve, axis)) for curve in curves_of_rows]
@@ -130,11 +129,7 @@ def _place(row: Row) -> dict[str, int]:
 
 
 def _remarks_on_seeds(comparison: Comparison) -> list[str]:
-    """Return the text lines below the title of a chart.
-
-    The first line has the comparison's name and number of seeds, and says whether bands or thin lines show the spread.
-    If values were chosen along the axes `tune` and `worst`, a second line names these axes.
-    """
+    """Return the lines of text below the title of a chart, such as the number of seeds."""
     seeds = len(comparison.rows[0].runs)
     spread = "bands: 95 percent intervals" if seeds >= FEWEST_FOR_BAND else "thin lines: single seeds"
     name = f"{comparison.name}: mean over {seeds} seeds ({spread})" if seeds > 1 else comparison.name
@@ -145,9 +140,9 @@ class HeatCell(NamedTuple):
     """One cell of a heat map.
 
     Attributes:
-        mean: mean result, which sets the colour of the cell. NaN if the cell has no result.
-        lines: text lines in the cell, the first one in a larger font.
-        hover: text lines that an HTML report shows while the mouse is over the cell.
+        mean: mean result, which sets the colour of the cell, or NaN.
+        lines: lines of text in the cell. The first line is larger.
+        hover: lines of text that appear when the mouse is over the cell.
         bold: whether the text is bold.
     """
 
@@ -159,10 +154,10 @@ class HeatCell(NamedTuple):
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Heat map over two axes of a comparison.
+    """A heat map over two compared settings.
 
     Attributes:
-        place: for each axis whose value is the same in the whole map, the index of this value on the axis.
+        place: for each other compared setting, the index of the value that it has in this map.
         cells: the cells, indexed [row][column].
     """
 
@@ -178,13 +173,13 @@ class HeatMap:
 def heat_maps(
     comparison: Comparison, over: Sequence[str], beside: Sequence[str], cell: Callable[[list[Row]], HeatCell]
 ) -> list[HeatMap]:
-    """Return one heat map for each combination of values on the axes `beside`.
+    """Return heat maps over two compared settings, one for each combination of the values of the settings `beside`.
 
     Args:
         comparison: the comparison.
-        over: the vertical axis and the horizontal axis of each map.
-        beside: axes whose values are fixed within a map.
-        cell: function that draws a cell. It gets the non-empty list of table rows that belong to the cell.
+        over: the settings on the vertical and the horizontal axis.
+        beside: the settings that have one value in each map.
+        cell: function that makes a cell from the table rows with the cell's values.
     """
     rows_by_place: dict[tuple[int, ...], list[Row]] = {}
     for row in comparison.rows:
@@ -200,11 +195,7 @@ def heat_maps(
 
 
 def score_cell(rows: Sequence[Row], best: Sequence[Row] = ()) -> HeatCell:
-    """Return a heat map cell that shows the mean score of `rows`. The text is bold if one of the rows is in `best`.
-
-    If some runs do not count in the score, the cell also shows how many count. If there is a single row, the cell also
-    shows the spread of its score over the seeds.
-    """
+    """Return a heat map cell with the mean result of `rows`, in bold if one of the rows is in `best`."""
     means = [row.score.mean for row in rows if row.score]
     if not means:
         return HeatCell(lines=("no finite value" if any(row.finished for row in rows) else "failed",))
@@ -216,12 +207,12 @@ def score_cell(rows: Sequence[Row], best: Sequence[Row] = ()) -> HeatCell:
 
 
 def number_cell(rows: Sequence[Row], read: Callable[[Any], float | None], decimals: int | None) -> HeatCell:
-    """Return a heat map cell that shows the mean of a number over all finished runs of `rows`.
+    """Return a heat map cell with the mean of a number over all finished runs of `rows`.
 
     Args:
-        rows: the table rows that belong to the cell.
-        read: function that returns the number of one run, or None if the run has no such number.
-        decimals: number of decimals in the text. None chooses the number by the size of the mean.
+        rows: table rows.
+        read: function that returns the number of one run, or None.
+        decimals: number of decimals to show. None: chosen by the size of the mean.
     """
     mean = estimate([value for row in rows for run in row.finished if (value := read(run)) is not None])
     if mean is None:
@@ -234,9 +225,9 @@ def number_cell(rows: Sequence[Row], read: Callable[[Any], float | None], decima
 
 
 def best_cell(rows: Sequence[Row], axis: str) -> HeatCell:
-    """Return a heat map cell that shows the best value of `axis`, its mean score, and how many values are tied with it.
+    """Return a heat map cell with the best value of the setting `axis`, and its mean result.
 
-    Each of the `rows` has a different value of `axis`.
+    Each of the table rows has a different value of this setting.
     """
     group = Group(rows)
     if group.best is None or group.best.score is None:
@@ -250,10 +241,10 @@ def best_cell(rows: Sequence[Row], axis: str) -> HeatCell:
 
 
 def best_maps(comparison: Comparison, over: tuple[str, str]) -> list[tuple[str, HeatMap]]:
-    """Return pairs of title and heat map over two axes, neither of which is the first axis of the comparison.
+    """Return heat maps over two compared settings, each with its title.
 
-    For each combination of values on the remaining axes, there is one map of the best value of the first axis, followed
-    by one map of scores for each value of the first axis. Maps without any text are left out.
+    For each combination of the remaining settings, the first map shows which value of the first compared setting is
+    best, and further maps show the results of each of its values.
     """
     first, *others = comparison.compared
     beside = [axis for axis in others if axis not in over]
@@ -269,9 +260,10 @@ def best_maps(comparison: Comparison, over: tuple[str, str]) -> list[tuple[str, 
 
 
 def heatmap_csv(comparison: Comparison, over: tuple[str, str]) -> str:
-    """Return a CSV table with one row per cell of the heat map over two axes.
+    """Return a heat map as a CSV table with one line per cell.
 
-    A row has the best value of the first axis, the mean and interval of its score, and the tied values.
+    A line has the best value of the first compared setting, the mean and interval of its results, and the values that
+    are not significantly different from the best.
     """
     first, score = comparison.compared[0], comparison.metric.path[-1].removeprefix("test_")
     keys = [*(axis for axis in comparison.compared[1:] if axis not in over), *over]

@@ -44,14 +44,17 @@ RUNS, SHARDS = "runs", "shards"
 
 @dataclass(frozen=True)
 class Shard:
-    """Part `index` of a comparison that is split into `count` parts. Run k (from 0) belongs to part k mod `count`."""
+    """One of `count` parts into which the runs of a comparison are split, for example to use several machines.
+
+    Part `index` contains the runs number index, index + count, index + 2 count, and so on.
+    """
 
     index: int
     count: int
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Parse text such as "2/8" (part 2 of 8, counted from 0). Raises ExperimentError if the text is invalid."""
+        """Return the part that a text such as "2/8" names: part 2 of 8, counted from 0."""
         match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         if not match or not int(match[1]) < int(match[2]):
             raise ExperimentError(
@@ -60,34 +63,34 @@ class Shard:
         return cls(int(match[1]), int(match[2]))
 
     def of(self, plan: ComparisonPlan) -> list[PlannedRun]:
-        """Return the runs of `plan` that belong to this part of the comparison."""
+        """Return the runs of `plan` that belong to this part."""
         return plan.runs[self.index :: self.count]
 
     def folder(self, whole: Path) -> Path:
-        """Return the folder of this part, a subfolder of `whole`, the folder of the whole comparison."""
+        """Return the folder of this part, given the folder of the whole comparison."""
         return whole / SHARDS / f"{self.index}-of-{self.count}"
 
 
 @dataclass
 class ComparisonRecords:
-    """Read access to the folder of a comparison.
+    """Reads the records in the folder of a comparison.
 
     Attributes:
-        path: path of the folder.
-        plan: the comparison, with the run IDs that the folder uses.
+        path: the folder.
+        plan: the runs of the comparison.
     """
 
     path: Path
     plan: ComparisonPlan
 
     def run_folder(self, run: PlannedRun) -> Path:
-        """Return the folder of one run. Raises RecordError if a link leads out of the comparison's folder."""
+        """Return the folder of one run."""
         return inner_folder(self.path, run.id)
 
     def result(self, run: PlannedRun, *, keeps_folder: bool = True) -> Run:
-        """Return the result of a run from its records.
+        """Return the result of a run, read from its folder.
 
-        If `keeps_folder` is false (for a temporary folder), the attribute `folder` of the result is None.
+        If `keeps_folder` is false (for a temporary folder), the result does not mention its folder.
         """
         place = {axis: self._places[axis][canonical(value)] for axis, value in run.point.items()}
         result = result_in(self.run_folder(run), run)
@@ -99,13 +102,13 @@ class ComparisonRecords:
         return places_in(self.plan.axes)
 
     def is_finished(self, run: PlannedRun) -> bool:
-        """Whether the folder holds all records of a run."""
+        """Whether the folder contains the complete records of a run."""
         return result_in(self.run_folder(run), run).finished
 
     def comparison(self, *, keeps_folder: bool = True) -> Comparison:
-        """Return the results of all runs as a Comparison, without writing files.
+        """Return the results of all runs.
 
-        If `keeps_folder` is false (for a temporary folder), the comparison and its runs have None as `folder`.
+        If `keeps_folder` is false (for a temporary folder), the results do not mention their folder.
         """
         plan, runs = self.plan, [self.result(run, keeps_folder=keeps_folder) for run in self.plan.runs]
         if plan.settings.metric is not None:
@@ -113,23 +116,21 @@ class ComparisonRecords:
         return Comparison(plan.name, plan.axes, runs, plan.settings, self.path if keeps_folder else None, plan.left_out)
 
     def take_ids(self, stored: ComparisonFile) -> None:
-        """Give each run of the plan the ID of the stored run with the same axis values, if there is such a run."""
+        """Use the stored IDs for the runs that are already stored, that is, for runs with the same settings."""
         ids = {canonical(run.point): run.id for run in stored.runs}
         runs = [replace(run, id=ids.get(canonical(run.point), run.id)) for run in self.plan.runs]
         self.plan = replace(self.plan, runs=runs)
 
 
 class ComparisonFolder(ComparisonRecords):
-    """Write access to the folder of a comparison, as a context manager that locks the folder.
+    """Writes the records of a comparison into its folder. Use it as a context manager, which locks the folder.
 
-    The folder must be new, empty, or hold the same comparison. The axes of the plan may have additional values.
+    The folder must be new, empty, or contain the same comparison, possibly with fewer runs. Otherwise RecordError is
+    raised.
 
     Attributes:
-        path: path of the folder.
-        plan: the comparison. Runs that already exist in the folder keep their IDs.
-
-    Raises RecordError if the folder holds other files or another comparison (with a list of the differences), or if
-    another process uses it.
+        path: the folder.
+        plan: the runs of the comparison.
     """
 
     def __init__(self, path: Path, plan: ComparisonPlan) -> None:
@@ -148,7 +149,7 @@ class ComparisonFolder(ComparisonRecords):
             self._lock = stack.pop_all()
 
     def make_ready(self, run: PlannedRun) -> None:
-        """Remove the records of a run before it starts, but keep those of an interrupted run that can be resumed."""
+        """Prepare the folder of a run before it starts. Old records are removed unless the run can be continued."""
         folder = self.run_folder(run)
         if result_in(folder, run).failure is None and (folder / CHECKPOINTS).is_dir():
             with contextlib.suppress(ExperimentError):
@@ -163,10 +164,7 @@ class ComparisonFolder(ComparisonRecords):
             shutil.rmtree(folder)
 
     def note_failure(self, run: PlannedRun, error: str) -> None:
-        """Write the reason why a run failed to `error.txt`.
-
-        Raises RecordError, with the reason and the cause of the write error, if the file cannot be written.
-        """
+        """Write the reason why a run failed to the file `error.txt` in the run's folder."""
         folder = self.run_folder(run)
         with _os_errors_as_record_errors(folder, "cannot be created"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -191,10 +189,7 @@ class ComparisonFolder(ComparisonRecords):
         return {"name": plan.name, "axes": plan.axes, **plan.settings.given, "base": plan.base, "runs": runs}
 
     def _continue(self, stored: ComparisonFile) -> None:
-        """Check that this comparison contains all runs of the stored comparison, and reuse the IDs of the stored runs.
-
-        Raises RecordError, with one line per difference, if the axes or settings of the stored comparison differ.
-        """
+        """Raise RecordError unless the comparison in the folder is the same as this one, or a part of it."""
         self.take_ids(stored)
         lines = _differences_of_axes(stored.axes, self.plan.axes)
         if not lines:
@@ -218,7 +213,7 @@ def _os_errors_as_record_errors(path: Path, problem: str) -> Iterator[None]:
 
 
 def result_in(folder: Path, run: PlannedRun) -> Run:
-    """Return the result of a planned run from its folder. Rounds from the first damaged line on are left out."""
+    """Return the result of a run, read from the given folder."""
     return Run(folder, run.tables, read_history(folder), id=run.id, point=run.point, failure=failure_in(folder))
 
 
@@ -254,7 +249,7 @@ def load_comparison(folder: str | Path, *, allow_imports: bool = False) -> Compa
 
 
 def inner_folder(whole: Path, id: str) -> Path:
-    """Return the folder of one run. Raises RecordError if a link leads out of the comparison's folder."""
+    """Return the folder of the run `id` in the folder of a comparison."""
     folder = whole / RUNS / id
     try:
         require_inside(folder, whole)
@@ -264,7 +259,7 @@ def inner_folder(whole: Path, id: str) -> Path:
 
 
 def differences_of_comparisons(there: ComparisonFile, here: ComparisonFile) -> list[str]:
-    """Return one text line for each axis value or setting in which two stored comparisons differ."""
+    """Return one line of text for each difference between two stored comparisons."""
     first, second = "the first comparison", "the second comparison"
     lines = _differences_of_axes(there.axes, here.axes, first, second)
     lines += _differences_of_axes(here.axes, there.axes, second, first)
@@ -279,13 +274,13 @@ def _differences_of_run(there: dict[str, Any], run: PlannedRun) -> list[str]:
 def _differences_of_axes(
     there: Axes, here: Axes, old: str = "the stored comparison", new: str = "the new comparison"
 ) -> list[str]:
-    """Return one text line for each axis that only one comparison has, and for each value that only the first one has.
+    """Return one line of text for each difference between the compared settings of two comparisons.
 
     Args:
-        there: axes of the first comparison.
-        here: axes of the second comparison, which may have additional values.
-        old: name of the first comparison in the lines.
-        new: name of the second comparison in the lines.
+        there: compared settings and values of the first comparison.
+        here: those of the second comparison. Additional values are no difference.
+        old: name of the first comparison in the text.
+        new: name of the second comparison in the text.
     """
     lines = [f"{key}: is an axis of {old}, but not of {new}" for key in there if key not in here]
     lines += [f"{key}: is an axis of {new}, but not of {old}" for key in here if key not in there]

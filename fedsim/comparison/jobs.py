@@ -49,7 +49,10 @@ OnRetry = Callable[[PlannedRun], object]
 
 
 class Work(NamedTuple):
-    """One run to execute: the planned run, its experiment with settings for this job, and the folder of its records."""
+    """One run to execute.
+
+    Attributes are the run as it was planned, the experiment with the settings to use, and the folder of the records.
+    """
 
     run: PlannedRun
     experiment: Experiment
@@ -57,10 +60,9 @@ class Work(NamedTuple):
 
 
 def default_jobs(plan: ComparisonPlan, runs: Sequence[PlannedRun]) -> int:
-    """Return the default number of runs at a time: one per core, or fewer if memory is short.
+    """Return how many runs to execute at the same time: one per CPU core, or fewer if memory is short.
 
-    Returns 1 if an experiment sets its engine or uses a GPU. On a CPU, several runs with one process each are faster
-    than one run with several processes, and give the same results.
+    Returns 1 if an experiment uses a GPU or sets its engine.
     """
     on_gpu = any(resolve_device(run.experiment.device).type != "cpu" for run in runs)
     if not runs or on_gpu or plan.engine_chosen:
@@ -79,29 +81,26 @@ def default_jobs(plan: ComparisonPlan, runs: Sequence[PlannedRun]) -> int:
 
 
 def job_bytes(experiment: Experiment) -> float:
-    """Return an estimate of the memory, in bytes, that a process needs for this experiment."""
+    """Return an estimate of the memory in bytes that a process needs for this experiment."""
     parameters = Layout.of(task_of(experiment, torch.device("cpu")).new_module()).d
     row_bytes = parameters * PRECISIONS[experiment.precision].rows.itemsize
     return JOB_BYTES + ROW_COPIES * experiment.cohort_size * row_bytes
 
 
 def in_one_process(experiment: Experiment) -> Experiment:
-    """Return a copy of the experiment with the serial engine and default values of all settings for process pools.
-
-    These settings are not needed, because the process that starts the jobs detects hanging jobs and repeats lost runs.
-    """
+    """Return a copy of the experiment that trains in a single process."""
     defaults = {key: Experiment.model_fields[key].default for key in POOL_SETTINGS}
     return experiment.model_copy(update={"engine": ONE_PROCESS_ENGINE, **defaults})
 
 
 def why_runs_unsendable(runs: Iterable[PlannedRun]) -> str | None:
-    """Return why the objects in these runs' settings cannot be sent to other processes, or None if they can."""
+    """Return an error message if the settings of these runs cannot be sent to other processes, otherwise None."""
     names = {name: name for run in runs for name in names_in(run.experiment.model_dump())}
     return why_unsendable(names.values())
 
 
 def distinct(runs: Iterable[PlannedRun], key: Callable[[Experiment], Any]) -> Iterable[PlannedRun]:
-    """Return one run for each distinct value of `key(run.experiment)`. The values must be JSON values."""
+    """Return one run for each different value of `key(run.experiment)`."""
     return {canonical(key(run.experiment)): run for run in runs}.values()
 
 
@@ -113,17 +112,17 @@ def run_here(work: Iterable[Work], on_round: OnRound, on_end: OnEnd) -> None:
 
 
 def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnEnd, on_retry: OnRetry) -> None:
-    """Execute the runs in at most `count` processes. Each process executes one run at a time.
+    """Execute the runs in at most `count` processes, each of which executes one run at a time.
 
-    A process that dies, or sends no heartbeat for the `timeout` of its run, is replaced. Its run is repeated at most
-    `process_retries` times and then counts as failed.
+    A run is repeated if its process dies or no longer responds. After `process_retries` repetitions, it counts as
+    failed.
 
     Args:
         work: the runs to execute.
         count: maximum number of processes.
-        on_round: function that is called with the run and its record after each round.
-        on_end: function that is called after each run, with the run and the reason why it failed (None: success).
-        on_retry: function that is called with the run before it is repeated.
+        on_round: called after each round with the run and the record of the round.
+        on_end: called after each run with the run and an error message, or None if the run succeeded.
+        on_retry: called with a run before it is repeated.
 
     Raises WorkerError if processes cannot be started.
     """
@@ -172,9 +171,9 @@ def attempt(
     on_round: Callable[[RoundRecord], object],
     on_start: Callable[[RunFacts], object] | None = None,
 ) -> str | None:
-    """Start a run, or resume it from its folder, and wait until it ends.
+    """Execute a run, or continue it if its folder contains an earlier part.
 
-    Returns None if the run succeeds. Otherwise returns the reason why it failed: one line, followed by details.
+    Returns None if the run succeeds, otherwise an error message.
     """
     try:
         with warnings.catch_warnings():
@@ -196,21 +195,19 @@ def attempt(
 
 
 def _hear(pool: ProcessPool, planned: PlannedRun, on_round: OnRound, record: RoundRecord | None) -> None:
-    """Handle a message from the process of a run: None after the preparation, then the record of each round."""
+    """Handle a message from a run's process: the record of a round, or None when the first round is about to start."""
     pool.expect_heartbeats(planned.experiment.timeout)
     if record is not None:
         on_round(planned, record)
 
 
 def _reason_of_failure(planned: PlannedRun, number: int, error: FedsimError) -> str | None:
-    """Return the reason why a run failed in a job, or None if the run will be repeated because its process was lost.
+    """Return why a run failed, or None (with a warning) if the run will be repeated because its process died.
 
     Args:
         planned: the run.
-        number: how many times the run has been tried, including this time.
-        error: the error that ended this attempt.
-
-    Issues a warning if the run will be repeated.
+        number: how often the run has been tried.
+        error: the error that ended the last try.
     """
     if not isinstance(error, ProcessLostError):
         return str(error)
@@ -225,7 +222,7 @@ def _reason_of_failure(planned: PlannedRun, number: int, error: FedsimError) -> 
 
 
 def _job(process: ProcessContext, experiment: Experiment, folder: Path) -> str | None:
-    """Execute a run in the process of a job. Return None if the run succeeds, or else the reason why it failed."""
+    """Execute a run in a process of its own. Return None if the run succeeds, otherwise an error message."""
     ProcessContext.monitored = process.table
     process.table.begin_work(0)
     if "session" not in process.state:
@@ -234,7 +231,7 @@ def _job(process: ProcessContext, experiment: Experiment, folder: Path) -> str |
     is_prepared = threading.Event()
 
     def send_heartbeats() -> None:
-        """Send heartbeats to the parent process until the run is prepared. Later, each round sends one."""
+        """Tell the parent process at regular intervals that this process is alive, until the first round starts."""
         with contextlib.suppress(AbortedError):
             while not is_prepared.wait(HEARTBEAT_SECONDS):
                 process.heartbeat()

@@ -33,17 +33,18 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Standing:
-    """One candidate (value of the first axis) on the leaderboard. A cell is a combination of values on the other axes.
+    """One candidate on the leaderboard: a value of the first compared setting, such as an aggregation rule.
+
+    A cell is one combination of the values of the other settings, such as one attack on one data set.
 
     Attributes:
-        name: label of the candidate.
-        mean_rank: mean rank over the cells (1 is best). Candidates with equal results in a cell share the mean of their
-            ranks. Candidates that failed, diverged or lack a result share the last ranks.
-        best: number of cells in which the candidate has the best result, alone or with an equal candidate.
+        name: name of the candidate.
+        mean_rank: mean of the candidate's ranks in all cells. Rank 1 is best, equal results share a rank, and
+            candidates without a result come last.
+        best: number of cells in which the candidate has the best result.
         tied: number of cells in which the candidate is best or not significantly different from the best.
-        worst_cell: labels of the cell in which the candidate did worst. A cell with a failed, diverged or missing run
-            counts as worst.
-        worst: mean result in `worst_cell`, or None if a run there failed, diverged or has no result.
+        worst_cell: the cell in which the candidate has its worst result.
+        worst: mean result in `worst_cell`, or None if there is none.
     """
 
     name: str
@@ -56,14 +57,14 @@ class Standing:
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """The candidates sorted by mean rank, with the tests of the ranks.
+    """The candidates sorted by mean rank, with tests of whether their ranks differ significantly.
 
     Attributes:
         standings: the candidates, best first.
-        cells: number of ranked cells.
-        left_out: number of unranked cells, in which a candidate is missing or all candidates failed.
-        chi_square, p: statistic and p-value of the Friedman test, corrected for equal ranks.
-        f, p_of_f: statistic and p-value of the Iman-Davenport test, which is less conservative.
+        cells: number of cells (combinations of the other settings) in which the candidates are ranked.
+        left_out: number of cells that are not ranked because results are missing.
+        chi_square, p: statistic and p-value of the Friedman test.
+        f, p_of_f: statistic and p-value of the Iman-Davenport test.
         critical_difference: smallest significant difference between two mean ranks (Nemenyi, 5 % level).
     """
 
@@ -80,8 +81,7 @@ class Leaderboard:
     def groups(self) -> list[tuple[int, int]]:
         """Groups of candidates whose mean ranks are not significantly different.
 
-        A group is a pair: the indices of its first and last candidate in `standings`. Only groups that are not part of
-        a larger group are listed.
+        Each group is a pair: the indices of its first and its last candidate in `standings`.
         """
         ranks = [standing.mean_rank for standing in self.standings]
         groups: list[tuple[int, int]] = []
@@ -93,9 +93,9 @@ class Leaderboard:
 
 
 def leaderboard(comparison: Comparison, label_of: Callable[[Any], str] = label) -> Leaderboard | None:
-    """Rank the values of the first axis (candidates) over all combinations of the other axes' values (cells).
+    """Return the leaderboard of a comparison, or None if it has too few candidates or results to rank.
 
-    Returns None if there are too few candidates or cells. `label_of` maps a value to its label.
+    `label_of` returns the name to show for a candidate.
     """
     if len(comparison.compared) < 2:
         return None
@@ -127,7 +127,7 @@ def leaderboard(comparison: Comparison, label_of: Callable[[Any], str] = label) 
 
 
 def leaderboard_notes(board: Leaderboard) -> list[str]:
-    """Return the lines below the leaderboard: test results, critical difference, and limits such as unranked cells."""
+    """Return the lines of text below the leaderboard, such as the results of the significance tests."""
     notes = [
         f"mean ranks over {board.cells} cells (1 is best); Friedman test: chi-square {board.chi_square:.1f}, "
         f"p = {board.p:.2g}; Iman and Davenport: F {board.f:.1f}, p = {board.p_of_f:.2g}",
@@ -143,7 +143,9 @@ def leaderboard_notes(board: Leaderboard) -> list[str]:
 
 
 def ranks_of(qualities: np.ndarray) -> np.ndarray:
-    """Return the ranks within each cell, shape [cells, candidates]. 1 is the highest quality. Ties share a mean rank.
+    """Return the rank of each candidate in each cell, shape [cells, candidates]. Rank 1 has the highest value.
+
+    Equal values share the mean of their ranks.
 
     >>> ranks_of(np.array([[0.9, 0.8, 0.9], [0.1, 0.3, -np.inf]]))
     array([[1.5, 3. , 1.5],
@@ -157,7 +159,7 @@ def ranks_of(qualities: np.ndarray) -> np.ndarray:
 def friedman(ranks: np.ndarray) -> tuple[float, float, float, float]:
     """Return the Friedman statistic, its p-value, the Iman-Davenport statistic F and its p-value.
 
-    `ranks` has shape [cells, candidates]. If all candidates have the same rank in every cell, returns (0, 1, 0, 1).
+    `ranks` has shape [cells, candidates].
     """
     n, k = ranks.shape
     between = n * float(((ranks.mean(axis=0) - (k + 1) / 2) ** 2).sum())
@@ -181,7 +183,7 @@ def nemenyi(cells: int, candidates: int) -> float:
 
 
 def leaderboard_text(board: Leaderboard, first: str) -> str:
-    """Return the leaderboard as aligned text, followed by the tests of its ranks. `first` is the first axis."""
+    """Return the leaderboard as a text table with notes. `first` is the key of the ranked setting."""
     head = [first, "mean rank", "best in", "best or tied in", "worst in"]
     rows = [
         [
@@ -199,9 +201,9 @@ def leaderboard_text(board: Leaderboard, first: str) -> str:
 
 
 def leaderboard_csv(board: Leaderboard, first: str) -> str:
-    """Return the leaderboard as a CSV table with one row per candidate, best first.
+    """Return the leaderboard as a CSV table with one line per candidate, best first.
 
-    `first` is the key of the first axis.
+    `first` is the key of the ranked setting.
     """
     rows: list[list[Any]] = [
         [first, "mean_rank", "best", "best_or_tied", "cells", "worst_cell", "worst", "critical_difference"]

@@ -57,26 +57,23 @@ ROW = 0.22  # height in inches of the line of one model
 
 
 def draw_curves(comparison: Comparison, scale: str = "round", style: FigureStyle = SCREEN) -> Figure | None:
-    """Draw the compared metric over the rounds or another x axis. Return None if no run is finished.
+    """Draw the results of a comparison over the rounds or another x axis. Return None if no run is finished.
 
-    The figure has one line for each value of the first axis, and one panel for each combination of values on the other
-    axes. A line is the mean over the seeds. Thin lines show single seeds if there are two or three. With more seeds, a
-    band shows the 95 percent intervals.
+    The figure has one line for each value of the first compared setting, and one panel for each combination of the
+    other settings. Lines are means over the seeds.
 
     Args:
         comparison: the comparison.
-        scale: what the x axis shows (see `fedsim.comparison.figures.curves`).
+        scale: what the x axis shows, such as "round" or "seconds".
         style: style of the figure.
     """
     return _draw_lines(curves(comparison, scale), style) if any(run.finished for run in comparison.runs) else None
 
 
 def draw_values(comparison: Comparison, key: str, style: FigureStyle = SCREEN) -> Figure | None:
-    """Draw the compared metric after the last round against the values of the axis `key`.
+    """Draw the final results over the values of the compared setting `key`. Return None if no run is finished.
 
-    Each combination of values on the other axes has its own line. As in `draw_curves`, the first of these axes
-    distinguishes the lines of a panel, and the other axes distinguish the panels. Values for which a run has no result
-    are not drawn. Return None if no run is finished.
+    There is one line for each combination of the other settings.
     """
     return _draw_lines(curves_along(comparison, key), style) if any(run.finished for run in comparison.runs) else None
 
@@ -96,7 +93,7 @@ def _draw_lines(chart: LineChart, style: FigureStyle) -> Figure:
 
 
 def _empty_panels(chart: LineChart, count: int, style: FigureStyle) -> tuple[Figure, list[Axes]]:
-    """Return a figure with axis titles and a legend for the first comparison axis, and its `count` empty panels."""
+    """Return a figure with a legend, and its `count` empty panels."""
     from matplotlib.figure import Figure  # imported here because matplotlib is slow to import
     from matplotlib.lines import Line2D
 
@@ -162,7 +159,7 @@ def _draw_panel(panel: Axes, chart: LineChart, lines: Sequence[Line]) -> None:
 
 
 def _draw_line(panel: Axes, line: Line, mean: MeanCurve, index: int) -> None:
-    """Draw a mean curve in line style number `index`, with a band, or with thin lines for two or three seeds."""
+    """Draw a mean curve with its spread over the seeds. `index` chooses the line style."""
     style = line_style(index, len(mean.x))
     panel.plot(mean.x, mean.means, **style)
     if len(mean.curves) >= FEWEST_FOR_BAND:
@@ -173,7 +170,7 @@ def _draw_line(panel: Axes, line: Line, mean: MeanCurve, index: int) -> None:
 
 
 def _write_remarks(panel: Axes, drawn: Mapping[str, MeanCurve], failures: Sequence[str]) -> None:
-    """Write into a corner of the panel which curves coincide (and so hide each other) and which runs failed."""
+    """Write into a corner of the panel which curves hide each other because they are equal, and which runs failed."""
     bottom, top = panel.get_ylim()
     near = COINCIDE * (top - bottom)
     groups: list[list[str]] = []
@@ -195,17 +192,13 @@ def _write_remarks(panel: Axes, drawn: Mapping[str, MeanCurve], failures: Sequen
 def draw_heatmap(
     comparison: Comparison, style: FigureStyle = SCREEN, over: tuple[str, str] | None = None
 ) -> Figure | None:
-    """Draw heat maps of the mean score.
-
-    Return None if the comparison has fewer than two axes or no result, or if the heat map is too large for a figure.
+    """Draw heat maps of the mean results. Return None if there is nothing to draw, or too much for a figure.
 
     Args:
         comparison: the comparison.
         style: style of the figure.
-        over: the vertical and the horizontal axis. None draws one heat map over the first two axes, with the mean over
-            the remaining axes. Otherwise, each combination of values on the remaining axes has a panel whose cells
-            name the best value of the first axis, its mean score and the number of tied values (not significantly
-            different from the best). Panels with the scores of each value of the first axis follow.
+        over: the compared settings on the vertical and the horizontal axis. Each cell names the best value of the first
+            compared setting. None: one map of the results over the first two settings.
     """
     if len(comparison.compared) < 2 or all(row.score is None for row in comparison.rows):
         return None
@@ -290,9 +283,9 @@ def _draw_maps(comparison: Comparison, over: tuple[str, str], style: FigureStyle
 def _draw_cells(
     axes: Axes, cells: Sequence[Sequence[HeatCell]], limits: tuple[float | None, float | None] = (None, None)
 ) -> AxesImage:
-    """Draw the cells of a heat map, indexed [row][column], and return the image for a colour bar.
+    """Draw the cells of a heat map, indexed [row][column], and return the image, which is needed for a colour bar.
 
-    `limits` are the means at the two ends of the colour map, by default the lowest and highest mean of these cells.
+    `limits` are the lowest and the highest value of the colour scale. Default: those of the cells.
     """
     means = np.array([[cell.mean for cell in line] for line in cells])
     low, high = limits
@@ -315,12 +308,10 @@ def _draw_cells(
 
 
 def draw_worker_comparison(comparison: Comparison) -> Figure | None:
-    """Draw the final test accuracies of single workers, or their losses if the task has no accuracy.
+    """Draw how the final test accuracies (or losses) differ between workers. Return None if no worker was tested.
 
-    The figure has one line for each combination of compared values and each tested model. A line shows the workers of
-    all seeds: each stroke is a worker, the bar spans the middle half of the workers, and the dot is the mean.
-
-    Return None if no worker was tested.
+    The figure has one line for each combination of compared values and each tested model. Each stroke on a line is a
+    worker, the bar covers the middle half of the workers, and the dot is the mean.
     """
     from matplotlib.figure import Figure
 
@@ -361,12 +352,9 @@ def draw_worker_comparison(comparison: Comparison) -> Figure | None:
 
 
 def draw_tuning(comparison: Comparison) -> Figure | None:
-    """Draw the validation result against the value of the axis `tune`.
+    """Draw the validation results over the values of the tuned setting. Return None if there are no such results.
 
-    The figure has one line for each combination of values on the other axes. Larger markers show the chosen values.
-    Values for which a run failed, diverged or has no result are not drawn.
-
-    Return None if there is no validation result.
+    There is one line for each combination of the other settings. Larger markers show the chosen values.
     """
     from matplotlib.figure import Figure
 
@@ -405,7 +393,7 @@ def draw_tuning(comparison: Comparison) -> Figure | None:
 
 
 def draw_leaderboard(board: Leaderboard, title: str) -> Figure:
-    """Draw the mean ranks, and a bar for each group of ranks without significant difference (Demsar 2006, figure 1)."""
+    """Draw the mean ranks. A bar connects ranks that are not significantly different (Demsar 2006, figure 1)."""
     from matplotlib.figure import Figure
 
     count = len(board.standings)

@@ -40,23 +40,20 @@ def plot(
     y_range: tuple[float, float] | None = None,
     out: str | Path | None = None,
 ) -> Figure:
-    """Draw a comparison, or one or more runs, from their folders.
+    """Draw the results of a comparison, or of one or more runs, from their folders.
 
-    For a comparison, the figure has one line for each value of the first compared key, and one panel for each
-    combination of the other compared keys. For single runs, it has one line for each group of runs that differ only in
-    the seed. A line is the mean over the seeds. Thin lines show single seeds if there are two or three. With four or
-    more seeds, a band shows the 95 percent intervals.
+    For a comparison, the figure has one line for each value of the first compared setting, and one panel for each
+    combination of the other settings. Runs that differ only in the seed share a line, which shows their mean. Thin
+    lines show single seeds if there are two or three. With more seeds, a band shows the 95 percent intervals.
 
     Args:
         folders: the folder of a comparison, or the folders of one or more runs.
-        metric: the metric to draw, such as "test_loss" or "metrics.drift". None selects the metric of the comparison,
-            or else the test accuracy (the test loss for a task without accuracy). A sign before the name says whether
-            higher ("+") or lower ("-") is better, as for `metric` of `compare`.
+        metric: the metric to draw, such as "test_loss" or "metrics.drift". None: the metric of the comparison, or else
+            the test accuracy or loss. A sign before the name says whether higher ("+") or lower ("-") is better.
         x: the x axis: "round", "virtual_seconds", "updates", "arrivals", "seconds" (computation time), "bytes" (sent in
-            both directions) or "samples" (processed by all workers, with repetitions). A compared key with three or
-            more numeric values, such as "attack.scale", plots the metric after the last round against these values.
-        kind: "curves", or "heatmap" for a heat map of the metric after the last round. The heat map is drawn over the
-            `heatmap` axes of the comparison (default: the first two compared keys).
+            both directions) or "samples" (processed by all workers), or the key of a compared setting with three or
+            more numbers, such as "attack.scale", to draw the final results over its values.
+        kind: "curves", or "heatmap" for a heat map of the final results.
         only: values to draw for some keys of a comparison, such as {"attack": ["none", "alie"]}.
         style: "paper" has 8-point TrueType fonts, no title, and a width of 3.35 inches (one column of a two-column
             page), or 6.9 inches with several panels. "screen" has a title and matplotlib's default fonts.
@@ -66,7 +63,7 @@ def plot(
         y_range: limits of the y axis for curves, such as (0.9, 1.0).
         out: file to write. Its name must end in .png, .svg or .pdf.
 
-    Returns the figure, whose caption is `figure.get_label()`. Raises RecordError if a folder is damaged or holds no
+    Returns the figure, whose caption is `figure.get_label()`. Raises RecordError if a folder is damaged or has no
     finished round, and ExperimentError if an argument is invalid or there is nothing to draw.
 
     >>> import fedsim, tempfile
@@ -147,7 +144,7 @@ def _heatmap(comparison: Comparison, style: FigureStyle) -> Figure:
 
 
 def _comparison_in(folders: Sequence[Path]) -> Comparison:
-    """Return the comparison that is stored in a single folder, or combine several runs into one comparison."""
+    """Return the comparison stored in a folder. Several folders of single runs are combined into one comparison."""
     records = [read_records(folder) for folder in folders]
     if not records:
         raise ExperimentError("folders: is empty; name at least one folder")
@@ -165,9 +162,9 @@ def _comparison_in(folders: Sequence[Path]) -> Comparison:
 
 
 def _only(comparison: Comparison, only: Mapping[str, Any]) -> Comparison:
-    """Return the comparison with only those runs whose axis values are in `only`.
+    """Return the comparison with only the runs that have the values in `only`.
 
-    A component name selects all settings of the component: "alie" also selects "alie,z=1.5".
+    For example, {"attack": ["alie"]} keeps the runs with the attack alie, whatever its parameters.
     """
     axes, runs = dict(comparison.axes), comparison.runs
     for key, selected in only.items():

@@ -53,8 +53,8 @@ class PlannedRun:
 
     Attributes:
         id: name of the run's folder.
-        point: the run's value on each axis.
-        experiment: the experiment of the run.
+        point: the value of each compared setting, by key.
+        experiment: the experiment to run.
     """
 
     id: str
@@ -63,7 +63,7 @@ class PlannedRun:
 
     @functools.cached_property
     def tables(self) -> dict[str, Any]:
-        """Return the settings of the experiment, with all defaults, as nested tables."""
+        """Return all settings of the run, including defaults, as nested dicts."""
         return self.experiment.resolved()
 
 
@@ -72,12 +72,12 @@ class ComparisonPlan:
     """The runs of a comparison.
 
     Attributes:
-        name: name of the experiment. A default name does not contain axis values.
-        axes: the varied keys and their values, in order.
-        runs: one run per combination. The last axis varies fastest. The seed is always the last axis.
-        engine_chosen: whether any experiment sets `engine` or `processes`, or has mode "race".
-        settings: the settings of the comparison.
-        left_out: one line for each problem that excluded combinations from the comparison.
+        name: name of the experiment.
+        axes: the compared settings: a list of values for each key.
+        runs: one run for each combination of values. The seed varies fastest.
+        engine_chosen: whether an experiment chooses how it uses processes (by `engine`, `processes` or mode "race").
+        settings: settings of the comparison itself, such as the metric.
+        left_out: one line of text for each reason why combinations were left out.
     """
 
     name: str
@@ -89,12 +89,12 @@ class ComparisonPlan:
 
     @property
     def base(self) -> dict[str, Any]:
-        """The experiment's settings before axis values are applied, as nested tables. Reconstructed from the runs."""
+        """The settings of the experiment before the compared values are applied, as nested dicts."""
         return common_tables(self.runs)
 
     @property
     def shape(self) -> str:
-        """Number of values on each axis, such as "3 aggregate.rule x 2 seed"."""
+        """The number of values of each compared setting, such as "3 aggregate.rule x 2 seed"."""
         return shape_of(self.axes)
 
 
@@ -108,19 +108,18 @@ def plan_comparison(
     allow_imports: bool = False,
     **changes: Any,
 ) -> ComparisonPlan:
-    """Plan the runs of a comparison: one run for each combination of axis values.
+    """Return the runs of a comparison: one for each combination of the values to compare.
 
     Args:
-        source: the experiment, as for `load_experiment`. A file may define axes in a table [comparison].
-        axes: more axes, as in [comparison]. They replace axes of `source` with the same keys.
-        words: changes as on the command line. `key=v1,v2` is an axis, and `key=value` sets one value in all runs. Both
-            replace an existing axis with the same key.
-        settings: settings such as `target` and `tune` (see `compare`). They replace the settings in [comparison].
-        file: the file from which `source` and `axes` were read, if `source` is not a file name.
+        source: the experiment, as for `load_experiment`. A file may contain values to compare in a table [comparison].
+        axes: more values to compare: a list for each key. They replace those in `source`.
+        words: settings as on the command line. `key=v1,v2` compares values, and `key=value` sets one value in all runs.
+        settings: settings of the comparison, such as `target` and `tune` (see `compare`).
+        file: the file from which `source` and `axes` were read, if any.
         allow_imports: allow the file to name any import path (see `load_experiment`).
-        changes: keys of the experiment to set in all runs, after `words`. They replace an axis with the same key.
+        changes: settings for all runs, which replace all others.
 
-    Raises ExperimentError, with one line per problem, if a run is invalid and `skip_invalid` is not set.
+    Raises ExperimentError if a run is invalid, unless `skip_invalid` is set.
     """
     description = describe(source)
     written = {} if file else axes
@@ -156,10 +155,7 @@ def plan_comparison(
 
 
 def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
-    """Return, as nested tables, the settings that are the same in all runs and do not come from axis values.
-
-    A run whose axis values set a key is ignored when the values of this key are compared.
-    """
+    """Return the settings that are the same in all runs and are not compared, as nested dicts."""
     settings = [dict(leaves_of(run.tables)) for run in runs]
     keys = dict.fromkeys(key for leaves in settings for key in leaves)
     keys_by_run = [_keys_set_by(run, keys) for run in runs]
@@ -173,11 +169,7 @@ def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
 
 
 def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
-    """Return those of the `keys` that the axis values of a run set.
-
-    A value that names a component, such as an attack, also sets the component's parameters, but not the other keys of
-    the table that holds the component.
-    """
+    """Return the `keys` that the compared values of a run set."""
     changed = {key_changed(*change) for axis, value in run.point.items() for change in changes_of(axis, value)}
     tables = (*(f"{key}." for key in changed),)
     return {key for key in keys if key in changed or key.startswith(tables) or _naming_key(key) in changed}
@@ -185,9 +177,9 @@ def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
 
 @functools.cache
 def _naming_key(key: str) -> str | None:
-    """Return the key that names a component if `key` is one of its parameters, such as "attack.name" for "attack.z".
+    """Return the key that names the component of a parameter, such as "attack.name" for "attack.z".
 
-    Returns None if `key` is not a component parameter.
+    Returns None if `key` is not a parameter of a component.
     """
     table, within = component_table(key.split("."))
     if table is None or within[0] in table.keys:
@@ -196,7 +188,7 @@ def _naming_key(key: str) -> str | None:
 
 
 def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
-    """Merge several [comparison] tables. Return their axes and their `SETTINGS`. Later tables override earlier ones."""
+    """Merge several [comparison] tables, and return the values to compare and the settings. Later tables win."""
     axes: Axes = {}
     settings: dict[str, Any] = {}
     for table in tables:
@@ -208,10 +200,7 @@ def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
 
 
 def _how_to_compare(changes: Iterable[Change]) -> str:
-    """Return a hint on how to write several values of a key, for a comparison without axes.
-
-    The hint uses the first key whose value is a list as an example.
-    """
+    """Return a hint on how to compare several values of a setting, for users who gave no values to compare."""
     for keys, value in changes:
         if isinstance(value, list) and len(value) > 1:
             key = ".".join(keys)
@@ -222,19 +211,16 @@ def _how_to_compare(changes: Iterable[Change]) -> str:
 def _experiments(
     description: dict[str, Any], in_all: list[Change], points: list[dict[str, Any]], *, skip_invalid: bool
 ) -> tuple[list[Experiment], list[dict[str, Any]], bool, list[str]]:
-    """Build and check the experiment of every point (combination of axis values), with a common default name.
-
-    No check depends on both the seed and the other values, so each seed and each combination of the other values is
-    checked once.
+    """Create and check the experiment for each combination of values.
 
     Args:
-        description: the experiment as nested tables.
-        in_all: changes to the experiment in all runs.
-        points: the points, each with a value for each axis.
-        skip_invalid: leave out points with problems. Otherwise, problems raise ExperimentError.
+        description: settings of the experiment, as nested dicts.
+        in_all: changes for all runs.
+        points: the combinations: a value for each compared setting.
+        skip_invalid: leave out invalid combinations. Otherwise, they raise ExperimentError.
 
-    Returns the valid experiments, their points, whether any experiment sets its engine, and one line for each problem
-    of the points that were left out.
+    Returns the valid experiments, their combinations, whether an experiment sets its engine, and one line of text for
+    each problem.
     """
     experiments, valid, engine_chosen = [], [], False
     problems: dict[str, list[dict[str, Any]]] = {}  # maps an error line to the points with this error
@@ -278,19 +264,16 @@ def _experiments(
 
 
 def _renamed(experiment: Experiment, name: str) -> Experiment:
-    """Return a copy of the experiment with a new default name.
-
-    If settings of the copy are changed later, its default name is computed from its settings again.
-    """
+    """Return a copy of the experiment with another default name."""
     renamed = experiment.model_copy(update={"name": name})
     renamed.model_fields_set.discard("name")
     return renamed
 
 
 def _problems_here(experiment: Experiment, models: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the reasons why a valid experiment cannot run on this machine, or () if it can.
+    """Return the reasons why an experiment cannot run on this machine, or () if it can.
 
-    `models` caches the problems of models that were built before.
+    `models` is a cache for the problems of models.
     """
     tables = experiment.resolved()
     key = canonical([experiment.buffers, *(tables[name] for name in ("model", "local", "sampling", "stop"))])
@@ -305,7 +288,7 @@ def _problems_here(experiment: Experiment, models: dict[str, tuple[str, ...]]) -
 
 
 def _refuse_contradictions(in_all: list[Change], point_changes: list[Change]) -> None:
-    """Raise ExperimentError if two axes set the same key, or if an axis sets a key that is set for all runs."""
+    """Raise ExperimentError if the same key is set twice, for example by two compared settings."""
     keys = [key_changed(*change) for change in point_changes]
     for key in keys:
         if keys.count(key) > 1:
@@ -326,7 +309,7 @@ def _refuse_equal_runs(experiments: Iterable[Experiment], points: Iterable[dict[
 
 
 def _ids(points: list[dict[str, Any]]) -> list[str]:
-    """Return a readable run ID for each point, such as "krum-lr0.1-seed0". Long and repeated IDs get a hash."""
+    """Return a readable name for each combination of values, such as "krum-lr0.1-seed0". All names are different."""
     names = [readable_id(point) for point in points]
     count = Counter(name.lower() for name in names)  # some file systems ignore case
     return [
@@ -341,10 +324,9 @@ def _ids(points: list[dict[str, Any]]) -> list[str]:
 
 
 def check_settings(settings: ComparisonSettings, axes: Axes, experiments: Sequence[Experiment]) -> ComparisonSettings:
-    """Check the settings of a comparison, and return them in standard form.
+    """Check the settings of a comparison, and return them with full key names.
 
-    In standard form, axes have their full keys, and the name of a metric has the sign that `check_number` returns.
-    Raises ExperimentError if a setting does not fit the axes and the experiments.
+    Raises ExperimentError if a setting does not fit the compared values and the experiments.
     """
     renamed: dict[str, Any] = {}
     for name in ("tune", "worst", "heatmap"):
@@ -379,11 +361,10 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
 
 
 def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
-    """Return a local algorithm that leaves a part of the global model untrained, and a metric that suits it, as text.
+    """Return the name of a personalization algorithm that one of the experiments uses, and a metric that suits it.
 
-    Algorithms for personalization keep a part of the model on the workers, so tests of the global model say little. The
-    text of the metric includes the setting that the metric needs, such as data.local_test_fraction=0.2. Returns None if
-    no experiment uses such an algorithm.
+    Such an algorithm keeps a part of the model on the workers, so tests of the global model say little. Returns None if
+    no experiment uses one.
     """
     seen = set()
     for experiment in experiments:
@@ -433,11 +414,10 @@ def _check_target(target: Any, experiments: Iterable[Experiment]) -> None:
 
 
 def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
-    """Check the name of the metric to compare, and return the name.
+    """Check the name of the metric by which runs are compared, and return it.
 
-    If the metric is a component that declares `higher_is_better`, the returned name has the matching sign, such as
-    "-metrics.drift". Raises ExperimentError if the experiments cannot record this metric, or if nothing says whether
-    higher or lower values are better.
+    If the metric itself says whether higher or lower is better, the name starts with "+" or "-". Raises ExperimentError
+    if the experiments do not record the metric, or if it is unknown which direction is better.
     """
     where = f"metric = {show(name)}"
     if not isinstance(name, str):
@@ -471,9 +451,9 @@ def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
 
 
 def require_number(name: str, last: Sequence[RoundRecord]) -> None:
-    """Raise ExperimentError if no finished run recorded the metric `name` in its last round.
+    """Raise ExperimentError if no run recorded the metric `name` in its last round.
 
-    `last` holds the last record of each finished run. If `last` is empty, nothing is raised.
+    `last` contains the last record of each finished run.
     """
     metric = metric_called(name)
     if last and all(metric.read(record) is None for record in last):

@@ -45,11 +45,11 @@ class Comparison:
 
     Attributes:
         name: name of the experiment.
-        axes: the values of each varied key.
+        axes: the compared settings: a list of values for each key.
         runs: the result of each run (see `Run`).
-        settings: the settings of the comparison.
+        settings: settings of the comparison itself, such as the metric.
         folder: folder of the records, or None if the records are not kept.
-        left_out: one line for each problem that excluded combinations from the comparison.
+        left_out: one line of text for each reason why combinations were left out.
     """
 
     name: str
@@ -61,10 +61,9 @@ class Comparison:
 
     @classmethod
     def read(cls, folder: Path) -> Comparison:
-        """Read the comparison in a folder without building experiments, so that no code from the folder is imported.
+        """Read the results of a comparison from its folder. No code from the folder is executed.
 
-        Raises RecordError if the folder is damaged or is not the folder of a comparison, and ExperimentError if a file
-        is not valid TOML.
+        Raises RecordError if the folder is damaged or does not contain a comparison.
         """
         path, runs, points, folders = folder / COMPARISON, list[Run](), set[str](), set[Path]()
         file = read_comparison_file(path)
@@ -95,32 +94,35 @@ class Comparison:
 
     @property
     def shape(self) -> str:
-        """Number of values on each axis, such as "3 aggregate.rule x 2 seed"."""
+        """The number of values of each compared setting, such as "3 aggregate.rule x 2 seed"."""
         return shape_of(self.axes)
 
     @property
     def compared(self) -> list[str]:
-        """The compared axes: all axes except the seed and the axes of the settings `tune` and `worst`."""
+        """The keys of the compared settings, without the seed and the settings of `tune` and `worst`."""
         return self.settings.compared(list(self.axes))
 
     @functools.cached_property
     def rows(self) -> list[Row]:
-        """Return one row (see `Row`) for each combination of compared values, in the order of the runs."""
+        """Return the table of results, with one row for each combination of compared values."""
         return self.settings.combined(self.runs, list(self.axes))
 
     @functools.cached_property
     def groups(self) -> list[Group]:
-        """Return the rows in groups. Rows of a group differ only in the first axis."""
+        """Return the table rows in groups, such as all rules under the same attack.
+
+        The rows of a group differ only in the first compared setting.
+        """
         return groups_of(self.rows)
 
     @property
     def summary(self) -> list[Row]:
-        """One row (see `Row`) for each combination of compared values, group by group."""
+        """The table of results, with one row for each combination of compared values, sorted by group."""
         return [row for group in self.groups for row in group]
 
     @functools.cached_property
     def choices(self) -> list[Choice]:
-        """The chosen value of the axis `tune` for each combination of values on the other compared axes."""
+        """The value that `tune` has chosen for each combination of the other compared values."""
         return self.settings.of(self.runs, list(self.axes))[1]
 
     @property
@@ -130,7 +132,7 @@ class Comparison:
 
     @property
     def test(self) -> Metric:
-        """The metric to which `target` applies: the test accuracy, or the test loss for a task without accuracy."""
+        """The metric to which `target` refers: the test accuracy, or the test loss for a task without accuracy."""
         return score_of(self.runs)
 
     @property
@@ -145,31 +147,30 @@ class Comparison:
 
     @property
     def answer(self) -> str:
-        """Text that names the best value of the first axis, with its interval. Empty if nothing is compared."""
+        """Text that says which value of the first compared setting is best. Empty if nothing is compared."""
         return answer_text(self)
 
     @property
     def table(self) -> str:
-        """Best values of the first axis, summary table and leaderboard as text, as printed by `fedsim compare`."""
+        """The results as text, as `fedsim compare` prints them."""
         return comparison_text(self)
 
     @functools.cached_property
     def leaderboard(self) -> Leaderboard | None:
-        """Leaderboard of the values of the first axis, ranked over all combinations of the other axes' values.
+        """Leaderboard of the values of the first compared setting, ranked by their results for all other settings.
 
-        The result is None if the first axis has fewer than 3 values, or if there are fewer than 5 combinations.
+        None if there are fewer than 3 values to rank, or fewer than 5 combinations of the other settings.
         """
         return leaderboard(self)
 
     def to_dataframe(self, per: Literal["round", "run"] = "round") -> DataFrame:
         """Return the results as a pandas DataFrame.
 
-        The first columns are `id` and the axes. A list or table on an axis is replaced by its short name.
+        The first columns are `id` and the compared settings.
 
         Args:
-            per: "round" returns one row per run and round, with the columns of `Result.to_dataframe`. A failed run has
-                the rounds before its failure. "run" returns one row per run, with the columns of `results.csv`: the
-                numbers of the last round, and `error`.
+            per: "round" returns one line per run and round. "run" returns one line per run, with the results of its
+                last round, and an error message if the run failed.
 
         Raises MissingPackageError if pandas is not installed.
         """
@@ -195,10 +196,9 @@ class Comparison:
 
 
 def read_records(folder: Path) -> Run | Comparison:
-    """Return the run or the comparison in a folder.
+    """Return the run or the comparison that is stored in a folder.
 
-    Raises RecordError if the folder holds neither, is damaged or has no finished round, and ExperimentError if a file
-    is not valid TOML.
+    Raises RecordError if the folder contains neither, is damaged, or has no finished round.
     """
     if not folder.is_dir():
         raise RecordError(f"{folder}: no such folder; name the folder of a run or of a comparison")
@@ -213,11 +213,10 @@ def read_records(folder: Path) -> Run | Comparison:
 
 
 def comparison_of(runs: Sequence[Run]) -> Comparison:
-    """Combine single runs into a comparison, so that they can be drawn together.
+    """Combine single runs into a comparison, so that they can be drawn in one figure.
 
-    A run is named by the settings in which the runs differ, without the seed, such as "median" or "krum, f=2, lr=0.1".
-    Runs with the same name are different seeds of one line. If two runs have the same name and seed, all runs are named
-    by their folders instead. Unfinished runs count with the rounds so far.
+    Each run is named by the settings in which the runs differ, such as "median" or "krum, f=2, lr=0.1". Runs that
+    differ only in their seed have the same name.
     """
     names, seeds = _names_of(runs), [run.seed for run in runs]
     axes: dict[str, list[Any]] = {RUN: list(dict.fromkeys(names)), SEED: list(dict.fromkeys(seeds))}

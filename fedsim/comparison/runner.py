@@ -83,38 +83,35 @@ def compare(
     allow_imports: bool = False,
     **changes: Any,
 ) -> Comparison:
-    """Run an experiment for every combination of axis values, and compare the results.
+    """Run an experiment for every combination of the given values, and compare the results.
 
-    Runs with the same seed have the same initial model, cohorts and batches, so their differences are paired. If a run
-    fails, its error is reported and the other runs continue.
+    Runs with the same seed start from the same model and use the same batches. If a run fails, its error is reported,
+    and the other runs continue.
 
     Args:
-        experiment: an Experiment, nested tables, the path of a TOML or YAML file, the name of an experiment that comes
-            with fedsim, or None for the default experiment, as for `run`. Tables and files may define the axes in a
+        experiment: an Experiment, nested dicts, the path of a TOML or YAML file, the name of an experiment that comes
+            with fedsim, or None for the default experiment. Dicts and files may contain the values to compare in a
             table `comparison`.
-        plan: the axes: a list of values for each dotted key. A value that is a table changes several keys at once.
-        out: folder of the records. The folder must be new, empty, or hold the same comparison. Its finished runs are
-            not repeated.
-        jobs: number of runs at a time. By default as many as cores and memory allow, each in one process, but a single
-            run at a time if an experiment sets `engine` or `processes`, or uses a GPU.
-        target: test accuracy to reach, or test loss for a task without accuracy. The summary reports the time until
-            the target is reached.
-        tune: axis to tune, such as "local.lr". For each combination of the other axes, only the value with the best
-            validation result is reported. With `worst`, the worst case decides. Needs `data.validation_fraction`.
-        worst: axis along which only the value with the worst result is reported, such as "attack.name".
+        plan: the values to compare: a list for each dotted key. A value that is a dict changes several keys at once.
+        out: folder of the records: a new or empty folder, or that of the same comparison, whose finished runs are not
+            repeated.
+        jobs: number of runs at a time. By default, it is chosen by cores and memory, and is 1 on a GPU.
+        target: test accuracy to reach, or test loss for a task without accuracy. The table reports the time until it
+            is reached.
+        tune: key of a setting to tune, such as "local.lr". For each combination of the other values, only the value
+            with the best validation result is reported. Needs `data.validation_fraction`.
+        worst: key of a setting for which only the value with the worst result is reported, such as "attack.name".
         metric: metric of the last round to compare instead of the test accuracy, such as "test_loss" or
-            "metrics.personal_worker_accuracy_mean". Lower is better for losses, errors, perplexity, attack success,
-            inequality (`..._std`, `..._gini`), seconds, bytes, staleness, discarded results and metrics with
-            `higher_is_better = False`. Otherwise higher is better. A sign overrides the direction: "-metrics.drift" if
-            lower is better, "+metrics.drift" if higher is better.
-        skip_invalid: leave out invalid combinations, such as krum with more Byzantine workers than it allows, and list
-            them. By default they raise ExperimentError.
-        heatmap: vertical and horizontal axis of the heat maps, such as "partition.alpha,attack.fraction". Each cell
-            names the best value of the first axis. By default, one heat map shows the scores over the first two axes.
-        progress: True prints a line for each run, as the command line does. False prints nothing. None shows a progress
-            bar in notebooks only.
+            "metrics.r2". Lower is better for losses, errors, times and similar metrics, otherwise higher is better. A
+            sign overrides this: "-metrics.drift" if lower is better, "+metrics.drift" if higher is better.
+        skip_invalid: leave out invalid combinations, such as krum with more Byzantine workers than it allows. By
+            default they raise ExperimentError.
+        heatmap: settings on the vertical and the horizontal axis of the heat maps, such as
+            "partition.alpha,attack.fraction". Each cell names the best value of the first compared setting. By default,
+            one heat map shows the results over the first two settings.
+        progress: True prints a line for each run, False prints nothing. None shows a progress bar in notebooks only.
         allow_imports: allow a file to name any import path (see `load_experiment`).
-        changes: keys of the experiment to set in all runs, such as `rounds=3`.
+        changes: settings for all runs, such as `rounds=3`.
 
     Raises:
         ExperimentError: an experiment is invalid. No run has started.
@@ -148,16 +145,15 @@ def run_comparison(
     keeps_folder: bool = True,
     shard: Shard | None = None,
 ) -> Comparison:
-    """Run all unfinished runs of a comparison, and write the results to the folder `path` (see `compare`).
+    """Execute the unfinished runs of a comparison, and write the results to the folder `path`.
 
     Args:
         plan: the runs of the comparison.
         path: folder of the comparison.
-        jobs: number of runs at a time; None for the default.
-        callback: callback whose methods are called for each round and run.
-        keeps_folder: whether the folder is kept. If not, no tables and figures are written, and the results have None
-            as `folder`.
-        shard: part of the comparison to run, without tables and figures; None to run all parts.
+        jobs: number of runs at a time. None: chosen by cores and memory.
+        callback: its methods are called after each round and run.
+        keeps_folder: false for a temporary folder, in which no tables and figures are written.
+        shard: the part of the comparison to run. None: all.
     """
     callback = callback or Callback()
     if jobs is not None and jobs < 1:
@@ -188,7 +184,7 @@ def run_comparison(
 
 
 def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
-    """Return the results of all runs in a folder. Also write tables and figures, unless `painter` is None."""
+    """Return the results of all runs. If there is a `painter`, also write tables and figures."""
     comparison = folder.comparison(keeps_folder=painter is not None)
     if painter is not None:
         _write(comparison, folder, painter)
@@ -196,10 +192,9 @@ def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
 
 
 def _warn(runs: Sequence[PlannedRun], metric: str | None) -> None:
-    """Issue warnings about the experiments, each distinct warning once.
+    """Issue the warnings about the experiments, each only once.
 
-    `metric` is the metric to compare. If it is None (the test result of the global model), algorithms that leave a part
-    of the global model untrained cause a warning, too.
+    `metric` is the metric by which runs are compared, or None for the default.
     """
 
     def relevant(experiment: Experiment) -> list[Any]:
@@ -280,15 +275,15 @@ def merge(
     *,
     allow_imports: bool = False,
 ) -> Comparison:
-    """Copy the finished and failed runs of several folders into the folder `out`, and compare them without new runs.
+    """Copy the runs of several folders into the folder `out`, and compare them. Nothing is trained.
 
     Args:
-        folders: folders of the same comparison, including their shards. `out` may be one of them.
+        folders: folders of the same comparison, or of parts of it.
         out: folder of the merged comparison.
-        settings: settings of the comparison, such as `target`. They replace those in the first folder.
+        settings: settings of the comparison, such as `target`. Default: those in the first folder.
         allow_imports: allow the folders to name any import path (see `load_experiment`).
 
-    Raises RecordError if a folder holds no comparison, or if the folders hold different comparisons.
+    Raises RecordError if a folder contains no comparison, or if the comparisons differ.
     """
     sources = [source for folder in folders for source in _sources(folder)]
     comparisons = {source: read_comparison_file(source / COMPARISON) for source in sources}
@@ -308,7 +303,7 @@ def merge(
 
 
 def _sources(folder: Path) -> list[Path]:
-    """Return the paths of `folder` and its shards that contain a comparison.json. Raises RecordError if none does."""
+    """Return the folders in and below `folder` that contain a comparison or a part of it."""
     sources = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / COMPARISON).is_file()]
     if not sources:
         raise RecordError(f"{folder}: is not the folder of a comparison (no {COMPARISON}, and no shards in {SHARDS}/)")
@@ -316,14 +311,12 @@ def _sources(folder: Path) -> list[Path]:
 
 
 def _find(run: PlannedRun, comparisons: dict[Path, ComparisonFile], besides: Path) -> Path | None:
-    """Return the folder in which a run is finished or, if there is none, in which it failed.
+    """Return a folder in which a run is stored, or None. Finished runs are preferred to failed ones.
 
     Args:
         run: the run.
-        comparisons: the stored comparisons to search, by folder.
-        besides: run folder that is ignored.
-
-    Returns None if the run is neither finished nor failed anywhere.
+        comparisons: the comparisons to search, by folder.
+        besides: a folder to ignore.
     """
     point = canonical(run.point)
     stored = [
@@ -340,7 +333,7 @@ def _find(run: PlannedRun, comparisons: dict[Path, ComparisonFile], besides: Pat
 
 
 def _copy(source: Path, to: Path) -> None:
-    """Copy a run folder. Raises RecordError if it holds anything but files and folders, such as links."""
+    """Copy the folder of a run. Raises RecordError if it contains links."""
     try:
         for path in (source, *source.rglob("*")):
             if path.is_symlink() or not (path.is_dir() or path.is_file()):

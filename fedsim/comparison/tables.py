@@ -44,9 +44,9 @@ class Cell(NamedTuple):
 
     Attributes:
         text: text of the cell.
-        sort: number by which an HTML report sorts the cell.
+        sort: number by which the column can be sorted in an HTML report.
         mark: mark before the text, such as "≈".
-        spread: spread after the text, such as "± 0.01".
+        spread: text after it, such as "± 0.01".
     """
 
     text: str = ""
@@ -59,18 +59,14 @@ class Cell(NamedTuple):
 
 
 class Column(NamedTuple):
-    """One column of a table: its heading, and the function that returns the cell of a row."""
+    """One column of a table: its heading, and the function that returns its cell in a given table row."""
 
     heading: str
     cell_of: Callable[[Row], Cell]
 
 
 def columns(comparison: Comparison) -> dict[str, Column]:
-    """Return the columns of the summary table by name, the most important first.
-
-    The column `score` is the compared metric, `difference` the difference to the first value of the first axis, and
-    `to_best` the difference to the best row.
-    """
+    """Return the possible columns of the table of results by name, the most important first."""
     metric, test, rows = comparison.metric, comparison.test, comparison.summary
     names = [name for name in metric_names(rows) if name != metric.key]
     timed = "virtual_seconds" in names
@@ -106,18 +102,18 @@ def columns(comparison: Comparison) -> dict[str, Column]:
 
 
 def filled(by_name: Mapping[str, Column], names: Iterable[str], rows: Sequence[Row]) -> dict[str, list[Cell]]:
-    """Return the cells of the columns `names`, by name. Columns without any text are left out, except the score."""
+    """Return the cells of each column in `names`. Empty columns are left out."""
     cells = {name: [by_name[name].cell_of(row) for row in rows] for name in names if name in by_name}
     return {name: column for name, column in cells.items() if name == "score" or any(cell.text for cell in column)}
 
 
 def metric_names(holders: Iterable[Any]) -> list[str]:
-    """Return the names of all metrics that occur in `holders`, which are rows or runs."""
+    """Return the names of all metrics that occur in these table rows or runs."""
     return list(dict.fromkeys(name for holder in holders for name in holder.metrics))
 
 
 def target_text(comparison: Comparison) -> str:
-    """Return the setting `target` as text, such as "93 percent", or "0.5" for a task without accuracy."""
+    """Return the target as text, such as "93 percent", or "0.5" for a task without accuracy."""
     target = comparison.settings.target
     assert target is not None
     return f"{100 * target:g} percent" if comparison.test.share else f"{target:g}"
@@ -126,11 +122,11 @@ def target_text(comparison: Comparison) -> str:
 def estimate_cell(
     value: Estimate | None, decimals: Callable[[float], int] | None = None, *, sign: bool = False, mark: str = ""
 ) -> Cell:
-    """Return a table cell that shows a mean and its spread. The cell is empty if `value` is None.
+    """Return a table cell that shows a mean and its spread, or an empty cell if `value` is None.
 
     Args:
-        value: the mean with its interval.
-        decimals: function that returns the number of decimals for a mean. Default: `decimals_of`.
+        value: the mean with its confidence interval.
+        decimals: function that returns how many decimals a mean should have.
         sign: show a plus sign before positive numbers.
         mark: mark before the text, such as "≈".
     """
@@ -155,20 +151,15 @@ def _to_best(row: Row) -> Cell:
 
 
 def _byzantine_weight(row: Row) -> Cell:
-    """Return a table cell that shows the Byzantine share of the aggregation weights, averaged over all runs of the row.
-
-    Unfinished runs are included.
-    """
+    """Return a table cell with the mean share of the Byzantine workers in the aggregation weights."""
     share = mean_or_none(run.byzantine_weight for run in row.runs)
     return Cell() if share is None else Cell(fmt.percent(share), share)
 
 
 def _to_target(row: Row, timed: bool) -> Cell:
-    """Return a table cell that shows the mean time until a run reaches the target.
+    """Return a table cell with the mean time, or number of rounds, until the runs reach the target.
 
-    The time is in virtual seconds, or in rounds if the row has no virtual seconds. The text adds the unit "rounds" if
-    other rows of the table have virtual seconds (`timed`). If only some finished runs reached the target, the text says
-    how many.
+    `timed`: whether the table also contains times, so that the text must say "rounds".
     """
     rounds, seconds = row.metrics.get("rounds_to_target"), row.metrics.get("virtual_seconds_to_target")
     if not rounds:
@@ -180,7 +171,7 @@ def _to_target(row: Row, timed: bool) -> Cell:
 
 
 def _runs(row: Row) -> Cell:
-    """Return a table cell that shows how many runs count and how many diverged: "3", "2 of 3" or "3, 1 diverged"."""
+    """Return a table cell that says how many runs are included in the means: "3", "2 of 3" or "3, 1 diverged"."""
     text = str(len(row.runs)) if row.counted == len(row.runs) else f"{row.counted} of {len(row.runs)}"
     return Cell(f"{text}, {row.diverged} diverged" if row.diverged else text, row.counted)
 
@@ -189,11 +180,11 @@ def _runs(row: Row) -> Cell:
 
 
 class Answer(NamedTuple):
-    """Answer to the question of a comparison: which value of the first axis is best.
+    """The answer to the question which value of the first compared setting is best.
 
     Attributes:
-        sentence: the answer as one sentence.
-        cases: one line for each group of rows that differ only in the first axis. Empty if there are many groups.
+        sentence: the answer in one sentence.
+        cases: one line of text for each combination of the other settings. Empty if there are many.
         remarks: limits of the answer.
     """
 
@@ -203,12 +194,12 @@ class Answer(NamedTuple):
 
 
 def answer(comparison: Comparison, label_of: LabelOf = label, name_of: Callable[[str], str] = str) -> Answer | None:
-    """Return which value of the first axis is best in each group of rows, or None if nothing is compared.
+    """Return which value of the first compared setting is best, or None if nothing is compared.
 
     Args:
         comparison: the comparison.
-        label_of: function that returns the label of a value.
-        name_of: function that returns the name of an axis.
+        label_of: function that returns the text to show for a value.
+        name_of: function that returns the name to show for a setting.
     """
     groups, worst, cases = comparison.groups, comparison.settings.worst, list[str]()
     if max(map(len, groups), default=0) < 2:
@@ -231,7 +222,7 @@ def answer(comparison: Comparison, label_of: LabelOf = label, name_of: Callable[
 
 
 def answer_text(comparison: Comparison) -> str:
-    """Return which value of the first axis is best, as wrapped lines. The text is empty if nothing is compared."""
+    """Return which value of the first compared setting is best, as text. Empty if nothing is compared."""
     if (result := answer(comparison)) is None:
         return ""
     lines = [result.sentence, *(f"  {case}" for case in result.cases), *result.remarks]
@@ -239,9 +230,9 @@ def answer_text(comparison: Comparison) -> str:
 
 
 def _line(comparison: Comparison, group: Group, label_of: LabelOf) -> str:
-    """Return the best value of a group, and how much better it is than the next value, as text.
+    """Return the best value in a group of table rows as text, and how much better it is than the next value.
 
-    Examples: "caf 0.9231 ± 0.0040, not significantly different from krum", "caf ...; the next, krum, is 0.0210 lower".
+    Example: "caf 0.9231 ± 0.0040, not significantly different from krum".
     """
     best, first, settings = group.best, comparison.compared[0], comparison.settings
     if best is None or best.score is None:
@@ -262,7 +253,7 @@ def _line(comparison: Comparison, group: Group, label_of: LabelOf) -> str:
 
 
 def _most_often(groups: Sequence[Group], first: str, label_of: LabelOf) -> str:
-    """Return, as text, which values have the best mean in the largest number of groups, such as "caf, for 9 of 12"."""
+    """Return, as text, which values are best most often, such as "caf, for 9 of 12"."""
     best = [(row, group.best) for group in groups if group.best for row in (group.best, *group.tied)]
     equal = [row for row, top in best if row.score and top.score and row.score.mean == top.score.mean]
     count = Counter(label_of(row.point[first]) for row in equal)
@@ -294,7 +285,7 @@ def _joined(names: Iterable[str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first `MOST_NAMES` names as text, followed by the number of remaining names."""
+    """Return the names as text. If there are many, only the first are named and the others counted."""
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more
 
@@ -303,16 +294,16 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Return the best values of the first axis, the summary table and the leaderboard as text."""
+    """Return the results of a comparison as text: the best values, the table, and the leaderboard."""
     board = comparison.leaderboard
     ranks = leaderboard_text(board, comparison.compared[0]) if board else ""
     return f"{answer_text(comparison)}\n\n{summary_text(comparison)}\n\n{ranks}".strip()
 
 
 def summary_text(comparison: Comparison) -> str:
-    """Return the summary table as aligned text, followed by notes on its marks and by the failed runs.
+    """Return the table of results as text, followed by notes and the failed runs.
 
-    Columns that would make the table wider than `TABLE_COLUMNS` are left out and listed in a note.
+    Columns that do not fit the width are left out.
     """
     rows, by_name = comparison.summary, columns(comparison)
     texts = {
@@ -351,10 +342,7 @@ def _width(column: Sequence[str]) -> int:
 
 
 def undecided(comparison: Comparison) -> list[str]:
-    """Return a note that counts the combinations for which no value of the axis `tune` could be chosen.
-
-    The note is the only item of the list. If a value was chosen for every combination, the list is empty.
-    """
+    """Return a note on how often `tune` could not choose a value, as a list. Empty if it always could."""
     if not (count := sum(not choice.decided for choice in comparison.choices)):
         return []
     return [
@@ -364,7 +352,7 @@ def undecided(comparison: Comparison) -> list[str]:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """Return the notes below the summary table, such as explanations of its marks, one text per note."""
+    """Return the notes below the table of results, such as the meaning of its marks."""
     rows, settings, score, test = comparison.summary, comparison.settings, comparison.metric, comparison.test
     seeds = max(len(row.runs) for row in rows)
     both = "the two values in brackets" if any(row.score and row.score.n == 2 for row in rows) else ""
@@ -422,10 +410,10 @@ Breaking = tuple[dict[str, Any], BreakingPoint]  # values on the other compared 
 
 
 def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
-    """Return, for each numeric axis, where along the axis the test result begins to miss the target.
+    """Return, for each numeric setting, the value from which the test result misses the target.
 
-    The dict maps an axis to a list of pairs, one for each combination of values on the other compared axes: these
-    values, and the breaking point. Without a target, the dict is empty.
+    The dict maps the key of a setting to a list of pairs: a combination of the other settings, and the breaking point.
+    Without a target, the dict is empty.
     """
     target, points = comparison.settings.target, dict[str, list[Breaking]]()
     if target is None:
@@ -439,7 +427,7 @@ def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
 
 
 def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[str]:
-    """Return one text line per breaking point of an axis. After `MOST_LINES` lines, a last line counts the rest."""
+    """Return one line of text for each breaking point. If there are many, the last line counts the rest."""
     lines = [f"  {', '.join(map(label, others.values())) or comparison.name}: {point.text}" for others, point in points]
     more = len(lines) - MOST_LINES
     return lines if more <= 0 else [*lines[:MOST_LINES], f"  {more} more"]
@@ -449,7 +437,7 @@ def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[
 
 
 def results_csv(comparison: Comparison) -> str:
-    """Return a CSV table with one row per run: its axis values and metrics. Missing numbers are empty cells."""
+    """Return a CSV table with one line per run: its compared values and results. Missing numbers are empty."""
     names = metric_names(comparison.runs)
     rows: list[list[Any]] = [["id", *comparison.axes, *names, "error"]]
     for run in comparison.runs:
@@ -458,7 +446,7 @@ def results_csv(comparison: Comparison) -> str:
 
 
 def curves_csv(comparison: Comparison) -> str:
-    """Return a CSV table with one row per run and round. Missing numbers are empty cells."""
+    """Return a CSV table with one line per run and round. Missing numbers are empty."""
     declared = dict.fromkeys(
         name for run in comparison.runs for record in run.history for name in component_metrics(record)
     )
@@ -473,9 +461,9 @@ def curves_csv(comparison: Comparison) -> str:
 
 
 def summary_csv(comparison: Comparison) -> str:
-    """Return the summary as a CSV table with one row for each combination of compared values.
+    """Return a CSV table with one line for each combination of compared values: the means over the seeds.
 
-    Columns `..._ci95` are half widths of 95 percent intervals.
+    Columns named `..._ci95` are half widths of 95 percent intervals.
     """
     score, target, headings = comparison.metric, comparison.settings.target, comparison.settings.headings
     names = [name for name in metric_names(comparison.summary) if name != score.key]
@@ -497,9 +485,9 @@ def summary_csv(comparison: Comparison) -> str:
 
 
 def breaking_points_csv(comparison: Comparison) -> str:
-    """Return the breaking points as a CSV table: one row per numeric axis and combination of the other axes' values.
+    """Return a CSV table of breaking points, with one line for each combination of the other settings.
 
-    A breaking point is the value from which the test result misses the target.
+    A breaking point is the value of a numeric setting from which the test result misses the target.
     """
     columns = ["breaks_at", "reached_at", "missed_below", "no_result"]
     rows: list[list[Any]] = [["key", *comparison.compared, "target", *columns]]
@@ -512,10 +500,9 @@ def breaking_points_csv(comparison: Comparison) -> str:
 
 
 def tuning_csv(comparison: Comparison) -> str:
-    """Return a CSV table with one row for each combination of compared values and each value of `tune`.
+    """Return a CSV table of validation results, with one line for each value that `tune` could choose.
 
-    A row has the validation result, and whether the value of `tune` was chosen. With an axis `worst`, the row names the
-    worst case, and has the validation result of this case.
+    Another column says whether the value was chosen. With the setting `worst`, the result is that of the worst case.
     """
     keys = [*comparison.compared, *comparison.settings.headings]
     rows: list[list[Any]] = [[*keys, "validation", "validation_ci95", "failed", "chosen"]]
@@ -529,5 +516,5 @@ def tuning_csv(comparison: Comparison) -> str:
 
 
 def mean_cells(value: Estimate | None) -> list[float | None]:
-    """Return two CSV cells: a mean, and the half width of its 95 percent interval. None: the number is unknown."""
+    """Return two CSV cells: a mean, and the half width of its 95 percent interval."""
     return [value.mean, value.half_width if value.n > 1 else None] if value else [None, None]

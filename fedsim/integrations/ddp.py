@@ -30,12 +30,12 @@ GradientFuture = torch.futures.Future[Tensor]
 
 
 class BucketPart:
-    """A DistributedDataParallel gradient bucket whose gradients are being sent to all ranks.
+    """A bucket (part of the gradients in DistributedDataParallel) that is being sent to all ranks.
 
     Attributes:
-        parameters: the parameters whose gradients the bucket contains.
+        parameters: the parameters whose gradients are in the bucket.
         dtype: dtype of the gradients.
-        result: future for the bucket's aggregated gradients.
+        result: future for the aggregated gradients.
     """
 
     def __init__(self, bucket: dist.GradBucket, process_group: dist.ProcessGroup | None) -> None:
@@ -46,7 +46,7 @@ class BucketPart:
         self._work = dist.all_gather(list(self._rows), row, group=process_group, async_op=True)
 
     def received(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Wait for all ranks, and yield each parameter with its gradients from all P ranks, [P, parameter.numel()]."""
+        """Wait for all ranks, and yield each parameter with its gradients from all ranks, [ranks, elements]."""
         self._work.wait()
         return zip(self.parameters, self._rows.split([p.numel() for p in self.parameters], dim=1), strict=True)
 
@@ -88,10 +88,7 @@ class RobustState:
         self._order: dict[Tensor, int] = {}  # order of the parameters in the first step; DDP changes it later
 
     def add(self, bucket: dist.GradBucket) -> GradientFuture:
-        """Start sending a bucket to all ranks, and return a future for its aggregated gradients.
-
-        The last bucket of a step triggers the aggregation.
-        """
+        """Start sending a bucket of gradients to all ranks, and return a future for its aggregated gradients."""
         if bucket.index() == 0:
             self._parts = []
         part = BucketPart(bucket, self.process_group)
@@ -102,7 +99,7 @@ class RobustState:
         return part.result
 
     def _aggregate(self) -> None:
-        """Aggregate the gradients of all ranks, and set the results of all buckets' futures."""
+        """Aggregate the gradients of all ranks, and deliver the results to the waiting futures."""
         columns = {parameter: rows for part in self._parts for parameter, rows in part.received()}
         for parameter in columns:
             self._order.setdefault(parameter, len(self._order))

@@ -85,17 +85,14 @@ class Strategy(FedAvg):
         self._global = self._sent = ArrayRecord()
 
     def summary(self) -> None:
-        """Log the aggregation rule and the settings of Flower's FedAvg."""
+        """Log the settings of the strategy."""
         LOG.info("\t├──> Rule: %s", self.rule.pipeline.name)
         super().summary()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the training messages to the clients.
-
-        They contain the global arrays, or the arrays that the server optimizer's `broadcast` returns.
-        """
+        """Return the messages that ask clients to train, with the global arrays."""
         self._global = self._sent = arrays
         if self.server is not None:
             self._sent = _record(self.server.broadcast(_arrays(arrays)))
@@ -131,7 +128,7 @@ class Strategy(FedAvg):
         return _record(form.rebuild(row + update if self.server is None else self.server.step(row, update)))
 
     def _check_finite(self, nodes: list[int], updates: Tensor) -> None:
-        """Log the nodes whose updates contain NaN or infinity, or raise ExperimentError, depending on `nonfinite`."""
+        """Check the updates for NaN and infinity. Log the nodes that sent them, or raise ExperimentError."""
         finite = updates.isfinite().all(1).tolist()
         bad = ", ".join(str(node) for node, is_finite in zip(nodes, finite, strict=True) if not is_finite)
         if bad and self.rule.nonfinite == "error":
@@ -151,7 +148,7 @@ def _record(arrays: dict[str, np.ndarray]) -> ArrayRecord:
 
 
 def _metrics(replies: list[Message], key: str) -> list[float]:
-    """Return the metric `key` of each reply. Raises ExperimentError, with the node ID, if a reply lacks the metric."""
+    """Return the metric `key` of each reply. Raises ExperimentError if a reply does not contain it."""
     values = []
     for reply in replies:
         record = next(iter(reply.content.metric_records.values()))

@@ -130,9 +130,9 @@ class FedsimPartitioner(Partitioner):
         return self.dataset.select(self._shards.of(partition_id).numpy())
 
     def transform(self, partition_id: int) -> Transform | None:
-        """Return the function that transforms a partition's images [batch, ...], or None if they are unchanged.
+        """Return the function that changes a partition's images [batch, ...], or None if they are not changed.
 
-        Only strategies such as feature_noise and feature_rotation define transforms.
+        Only strategies such as feature_noise and feature_rotation change images.
         """
         return None if self._transforms is None else self._transforms[partition_id]
 

@@ -14,7 +14,7 @@ from fedsim.aggregation.resolve import Stage
 
 
 class RuleOverRounds:
-    """An aggregation rule (possibly after pre-aggregators), with the state that it keeps from round to round.
+    """An aggregation rule with its state, which it keeps from round to round.
 
     Args:
         rule: aggregation rule, or a list of pre-aggregators that ends with a rule, as in `fedsim.aggregate`.
@@ -47,10 +47,10 @@ class RuleOverRounds:
         """Return the aggregate [d] of the workers' updates or gradients.
 
         Args:
-            updates: one row per worker, [n, d].
-            round: number of the round, which seeds the random draws together with `seed`.
-            weights: weight of each worker for rules that need weights, float64 [n] on the CPU; None: all weights are 1.
-            inputs: further inputs of AggregationInputs, such as `workers`.
+            updates: one row per worker, [n, d], for n workers and d parameters.
+            round: number of the round, on which the random draws depend.
+            weights: weight of each worker, float64 [n] on the CPU; None: all weights are 1.
+            inputs: further inputs of the rule (see AggregationInputs), such as `workers`.
         """
         if self.pipeline.needs_weights:
             inputs["weights"] = updates.new_ones(len(updates), device="cpu").double() if weights is None else weights

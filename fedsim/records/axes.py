@@ -22,7 +22,7 @@ OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
 
 
 def axes_of_tables(tables: Any, place: str = "comparison") -> Axes:
-    """Return the axes in a [comparison] table. The table maps keys (dotted, or as nested tables) to lists of values.
+    """Return the values to compare from a [comparison] table: a list of values for each dotted key.
 
     `place` is the name of the table in error messages.
     """
@@ -38,7 +38,7 @@ def axes_of_tables(tables: Any, place: str = "comparison") -> Axes:
 
 
 def axis_called(key: str) -> str:
-    """Return the key of an axis in its standard form, such as "aggregate.rule" for "aggregate.name".
+    """Return the full key of a compared setting, such as "aggregate.rule" for "aggregate.name".
 
     >>> from fedsim.records.axes import axis_called
     >>> axis_called("aggregate.name"), axis_called("local.lr")
@@ -48,11 +48,7 @@ def axis_called(key: str) -> str:
 
 
 def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
-    """Split the `key=value` words of a command line into axes and other words.
-
-    A word is an axis if its value contains a comma outside brackets and quotes. If two words have the same key, the
-    later word counts.
-    """
+    """Split `key=value` words of a command line into settings with several values (`seed=0,1`) and other words."""
     axes: Axes = {}
     others: dict[str, str] = {}
     for word in words:
@@ -72,10 +68,9 @@ def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
 
 
 def apply_words(axes: Axes, words: Iterable[str], changes: Iterable[Change] = ()) -> tuple[Axes, Axes, list[Change]]:
-    """Merge the axes of a [comparison] table, the `key=value` words of a command line, and further changes.
+    """Combine the values to compare from a [comparison] table with the `key=value` words of a command line.
 
-    Returns all axes, the axes from the words, and the changes to make in all runs. A change in all runs replaces an
-    axis of the table with the same key.
+    Returns all values to compare, the values from the words, and the changes to make in all runs.
     """
     word_axes, others = split_words(words)
     in_all = [*map(parse_word, others), *changes]
@@ -102,9 +97,9 @@ def split_at_commas(text: str) -> list[str]:
 
 
 def changes_of(key: str, value: Any) -> list[Change]:
-    """Return the changes that the value `value` on the axis `key` makes to an experiment.
+    """Return the changes to an experiment that set the key `key` to a value.
 
-    A table changes each of its keys. A table on the axis `variant` may change keys of several tables.
+    If the value is a dict, each of its keys is changed.
     """
     keys = key.split(".")
     if not isinstance(value, dict):
@@ -116,9 +111,9 @@ def changes_of(key: str, value: Any) -> list[Change]:
 
 
 def label(value: Any) -> str:
-    """Return the short name of an axis value, such as "krum", "0.1", "nnm+median" or "krum,f=4".
+    """Return the short text for a compared value, such as "krum", "0.1", "nnm+median" or "krum,f=4".
 
-    A table with the key `label` is named by this label.
+    A dict with the key `label` is shown as this label.
     """
     if isinstance(value, bool):
         return str(value).lower()
@@ -136,19 +131,19 @@ def label(value: Any) -> str:
 
 
 def describe_point(point: Mapping[str, Any]) -> str:
-    """Return a point (a value for each axis) as on the command line, such as "aggregate.rule=krum seed=0"."""
+    """Return a combination of values as on the command line, such as "aggregate.rule=krum seed=0"."""
     return " ".join(f"{key}={label(value)}" for key, value in point.items())
 
 
 def shape_of(axes: Axes) -> str:
-    """Return the number of values on each axis as text, such as "3 aggregate.rule x 2 seed"."""
+    """Return the number of values of each compared setting, such as "3 aggregate.rule x 2 seed"."""
     return " x ".join(f"{len(values)} {key}" for key, values in axes.items())
 
 
 def with_points(line: str, points: list[dict[str, Any]], total: int) -> str:
-    """Return an error line, preceded by the first of the `points` (combinations of axis values) that have this error.
+    """Return an error message that starts with the first of the combinations (`points`) that have this error.
 
-    If all points of the comparison, `total` in number, have the error, no point is named.
+    No combination is named if all have the error. `total` is the number of all combinations.
     """
     if len(points) == total:
         return line
@@ -157,7 +152,7 @@ def with_points(line: str, points: list[dict[str, Any]], total: int) -> str:
 
 
 def readable_id(point: Mapping[str, Any]) -> str:
-    """Return a folder name for a point (a value for each axis), such as "krum-lr0.1-seed0"."""
+    """Return a folder name for a combination of values, such as "krum-lr0.1-seed0"."""
     parts = []
     for key, value in point.items():
         name = key.rpartition(".")[2]
@@ -167,7 +162,7 @@ def readable_id(point: Mapping[str, Any]) -> str:
 
 
 def _checked(key: str, values: Any, place: str) -> list[Any]:
-    """Return the values of an axis as JSON values. Raises ExperimentError if a value is not JSON or is repeated."""
+    """Return the list of values of a compared setting, or raise ExperimentError if a value is invalid or repeated."""
     if not all(part.strip() for part in key.split(".")):
         raise ExperimentError(f"{place}: has an empty name before or after a dot")
     values = list(values) if isinstance(values, tuple) else values
@@ -202,10 +197,7 @@ def _checked(key: str, values: Any, place: str) -> list[Any]:
 
 
 def _is_json(value: Any, *, exact: bool = False) -> bool:
-    """Whether `value` is made of strings, booleans, numbers, lists, and dicts with string keys.
-
-    With `exact`, subclasses of str, bool, int and float do not count.
-    """
+    """Whether `value` can be written as JSON. With `exact`, subclasses of str, bool, int and float do not count."""
     if isinstance(value, list):
         return all(_is_json(item, exact=exact) for item in value)
     if isinstance(value, dict):

@@ -15,11 +15,10 @@ from fedsim.records.record import Metric, RoundRecord
 
 
 class EarlyStopping:
-    """Early stopping criterion that is updated with each record of a run.
+    """Decides after each round whether the run should end early.
 
     The run ends once the metric reaches the target, or has not improved by more than `min_delta` for `patience` rounds
-    (Prechelt 1998). Rounds without a measurement, such as the train loss of a round without a cohort, do not count. NaN
-    and infinity are no improvement.
+    (Prechelt 1998). Rounds in which the metric was not measured do not count.
 
     >>> from fedsim.config.schema import Stop
     >>> stopping = EarlyStopping(Stop(metric="test_accuracy", patience=2))
@@ -55,14 +54,13 @@ class EarlyStopping:
 
     @property
     def has_best(self) -> bool:
-        """Whether any record so far had a finite value of the metric."""
+        """Whether the metric had a finite value in any round so far."""
         return self._best_round > 0
 
     def require_number(self, record: RoundRecord, *, by_function: bool = False) -> None:
         """Raise ExperimentError if the record does not contain the metric.
 
-        `by_function`: whether a user-defined function trains the model. If so, a NaN train loss is an error too, since
-        the function does not return the loss.
+        `by_function`: whether a user-defined function trains the model, which may return no train loss.
         """
         first, *name = self._metric.path
         if by_function and first == "train_loss" and self._metric.read(record) is None:
@@ -79,7 +77,7 @@ class EarlyStopping:
 
 
 def stop_reason(history: Iterable[RoundRecord], stop: Stop) -> str | None:
-    """Return the reason why the run ended early with the last record of `history`, or None if it did not."""
+    """Return the reason why the run ended early after its last record, or None if it did not."""
     stopping, reason = EarlyStopping(stop), None
     for record in history:
         reason = divergence(record) or (stopping.update(record) if stop.active else None)
@@ -87,7 +85,7 @@ def stop_reason(history: Iterable[RoundRecord], stop: Stop) -> str | None:
 
 
 def divergence(record: RoundRecord) -> str | None:
-    """Return the reason why a diverged round ends the run, or None if the round did not diverge.
+    """Return the reason why the run ends because this round diverged, or None if it did not diverge.
 
     >>> divergence(RoundRecord(round=5, diverged="4 of 17 updates hold NaN or infinity"))
     'diverged in round 5: 4 of 17 updates hold NaN or infinity; the results are those of the model before this round'
@@ -98,7 +96,7 @@ def divergence(record: RoundRecord) -> str | None:
 
 
 def stored_stop(experiment: Mapping[str, Any]) -> Stop:
-    """Return the table `stop` of a stored experiment, or a table without criteria if it is missing or damaged."""
+    """Return the settings for early stopping of a stored experiment."""
     try:
         return Stop.model_validate(experiment.get("stop", {}))
     except ValidationError:

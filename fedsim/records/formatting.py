@@ -28,7 +28,7 @@ NAMES = {
 
 
 def key_name(key: str) -> str:
-    """Return the plain English name of a key, such as "local batch size" for "local.batch_size"."""
+    """Return a plain English name for a setting, such as "local batch size" for "local.batch_size"."""
     return NAMES.get(key) or key.removesuffix(".name").replace(".", " ").replace("_", " ")
 
 
@@ -39,9 +39,9 @@ def comparison_title(keys: Sequence[str], score: str = "Test accuracy") -> str:
 
 
 def label(value: Any) -> str:
-    """Return an axis value as text: ["nnm", "median"] is "nnm + median", {rule = "krum", f = 2} is "krum (f = 2)".
+    """Return a compared value as text: ["nnm", "median"] is "nnm + median", {rule = "krum", f = 2} is "krum (f = 2)".
 
-    A table with the key `label` is shown as this label.
+    A dict with the key `label` is shown as this label.
     """
     if isinstance(value, list):
         return " + ".join(map(label, value))
@@ -55,7 +55,7 @@ def label(value: Any) -> str:
 
 
 def prepared(value: Any) -> str:
-    """Return a value as text in the syntax of an experiment file, without quotes."""
+    """Return a value as text, written as in an experiment file but without quotes."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
@@ -66,7 +66,7 @@ def prepared(value: Any) -> str:
 
 
 def flatten(table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the dotted keys of nested tables with their values as text."""
+    """Return all values of nested dicts as pairs of dotted key and text."""
     return [(key, prepared(value)) for key, value in leaves_of(table)]
 
 
@@ -106,7 +106,7 @@ def size(value: float | None) -> str:
 
 
 def amount(value: float | None) -> str:
-    """Return a number as text with four significant digits, but never fewer than all digits before the point."""
+    """Return a number as text with four significant digits. Digits before the decimal point are always kept."""
     if value is None:
         return MISSING
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -43,7 +43,7 @@ PATTERNS = [name.replace(".png", ".*") for name in FILES]  # figures may also be
 
 
 def experiment_of_run(folder: Path) -> Path:
-    """Return the experiment file of a run folder. Raises RecordError if there is none."""
+    """Return the path of the experiment file in the folder of a run. Raises RecordError if there is none."""
     if not (folder / EXPERIMENT).is_file():
         raise RecordError(
             f"{folder}: is not a run folder (no {EXPERIMENT}); to start a new run there, name an experiment file too"
@@ -52,14 +52,14 @@ def experiment_of_run(folder: Path) -> Path:
 
 
 def to_line(record: RoundRecord) -> str:
-    """Return a record as a line of `metrics.jsonl`. NaN and infinity become null."""
+    """Return a record as a line of JSON for `metrics.jsonl`. NaN and infinity become null."""
     return to_json(record) + "\n"
 
 
 def read_history(folder: Path) -> list[RoundRecord]:
-    """Return the records of the finished rounds in a run folder, for resuming the run.
+    """Return the records of the finished rounds in the folder of a run, so that the run can be continued.
 
-    Records from the first incomplete or invalid line on are left out.
+    Everything after the first invalid line is ignored.
     """
     try:
         lines = read_bounded(folder / METRICS, MOST_METRICS_BYTES, folder).split(b"\n")[:-1]
@@ -80,15 +80,15 @@ def read_history(folder: Path) -> list[RoundRecord]:
 
 
 def with_nan_losses(record: RoundRecord) -> RoundRecord:
-    """Return a record from a file, with NaN in place of losses that are null in the file."""
+    """Replace missing losses in a record by NaN, because JSON files cannot store NaN."""
     losses = {key: math.nan for key in ("test_loss", "train_loss") if record[key] is None}
     return replace(record, **losses) if losses else record
 
 
 def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
-    """Return the records in a metrics file, and whether an incomplete last line was left out.
+    """Return the records in a file, and whether its last line is incomplete.
 
-    Raises RecordError, with the line number, if any other line is not a record.
+    Raises RecordError if another line is invalid.
     """
     lines = io.BytesIO(read_file(path, MOST_METRICS_BYTES))
     records: list[RoundRecord] = []
@@ -115,7 +115,7 @@ def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
 
 
 def noted_stop(folder: Path, round: int) -> str | None:
-    """Return why the run ended early after this round, according to `events.jsonl`, or None if it did not."""
+    """Return why the run ended early after this round, according to its `events.jsonl`, or None if it did not."""
     if not is_file(folder / EVENTS):
         return None
     reason = None
@@ -128,16 +128,16 @@ def noted_stop(folder: Path, round: int) -> str | None:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first problem of a pydantic error in one line, such as "cohort.3: Input should be a valid integer"."""
+    """Return the first problem of a pydantic error as one line, such as "cohort.3: Input should be a valid integer"."""
     problem: Any = error.errors(include_url=False)[0]
     place = [".".join(map(str, problem["loc"]))] if problem["loc"] else []
     return cut(": ".join([*place, problem["msg"].removeprefix("Value error, ")]))
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Return the content of a file of at most `most` bytes.
+    """Return the content of a file.
 
-    Raises RecordError if the file cannot be read, is too large, or is a link that leads out of its folder.
+    Raises RecordError if the file cannot be read, has more than `most` bytes, or is a link out of its folder.
     """
     try:
         return read_bounded(path, most, inside=path.parent)

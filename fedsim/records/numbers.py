@@ -35,13 +35,13 @@ ALWAYS = ("test_accuracy", "test_loss", "train_loss")  # columns of every DataFr
 
 
 class Progress(NamedTuple):
-    """Totals from the start of a run to the end of a round. A total is None if the records do not contain it.
+    """Totals from the start of a run to the end of a round. A total is None if it is unknown.
 
     Attributes:
         round: number of the round.
         virtual_seconds: time on the virtual clock.
         updates: number of updates of the global model.
-        arrivals: number of worker results (trained models or gradients) that the server has accepted.
+        arrivals: number of results (trained models or gradients) from workers that the server has used.
     """
 
     round: int
@@ -51,14 +51,11 @@ class Progress(NamedTuple):
 
 
 def progress_of(history: Iterable[RoundRecord], experiment: Mapping[str, Any]) -> list[Progress]:
-    """Return the progress after each round.
-
-    Asynchronous records contain the totals. A synchronous round counts as one update, and one arrival per worker of the
-    cohort. If gradients are averaged, each step counts as one update, and one arrival per worker that takes the step.
+    """Return the totals, such as updates and virtual seconds, after each round.
 
     Args:
         history: the records of the run.
-        experiment: the experiment, with all defaults, as nested tables.
+        experiment: the experiment, with all defaults, as nested dicts.
     """
     progress: list[Progress] = []
     updates: int | None = 0
@@ -75,7 +72,7 @@ def progress_of(history: Iterable[RoundRecord], experiment: Mapping[str, Any]) -
 
 
 def places_on(scale: str, progress: Sequence[Progress], history: Sequence[RoundRecord]) -> list[float | None]:
-    """Return the x value of each round on a scale of `SCALES`, or None where the records do not contain it.
+    """Return the x value of each round in a chart, or None where it is unknown. `scale` names the x axis.
 
     >>> history = [RoundRecord(round=1, bytes_up=10), RoundRecord(round=2, bytes_up=30)]
     >>> places_on("bytes", progress_of(history, {}), history)
@@ -88,7 +85,7 @@ def places_on(scale: str, progress: Sequence[Progress], history: Sequence[RoundR
 
 
 def _sent_by_each(record: RoundRecord, experiment: Mapping[str, Any]) -> Sequence[int] | None:
-    """Return how many results each worker of the cohort sends in a synchronous round, or None if unknown."""
+    """Return how many results each worker sends in a synchronous round, or None if unknown."""
     cohort, sync, first = record.cohort, experiment.get("sync"), experiment.get("gradient_rounds")
     if not (sync == "gradients" or (sync == "post_local" and isinstance(first, int) and record.round <= first)):
         return [1] * len(cohort)
@@ -108,13 +105,13 @@ def _sent_by_each(record: RoundRecord, experiment: Mapping[str, Any]) -> Sequenc
 def run_metrics(
     history: Sequence[RoundRecord], progress: Sequence[Progress], target: float | None = None
 ) -> dict[str, float | None]:
-    """Return the metrics of a finished run by name, such as `test_accuracy` and `seconds`.
+    """Return the results of a finished run by name, such as `test_accuracy` and `seconds`.
 
     Args:
         history: the records of the run.
-        progress: the progress after each round (see `progress_of`).
-        target: target test accuracy, or test loss for a task without accuracy. If set, the metrics `..._to_target` are
-            the rounds, virtual seconds, updates and arrivals until the first test that reaches the target, or None.
+        progress: the totals after each round (see `progress_of`).
+        target: test accuracy (or test loss) to reach. If set, the results `..._to_target`, such as `rounds_to_target`,
+            say when the run reached it. They are None if it did not.
     """
     last, at, score = history[-1], progress[-1], score_in(history)
     numbers = {score.key: score.read(last), score.key.replace("test_", "best_"): best_score(history)}
@@ -134,7 +131,7 @@ def run_metrics(
 
 
 def best_score(history: Sequence[RoundRecord]) -> float | None:
-    """Return the highest test accuracy of all rounds, or the lowest test loss for a task without accuracy.
+    """Return the best test result of all rounds: the highest accuracy, or the lowest loss for a task without accuracy.
 
     Returns None if no round has a test result.
     """
@@ -144,14 +141,14 @@ def best_score(history: Sequence[RoundRecord]) -> float | None:
 
 
 def component_metrics(record: RoundRecord) -> dict[str, float | None]:
-    """Return the numbers that components, such as metrics, added to a record, by keys such as "metrics.drift"."""
+    """Return the additional numbers in a record, such as those of metrics, by keys such as "metrics.drift"."""
     return {f"metrics.{name}": value for name, value in record.metrics.items()}
 
 
 def byzantine_weight(history: Iterable[RoundRecord], byzantine: Collection[int]) -> float | None:
-    """Return the share of Byzantine workers in the sum of absolute aggregation weights, averaged over the rounds.
+    """Return the share of the Byzantine workers in the aggregation weights, averaged over the rounds.
 
-    Rounds without weights are left out. None if no round has weights.
+    Returns None if no round has weights.
     """
     shares = []
     for record in history:
@@ -162,15 +159,15 @@ def byzantine_weight(history: Iterable[RoundRecord], byzantine: Collection[int])
 
 
 def mean_or_none(values: Iterable[float | None], digits: int = 8) -> float | None:
-    """Return the mean of the values other than None, rounded to `digits` significant digits. None if all are None."""
+    """Return the mean of all values except None, rounded to `digits` significant digits. None if all are None."""
     known = [value for value in values if value is not None]
     return float(f"{statistics.fmean(known):.{digits}g}") if known else None
 
 
 def round_rows(history: Sequence[RoundRecord]) -> list[dict[str, float]]:
-    """Return one flat dict per round, which maps the dotted keys of `metrics.jsonl` to numbers.
+    """Return the numbers of each round as a dict, by the dotted keys of `metrics.jsonl`.
 
-    All dicts have the same keys. NaN stands for numbers that are missing or not finite.
+    All dicts have the same keys. NaN stands for missing numbers.
 
     >>> round_rows([RoundRecord(round=1, test_accuracy=0.5, test_loss=0.7, train_loss=0.8, metrics={"f1": 0.25})])
     [{'round': 1, 'test_accuracy': 0.5, 'test_loss': 0.7, 'train_loss': 0.8, 'metrics.f1': 0.25}]
@@ -187,8 +184,8 @@ def round_rows(history: Sequence[RoundRecord]) -> list[dict[str, float]]:
 
 
 def to_frame(rows: Sequence[Mapping[str, Any]], purpose: str) -> DataFrame:
-    """Return the rows as a pandas DataFrame.
+    """Return a list of dicts as a pandas DataFrame.
 
-    Raises MissingPackageError, whose message names `purpose`, if pandas is not installed.
+    Raises MissingPackageError if pandas is not installed. `purpose` says in the message what pandas is needed for.
     """
     return import_extra("pandas", extra="pandas", purpose=purpose).DataFrame(rows)

@@ -38,18 +38,18 @@ MOST_ERROR_BYTES = 2**24
 
 
 class LenientModel(BaseModel):
-    """Base class of pydantic models for the content of JSON files. Unknown keys are ignored."""
+    """Base class for the content of JSON files, checked by pydantic. Unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
 
 class StoredPartition(LenientModel):
-    """Content of `partition.json`.
+    """How the samples are distributed over the workers, as stored in `partition.json`.
 
     Attributes:
-        counts: number of samples per worker and class, indexed [worker][class].
-        workers: IDs of the workers in `counts`, if they are a sample of a larger population.
-        population: number of workers in this population.
+        counts: number of samples of each class at each worker, indexed [worker][class].
+        workers: IDs of the workers in `counts`, if they are only some of all workers.
+        population: number of all workers.
         byzantine: IDs of the Byzantine workers.
     """
 
@@ -60,7 +60,7 @@ class StoredPartition(LenientModel):
 
 
 class ComparisonEntry(LenientModel):
-    """Entry of `comparison.json` for one run: its ID, its value on each axis, and its folder."""
+    """One run in the file `comparison.json`: its ID, its compared values, and its folder."""
 
     id: Annotated[str, StringConstraints(pattern=ID, max_length=255)]
     point: dict[str, Any]
@@ -68,7 +68,7 @@ class ComparisonEntry(LenientModel):
 
 
 class ComparisonFile(LenientModel):
-    """Content of `comparison.json`: the axes, the settings that all runs share, and the list of runs."""
+    """Content of the file `comparison.json`: the compared settings, further settings, and the list of runs."""
 
     name: str
     axes: dict[str, Annotated[list[Any], Field(min_length=1)]]
@@ -79,7 +79,7 @@ class ComparisonFile(LenientModel):
     @model_validator(mode="before")
     @classmethod
     def _gather_settings(cls, content: Any) -> Any:
-        """Move the comparison settings, which the file stores at the top level, into `settings`."""
+        """Collect the settings of the comparison in one attribute. In the file, they are separate keys."""
         if not isinstance(content, dict):
             return content
         return {"settings": {key: content[key] for key in SETTINGS if key in content}} | content
@@ -91,15 +91,15 @@ class Run:
 
     Attributes:
         folder: folder of the records, or None if the records are not kept.
-        experiment: the experiment, with all defaults, as nested tables. Empty if the file is missing.
-        history: one record per round. A failed run has the rounds before its failure.
-        torn: whether the last line of the metrics is incomplete.
+        experiment: the experiment, with all defaults, as nested dicts.
+        history: one record per round.
+        torn: whether the last line of the metrics file is incomplete.
         id: ID of the run in a comparison, else "".
-        point: the run's value on each axis of a comparison.
-        place: index of each of these values on its axis.
+        point: in a comparison, the run's value for each compared setting.
+        place: in a comparison, the index of each of these values.
         failure: first line of the reason why the run failed, or None if it did not fail.
-        target: target test result of the comparison, or None.
-        counts: whether an unfinished run counts as finished with the rounds so far.
+        target: test result to reach, or None.
+        counts: whether an unfinished run is treated as finished.
     """
 
     folder: Path | None
@@ -117,9 +117,9 @@ class Run:
     def read(cls, folder: Path, **in_comparison: Any) -> Run:
         """Read the run in a folder. Missing files count as empty.
 
-        `in_comparison` sets further attributes of a run that belongs to a comparison, such as `id` and `point`.
+        `in_comparison` sets further attributes, such as `id`, of a run that belongs to a comparison.
 
-        Raises RecordError if a file is damaged, and ExperimentError if the experiment is not valid TOML.
+        Raises RecordError if a file is damaged.
         """
         history, torn = read_metrics(folder / METRICS) if is_file(folder / METRICS) else ([], False)
         experiment = read_toml(folder / EXPERIMENT, folder) if is_file(folder / EXPERIMENT) else {}
@@ -148,16 +148,13 @@ class Run:
 
     @cached_property
     def stopped(self) -> str | None:
-        """Return the reason why the run ended before its last round, or None if it did not.
-
-        The result is also None if `StopRun` ended a run of a comparison, because the comparison continues this run.
-        """
+        """Return the reason why the run ended before its last round, or None if it did not."""
         reason = stop_reason(self.history, stored_stop(self.experiment))
         return reason if reason or self.id or not self.folder else noted_stop(self.folder, len(self.history))
 
     @cached_property
     def finished(self) -> bool:
-        """Whether the run ended without failing. In a comparison, all files of its records must also exist."""
+        """Whether the run ended without failing."""
         if self.counts:
             return True
         ended = bool(self.history) and (len(self.history) >= (self.planned or 0) or self.stopped is not None)
@@ -173,7 +170,7 @@ class Run:
 
     @property
     def error(self) -> str | None:
-        """Reason, in one line, why the run has no result, or None if the run is finished."""
+        """Reason, in one line, why the run failed or is unfinished. None if it is finished."""
         return None if self.finished else self.failure or INCOMPLETE
 
     @property
@@ -190,7 +187,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> dict[str, float | None]:
-        """Return the metrics of a finished run by name (see `run_metrics`). Empty if the run is not finished."""
+        """Return the results of a finished run by name, such as `test_accuracy`. Empty if the run is not finished."""
         return run_metrics(self.history, self.progress, self.target) if self.finished else {}
 
     @property
@@ -210,19 +207,19 @@ class Run:
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """Return the content of `environment.json`, such as software versions. Empty if the file is missing."""
+        """Return the software versions and the machine of the run. Empty if they are unknown."""
         path = self.folder and self.folder / ENVIRONMENT
         return read_object(path) if path and is_file(path) else {}
 
     @cached_property
     def partition(self) -> StoredPartition:
-        """Return the content of `partition.json`: sample counts per worker and class. Empty if the file is missing."""
+        """Return the number of samples per worker and class. Empty if they are unknown."""
         path = self.folder and self.folder / PARTITION
         return _read_partition(path) if path and is_file(path) else StoredPartition()
 
     @cached_property
     def workers(self) -> WorkerResults | None:
-        """Return the last test results of single workers, or None if no worker was tested."""
+        """Return the newest test results of the single workers, or None if no worker was tested."""
         table = newest_table(self.folder, len(self.history)) if self.folder else None
         return read_csv(table) if table else None
 
@@ -233,12 +230,12 @@ class Run:
 
     @cached_property
     def byzantine_weight(self) -> float | None:
-        """Return the mean share of Byzantine workers in the aggregation weights, or None if it is unknown."""
+        """Return the mean share of the Byzantine workers in the aggregation weights, or None if it is unknown."""
         return byzantine_weight(self.history, self.byzantine) if self.byzantine else None
 
 
 def places_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
-    """Return, for each axis, a dict that maps the JSON text of each value to the value's index on the axis."""
+    """Return, for each compared setting, a dict from the JSON text of each value to the value's index."""
     return {
         axis: {canonical(value): index for index, value in reversed(list(enumerate(values)))}
         for axis, values in axes.items()
@@ -246,7 +243,10 @@ def places_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
 
 
 def read_comparison_file(path: Path, objects: Iterable[ObjectName] = ()) -> ComparisonFile:
-    """Return the content of a `comparison.json`, with the `objects` themselves in place of their names."""
+    """Return the content of a `comparison.json`.
+
+    Python objects are stored only by name. `objects` are the objects that replace these names.
+    """
     file = _validated(ComparisonFile, path, MOST_COMPARISON_BYTES)
     if problem := problem_with_words(file.model_dump()):
         raise RecordError(f"{path}: {problem}")

@@ -32,19 +32,18 @@ LOWER_IS_BETTER, INEQUALITY = ("loss", "error", "mse", "mae", "perplexity"), ("_
 
 @dataclass(frozen=True)
 class Metric:
-    """Name and display options of a recorded number.
+    """A number that is recorded in each round: its name, and how it is shown.
 
     Attributes:
-        label: name in charts. `{}` stands for the key if the field is a dict of numbers.
-        better: whether "higher" or "lower" values are better. "by name" derives the direction from the name (see
-            `better_called`). None if neither is better.
+        label: name in charts. `{}` is replaced by the key if the field is a dict of numbers.
+        better: whether "higher" or "lower" values are better, or None. "by name": see `better_called`.
         unit: "s" (seconds), "B" (bytes), or "" for a plain number.
-        share: whether all values lie between 0 and 1.
+        share: whether all values are between 0 and 1.
         decimals: number of decimals in the terminal's table.
-        column: heading in the terminal's table. With "", the table does not show the number.
-        tag: TensorBoard tag. With "", TensorBoard does not show the number.
+        column: heading in the terminal's table, or "" to leave the number out.
+        tag: name in TensorBoard, or "" to leave the number out.
         chart: whether the report has a chart of the number.
-        path: names of the fields that lead to the number in a record. Set by `metrics_in`.
+        path: names of the fields that lead to the number in a record, set by `metrics_in`.
     """
 
     label: str
@@ -59,12 +58,12 @@ class Metric:
 
     @property
     def key(self) -> str:
-        """Dotted path of the number in a line of `metrics.jsonl`, such as "asynchronous.updates"."""
+        """Dotted key of the number in `metrics.jsonl`, such as "asynchronous.updates"."""
         return ".".join(self.path)
 
     @property
     def sign(self) -> int:
-        """-1 if lower numbers are better, else 1."""
+        """-1 if lower numbers are better, otherwise 1."""
         return -1 if self.better == "lower" else 1
 
     def reaches(self, value: float, target: float) -> bool:
@@ -72,36 +71,30 @@ class Metric:
         return self.sign * value >= self.sign * target
 
     def decimals_for(self, value: float) -> int:
-        """Return the number of decimals to show for `value`.
-
-        Bytes have 0 decimals. A small value (below 0.001) of a metric that is not a share, such as a squared error, has
-        enough decimals for four significant digits. All other values have `decimals`.
-        """
+        """Return the number of decimals to show for `value`. Very small values get more decimals."""
         if self.unit == "B":
             return 0
         small = not self.share and 0 < abs(value) < 1e-3
         return 3 - math.floor(math.log10(abs(value))) if small else self.decimals
 
     def read(self, record: RoundRecord) -> float | None:
-        """Return this metric's number in a record, or None if the record has no finite number."""
+        """Return this number from a record, or None if it is missing or not finite."""
         value: Any = record
         for name in self.path:
             value = value.get(name) if type(value) is dict else getattr(value, name, None)
         return value if value is not None and math.isfinite(value) else None
 
     def named(self, name: str) -> Metric:
-        """Return the metric of the number `name` in a field that is a dict of numbers, such as `metrics`."""
+        """Return the metric of one number in a field that is a dict of numbers. `name` is its key."""
         words = {part: getattr(self, part).format(name) for part in ("label", "column", "tag")}
         better = better_called(name) if self.better == "by name" else self.better
         return replace(self, **words, better=better, path=(*self.path, name))
 
 
 def better_called(name: str) -> Literal["higher", "lower"] | None:
-    """Return whether higher or lower values of a component's number are better, or None if neither is.
+    """Return whether higher or lower values of a number are better, judged by its name. None if neither is.
 
-    Numbers in `OF_COMPONENTS` are listed individually. Lower is better for losses and errors (names that contain a word
-    of `LOWER_IS_BETTER`) and for measures of inequality (names that end in one of `INEQUALITY`). Otherwise higher is
-    better.
+    Lower is better for losses, errors and measures of inequality. For most other numbers, higher is better.
 
     >>> better_called("macro_f1"), better_called("global_worker_accuracy_gini"), better_called("available_workers")
     ('higher', 'lower', None)
@@ -112,7 +105,7 @@ def better_called(name: str) -> Literal["higher", "lower"] | None:
 
 
 def _drop_huge(value: float | None, info: ValidationInfo) -> float | None:
-    """Replace a number from a file by None if it is NaN, infinite or larger than `LARGEST`."""
+    """Replace a number by None if it is NaN, infinite or extremely large."""
     return None if value is not None and info.mode == "json" and not abs(value) <= LARGEST else value
 
 
@@ -123,7 +116,7 @@ Named = Annotated[dict[Text, Number], Field(max_length=MOST_NAMES)]
 
 
 class Record(dict[str, Any]):
-    """Immutable dataclass that is also a dict of its fields, so that `json.dumps` and pandas accept it."""
+    """Immutable dataclass that can also be used as a dict of its fields, for example by `json.dumps` and pandas."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -136,7 +129,7 @@ record_class = validated_dataclass(config=ConfigDict(extra="ignore"), eq=False, 
 
 @record_class
 class AsyncRecord(Record):
-    """Numbers of a round that are recorded only in asynchronous training."""
+    """Additional numbers of a round in asynchronous training."""
 
     updates: Annotated[
         Count | None, Metric("Updates", None, decimals=0, column="updates", tag="asynchronous/updates")
@@ -154,10 +147,10 @@ class AsyncRecord(Record):
 
 @record_class
 class RaceRecord(Record):
-    """Measurements of a round in mode "race". Lists have one number per repetition of the race.
+    """Additional numbers of a round in mode "race", in which concurrent processes train one shared model.
 
-    Counts are summed over the repetitions. Without a lock, half-written parameters and lost updates cannot be observed
-    directly. The record contains estimates instead (see docs/explanation/asynchronous.md).
+    Lists have one number per repetition of the race, and counts are summed over the repetitions. The numbers of lost
+    updates are estimates (see docs/explanation/asynchronous.md).
     """
 
     runs: Count | None = None
@@ -192,11 +185,9 @@ class RaceRecord(Record):
 
 @record_class
 class RoundRecord(Record):
-    """Record of one round: an item of `Result.history`, an argument of `on_round`, and a line of `metrics.jsonl`.
+    """The results of one round, as in `Result.history` and in each line of `metrics.jsonl`.
 
-    In mode "race", losses and accuracies are means over the repetitions, seconds are sums, and all other fields are
-    those of the first repetition. When a file is read, missing fields have their defaults and unknown fields are
-    ignored.
+    In mode "race", losses and accuracies are means over the repetitions of the race, and seconds are sums.
 
     >>> record = RoundRecord(round=1, test_accuracy=0.5, metrics={"update_norm": 2.0})
     >>> record["test_accuracy"], record.test_accuracy
@@ -278,12 +269,12 @@ class RoundRecord(Record):
 
     @property
     def staleness(self) -> float | None:
-        """Mean staleness of the results that were applied in the round, or None if there are none."""
+        """Mean staleness of the results that the server used in this round, or None if there are none."""
         return mean_staleness([self])
 
     @property
     def weights(self) -> list[tuple[int, float | None]]:
-        """Pairs of worker ID and aggregation weight for the cohort. Empty if the rule has no weights."""
+        """Pairs of worker ID and aggregation weight. Empty if the rule has no weights."""
         return [] if self.coefficients is None else list(zip(self.cohort, self.coefficients, strict=True))
 
 
@@ -296,7 +287,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 def mean_staleness(records: Iterable[RoundRecord]) -> float | None:
-    """Return the mean staleness of all results that were applied in these rounds, or None if there are none."""
+    """Return the mean staleness of all results that the server used in these rounds, or None if there are none."""
     counts: Counter[int] = Counter()
     for record in records:
         for staleness, count in (record.asynchronous.staleness if record.asynchronous else {}).items():
@@ -309,9 +300,9 @@ Declared = TypeVar("Declared", bound=type[Record])
 
 
 def _declared(record_type: Declared, path: tuple[str, ...] = ()) -> list[Metric]:
-    """Return the metrics that the fields of a record class declare.
+    """Return the metrics that are declared in a record class.
 
-    `path` has the field names that lead to an object of this class in a RoundRecord.
+    `path` has the names of the fields that lead to such an object in a RoundRecord.
     """
     hints = get_type_hints(record_type, include_extras=True)
     return [
@@ -341,7 +332,7 @@ SCORES = tuple(metric for metric in METRICS if metric.key in ("test_accuracy", "
 
 
 def score_in(records: Iterable[RoundRecord]) -> Metric:
-    """Return the default metric to compare runs by: the test accuracy, or the test loss for a task without accuracy.
+    """Return the default metric by which runs are compared: test accuracy, or test loss for a task without accuracy.
 
     >>> score_in([RoundRecord(round=1, test_loss=0.5)]).key
     'test_loss'
@@ -355,9 +346,7 @@ SIGNS: dict[str, Literal["higher", "lower"]] = {"+": "higher", "-": "lower"}
 
 
 def metric_called(name: str) -> Metric:
-    """Return the metric with the key `name`. A sign before the key says whether higher (+) or lower (-) is better.
-
-    For an unknown key without a sign, neither higher nor lower is better.
+    """Return the metric with this name. A sign before the name says whether higher (+) or lower (-) is better.
 
     >>> metric_called("-metrics.drift").key, metric_called("-metrics.drift").better, metric_called("test_loss").better
     ('metrics.drift', 'lower', 'lower')
@@ -370,7 +359,7 @@ def metric_called(name: str) -> Metric:
 
 
 def metrics_in(records: Iterable[RoundRecord]) -> list[Metric]:
-    """Return the metrics for which at least one record has a finite value, in the order of their declaration."""
+    """Return the metrics that have a finite value in at least one record."""
     records = list(records)
     present: list[Metric] = []
     for metric in METRICS:

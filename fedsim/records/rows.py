@@ -27,27 +27,21 @@ TEST, VALIDATION = "test_", "validation_"  # prefixes of the names of results
 
 
 def canonical(value: Any) -> str:
-    """Return JSON text that identifies an axis value, or a point (a combination of axis values).
-
-    The values 1, 1.0 and true have different texts.
-    """
+    """Return a JSON text that is different for different values, even for 1, 1.0 and true."""
     return json.dumps(value, sort_keys=True)
 
 
 @dataclass(eq=False)
 class Row:
-    """Row of the summary table: one combination of compared values, with its runs of all seeds.
-
-    Statistics cover the finished runs. The compared metric is the test accuracy after the last round (the test loss for
-    a task without accuracy), unless the comparison names another metric.
+    """Row of the table of results: one combination of compared values, with the runs of all seeds.
 
     Attributes:
-        point: value on each compared axis.
-        place: index of each of these values on its axis.
-        runs: the `Run` of each seed, finished or not.
-        metric: the compared metric (see `score_of`).
-        chosen: values that were chosen along the axes `tune` and `worst`.
-        group: this row and the rows that differ from it only in the first axis.
+        point: the compared values, by key.
+        place: the index of each of these values.
+        runs: the run of each seed (see `Run`), finished or not.
+        metric: the metric by which the runs are compared, such as the test accuracy.
+        chosen: values that were chosen by `tune` and `worst`.
+        group: this table row and the table rows that it is compared with.
     """
 
     point: dict[str, Any]
@@ -64,12 +58,12 @@ class Row:
 
     @property
     def failed(self) -> int:
-        """Number of runs that failed or did not finish. No mean includes them."""
+        """Number of runs that failed or did not finish."""
         return len(self.runs) - len(self.finished)
 
     @cached_property
     def metrics(self) -> dict[str, Estimate | None]:
-        """Return the mean over the seeds of each metric in `Run.metrics`, or None for metrics without a value."""
+        """Return the mean of each result over the seeds, by name, such as `test_accuracy`."""
         names = dict.fromkeys(name for run in self.finished for name in run.metrics)
         by_name = {name: [run.metrics.get(name) for run in self.finished] for name in names}
         return {name: estimate([value for value in values if value is not None]) for name, values in by_name.items()}
@@ -81,7 +75,7 @@ class Row:
 
     @property
     def accuracy(self) -> Estimate | None:
-        """Mean test accuracy after the last round, or None if another metric is compared or no run has one."""
+        """Mean test accuracy after the last round. None if there is none, or if runs are compared by another metric."""
         return self.score if self.metric.key == "test_accuracy" else None
 
     @property
@@ -92,52 +86,46 @@ class Row:
 
     @property
     def diverged(self) -> int:
-        """Number of finished runs that diverged. Their results are those of the last finite model."""
+        """Number of finished runs that diverged."""
         return sum(run.history[-1].diverged is not None for run in self.finished)
 
     @property
     def counted(self) -> int:
-        """Number of runs that count in the score."""
+        """Number of runs whose results are included in the mean."""
         return self.score.n if self.score else 0
 
     @property
     def difference(self) -> Estimate | None:
-        """Mean difference between this row's score and the score of the baseline row, paired by seed.
+        """Mean difference between the result of this table row and the result of the baseline, for equal seeds.
 
-        The baseline is the row of the same group that has the first value of the first axis. The result is None for the
-        baseline itself, and if the group has no baseline.
+        The baseline is the first value of the first compared setting. Returns None for the baseline itself.
         """
         baseline = self.group[0] if self.group else self
         return self.difference_to(baseline) if baseline is not self and baseline.place[0] == 0 else None
 
     @property
     def mark(self) -> str:
-        """Mark of the row: "*" for the best row of its group, "~" for rows tied with the best row, else ""."""
+        """Mark: "*" for the best table row of its group, "~" if not significantly different from the best, else ""."""
         group = self.group
         if group is None or len(group) < 2:
             return ""
         return "*" if self is group.best else "~" if self in group.tied else ""
 
     def is_complete(self, mean: Estimate | None) -> bool:
-        """Whether `mean` is finite and includes every run of the row, and no run diverged."""
+        """Whether `mean` is finite and includes every run of the table row, and no run diverged."""
         return mean is not None and math.isfinite(mean.mean) and mean.n == len(self.runs) and not self.diverged
 
     def quality(self, mean: Estimate | None) -> float:
-        """Return a number, higher for better rows, by which rows are ranked, chosen and marked.
+        """Return a number by which table rows are ranked: the higher, the better.
 
-        `mean` is the mean of the compared metric, or of its validation result. Returns -inf if the mean is not complete
-        (see `is_complete`), or if neither higher nor lower values of the metric are better.
+        `mean` is the mean result of this table row. Returns -inf if a run failed, diverged or has no result.
         """
         if mean is None or not self.is_complete(mean) or self.metric.better is None:
             return -math.inf
         return self.metric.sign * mean.mean
 
     def difference_to(self, row: Row) -> Estimate | None:
-        """Return the mean difference between this row's score and the score of `row`, over the seeds that both have.
-
-        Runs with the same seed share the initial model, cohorts and batches, so the difference varies less than either
-        score.
-        """
+        """Return the mean difference between the results of this table row and of `row`, paired by seed."""
         ours, theirs = self._scores, row._scores
         return estimate([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
@@ -148,42 +136,42 @@ class Row:
 
 
 class Group(list[Row]):
-    """A group of rows that differ only in the first axis, such as all rules under the same attack."""
+    """Table rows that differ only in the first compared setting, such as all rules under the same attack."""
 
     @cached_property
     def ranked(self) -> list[Row]:
-        """Return the rows sorted by score, best first, without rows that have a failed, diverged or missing run."""
+        """Return the table rows, best first, without those that have a failed, diverged or missing run."""
         known = [row for row in self if row.quality(row.score) > -math.inf]
         return sorted(known, key=lambda row: -row.quality(row.score))
 
     @property
     def best(self) -> Row | None:
-        """The row with the best mean score (the first one among equal rows), or None if no row is ranked."""
+        """The table row with the best mean result, or None."""
         return self.ranked[0] if self.ranked else None
 
     @cached_property
     def tied(self) -> list[Row]:
-        """Return the rows that are not significantly different from the best row, sorted by score.
+        """Return the table rows that are not significantly different from the best one, best first.
 
-        Rows are tied if the 95 percent interval of their difference, paired by seed, includes 0.
+        The 95 percent interval of their difference to the best one includes 0.
         """
         gaps = {row: row.difference_to(self.ranked[0]) for row in self.ranked[1:]}
         return [row for row, gap in gaps.items() if gap and gap.includes(0.0)]
 
     @property
     def next(self) -> Row | None:
-        """The row with the best score among the rows that are not tied with the best row, or None."""
+        """The best of the table rows that are significantly worse than the best one, or None."""
         return next((row for row in self.ranked[1:] if row not in self.tied), None)
 
 
 def rows_of(runs: Iterable[Any], axes: Sequence[str], by: str | None = None, chosen: Iterable[str] = ()) -> list[Row]:
-    """Return one row for each combination of values on the axes, in the order of the runs.
+    """Return one table row for each combination of compared values.
 
     Args:
         runs: the runs, as `Run` objects.
-        axes: the compared axes, without the seed.
-        by: name of the compared metric (see `score_of`).
-        chosen: axes along which values were chosen.
+        axes: keys of the compared settings, without the seed.
+        by: name of the metric to compare. None: the test accuracy or loss.
+        chosen: keys of the settings whose values were chosen.
     """
     runs, together = list(runs), dict[tuple[int, ...], list[Any]]()
     for run in runs:
@@ -197,7 +185,10 @@ def rows_of(runs: Iterable[Any], axes: Sequence[str], by: str | None = None, cho
 
 
 def groups_of(rows: Iterable[Row]) -> list[Group]:
-    """Return the rows in groups. Rows of a group differ only in the first axis."""
+    """Return the table rows in groups, such as all rules under the same attack.
+
+    The rows of a group differ only in the first compared setting.
+    """
     groups: dict[tuple[int, ...], Group] = {}
     for row in rows:
         row.group = groups.setdefault(row.place[1:], Group())
@@ -206,7 +197,7 @@ def groups_of(rows: Iterable[Row]) -> list[Group]:
 
 
 def score_of(runs: Iterable[Any], by: str | None = None) -> Metric:
-    """Return the metric to compare runs by: the metric with the name `by`, or by default the test accuracy.
+    """Return the metric by which the runs are compared: the metric named `by`, or the test accuracy by default.
 
     For a task without accuracy, the default is the test loss.
     """
@@ -215,12 +206,12 @@ def score_of(runs: Iterable[Any], by: str | None = None) -> Metric:
 
 @dataclass(frozen=True)
 class MeanCurve:
-    """Mean of the curves of several runs, over the x range that all curves cover.
+    """The mean of the curves of several runs.
 
     Attributes:
         curves: x values and y values of each run's curve.
-        x: common x values, shape [points].
-        values: the curves interpolated at `x`, shape [curves, points].
+        x: x values at which the mean is computed, shape [points].
+        values: the y values of the curves at these points, interpolated, shape [curves, points].
         means, half_widths: means over the curves and half widths of the 95 percent intervals, shape [points].
     """
 
@@ -232,7 +223,10 @@ class MeanCurve:
 
 
 def mean_curve(runs: Iterable[Any], metric: Metric, scale: str) -> MeanCurve | None:
-    """Return the mean curve of a metric over a scale of `SCALES`, or None if no x value has results of all runs."""
+    """Return the mean over several runs of a metric as a curve, or None if there are no common x values.
+
+    `scale` names the x axis, such as "round".
+    """
     curves = [curve for run in runs if (curve := _curve(run, metric, scale))[0].size]
     if not curves:
         return None
@@ -241,14 +235,14 @@ def mean_curve(runs: Iterable[Any], metric: Metric, scale: str) -> MeanCurve | N
 
 
 def _curve(run: Any, metric: Metric, scale: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the x values and the metric values of a run, for the rounds that have both."""
+    """Return the x values and the metric's values in a run."""
     points = list(zip(places_on(scale, run.progress, run.history), map(metric.read, run.history), strict=True))
     x, y = np.array([point for point in points if None not in point], dtype=float).reshape(-1, 2).T
     return x, y
 
 
 def is_numeric(values: Sequence[Any]) -> bool:
-    """Whether all values of an axis are finite numbers.
+    """Whether all values are finite numbers.
 
     >>> is_numeric([1, 2.5]), is_numeric([True, 1]), is_numeric([1, float("inf")]), is_numeric(["mean"])
     (True, False, False, False)
@@ -259,15 +253,12 @@ def is_numeric(values: Sequence[Any]) -> bool:
 
 
 def numeric_axes(axes: Mapping[str, Sequence[Any]], compared: Sequence[str]) -> list[str]:
-    """Return the compared axes that have three or more values, all of them numbers."""
+    """Return the keys of the compared settings that have three or more values, all of them numbers."""
     return [key for key in compared if len(axes[key]) >= FEWEST_VALUES and is_numeric(axes[key])]
 
 
 def value_curves(rows: Iterable[Row], key: str) -> list[list[Row]]:
-    """Return lists of rows that differ only in the axis `key`, sorted by the value on this axis.
-
-    There is one list for each combination of values on the other compared axes.
-    """
+    """Return lists of table rows that differ only in the setting `key`, sorted by its value."""
     curves: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
         combination = tuple(place for axis, place in zip(row.point, row.place, strict=True) if axis != key)
@@ -276,10 +267,7 @@ def value_curves(rows: Iterable[Row], key: str) -> list[list[Row]]:
 
 
 def mean_over_values(curve: Iterable[Row], key: str) -> MeanCurve | None:
-    """Return the mean of the compared metric after the last round as a curve over the values of the axis `key`.
-
-    Values with a failed, diverged or missing run are left out. None if no value remains.
-    """
+    """Return the mean final results as a curve over the values of the setting `key`, or None if there are none."""
     known = [(row.point[key], score.values) for row in curve if (score := row.score) and row.is_complete(score)]
     if not known:
         return None
@@ -288,16 +276,13 @@ def mean_over_values(curve: Iterable[Row], key: str) -> MeanCurve | None:
 
 
 class BreakingPoint(NamedTuple):
-    """Where along a numeric axis the mean test result after the last round begins to miss the target.
-
-    A value of the axis with a diverged run or without a finite result misses the target.
+    """The value of a numeric setting from which the mean test result misses the target.
 
     Attributes:
-        breaks_at: smallest value such that the target is missed at this value and at all larger values. None if the
-            largest value of the axis reaches the target.
-        reached_at: largest value that reaches the target, or None if no value does.
-        missed_below: values below `reached_at` that miss the target. If there are any, the curve is not monotone.
-        no_result: values with a failed run. The other attributes do not consider these values.
+        breaks_at: the smallest value from which all results miss the target, or None if the largest value reaches it.
+        reached_at: largest value that reaches the target, or None.
+        missed_below: smaller values than `reached_at` that miss the target.
+        no_result: values with a failed run, which are otherwise ignored.
     """
 
     breaks_at: float | None
@@ -318,12 +303,12 @@ class BreakingPoint(NamedTuple):
 
 
 def breaking_point(curve: Iterable[Row], key: str, test: Metric, target: float) -> BreakingPoint:
-    """Return where along the axis `key` the test result begins to miss the target.
+    """Return the value of the setting `key` from which the test result misses the target.
 
     Args:
-        curve: one row for each value of the axis, which differ only in this value.
-        key: the axis.
-        test: metric to which the target applies.
+        curve: one table row for each value of the setting.
+        key: key of the setting.
+        test: metric to which the target refers.
         target: the target.
     """
     reached, missed, unknown = list[float](), list[float](), list[float]()
@@ -342,12 +327,12 @@ def breaking_point(curve: Iterable[Row], key: str, test: Metric, target: float) 
 
 @dataclass(frozen=True)
 class Choice:
-    """A value that was chosen along the axis `tune` or `worst`, for one combination of compared values.
+    """A value that was chosen by `tune` or `worst`, for one combination of the other compared values.
 
     Attributes:
-        candidates: one row for each value of the axis, in the order of the runs.
-        chosen: the row of the chosen value.
-        decided: whether any value has results for every seed. If false, the first value is chosen.
+        candidates: one table row for each possible value.
+        chosen: the table row of the chosen value.
+        decided: false if no value has results for every seed. Then the first value is chosen.
     """
 
     candidates: list[Row]
@@ -357,19 +342,15 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings:
-    """Settings of a comparison: the keys of a table [comparison] (or of `comparison.json`) that are not axes.
+    """Settings of a comparison, as in a table [comparison].
 
     Attributes:
-        target: test accuracy to reach (test loss for a task without accuracy). The summary reports the time until the
-            target is reached, and the breaking points along numeric axes.
-        tune: axis to tune. For each combination, the value with the best mean validation result is chosen, among the
-            values with results for every seed. With `worst`, the worst validation result along that axis counts.
-        worst: axis of the worst case. After tuning, the value with the worst mean of the compared metric is chosen.
-            Values with a failed, diverged or missing run count as worst.
-        metric: name of the compared metric (see `metric_called`). None: the test accuracy, or the test loss for a task
-            without accuracy.
-        skip_invalid: leave out combinations that are invalid experiments. None or false: refuse the comparison.
-        heatmap: vertical and horizontal axis of the heat map, separated by a comma. None: the first two axes.
+        target: test accuracy to reach (test loss for a task without accuracy).
+        tune: key of a setting, such as the learning rate, whose value is chosen by the validation result.
+        worst: key of a setting, such as the attack, of which only the value with the worst result is shown.
+        metric: name of the metric to compare (see `metric_called`). None: the test accuracy or loss.
+        skip_invalid: leave out invalid combinations instead of raising an error.
+        heatmap: the two settings on the axes of the heat map, separated by a comma. None: the first two.
     """
 
     target: Number = None
@@ -385,42 +366,38 @@ class ComparisonSettings:
         return {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
 
     def known_on(self, axes: Container[str]) -> ComparisonSettings:
-        """Return a copy in which `tune` and `worst` are None unless they are among the `axes` of the comparison."""
+        """Return a copy without `tune` and `worst` if these are not among the compared settings `axes`."""
         tune, worst = (axis if axis in axes else None for axis in (self.tune, self.worst))
         return replace(self, tune=tune, worst=worst)
 
     @property
     def headings(self) -> dict[str, str]:
-        """Column headings for the axes of `tune` and `worst`, such as "tuned local.lr", by axis."""
+        """Column headings for the settings of `tune` and `worst`, such as "tuned local.lr", by key."""
         texts = {self.tune: f"tuned {self.tune}", self.worst: f"worst {self.worst}"}
         return {axis: text for axis, text in texts.items() if axis is not None}
 
     @property
     def remark(self) -> str:
-        """Remark for figures that says how values were chosen. Empty without `tune` and `worst`."""
+        """Text for figures that says how `tune` and `worst` chose values. Empty without them."""
         return ", ".join(self.headings.values())
 
     def compared(self, axes: Sequence[str]) -> list[str]:
-        """Return the compared axes: all axes except the seed and the axes of `tune` and `worst`."""
+        """Return the keys of the compared settings, without the seed and the settings of `tune` and `worst`."""
         return [axis for axis in axes if axis != SEED and axis not in self.headings]
 
     def heat_axes(self, axes: Sequence[str]) -> tuple[str, str] | None:
-        """Return the vertical and the horizontal axis that the setting `heatmap` names.
-
-        Returns None without this setting, or if one of the two is not compared or is the first compared axis.
-        """
+        """Return the settings on the vertical and the horizontal axis of the heat map, or None without a choice."""
         down, _, across = (self.heatmap or "").partition(",")
         return (down, across) if down != across and {down, across} <= set(self.compared(axes)[1:]) else None
 
     def combined(self, runs: Sequence[Any], axes: Sequence[str]) -> list[Row]:
-        """Return one row for each combination of compared values, with the values chosen along `tune` and `worst`."""
+        """Return one table row for each combination of compared values, after `tune` and `worst` have chosen values."""
         return rows_of(self.of(runs, axes)[0], self.compared(axes), self.metric, self.headings)
 
     def of(self, runs: Sequence[Any], axes: Sequence[str]) -> tuple[list[Any], list[Choice]]:
-        """Choose values along the axes of `tune` and `worst`.
+        """Choose values by `tune` and `worst`. `axes` are the keys of all settings with several values.
 
-        Returns the runs with the chosen values, and one `Choice` along the axis `tune` for each combination of compared
-        values. Without this axis, the list of choices is empty.
+        Returns the runs with the chosen values, and the choices of `tune`.
         """
         compared, left, tuned = self.compared(axes), list(runs), list[Choice]()
         if self.tune is not None:
@@ -432,10 +409,7 @@ class ComparisonSettings:
         return left, tuned
 
     def validated(self, candidate: Row) -> Row:
-        """Return those runs of a tuned value whose validation result decides whether the value is chosen.
-
-        With an axis `worst`, these are the runs of the worst case, else all runs.
-        """
+        """Return the runs of a table row by which `tune` judges it: those of the worst case, or all without `worst`."""
         cases = rows_of(candidate.runs, [] if self.worst is None else [self.worst])
         return min(cases, key=validated_quality)
 
@@ -445,12 +419,12 @@ SETTINGS = tuple(item.name for item in fields(ComparisonSettings))
 
 
 def validation_result(row: Row) -> Estimate | None:
-    """Return the mean over seeds of the validation result after the last round, or None if no run has one."""
+    """Return the mean validation result after the last round, or None if no run has one."""
     return row.metrics.get(row.metric.key.replace(TEST, VALIDATION))
 
 
 def validated_quality(row: Row) -> float:
-    """Return the quality of the row's mean validation result, higher for better results (see `Row.quality`)."""
+    """Return a number by which table rows are ranked by their validation result: the higher, the better."""
     return row.quality(validation_result(row))
 
 
@@ -461,10 +435,10 @@ def _choices(
     value: Callable[[Row], float],
     by: str | None = None,
 ) -> list[Choice]:
-    """Choose a value of `axis` for each combination of compared values: the value whose row maximizes `value(row)`.
+    """Choose a value of the setting `axis` for each combination of the other settings.
 
-    If no row has a `value(row)` above -inf, the first value is chosen, and `decided` is false. `by` is the name of the
-    compared metric (see `score_of`).
+    The value with the highest `value(table row)` is chosen, or the first one if all are -inf. `by` is the name of the
+    metric to compare.
     """
     choices = []
     for row in rows_of(runs, compared):

@@ -52,10 +52,9 @@ UPDATES = "updates-{round:05d}.safetensors"
 
 @contextlib.contextmanager
 def new_folder(name: str) -> Iterator[Path]:
-    """Create the folder runs/<name>-<date>-<time>, and remove it after the `with` block if it is still empty.
+    """Create the folder runs/<name>-<date>-<time>. It is removed after the `with` block if it is still empty.
 
-    If the folder exists, a number is added to its name, so that programs started at the same time get different
-    folders. Raises RecordError if the folder cannot be created.
+    Raises RecordError if the folder cannot be created.
     """
     stem = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     numbered = (stem.with_name(f"{stem.name}-{number}") for number in itertools.count(2))
@@ -76,11 +75,10 @@ def new_folder(name: str) -> Iterator[Path]:
 
 
 class RunFolder:
-    """Writer for the records of one run, used as a context manager around the run.
+    """Writes the records of one run into a folder. Use it as a context manager around the run.
 
-    The folder must be new or empty, or, with `resume`, hold the earlier part of the run. The folder is created and
-    locked at once, so that errors show before the first round. If the run ends before its first round is recorded, the
-    folder is removed again. Raises RecordError if the folder holds other files or cannot be written.
+    The folder must be new or empty, or, with `resume`, contain the earlier part of the run. Otherwise RecordError is
+    raised.
     """
 
     def __init__(self, folder: Path, *, resume: bool = False) -> None:
@@ -103,9 +101,9 @@ class RunFolder:
             raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}{remedy(folder, error)}") from error
 
     def begin(self, experiment: Experiment, history: Sequence[RoundRecord] = (), **facts: Any) -> None:
-        """Write the experiment, the environment, and the earlier rounds of a resumed run (`history`).
+        """Write the experiment, facts about the machine, and the rounds so far (`history`) of a run that is continued.
 
-        `facts` are added to the environment.
+        `facts` are stored with those about the machine.
         """
         environment = {**describe_environment(), **facts}
         if self.resumes:
@@ -123,10 +121,7 @@ class RunFolder:
             self.event(kind, **event)
 
     def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
-        """Return the stored environment of the run's first session, with a list of the times when the run was resumed.
-
-        An item of the list has the number of finished rounds and the values of `environment` that have changed.
-        """
+        """Return the stored facts about the machine, with an added entry that says that the run was continued."""
         first = self.environment()
         if not first:
             return environment
@@ -139,13 +134,13 @@ class RunFolder:
         }
 
     def environment(self) -> dict[str, Any]:
-        """Return the content of `environment.json`, or {} if the file is missing or damaged."""
+        """Return the stored software versions and facts about the machine, or {} if there are none."""
         with contextlib.suppress(RecordError):
             return read_object(self.path / ENVIRONMENT)
         return {}
 
     def round(self, record: RoundRecord) -> None:
-        """Append the record of a round atomically. Raises RecordError if another program changed the file."""
+        """Append the record of a round to the file. Raises RecordError if another program changed the file."""
         assert self._metrics is not None
         require_unchanged(self._metrics, self.path / METRICS, f"after round {self._rounds}")
         append_atomically(self._metrics, self.path / METRICS, to_line(record).encode())
@@ -153,7 +148,7 @@ class RunFolder:
         self._worth_keeping = True
 
     def settle(self) -> None:
-        """Flush the recorded rounds to disk. Raises RecordError if another program changed the file."""
+        """Make sure that all records are on disk. Raises RecordError if another program changed the file."""
         assert self._metrics is not None
         require_unchanged(self._metrics, self.path / METRICS, f"after round {self._rounds}")
         try:
@@ -162,7 +157,7 @@ class RunFolder:
             raise unwritable_error(self.path / METRICS, error) from error
 
     def event(self, kind: str, *, round: int, **facts: Any) -> None:
-        """Append an event, such as a lost process, to `events.jsonl`. Events before `begin` are written by `begin`."""
+        """Append an event, such as a lost process, to `events.jsonl`."""
         if self._metrics is None:
             self._early_events.append((kind, {"round": round, **facts}))
             return
@@ -178,13 +173,13 @@ class RunFolder:
     def partition(
         self, counts: np.ndarray, byzantine: list[int], workers: list[int] | None = None, population: int | None = None
     ) -> None:
-        """Write the partition of the data.
+        """Write how the samples are distributed over the workers.
 
         Args:
             counts: number of samples per worker and class, int, shape [workers, classes].
             byzantine: IDs of the Byzantine workers.
-            workers: IDs of the workers in `counts`, if they are a sample of a larger population.
-            population: size of this population.
+            workers: IDs of the workers in `counts`, if they are only some of all workers.
+            population: number of all workers.
         """
         sample = {} if workers is None else {"population": population, "workers": workers}
         self.write(PARTITION, to_json({**sample, "counts": counts.tolist(), "byzantine": byzantine}).encode())
@@ -203,7 +198,7 @@ class RunFolder:
         self.write(MODEL, save({name: value.contiguous().clone() for name, value in tensors.items()}))
 
     def race_log(self, csv: bytes) -> None:
-        """Write the log of a race (its order of events), with which `clock.replay_log` can repeat the race."""
+        """Write the log of a race (the order of its events), from which the race can be repeated."""
         self.write(RACE_LOG, csv)
 
     def workers(self, results: WorkerResults) -> None:
@@ -211,7 +206,7 @@ class RunFolder:
         self.write(WORKERS.format(round=results.round), workers_csv(results).encode())
 
     def write(self, name: str, content: bytes) -> None:
-        """Write the file `name`, such as a figure, atomically."""
+        """Write the file `name`, such as a figure."""
         write_atomically(self.path / name, content)
         self._written.append(self.path / name)
 
@@ -235,7 +230,7 @@ class RunFolder:
 
 
 def _require_empty(folder: Path) -> None:
-    """Raise RecordError if a folder is not empty. The unfinished first file of a killed run does not count."""
+    """Raise RecordError if a folder is not empty."""
     if (folder / EXPERIMENT).is_file():
         raise RecordError(f"{folder}: holds a run; name another folder, or continue that run with --resume")
     if any(path.name != PART.format(EXPERIMENT) for path in folder.iterdir()):
@@ -243,7 +238,7 @@ def _require_empty(folder: Path) -> None:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return the date, the software versions, the machine and the git commit of fedsim, for `environment.json`."""
+    """Return the date, the software versions, the machine and the git commit, to be stored with a run."""
     return {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), **_describe_process()}
 
 
@@ -270,9 +265,9 @@ def _versions() -> dict[str, str]:
 
 
 def _git_commit() -> str | None:
-    """Return the git commit of the checkout that fedsim runs from, or None outside a checkout.
+    """Return the git commit of fedsim's source code, or None if it is unknown.
 
-    "+dirty" is appended if the checkout has uncommitted changes.
+    "+dirty" is appended if there are uncommitted changes.
     """
     folder = Path(__file__).parent
     try:

@@ -24,10 +24,7 @@ LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": 
 
 
 def workers_csv(results: WorkerResults) -> str:
-    """Return a CSV table with one row per worker: its ID, its number of test samples, and loss and accuracy.
-
-    Each tested model, such as the global model, has its own columns. Accuracies are left out if the task has none.
-    """
+    """Return the test results of single workers as a CSV table with one line per worker."""
     scores = {"loss": results.loss, "accuracy": results.accuracy}
     columns = {
         f"{model}_{quantity}": scores[quantity][model]
@@ -57,7 +54,7 @@ def read_csv(path: Path) -> WorkerResults:
 
 
 def newest_table(folder: Path, most: int | None = None) -> Path | None:
-    """Return the path of the newest table of worker tests in a run folder, or None if there is none.
+    """Return the path of the newest test results of single workers in the folder of a run, or None.
 
     `most` is the last round to consider.
     """
@@ -71,7 +68,7 @@ def _round_of(path: Path) -> int:
 
 
 def workers_line(results: WorkerResults) -> str:
-    """Return one line with the mean score of all workers, and of the worst 10 percent of the workers, for each model.
+    """Return one line with the mean test result of all workers, and of the worst 10 percent, for each model.
 
     Example: "4 workers: global model 0.6525 (worst 10 percent 0.0625), personal model 0.8252 (worst 10 percent 0.6565)"
     """
@@ -85,7 +82,7 @@ def workers_line(results: WorkerResults) -> str:
 
 
 def draw_workers(results: WorkerResults, title: str) -> Figure:
-    """Return a figure of the workers' scores in ascending order. Each model has a line, with its mean in the legend."""
+    """Return a figure of the workers' test results, from lowest to highest, with one line for each tested model."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")

@@ -20,7 +20,7 @@ FEW_LINES = 4  # with at most this number of lines, the spread of curves is show
 
 
 def comparison_page(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the variables of the HTML template, and for each chart, by its HTML id, the list of its figures."""
+    """Return the variables of the HTML page of a comparison, and the figures of each of its charts."""
     compared, rows, score, test = comparison.compared, comparison.rows, comparison.metric, comparison.test
     labels = {axis: [fmt.label(value) for value in values] for axis, values in comparison.axes.items()}
     axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
@@ -80,18 +80,18 @@ def comparison_page(comparison: Comparison) -> tuple[dict[str, Any], dict[str, A
 
 
 def _first(choices: Iterable[str], first: str) -> list[str]:
-    """Return the choices of a menu without duplicates. If `first` is among them, it is moved to the front."""
+    """Return the choices without duplicates, with the choice `first`, if present, at the front."""
     return sorted(dict.fromkeys(choices), key=lambda choice: choice != first)
 
 
 def _value_menus(compared: Sequence[str], against: Sequence[str]) -> list[tuple[int, bool]]:
-    """Return the menus beside the charts over axis values, one for each axis on which a reader can choose values.
+    """Return the menus with which readers choose values of the compared settings.
 
     Args:
-        compared: the compared axes.
-        against: the numeric axes. Each has its own chart, and the chart of the first axis is shown first.
+        compared: keys of the compared settings.
+        against: keys of the numeric settings, each of which has its own chart.
 
-    A menu is a pair: the index of its axis, and whether it starts with a single value instead of all values.
+    A menu is a pair: the index of its setting, and whether it starts with a single value instead of all values.
     """
     if not against:
         return []
@@ -101,14 +101,14 @@ def _value_menus(compared: Sequence[str], against: Sequence[str]) -> list[tuple[
 
 
 def weights_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return one heat map of the workers' aggregation weights for each run that recorded weights."""
+    """Return a heat map of the workers' aggregation weights for each run that recorded weights."""
     columns = on_page.columns_for(runs)
     figures = [on_page.weights_heat_map(run, columns, run=str(index)) for index, run in enumerate(runs)]
     return [figure for figure in figures if figure]
 
 
 def partitions_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return one heat map for each distinct partition of the data. It is shown for all runs with this partition."""
+    """Return heat maps of the samples per worker and class, one for each different partition of the data."""
     sharing: list[tuple[StoredPartition, list[str]]] = []
     for index, run in enumerate(runs):
         shared = next((indices for partition, indices in sharing if partition == run.partition), None)
@@ -120,7 +120,7 @@ def partitions_of_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def run_name(run: Run) -> str:
-    """Return the name of a run: its axis values, with the seed last."""
+    """Return the name of a run: its compared values, with the seed last."""
     values = {axis: fmt.label(value) for axis, value in run.point.items()}
     seed = [f"seed {values.pop(SEED)}"] if SEED in values else []
     return " · ".join([*values.values(), *seed]) or run.id
@@ -137,9 +137,9 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def breaking_texts(comparison: Comparison) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return where the test result begins to miss the target, as text.
+    """Return as text from which value of a numeric setting the test result misses the target.
 
-    There is one pair for each numeric axis: the name of the axis, and a list of pairs (name of a line, breaking point).
+    Each item is a pair: the name of the setting, and a list of pairs (name of a line in the chart, value as text).
     """
     texts = []
     for key, points in breaking_points(comparison).items():
@@ -155,11 +155,7 @@ def shared_settings(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 
 def comparison_table(comparison: Comparison) -> dict[str, Any]:
-    """Return the summary table as variables of the HTML template, such as its head and its rows.
-
-    The columns of the other axes precede the column of the first axis, because the rows of a group differ only in the
-    first axis.
-    """
+    """Return the table of results as variables of the HTML page."""
     rows, available, headings = comparison.summary, columns(comparison), comparison.settings.headings
     shown = filled(available, [name for name in available if name not in NOT_SHOWN], rows)
     keys, lines = [*comparison.compared[1:], *comparison.compared[:1]], []
@@ -178,10 +174,7 @@ def comparison_table(comparison: Comparison) -> dict[str, Any]:
 
 
 def _shown(name: str, cell: Cell, *, best: bool) -> Cell:
-    """Return the cell of column `name` as the report shows it.
-
-    A star marks the score of the best row, and a dash stands for a missing number.
-    """
+    """Return a cell of column `name` as the report shows it, for example with a star if it is the best."""
     if name == "to_best":
         return cell._replace(text=cell.text.replace("-", MINUS), spread=cell.spread.replace("-", MINUS))
     return cell._replace(text=cell.text or fmt.MISSING, mark="★" if best and name == "score" else cell.mark)

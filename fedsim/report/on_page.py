@@ -63,7 +63,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Chart:
-    """Entry of the menu "Metric": a label, and the metrics whose lines the chart shows."""
+    """An entry of the menu "Metric": its label, and the metrics that the chart shows."""
 
     label: str
     lines: tuple[Metric, ...]
@@ -77,7 +77,7 @@ def records_of(runs: Sequence[Run]) -> list[RoundRecord]:
 def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
     """Return one chart for each metric that the runs recorded.
 
-    With `parts`, charts of sums also show the summands, such as the seconds of each phase.
+    With `parts`, charts of sums also show their summands, such as the seconds of each phase.
     """
     available = metrics_in(records_of(runs))
     charts = []
@@ -92,41 +92,32 @@ def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
 
 
 def scales_of(runs: Sequence[Run]) -> list[str]:
-    """Return the x axes other than rounds. Empty if all runs are synchronous and have no virtual clock."""
+    """Return the possible x axes other than rounds, such as virtual seconds."""
     if all(record.virtual_seconds is None and record.asynchronous is None for record in records_of(runs)):
         return []
     return [scale for scale in ON_CLOCK if any(getattr(at, scale) is not None for run in runs for at in run.progress)]
 
 
 def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
-    """Return the menu of x axes as triples (value, text, whether selected). Empty if there are only rounds.
-
-    Virtual seconds are selected if all runs have a virtual clock, else rounds.
-    """
+    """Return the menu of x axes as triples (value, text, whether selected). Empty if there are only rounds."""
     timed = all(run.progress[-1].virtual_seconds is not None for run in runs)
     choices = [(scale, SCALES[scale], timed and scale == "virtual_seconds") for scale in scales_of(runs)]
     return [(ROUNDS, "rounds", not timed), *choices] if choices else []
 
 
 def line_name(metric: Metric) -> str:
-    """Return the name of a metric as it is used within a sentence: the label in lower case.
-
-    The name of a metric that a component chose is not changed.
-    """
+    """Return the name of a metric as it is written within a sentence, usually in lower case."""
     return metric.label if metric.path[0] == "metrics" else metric.label.lower().replace("_", " ")
 
 
 def run_curves(run: Run) -> list[dict[str, Any]]:
-    """Return the figures of a run's curves: one for each metric in the menu and each x axis, such as rounds."""
+    """Return the figures of a run's curves: one for each metric and each x axis that readers can choose."""
     comparison = Comparison(run.name, {}, [run])
     return _all_curves(comparison, charts_of([run], parts=True), lambda chart, line: line_name(line.metric))
 
 
 def curves_by_run(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return the figures of a comparison's curves: one for each metric in the menu and each x axis, such as rounds.
-
-    A figure shows the mean and the spread over the seeds for each combination of compared values.
-    """
+    """Return the figures of a comparison's curves: one for each metric and each x axis that readers can choose."""
 
     def name_of(chart: Chart, line: Line) -> str:
         suffix = "" if len(chart.lines) == 1 else f" · {line.metric.label.lower().removesuffix(' loss')}"
@@ -136,7 +127,7 @@ def curves_by_run(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def name_of_values(values: Iterable[Any]) -> str:
-    """Return the name of a line from its axis values, such as "krum · 0.1", or "all runs" without values."""
+    """Return the name of a line from its compared values, such as "krum · 0.1"."""
     return " · ".join(map(fmt.label, values)) or "all runs"
 
 
@@ -167,10 +158,7 @@ def _all_curves(
 
 
 def value_charts(comparison: Comparison) -> list[dict[str, Any]]:
-    """Return one figure for each numeric axis: the final result plotted against the values of the axis.
-
-    A figure has one line for each combination of values on the other axes.
-    """
+    """Return one figure for each numeric setting: the final results over its values."""
     figures = []
     for key in numeric_axes(comparison.axes, comparison.compared):
         shown, title = curves_along(comparison, key), fmt.key_name(key)
@@ -200,8 +188,8 @@ def _line_figure(
         names: names of the lines.
         x_axis: plotly settings of the x axis.
         y_axis: plotly settings of the y axis.
-        lines: key of the set of lines. A line that a user hides is hidden in all figures with the same key.
-        when: the choices in the menus for which the report shows the figure.
+        lines: figures with the same text share their legend: a line hidden in one is hidden in all.
+        when: the choices in the menus for which the figure is shown.
     """
     traces = [trace for line, name in zip(chart.lines, names, strict=True) for trace in _traces(chart, line, name)]
     for index, trace in enumerate(traces):
@@ -218,7 +206,7 @@ def _line_figure(
 
 
 def _traces(chart: LineChart, line: Line, name: str) -> Iterator[dict[str, Any]]:
-    """Yield plotly traces of a line: the spread (a band, or thin lines for two or three seeds), and then the mean."""
+    """Yield the plotly traces of a line: its spread over the seeds, and its mean."""
     if (mean := line.mean) is None:
         return
     compared, unit = chart.comparison.compared, line.metric.unit
@@ -248,10 +236,7 @@ def _points(x: np.ndarray, y: np.ndarray, unit: str) -> dict[str, Any]:
 
 
 def _outline(line: Line, mean: MeanCurve) -> dict[str, Any]:
-    """Return the x and y values of a band's outline.
-
-    If no mean is negative, the band is cut off above 0, because log axes cannot show 0.
-    """
+    """Return the x and y values of the outline of a band, which shows the spread of a line."""
     low, high = line.band
     if mean.means.min() >= 0:
         low = np.maximum(low, mean.means.min() / 100)
@@ -259,7 +244,7 @@ def _outline(line: Line, mean: MeanCurve) -> dict[str, Any]:
 
 
 def _spread_texts(mean: MeanCurve) -> list[str]:
-    """Return one text per x value that describes the spread over the seeds, such as " ± 0.0100 (5 seeds)"."""
+    """Return a text for each x value that describes the spread over the seeds, such as " ± 0.0100 (5 seeds)"."""
     if len(mean.values) == 1:
         return [""] * mean.values.shape[1]
     if len(mean.values) == 2:
@@ -268,11 +253,11 @@ def _spread_texts(mean: MeanCurve) -> list[str]:
 
 
 def final_heat_maps(comparison: Comparison, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return heat maps over two axes, one for each metric and each combination of values on the remaining axes.
+    """Return heat maps of the final results over two compared settings.
 
     Args:
         comparison: the comparison.
-        keys: the vertical axis, the horizontal axis, and the remaining axes.
+        keys: the settings on the vertical and the horizontal axis, and the remaining compared settings.
     """
     runs = [run for row in comparison.rows for run in row.finished]
     metrics = [metric for metric in metrics_in(run.history[-1] for run in runs) if metric.chart]
@@ -297,13 +282,11 @@ def _final(metric: Metric, run: Run) -> float | None:
 
 
 def best_heat_maps(comparison: Comparison, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Return heat maps whose cells name the best value of the first axis.
-
-    There is one heat map for each combination of values on the remaining axes.
+    """Return heat maps over two compared settings, whose cells name the best value of the first compared setting.
 
     Args:
         comparison: the comparison.
-        keys: the vertical axis, the horizontal axis, the first axis of the comparison, and the remaining axes.
+        keys: the settings on the vertical and the horizontal axis, the first setting, and the remaining settings.
     """
     down, across, first, *beside = keys
     maps = heat_maps(comparison, (down, across), beside, partial(best_cell, axis=first))
@@ -323,11 +306,11 @@ def _heat_figures(
 
     Args:
         comparison: the comparison.
-        keys: the vertical axis, the horizontal axis, and the remaining axes.
+        keys: the settings on the vertical and the horizontal axis, and the remaining compared settings.
         maps: the heat maps.
-        title: title of the colour scale, which all maps share.
-        means: all numbers that the colour scale has to cover.
-        when: the choices in the menus for which the report shows the figures.
+        title: title of the colour scale.
+        means: all numbers that the colour scale must include.
+        when: the choices in the menus for which the figures are shown.
     """
     limits = {"cmin": min(means), "cmax": max(means)} if means else {}
     rows, columns = ([fmt.label(value) for value in comparison.axes[key]] for key in keys[:2])
@@ -361,7 +344,7 @@ def _heat_figures(
 
 
 def _cell_text(cell: HeatCell) -> str:
-    """Return the text of a cell, or an empty string if the cell has no result."""
+    """Return the text of a cell. Empty if the cell has no result."""
     return "" if math.isnan(cell.mean) else "<br>".join(map(tick_text, filter(None, cell.lines)))
 
 
@@ -370,26 +353,22 @@ def _hover(cell: HeatCell) -> str:
 
 
 def columns_for(runs: Sequence[Run]) -> int:
-    """Return the number of columns of a weights heat map, so that the maps of all runs have at most `MOST_CELLS` cells.
-
-    It is never less than `FEWEST_COLUMNS` or greater than `MOST_COLUMNS`.
-    """
+    """Return how many columns a heat map of weights may have, so that the report does not become too large."""
     rows = sum(len({worker for record in run.history for worker in record.cohort}) for run in runs)
     return max(FEWEST_COLUMNS, min(MOST_COLUMNS, MOST_CELLS // max(rows, 1)))
 
 
 def has_weights(run: Run) -> bool:
-    """Whether any round of the run recorded the weight of a worker or an excluded worker."""
+    """Whether the run recorded aggregation weights or excluded workers."""
     known = (weight is not None for record in run.history for _, weight in record.weights)
     return any(known) or any(record.excluded for record in run.history)
 
 
 def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> dict[str, Any] | None:
-    """Return the heat map of the aggregation weight of each worker in each round, or None without recorded weights.
+    """Return a heat map of the aggregation weight of each worker in each round, or None without weights.
 
-    If there are more than `columns` rounds, a column combines several rounds. A cell is then the mean over those rounds
-    in which the worker took part. It is shown as excluded if the worker was excluded in at least half of these rounds.
-    `when` contains the choices in the menus for which the report shows the heat map.
+    If there are more than `columns` rounds, each column shows the mean over several rounds. `when` contains the choices
+    in the menus for which the heat map is shown.
     """
     if not has_weights(run):
         return None
@@ -435,10 +414,9 @@ def _mostly_excluded(records: Sequence[RoundRecord]) -> set[int]:
 
 
 def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, Any] | None:
-    """Return the heat map of the samples per worker and label, with bars for the total of each worker.
+    """Return a heat map of the number of samples per worker and class, or None if it is unknown.
 
-    Returns None if the partition was not recorded. `when` contains the choices in the menus for which the report shows
-    the heat map.
+    `when` contains the choices in the menus for which the heat map is shown.
     """
     counts = partition.counts
     if not any(counts):
@@ -489,7 +467,7 @@ def _phases_of(records: Sequence[RoundRecord]) -> list[str]:
 
 
 def run_time(run: Run) -> dict[str, Any]:
-    """Return a stacked chart over the rounds that shows how many seconds each phase of a round takes."""
+    """Return a chart over the rounds that shows how many seconds each phase of a round takes."""
     traces: list[dict[str, Any]] = []
     for phase in _phases_of(run.history):
         seconds = [rounded(record.seconds.get(phase), "s") for record in run.history]
@@ -502,7 +480,7 @@ def run_time(run: Run) -> dict[str, Any]:
 
 
 def time_by_run(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return a stacked bar chart of the mean seconds per phase of a round, with one bar for each row of the table."""
+    """Return a bar chart of the mean seconds per phase of a round, with one bar for each table row."""
     traces, names = [], [name_of_values(row.point.values()) for row in rows]
     records = [records_of(row.runs) for row in rows]
     for phase in _phases_of([record for of_row in records for record in of_row]):
@@ -521,7 +499,7 @@ def _time_figure(traces: list[dict[str, Any]], height: int, along: str, **axes: 
 
 
 def workers_chart(results: WorkerResults) -> dict[str, Any]:
-    """Return a chart of the workers' scores in ascending order, with one line for each model."""
+    """Return a chart of the workers' test results, from lowest to highest, with one line for each tested model."""
     n, traces = len(results.workers), []
     for index, (model, values) in enumerate(results.scores.items()):
         order = sorted(range(n), key=values.__getitem__)
@@ -549,13 +527,13 @@ def workers_chart(results: WorkerResults) -> dict[str, Any]:
 
 
 def figure(data: list[dict[str, Any]], layout: dict[str, Any], min_width: int = 0, **when: Any) -> dict[str, Any]:
-    """Return a figure in the form that the script of the report draws.
+    """Return a figure for the HTML report.
 
     Args:
-        data: plotly traces. The `meta` of a trace lists the menu choices for which the trace is shown.
+        data: plotly traces.
         layout: plotly layout without a template.
-        min_width: minimum width in pixels. Narrower screens scroll.
-        when: for each menu of the section, the choice or choices for which the report shows this figure.
+        min_width: minimum width in pixels. On narrower screens, the figure can be scrolled.
+        when: the choices in the menus for which the figure is shown.
     """
     return {"when": when, "data": data, "layout": layout, "min_width": min_width}
 
@@ -595,28 +573,28 @@ TEMPLATES = {
 
 
 def plain(text: object) -> str:
-    """Return the text with escapes, so that plotly does not interpret tags, entities and formulas."""
+    """Return the text so that plotly shows it unchanged, without interpreting HTML tags and formulas."""
     return html.escape(str(text), quote=False).replace("$", "&#36;")
 
 
 def tick_text(text: str) -> str:
-    """Return an escaped axis label of at most `LONGEST_TICK` characters."""
+    """Return the label of an axis tick, shortened if it is long."""
     return plain(text if len(text) <= LONGEST_TICK else f"{text[: LONGEST_TICK - 1]}…")
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    """Return plotly settings of an axis with a title, and with the additional settings `more`."""
+    """Return the plotly settings of an axis with a title. `more` are additional settings."""
     return {"title": {"text": plain(title), "standoff": 8}, **more}
 
 
 def round_axis(first: int, last: int, title: str = "round", **more: Any) -> dict[str, Any]:
-    """Return plotly settings of an axis of rounds, with ticks at whole numbers."""
+    """Return the plotly settings of an axis that shows rounds, with ticks at whole numbers."""
     ticks = {"dtick": 1} if last - first <= 12 else {}
     return axis(title, rangemode="nonnegative", unifiedhovertitle={"text": "round %{x}"}, **ticks, **more)
 
 
 def value_axis(title: str, unit: str, **more: Any) -> dict[str, Any]:
-    """Return plotly settings of an axis of values. `unit` is "" for plain numbers, "s" (seconds) or "B" (bytes)."""
+    """Return the plotly settings of an axis that shows numbers. `unit` is "s" (seconds), "B" (bytes) or ""."""
     formats = {
         "s": {"ticksuffix": " s", "hoverformat": ".3g", "tickformat": "~g"},
         "B": {"ticksuffix": "B", "hoverformat": ".4s", "tickformat": "~s"},
@@ -625,7 +603,7 @@ def value_axis(title: str, unit: str, **more: Any) -> dict[str, Any]:
 
 
 def label_axis(title: str, labels: Iterable[str], **more: Any) -> dict[str, Any]:
-    """Return plotly settings of an axis with labels at 0, 1, 2, ..., so that two values may have the same label."""
+    """Return the plotly settings of an axis with text labels at 0, 1, 2, ..."""
     texts = [tick_text(label) for label in labels]
     ticks = {"tickmode": "array", "tickvals": list(range(len(texts))), "ticktext": texts}
     return axis(title, showgrid=False, zeroline=False, **ticks, **more)
@@ -651,10 +629,7 @@ def with_color_bar(layout: dict[str, Any], title: str) -> dict[str, Any]:
 
 
 def rounded(value: float | None, unit: str = "") -> float | None:
-    """Return a number rounded for plotting. Plain numbers (`unit` is "") are rounded as in tables.
-
-    Numbers with a unit are rounded to 8 significant digits.
-    """
+    """Return a number rounded for plotting."""
     if value is None or isinstance(value, int):
         return value
     return float(fmt.number(value)) if unit == "" else float(f"{value:.8g}")

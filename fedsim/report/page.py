@@ -77,13 +77,13 @@ def render(folder: Path) -> str:
 
 
 def to_script_json(data: Any) -> str:
-    """Return JSON text without `<`, `>` and `&`, which is safe inside a <script> element."""
+    """Return `data` as JSON text that can be used safely inside a <script> element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _content_hash(script: str) -> str:
-    """Return the hash of a script in the form that a Content-Security-Policy uses."""
+    """Return the hash by which a Content-Security-Policy allows a script."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() + "'"
 
 

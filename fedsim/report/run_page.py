@@ -32,7 +32,7 @@ FACTS = {
 
 
 def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the variables of the HTML template, and for each chart, by its HTML id, the list of its figures."""
+    """Return the variables of the HTML page of a run, and the figures of each of its charts."""
     weights, partition = on_page.weights_heat_map(run), on_page.partition_heat_map(run.partition)
     charts = {"curves-chart": on_page.run_curves(run), "time-chart": [on_page.run_time(run)]}
     if weights:
@@ -61,7 +61,7 @@ def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """Return the settings in the head of the report, as pairs of name and text."""
+    """Return the settings that the report shows at the top, as pairs of name and text."""
     values = dict(leaves_of(run.experiment))
     values |= {key: value for key, value in run.experiment.items() if not isinstance(value, dict)}
     values_by_word = {word: next((values[key] for key in keys if key in values), None) for word, keys in FACTS.items()}
@@ -129,17 +129,14 @@ def notes(run: Run) -> list[str]:
 
 
 def _weights_note(run: Run) -> str:
-    """Return the sentence that explains why the report of this run has no heat map of weights."""
+    """Return a sentence that explains why the report has no heat map of aggregation weights."""
     if any(record.coefficients is not None for record in run.history):
         return "This aggregation rule does not weight whole updates, and no worker was excluded."
     return "The run recorded no worker weights."
 
 
 def rounds_table(run: Run) -> dict[str, Any]:
-    """Return the table of rounds as variables of the HTML template: its head, its rows, and how many rounds it covers.
-
-    `every` is the step between two rows: 10 if every tenth round is shown.
-    """
+    """Return the table of rounds as variables of the HTML page. In long runs, it shows only every n-th round."""
     every = math.ceil(len(run.history) / MOST_ROWS)
     shown = [*run.history[:-1:every], run.history[-1]]
     columns = [("round", [str(record.round) for record in shown])]
