@@ -264,7 +264,7 @@ class FirstK(Policy):
 
     @abstractmethod
     def needed(self, n_workers: int) -> int:
-        """Return the number of gradients that one step averages, for `n_workers` workers that train at the same time."""
+        """Return the number of gradients that one step averages if `n_workers` workers train at the same time."""
 
     def start(self, server: ServerState) -> State:
         return {"arrived": torch.zeros(server.n, dtype=torch.int64)}
