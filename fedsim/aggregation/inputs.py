@@ -94,7 +94,7 @@ class AggregationInputs:
         return None if stage.f is None else max(0, stage.f - self.excluded)
 
     def value_of(self, name: str, rows: LazyRows, stage: RuleStage) -> Any:
-        """Return the value of the input called `name`, such as "weights", for a stage that is applied to `rows`."""
+        """Return the input called `name`, such as "weights", for a rule that is applied to `rows`."""
         if name == "updates":
             return rows.block()
         if name == "gram":
