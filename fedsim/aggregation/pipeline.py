@@ -74,7 +74,7 @@ class Pipeline:
 
     @property
     def linear_by_weights(self) -> bool:
-        """Whether the result is a linear combination of the updates, with coefficients that depend only on the weights."""
+        """Whether the result is a linear combination of the updates that depends only on their weights."""
         return (
             self.columnwise and self.rule.linear and self.rule.accepts.keys() <= {"updates", "weights", "weight_total"}
         )

@@ -119,7 +119,7 @@ def dnc(
 
 
 def _centred_products(updates: Tensor, columns: Tensor) -> Tensor:
-    """Return the inner products of the updates after their mean is subtracted, over the given columns: float64 [n, n]."""
+    """Return the inner products of the centred updates, over the given columns only: float64 [n, n]."""
     n, wide = len(updates), wide_dtype(updates.device)
     products = torch.zeros(n, n, dtype=wide, device=updates.device)
     for part in _parts(updates, columns):
