@@ -31,20 +31,20 @@ NEEDED = {
 
 @dataclass
 class AggregationInputs:
-    """All inputs of one aggregation. The documentation of `fedsim.aggregation.rule` describes each input.
+    """All inputs of one aggregation. The documentation of `fedsim.aggregation.rule` describes those not listed here.
 
-    Weights and losses must be on the CPU even if the updates are on another device, so that rules do not wait for it.
+    Weights and losses must be on the CPU, even if the updates are on another device.
 
     Attributes:
-        moment: (round,) or (round, step), from which random draws are seeded together with `seed`.
-        state: state that the rule returned in the previous aggregation. None if the state is not kept.
+        moment: (round,) or (round, step). Together with `seed`, it determines random draws.
+        state: state that the rule returned in the previous aggregation, or None.
         weight_total: divisor of a weighted average. None: the sum of the weights.
         local_lr: learning rate of the client algorithm, or None if it has none. 0.1 in `fedsim.aggregate`.
-        excluded: number of rows that were excluded because they are not finite. Excluded rows count as Byzantine.
-        gram: `Gram` of the updates if it has been computed before.
+        excluded: number of updates that were excluded because they are not finite. They count as Byzantine.
+        gram: distances of the updates (`Gram`) if computed before.
         reduce: function that returns the sum or the maximum of a tensor over all processes, if each process has only
-            some columns of the updates (see `Gram`).
-        metrics: dict to which the pre-aggregators and the rule add numbers.
+            some columns of the updates.
+        metrics: dict to which the rule adds numbers.
 
     >>> inputs = fedsim.aggregation.AggregationInputs(torch.tensor([[1.0], [3.0]]))
     >>> pipeline = fedsim.aggregation.make_pipeline(fedsim.aggregation.resolve("mean", {}))
@@ -113,7 +113,7 @@ class AggregationInputs:
 
         Args:
             rows: all updates that are aggregated, [n, d].
-            part: block of these, [n, columns].
+            part: block of columns of the updates, [n, columns].
             stage: rule that treats each column separately.
         """
 
@@ -143,7 +143,7 @@ def screened(
         nonfinite: what to do with such updates: "error", "exclude" or "keep".
         bad: positions of these updates, if known. Required if `inputs.updates` has only some of the columns.
 
-    Raises DivergedError if no update is finite, or if `nonfinite` is "error" and there is such an update.
+    Raises DivergedError if no update is finite, or if `nonfinite` is "error" and such an update has a weight > 0.
     """
     if nonfinite == "keep":
         return inputs, []

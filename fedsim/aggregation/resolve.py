@@ -23,15 +23,15 @@ def resolve(
     beside: Sequence[str] = (),
     background: dict[str, Any] | None = None,
 ) -> list[tuple[Registration, dict[str, Any]]]:
-    """Look up the stages of a pipeline (pre-aggregators and a rule) and check their parameters.
+    """Look up a rule and its pre-aggregators by name, and check their parameters.
 
     Args:
-        stages: a rule, or a list of pre-aggregators followed by a rule. Each is a name, "package.module:function", or
-            a table with the key `rule` and parameters.
+        stages: a rule, or a list of pre-aggregators followed by a rule. Each is a name, "package.module:function", or a
+            table with the key `rule` and parameters.
         params: parameters by name. The rule and each pre-aggregator receive the parameters that they have.
         place: table of the experiment that contains `params`, for error messages.
-        beside: other keys of this table, for hints.
-        background: further parameters by name, which no stage needs to have. A value of zero does not replace a stage's
+        beside: other keys of this table, for hints in error messages.
+        background: further parameters by name, which are ignored if unknown. A value of zero does not replace a
             default.
 
     Returns a list of (component, checked parameters), in which the rule is last.

@@ -88,12 +88,12 @@ class LinearCombination:
 
 @dataclass(frozen=True)
 class RuleStage(Component):
-    """Rule or pre-aggregator with its parameters.
+    """An aggregation rule or pre-aggregator with its parameters.
 
     Attributes:
         columnwise: whether each coordinate of the result depends only on this coordinate of the updates.
-        linear: whether all columns of the result are the same linear combination of the rows.
-        f: value of the parameter `f`, or None if the function has no such parameter.
+        linear: whether all columns of the result are the same linear combination of the updates.
+        f: value of the parameter `f` (number of Byzantine workers), or None if there is no such parameter.
     """
 
     columnwise: bool = False

@@ -103,25 +103,22 @@ class WorkerRound:
 
 
 class ClientAlgorithm:
-    """Base class of client algorithms.
+    """Base class of client algorithms, which define how a worker trains.
 
-    A client algorithm is a frozen dataclass that derives from this class, defines `step` and overrides other methods as
-    needed. By default, workers keep no state and send only their update. An example is `fedsim.clients.SGD`.
+    A client algorithm is a frozen dataclass that derives from this class and defines `step`. All other methods are
+    optional. An example is `fedsim.clients.SGD`.
 
     Attributes:
-        element_wise: whether `step` works on any subset of columns. If false, `step_rows` is called with whole rows.
+        element_wise: whether `step` treats each parameter separately. If false, `step_rows` is called instead.
         uses_start_row: whether steps use the model that the worker received at the start of the round.
-        personal_columns: columns of the row that are sent neither to nor by workers. Updates must be 0 there.
-        personal_buffers: columns of the buffers, such as BatchNorm statistics, that are sent neither to nor by workers.
-        personal_beside: whether each worker trains a personal model in addition to the row, with `gradient_at`. The
-            worker then keeps all buffers of its personal model, and only forward passes of `gradient_at` change them.
-        starts_from_current: whether a worker that takes part for the first time gets its `worker_state` and personal
-            buffers from the current global model instead of the initial one. Requires synchronous rounds.
-        gradients_per_step: number of gradients that a local step computes for its batch, which determines the time of
-            the step on the virtual clock. It is a property if it depends on parameters. Forward passes do not count.
-
-    `personal_columns`, `personal_buffers`, `personal_beside`, `starts_from_current` and the method `personal_rows` tell
-    the engine how to train, keep, send and test personal models.
+        personal_columns: which parameters are personal: each worker keeps its own and does not send them. Updates must
+            be 0 there.
+        personal_buffers: which buffer values, such as BatchNorm statistics, are personal.
+        personal_beside: whether each worker trains a complete personal model beside its copy of the global model, with
+            `gradient_at`. The worker then keeps all buffers of its personal model.
+        starts_from_current: whether a worker that takes part for the first time starts its personal state from the
+            current global model instead of the initial one. Requires synchronous rounds.
+        gradients_per_step: number of gradients that a local step computes, which determines its simulated duration.
 
     Cost: each row in `worker_state` takes d numbers for each worker that has taken part.
 
@@ -243,7 +240,7 @@ class ClientAlgorithm:
         raise NotImplementedError(f"{type(self).__name__} must define `step_rows`")
 
     def feature_points(self, state: State) -> Sequence[Tensor]:
-        """Return the models [..., d] whose hidden features `feature_loss` needs. () means that there is no feature loss."""
+        """Return the models [..., d] whose hidden features `feature_loss` needs; () if there is no feature loss."""
         return ()
 
     def feature_loss(self, features: Tensor, at_points: Sequence[Tensor]) -> Tensor:

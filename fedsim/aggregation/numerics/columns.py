@@ -36,10 +36,8 @@ LINE = 64  # on a GPU, blocks begin at multiples of this number of columns
 def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device: torch.device = CPU) -> Iterator[slice]:
     """Yield slices of d columns: the columns that process number `index` of `count` processes aggregates.
 
-    The slices of all processes together cover range(d).
-
-    On a CPU the blocks depend on d alone, so the results of all engines are bit-identical. On another device each
-    process has one block, or as few blocks of `n` rows as the device's memory allows.
+    The slices of all processes together cover range(d). On a GPU they are as large as the memory allows for `n`
+    updates.
 
     >>> list(fedsim.aggregation.column_blocks(40_000))
     [slice(0, 16384, None), slice(16384, 32768, None), slice(32768, 40000, None)]

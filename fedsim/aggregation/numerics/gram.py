@@ -29,14 +29,12 @@ TIED = 1e-12  # maximum relative difference of two sums that count as equal
 
 
 class Gram:
-    """Distances and inner products of all pairs of rows, where the rows are updates, or linear combinations of them.
+    """Distances and inner products of all pairs of updates.
 
-    Row i is z_i = sum_j M_ij x_j for updates x_j.
-
-    Before the matrix product, the updates are centred: one update with a small norm, the centre, is subtracted from all
-    updates. Then neither a common offset nor an outlier costs precision. Distances that still lose digits are computed
-    again, from differences of rows. Cost: one matrix product [n, d] x [d, n] in float64. All results are float64 on the
-    CPU.
+    With a matrix M, the updates x_j are first replaced by their linear combinations z_i = sum_j M_ij x_j, called rows.
+    All results are float64 on the CPU, and precise even if all updates are far from zero or one is an outlier: an
+    update with a small norm, the centre, is first subtracted from all. Cost: one matrix product [n, d] x [d, n] in
+    float64.
 
     Args:
         updates: updates x of the n workers, [n, d].
@@ -44,7 +42,7 @@ class Gram:
         basis: inner products of the n centred updates and of the centre itself, [n + 1, n + 1]. None: they are
             computed.
         reduce: function that sums a tensor over all processes, if each process has only some of the columns. All
-            processes get the same results, and must read the same properties in the same order.
+            processes must then read the same properties in the same order.
 
     Raises ExperimentError if the squares of finite updates overflow.
 

@@ -16,15 +16,15 @@ from fedsim.system.devices import to_device
 
 
 class LazyRows:
-    """Linear combinations of the updates, M @ updates [m, d], computed block by block when they are needed.
+    """Linear combinations of the workers' updates, M @ updates [m, d], which are computed only when needed.
 
     Args:
         updates: updates of the n workers, or the result of a pre-aggregator, [n, d].
-        mixing: matrix M [m, n], float64. None: the rows are the updates.
-        gram: function that returns the `Gram` of the rows.
+        mixing: matrix M [m, n], float64. None: the updates themselves.
+        gram: function that returns the distances of the rows (`Gram`).
         reduce: function that sums a tensor over all processes, if each process has only some of the columns.
-        are_combinations: whether the rows are known linear combinations of the workers' updates. False if a
-            pre-aggregator has computed `updates` in an unknown way.
+        are_combinations: whether the result is a linear combination of the workers' updates. False if a pre-aggregator
+            has computed `updates` in an unknown way.
     """
 
     def __init__(

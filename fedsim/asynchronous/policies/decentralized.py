@@ -130,9 +130,9 @@ GRAPHS = {"ring": ring, "complete": complete, "exponential": exponential}
 
 @dataclass(frozen=True)
 class Pairwise(OwnModels):
-    """Base class for policies in which a worker averages its model with a random neighbour's model.
+    """Base class for policies in which a worker averages its model with that of a random neighbour.
 
-    The tested model is the mean of all workers' models.
+    The mean of all workers' models is tested.
     """
 
     locking = "pair"
