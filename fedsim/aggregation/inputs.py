@@ -31,7 +31,7 @@ NEEDED = {
 
 @dataclass
 class AggregationInputs:
-    """All inputs of one aggregation. The documentation of `fedsim.aggregation.rule` describes those not listed here.
+    """All inputs of one aggregation. See `fedsim.aggregation.rule` for the inputs that are not listed here.
 
     Weights and losses must be on the CPU, even if the updates are on another device.
 

@@ -275,7 +275,7 @@ class Dispatcher:
             self._nonfinite.update(slot for slot in slots if not bool(rows[slot].isfinite().all()))
 
     def is_stale(self, slot: int) -> bool:
-        """Whether an update of the global model has cancelled the current work of the worker in `slot`."""
+        """Whether an update of the global model has cancelled the current work of worker number `slot`."""
         return self.policy.cancels and self.server.staleness(slot) > 0
 
     def receive(self, slot: int, staleness: int | None = None) -> None:
@@ -305,7 +305,7 @@ class Dispatcher:
         self.policy.take(server, Arrival(slot, item.worker, unit, staleness))
 
     def cancel(self, slot: int) -> None:
-        """Cancel the current work of the worker in `slot`. The worker will start the same work again."""
+        """Cancel the current work of worker number `slot`. The worker will start the same work again."""
         self.scheduler.release(self.in_flight.pop(slot))
         self.untrained.discard(slot)
         self._nonfinite.discard(slot)

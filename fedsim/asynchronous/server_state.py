@@ -52,7 +52,7 @@ class ServerState:
             there (1) or has left (0).
         step_seconds: seconds per local step of each worker, float64 [n] on the CPU.
         policy_state: tensors that the policy keeps.
-        tables: embedding tables, of which a step changes only the rows with a nonzero gradient.
+        tables: embedding tables; a step changes only their rows with a nonzero gradient.
     """
 
     def __init__(self, task: RunTask, shared: SharedState, worker_states: WorkerStates) -> None:
@@ -220,7 +220,7 @@ class ServerState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors by name that a checkpoint of an asynchronous run needs in addition to those of the engine."""
+        """Tensors by name that a checkpoint of an asynchronous run needs in addition to the tensors of the engine."""
         cohort = self.shared.cohort
         in_flight = {"rows": cohort.rows, "buffers": cohort.buffers, "train_loss": cohort.train_loss}
         for key, state in (("kept", cohort.kept), ("messages", cohort.messages), ("received", cohort.received)):

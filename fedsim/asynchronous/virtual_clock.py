@@ -169,7 +169,7 @@ class VirtualClock:
         return slots
 
     def _arrive(self, slot: int, arriving: Sequence[int]) -> None:
-        """Process an event: the worker in `slot` leaves, or its result arrives.
+        """Process an event: worker number `slot` leaves, or its result arrives.
 
         `arriving` contains the slots of all workers with an event at this time.
         """

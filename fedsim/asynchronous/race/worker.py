@@ -209,7 +209,7 @@ class LockedRaceWorker(RaceWorker):
 
     @contextlib.contextmanager
     def _locked(self, *slots: int) -> Iterator[None]:
-        """Hold the locks that the policy needs: that of the server, or those of the workers `slots`."""
+        """Hold the locks that the policy needs: the lock of the server, or the locks of the workers `slots`."""
         numbers, locks = [1 + slot for slot in slots] if self._pair else [SERVER_LOCK], self._race_state.locks
         try:
             with self._process.waiting():
