@@ -19,7 +19,7 @@ Entries = dict[str, Tensor]  # tensors of one update by key path, such as "['lay
 
 
 class MatrixForm:
-    """Form of updates that are passed as one tensor or array [n, d]. Results have the form of the updates.
+    """Remembers that updates were passed as one tensor or array [n, d], so that results can have the same type.
 
     Args:
         is_array: whether results are NumPy arrays instead of tensors.
@@ -29,7 +29,7 @@ class MatrixForm:
         self._is_array = is_array
 
     def row(self, update: Any, place: str) -> Any:
-        """Return one update, an array or a dict or list of tensors, as a row [d]. Return any other object unchanged.
+        """Return one update as a flat vector [d]. Any object that contains no tensors is returned unchanged.
 
         `place` is the name of the update in error messages.
         """
@@ -38,20 +38,20 @@ class MatrixForm:
         return _tensor(update, place) if isinstance(update, np.ndarray) else update
 
     def rebuild(self, result: Tensor) -> Any:
-        """Return a row [d] or rows [m, d] as a tensor, or as an array if the updates were an array."""
+        """Return a result [d] or [m, d] as a NumPy array if the updates were an array, otherwise as a tensor."""
         return result.cpu().numpy() if self._is_array else result
 
 
 @dataclass(frozen=True)
 class NestedForm:
-    """Form of updates that are dicts or lists of tensors or arrays, or tensors of any shape.
+    """Remembers the structure of updates that were passed as dicts or lists of tensors.
 
     Attributes:
         first: first update. Results have the same structure.
-        entries: tensors of the first update by key path.
+        entries: tensors of the first update, by their path of keys.
         name: name of the first update in error messages.
-        shared: for dicts, each key path whose tensor shares memory with an earlier tensor in all updates (such as tied
-            weights), mapped to the earlier key path. A row contains shared tensors once.
+        shared: for each tensor that shares memory with an earlier tensor (such as tied weights), the path of the
+            earlier tensor.
         stacked: whether the updates are one dict of stacked tensors [n, ...] instead of a list.
     """
 
@@ -63,11 +63,11 @@ class NestedForm:
 
     @property
     def columns(self) -> list[str]:
-        """Key paths of the floating-point entries that make up a row, in order."""
+        """Paths of the floating-point tensors that are aggregated, in order."""
         return [place for place, tensor in self.entries.items() if _counts(tensor) and place not in self.shared]
 
     def row(self, update: Any, place: str) -> Any:
-        """Return one update as a row [d]. Return an update that is a row already, or has no tensors, unchanged.
+        """Return one update as a flat vector [d]. A vector, or an object without tensors, is returned unchanged.
 
         `place` is the name of the update in error messages.
         """
@@ -76,16 +76,16 @@ class NestedForm:
         return self.flat(_entries_like(self, update, place)) if has_tensors(update) else update
 
     def flat(self, entries: Entries, lead: tuple[int, ...] = ()) -> Tensor:
-        """Concatenate the floating-point entries, of shapes [*lead, ...], to one tensor [*lead, d]."""
+        """Flatten the floating-point tensors, of shapes [*lead, ...], and concatenate them to one tensor [*lead, d]."""
         like = [self.entries[place] for place in self.columns]
         dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in like))
         parts = [entries[place].reshape(*lead, -1).to(like[0].device, dtype) for place in self.columns]
         return torch.cat(parts, dim=-1)
 
     def rebuild(self, result: Tensor) -> Any:
-        """Return a row [d] or rows [m, d] with the structure of the updates.
+        """Return a result [d] or [m, d] with the structure of the updates.
 
-        Entries that are not floating-point are copied from the first update.
+        Tensors that are not floating-point are copied from the first update.
         """
         if result.ndim == 2 and not self.stacked:
             return [self.rebuild(row) for row in result]
@@ -111,19 +111,15 @@ Form = MatrixForm | NestedForm
 
 
 def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Form]:
-    """Return the floating-point entries of updates as a matrix [n, d], and the form of the updates.
+    """Convert updates to a matrix [n, d]. Returns the matrix, and an object that gives results the original form.
 
     Args:
         updates: a tensor or array [n, d]; a list of n updates (tensors or arrays of any shape, or dicts or lists of
-            these, such as a state_dict); or a dict of stacked tensors [n, ...]. All updates have the same entries, in
-            any order.
+            these, such as a state_dict); or a dict of stacked tensors [n, ...].
         place: name of the updates in error messages.
-        like: form that the updates must have.
+        like: form that the updates must have; None: any form.
 
-    A tensor is returned unchanged. Results copy entries that are not floating-point, such as a counter, from the first
-    update.
-
-    Raises ExperimentError, which names the entry, if the entries of two updates differ.
+    Raises ExperimentError if the updates have different entries. The message names the entry.
     """
     if isinstance(updates, np.ndarray):
         return _tensor(updates, place), MatrixForm(is_array=True)
@@ -153,7 +149,7 @@ def _stacked_rows(updates: Any, place: str, like: Form | None) -> tuple[Tensor, 
 
 
 def checked_matrix(updates: Any, place: str) -> Tensor:
-    """Return a matrix of updates [n, d], detached from the autograd graph.
+    """Return updates [n, d] without their gradient history (detached).
 
     Raises ExperimentError unless `updates` is a floating-point tensor [n, d] with n >= 1.
     """
@@ -166,7 +162,7 @@ def checked_matrix(updates: Any, place: str) -> Tensor:
 
 
 def has_tensors(value: Any) -> bool:
-    """Whether a value is a tensor, an array, or nested dicts and lists whose first leaf is a tensor or an array."""
+    """Whether a value is a tensor or array, or a dict or list that contains tensors or arrays."""
     leaves = pytree.tree_leaves(value)
     return bool(leaves) and isinstance(leaves[0], (Tensor, np.ndarray))
 
@@ -201,11 +197,9 @@ def _tensor(value: Any, place: str) -> Tensor:
 
 
 def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> Entries:
-    """Return the tensors of an update by key path.
+    """Return the tensors of an update by their path of keys.
 
-    `skip` is the number of dimensions before the shape of an entry: 1 for stacked updates [n, ...], otherwise 0.
-
-    Raises ExperimentError unless the update has the entries of `form`, with the same shapes.
+    Raises ExperimentError unless they have the names and shapes of `form`, apart from the first `skip` dimensions.
     """
     entries = _entries(update, place)
     if missing := [where for where in form.entries if where not in entries]:
@@ -226,7 +220,7 @@ def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> E
 
 
 def _shared(all_entries: list[Entries]) -> dict[str, str]:
-    """Return a dict from each entry to an earlier entry with which it shares memory in all updates, by key path."""
+    """Find tensors that share memory, such as tied weights. Returns the earlier tensor for each later one."""
     seen: dict[Any, str] = {}
     pairs = {where: seen.setdefault(_memory(tensor), where) for where, tensor in all_entries[0].items()}
     return {

@@ -85,10 +85,7 @@ def aggregate(
 
 
 def _pipeline(rule: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:
-    """Return the pipeline for the arguments `rule` and `params` of `aggregate`.
-
-    Pipelines of registered rules with immutable parameters are cached.
-    """
+    """Return an object that applies the rule with these parameters."""
     if type(rule) is str and ":" not in rule and all(type(value) in PLAIN for value in params.values()):
         return _registered(rule, **params)
     return make_pipeline(resolve(rule, params))
@@ -100,10 +97,10 @@ def _registered(rule: str, /, **params: Any) -> Pipeline:
 
 
 def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> AggregationResult:
-    """Return the result of a pipeline, after updates with NaN or infinity were treated as `nonfinite` says.
+    """Apply an aggregation rule to its inputs, and return the result.
 
-    Raises ExperimentError if the pipeline cannot be applied, or if the result is not finite (unless `nonfinite` is
-    "keep").
+    `nonfinite` says what to do with updates that contain NaN or infinity: "error", "exclude" or "keep". Raises
+    ExperimentError if the rule cannot be applied, or if the result is not finite (unless `nonfinite` is "keep").
     """
     updates = inputs.updates
     with alone_if_small(updates.numel()), full_precision(updates.device):
@@ -125,10 +122,7 @@ def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: N
 
 
 def checked_nonfinite(nonfinite: Any) -> Nonfinite:
-    """Return `nonfinite` if it is "error", "exclude" or "keep".
-
-    Otherwise raises ExperimentError, which suggests the most similar of these values.
-    """
+    """Return `nonfinite`. Raises ExperimentError unless it is "error", "exclude" or "keep"."""
     if nonfinite not in get_args(Nonfinite):
         raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), get_args(Nonfinite))}")
     return cast(Nonfinite, nonfinite)
@@ -175,7 +169,7 @@ def checked_weights(weights: Tensor | Sequence[float] | None, n: int, pipeline: 
 
 
 def _checked(name: str, value: Any, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
-    """Return `value` as a tensor on the device. Raises ExperimentError unless it is finite and has this shape."""
+    """Return `value` as a tensor on `device`. Raises ExperimentError if it has another shape or is not finite."""
     try:
         value = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):

@@ -31,20 +31,20 @@ NEEDED = {
 
 @dataclass
 class AggregationInputs:
-    """All inputs of one aggregation. The documentation of `fedsim.aggregation.rule` describes each input.
+    """All inputs of one aggregation. See `fedsim.aggregation.rule` for the inputs that are not listed here.
 
-    Weights and losses must be on the CPU even if the updates are on another device, so that rules do not wait for it.
+    Weights and losses must be on the CPU, even if the updates are on another device.
 
     Attributes:
-        moment: (round,) or (round, step), from which random draws are seeded together with `seed`.
-        state: state that the rule returned in the previous aggregation. None if the state is not kept.
+        moment: (round,) or (round, step). Together with `seed`, it determines random draws.
+        state: state that the rule returned in the previous aggregation, or None.
         weight_total: divisor of a weighted average. None: the sum of the weights.
         local_lr: learning rate of the client algorithm, or None if it has none. 0.1 in `fedsim.aggregate`.
-        excluded: number of rows that were excluded because they are not finite. Excluded rows count as Byzantine.
-        gram: `Gram` of the updates if it has been computed before.
+        excluded: number of updates that were excluded because they are not finite. They count as Byzantine.
+        gram: distances of the updates (`Gram`) if computed before.
         reduce: function that returns the sum or the maximum of a tensor over all processes, if each process has only
-            some columns of the updates (see `Gram`).
-        metrics: dict to which the pre-aggregators and the rule add numbers.
+            some columns of the updates.
+        metrics: dict to which the rule adds numbers.
 
     >>> inputs = fedsim.aggregation.AggregationInputs(torch.tensor([[1.0], [3.0]]))
     >>> pipeline = fedsim.aggregation.make_pipeline(fedsim.aggregation.resolve("mean", {}))
@@ -82,19 +82,19 @@ class AggregationInputs:
         return Draws.of(self.seed, "aggregate", *self.moment, device=self.updates.device)
 
     def rows(self) -> LazyRows:
-        """Return the updates as `LazyRows`, the form in which a pipeline passes rows from stage to stage."""
+        """Return the updates as `LazyRows`, the form in which rules receive them."""
         known = self.gram
         return LazyRows(self.updates, gram=None if known is None else lambda: known, reduce=self.reduce)
 
     def f_for(self, stage: RuleStage) -> int | None:
-        """Return the number of Byzantine rows that a stage must still tolerate: its f minus `excluded`, at least 0.
+        """Return how many Byzantine updates a rule must still tolerate: its parameter f minus the excluded updates.
 
-        Returns None if the stage has no parameter f.
+        Returns None if the rule has no parameter f.
         """
         return None if stage.f is None else max(0, stage.f - self.excluded)
 
     def value_of(self, name: str, rows: LazyRows, stage: RuleStage) -> Any:
-        """Return the value of the input called `name`, such as "weights", for a stage that is applied to `rows`."""
+        """Return the input called `name`, such as "weights", for a rule that is applied to `rows`."""
         if name == "updates":
             return rows.block()
         if name == "gram":
@@ -111,12 +111,10 @@ class AggregationInputs:
     def values_of_columns(self, rows: LazyRows, part: Tensor, stage: RuleStage) -> Callable[[str], Any]:
         """Return a function from the name of an input (such as "weights") to its value, for one block of columns.
 
-        The inputs `rng` and `draws` start anew for each block, so a rule draws the same numbers for every block.
-
         Args:
-            rows: all rows that are aggregated, [n, d].
-            part: block of columns of `rows`, to which the rule is applied, [n, columns].
-            stage: columnwise rule.
+            rows: all updates that are aggregated, [n, d].
+            part: block of columns of the updates, [n, columns].
+            stage: rule that treats each column separately.
         """
 
         def value_of(name: str) -> Any:
@@ -138,14 +136,14 @@ class AggregationInputs:
 def screened(
     inputs: AggregationInputs, nonfinite: Nonfinite, bad: list[int] | None = None
 ) -> tuple[AggregationInputs, list[int]]:
-    """Return the inputs without the rows that contain NaN or infinity, and the positions of these rows.
+    """Find updates with NaN or infinity. Returns the inputs without these updates, and their positions.
 
     Args:
         inputs: inputs of an aggregation.
-        nonfinite: policy for rows that contain NaN or infinity: "error", "exclude" or "keep".
-        bad: positions of these rows, if known. Required if `inputs.updates` has only some of the columns.
+        nonfinite: what to do with such updates: "error", "exclude" or "keep".
+        bad: positions of these updates, if known. Required if `inputs.updates` has only some of the columns.
 
-    Raises DivergedError if no row is finite, or if `nonfinite` is "error" and a row with a weight > 0 is not finite.
+    Raises DivergedError if no update is finite, or if `nonfinite` is "error" and such an update has a weight > 0.
     """
     if nonfinite == "keep":
         return inputs, []

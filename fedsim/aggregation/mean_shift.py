@@ -48,9 +48,9 @@ def mean_shift(points: np.ndarray, bandwidth: float) -> np.ndarray:
 
 
 def _climb(points: np.ndarray, centre: np.ndarray, bandwidth: float) -> tuple[int, np.ndarray] | None:
-    """Move a centre [features] until it converges. Return the number of points near it, and the centre.
+    """Move a cluster centre [features] until it converges. Returns the number of points near it, and the centre.
 
-    Returns None if no points are within the bandwidth of the centre.
+    Returns None if no points are near.
     """
     for _ in range(MAX_STEPS + 1):
         near = points[_distances(centre[None], points)[0] <= bandwidth]

@@ -27,9 +27,9 @@ class AggregationResult:
 
     Attributes:
         update: aggregated update, [d].
-        shares: coefficient of each worker's update in the result, float64 [n]. None if the result is not known to be a
-            linear combination of the updates.
-        state: state that the rule receives in the next aggregation.
+        shares: coefficient of each worker's update in the result, float64 [n]. None if the result is not a linear
+            combination of the updates.
+        state: state that the rule needs in the next aggregation.
     """
 
     update: Tensor
@@ -38,7 +38,7 @@ class AggregationResult:
 
 
 class ResultError(ExperimentError):
-    """Error for a rule or pre-aggregator that returned something other than a tensor of the required shape."""
+    """Raised if a rule or pre-aggregator returns something other than a tensor of the required shape."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Pipeline:
 
     @property
     def name(self) -> str:
-        """Names of all stages, such as `nnm + trimmed_mean`."""
+        """Names of the pre-aggregators and the rule, such as `nnm + trimmed_mean`."""
         return " + ".join(stage.name for stage in (*self.pre, self.rule))
 
     @property
@@ -74,19 +74,19 @@ class Pipeline:
 
     @property
     def linear_by_weights(self) -> bool:
-        """Whether the result is a linear combination of the rows, with coefficients that depend only on the weights."""
+        """Whether the result is a linear combination of the updates that depends only on their weights."""
         return (
             self.columnwise and self.rule.linear and self.rule.accepts.keys() <= {"updates", "weights", "weight_total"}
         )
 
     @property
     def by_parts(self) -> bool:
-        """Whether each process can aggregate some of the columns if the processes exchange only inner products."""
+        """Whether each process can aggregate some of the columns."""
         of_rule = self.rule.accepts.keys() - ({"updates"} if self.rule.columnwise else set())
         return not any(WHOLE & accepts for accepts in (*(stage.accepts.keys() for stage in self.pre), of_rule))
 
     def accepts(self, name: str) -> bool:
-        """Whether any stage accepts the input `name`."""
+        """Whether the rule or a pre-aggregator has an input called `name`."""
         return any(name in stage.accepts for stage in (*self.pre, self.rule))
 
     def __call__(self, inputs: AggregationInputs) -> AggregationResult:
@@ -109,7 +109,7 @@ class Pipeline:
             return AggregationResult(rows.row(result), rows.shares(result), state)
 
     def rows(self, inputs: AggregationInputs) -> LazyRows:
-        """Return the rows to which the rule is applied: the updates, or the result of the pre-aggregators."""
+        """Return what the rule is applied to: the updates, or the result of the pre-aggregators."""
         rows = inputs.rows()
         for stage in self.pre:
             result = stage(partial(inputs.value_of, rows=rows, stage=stage), inputs.f_for(stage))
@@ -123,7 +123,7 @@ class Pipeline:
         return rows
 
     def by_columns(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor:
-        """Apply the columnwise rule to `rows`, block by block. Returns [d]."""
+        """Apply a rule that treats each column separately, one block of columns after another. Returns [d]."""
         updates, (n, d) = inputs.updates, inputs.updates.shape
         shares = None if updates.device.type == "cpu" else self._linear_shares(rows, inputs)
         if shares is not None:
@@ -140,10 +140,10 @@ class Pipeline:
     def of_columns(
         self, part: Tensor, rows: LazyRows, inputs: AggregationInputs, shares: Tensor | None = None
     ) -> Tensor:
-        """Apply the columnwise rule to a block of columns. Returns [columns].
+        """Apply a rule that treats each column separately to one block of columns. Returns [columns].
 
         Args:
-            part: block of `rows`, [n, columns].
+            part: block of columns, [n, columns].
             rows: all rows that are aggregated, [n, d].
             inputs: inputs of the aggregation.
             shares: coefficient of each row [n], if known. On a GPU these are used instead of a call of the rule.
@@ -154,7 +154,7 @@ class Pipeline:
         return check_result(result, self.rule, part, part.shape[1:])
 
     def shares(self, inputs: AggregationInputs) -> Tensor | None:
-        """Return the coefficient of each row in the result, [n], or None unless the rule is columnwise and linear."""
+        """Return the coefficient of each update in the result, [n]; None if unknown."""
         return self._linear_shares(inputs.rows(), inputs) if self.columnwise else None
 
     def _linear_shares(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor | None:
@@ -165,15 +165,14 @@ class Pipeline:
         return rows.shares(LinearCombination(check_result(shares, self.rule, units, units.shape[1:]).double()))
 
     def dry_run(self, n: int, local_lr: float | None = 1.0, weights: Tensor | None = None) -> None:
-        """Raise ExperimentError if n rows violate a constraint of a stage, such as n >= 2f + 3.
+        """Raise ExperimentError if the rule cannot aggregate n updates, for example because it needs n >= 2f + 3.
 
-        The pipeline is applied to n short random rows if n <= MOST_TRIED and all stages are built in. Stages that the
-        user wrote are not called, because they may have side effects.
+        The check tries built-in rules on random updates, and calls no code of the user.
 
         Args:
-            n: number of rows.
+            n: number of updates.
             local_lr: learning rate of the client algorithm, or None if it has none.
-            weights: weight of each row, [n]. None: equal weights.
+            weights: weight of each update, [n]. None: equal weights.
         """
         if n > MOST_TRIED or any(":" in stage.name or stage.name.startswith("<") for stage in (*self.pre, self.rule)):
             return
@@ -193,12 +192,12 @@ class Pipeline:
 def check_result(
     result: Any, stage: RuleStage, rows: LazyRows | Tensor, shape: Sequence[int], expected: str = "a row [d]"
 ) -> Any:
-    """Return the result of a stage. Raises ResultError unless it is a tensor of shape `shape`.
+    """Return `result`. Raises ResultError unless it is a tensor of shape `shape`.
 
     Args:
-        result: what the stage returned.
+        result: what the rule or pre-aggregator returned.
         stage: rule or pre-aggregator.
-        rows: rows to which the stage was applied.
+        rows: rows to which it was applied.
         shape: required shape of the result.
         expected: description of the required result, for the error message.
     """

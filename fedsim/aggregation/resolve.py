@@ -23,15 +23,15 @@ def resolve(
     beside: Sequence[str] = (),
     background: dict[str, Any] | None = None,
 ) -> list[tuple[Registration, dict[str, Any]]]:
-    """Look up the stages of a pipeline (pre-aggregators and a rule) and check their parameters.
+    """Look up a rule and its pre-aggregators by name, and check their parameters.
 
     Args:
-        stages: a rule, or a list of pre-aggregators followed by a rule. Each is a name, "package.module:function", or
-            a table with the key `rule` and parameters.
+        stages: a rule, or a list of pre-aggregators followed by a rule. Each is a name, "package.module:function", or a
+            table with the key `rule` and parameters.
         params: parameters by name. The rule and each pre-aggregator receive the parameters that they have.
         place: table of the experiment that contains `params`, for error messages.
-        beside: other keys of this table, for hints.
-        background: further parameters by name, which no stage needs to have. A value of zero does not replace a stage's
+        beside: other keys of this table, for hints in error messages.
+        background: further parameters by name, which are ignored if unknown. A value of zero does not replace a
             default.
 
     Returns a list of (component, checked parameters), in which the rule is last.
@@ -81,9 +81,9 @@ def resolve(
 
 
 def as_table(stage: Any, where: str) -> dict[str, Any]:
-    """Return a new table for a stage, which has the key `rule` with the name of the stage.
+    """Return a rule or pre-aggregator as a dict of its settings, in which the key `rule` has its name.
 
-    `where` is the place of the stage in error messages.
+    `where` is the setting to name in error messages.
     """
     table = {"rule": stage} if isinstance(stage, str) else stage
     table = with_key(table, "rule", where) if isinstance(table, dict) else table
@@ -93,10 +93,7 @@ def as_table(stage: Any, where: str) -> dict[str, Any]:
 
 
 def _registration(name: str, where: str, registry: Registry) -> Registration:
-    """Return the component `name` of the registry `registry`, which contains either rules or pre-aggregators.
-
-    Raises ExperimentError if there is no such component, with a remedy if it is in the other registry.
-    """
+    """Find a rule or pre-aggregator by its name. Raises ExperimentError if it does not exist."""
     if name not in registry.names():
         if name in rule.names():
             remedy = f"a rule must be last; the pre-aggregators are {', '.join(registry.names())}"
@@ -108,7 +105,7 @@ def _registration(name: str, where: str, registry: Registry) -> Registration:
 
 
 def make_pipeline(resolved: Sequence[tuple[Registration, dict[str, Any]]]) -> Pipeline:
-    """Return a pipeline of the stages that `resolve` returned.
+    """Return an object that applies the rule and pre-aggregators that `resolve` returned.
 
     >>> fedsim.aggregation.make_pipeline(fedsim.aggregation.resolve("krum", {"f": 1})).rule.f
     1

@@ -88,12 +88,12 @@ class LinearCombination:
 
 @dataclass(frozen=True)
 class RuleStage(Component):
-    """Rule or pre-aggregator with its parameters.
+    """An aggregation rule or pre-aggregator with its parameters.
 
     Attributes:
         columnwise: whether each coordinate of the result depends only on this coordinate of the updates.
-        linear: whether all columns of the result are the same linear combination of the rows.
-        f: value of the parameter `f`, or None if the function has no such parameter.
+        linear: whether all columns of the result are the same linear combination of the updates.
+        f: value of the parameter `f` (number of Byzantine workers), or None if there is no such parameter.
     """
 
     columnwise: bool = False
@@ -102,10 +102,10 @@ class RuleStage(Component):
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> RuleStage:
-        """Return the stage for a registered rule or pre-aggregator and its validated parameters.
+        """Create a `RuleStage` from a registered rule or pre-aggregator and its parameters.
 
-        Raises ExperimentError for a columnwise rule that accepts `metrics`, which would be recorded once per block of
-        columns, or `last` or `root`, which are whole rows.
+        Raises ExperimentError for a columnwise rule with the input `metrics`, `last` or `root`, which need whole
+        updates.
         """
         columnwise, linear = (getattr(registration.target, name, False) for name in ("columnwise", "linear"))
         for name in ("metrics", "last", "root") if columnwise else ():
@@ -119,15 +119,16 @@ class RuleStage(Component):
     def __call__(self, value_of: Callable[[str], Any], f: int | None = None) -> Any:
         """Call the rule or pre-aggregator, and return its result.
 
-        Each input that the function accepts gets the value `value_of(name)`. If `f` is given, it replaces the stage's
-        own parameter `f`.
+        Args:
+            value_of: function from the name of an input, such as "weights", to its value.
+            f: value that replaces the parameter `f`; None: unchanged.
         """
         inputs = {name: value_of(name) for name in self.accepts}
         return self.function(**inputs) if f is None else self.function(**inputs, f=f)
 
 
 def average_of(chosen: Tensor, n: int) -> LinearCombination:
-    """Return the mean of the rows at the positions `chosen` among n rows."""
+    """Return the mean of the updates at the positions `chosen` among n updates."""
     coefficients = np.zeros(n)
     coefficients[chosen.numpy()] = 1 / len(chosen)
     return LinearCombination(torch.from_numpy(coefficients))
@@ -136,7 +137,7 @@ def average_of(chosen: Tensor, n: int) -> LinearCombination:
 def require(holds: bool, rule: str, constraint: str, **numbers: float) -> None:
     """Raise ExperimentError unless `holds` is true.
 
-    The message states the name of the rule, the violated constraint (such as "2f < n") and the values of its variables.
+    The message contains the rule, the violated constraint (such as "2f < n") and the values of its variables.
     """
     if not holds:
         values = ", ".join(f"{name} = {value}" for name, value in numbers.items())

@@ -39,16 +39,16 @@ from fedsim.system.files import read_bounded
 
 
 def check_factors(place: str, values: Any, size: int, unit: str, first: int = 0) -> np.ndarray:
-    """Validate the factors that a slowdown or noise component returned, and return them as float64 [size].
-
-    Args:
-        place: the component's name for error messages.
-        values: the value that the component returned.
-        size: expected number of factors.
-        unit: format string for error messages, such as "worker {}", numbered from `first`.
-        first: number of the first factor.
+    """Check the factors that a slowdown or noise component returned, and return them as float64 [size].
 
     Raises ExperimentError if the shape is not [size], or if a factor is negative or not finite.
+
+    Args:
+        place: name of the component, for error messages.
+        values: factors that the component returned.
+        size: expected number of factors.
+        unit: text for error messages that describes one factor, such as "worker {}". {} becomes the factor's number.
+        first: number of the first factor.
     """
     factors = np.asarray(values, dtype=np.float64)
     if factors.shape != (size,):
@@ -63,15 +63,15 @@ def check_factors(place: str, values: Any, size: int, unit: str, first: int = 0)
 
 @dataclass(frozen=True)
 class SlowdownDistribution(Component):
-    """Slowdown component (clock.slowdown) with its parameters. A call returns the workers' slowdown factors.
+    """Slowdown factors of the workers (setting `clock.slowdown`). Call the object to draw them.
 
-    A worker with slowdown factor 2 computes half as fast as a worker with factor 1.
+    A worker with slowdown factor 2 takes twice as long as a worker with factor 1.
     """
 
     def __call__(self, n_workers: int, seed: int) -> np.ndarray:
-        """Draw each worker's slowdown factor, float64 [n_workers], with numpy_generator(seed, "speed").
+        """Draw a slowdown factor for each worker, float64 [n_workers].
 
-        Raises ExperimentError unless the component returns one positive, finite factor for each worker.
+        Raises ExperimentError if a factor is not positive and finite.
         """
         place = f"clock.slowdown.name = {show(self.name)}"
         returned = self.on({"n_workers": n_workers, "rng": numpy_generator(seed, "speed")})
@@ -83,14 +83,19 @@ class SlowdownDistribution(Component):
 
 @dataclass(frozen=True)
 class DurationNoise(Component):
-    """Noise component (clock.noise) with its parameters. A call returns factors that multiply a worker's durations."""
+    """Random variation of the workers' durations (setting `clock.noise`). Call the object to draw factors."""
 
     def __call__(self, seed: int, worker: int, start: int, size: int, n_workers: int) -> np.ndarray:
-        """Draw the noise factors of a worker's work items start, ..., start + size - 1, float64 [size].
+        """Draw random factors for the durations of a worker's next `size` steps or rounds, float64 [size].
 
-        `start` must be a multiple of `size`. Draws use numpy_generator(seed, "delay", worker, start // size).
+        Args:
+            seed: random seed.
+            worker: ID of the worker.
+            start: number of steps or rounds that the worker has started before; a multiple of `size`.
+            size: number of factors.
+            n_workers: number of workers.
 
-        Raises ExperimentError unless the component returns `size` finite factors of at least 0.
+        Raises ExperimentError if a factor is negative or not finite.
         """
         rng = numpy_generator(seed, "delay", worker, start // size)
         inputs = {"rng": rng, "size": size, "worker": worker, "start": start, "n_workers": n_workers}
@@ -318,7 +323,7 @@ def trace(
 
 @functools.cache
 def _read_trace(path: str, folder: str) -> np.ndarray:
-    """Read a trace file, and return its noise factors, [columns, rows]."""
+    """Read a text file of noise factors, and return them as an array [columns, table rows]."""
     where = f"clock.noise.path = {show(path)}"
     try:
         text = read_bounded(Path(folder, os.path.expanduser(path)), MOST_TRACE_BYTES).decode("utf-8-sig")
@@ -346,20 +351,18 @@ CACHED_BLOCKS = 2**15  # less than 100 MB
 
 
 class Delays:
-    """Durations of work items in virtual seconds.
+    """Simulated durations of the workers' steps or rounds, in virtual seconds.
 
-    The noise of a work item depends only on the seed, the worker, and the number of work items that the worker started
-    before. So all asynchronous policies are compared under the same delays.
+    The random variation depends only on the seed, the worker, and how many steps or rounds the worker has started. All
+    asynchronous policies are therefore compared under the same delays.
 
     Args:
         slowdowns: slowdown factor of each worker, [n_workers], positive.
-        noise: component that draws a noise factor for each work item.
-        seed: seed for the noise.
+        noise: object that draws the random variation.
+        seed: random seed.
         base: seconds per mini-batch gradient if slowdown and noise factor are 1.
-        latency: seconds added to each work item that communicates.
+        latency: seconds for one communication with the server.
         bandwidth: bytes per second between worker and server; None: infinite.
-
-    Raises ExperimentError if the noise cannot be drawn (for example, its trace file does not exist).
     """
 
     def __init__(
@@ -380,12 +383,12 @@ class Delays:
         self._block(0, 0)  # so that an invalid noise raises its error before the run
 
     def seconds(self, worker: int, unit: int, gradients: float, bytes: float = 0) -> float:
-        """Return the virtual seconds of a work item that computes `gradients` mini-batch gradients.
+        """Return how many virtual seconds a worker's step or round takes.
 
         Args:
             worker: ID of the worker.
-            unit: number of work items that the worker started before this one.
-            gradients: number of mini-batch gradients.
+            unit: number of steps or rounds that the worker started before this one.
+            gradients: number of mini-batch gradients that the worker computes.
             bytes: number of bytes that the worker sends and receives in total; 0: no communication.
         """
         block, offset = divmod(unit, BLOCK)

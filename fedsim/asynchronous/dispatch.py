@@ -32,17 +32,17 @@ Counts = list[tuple[Number, Number]]  # (worker, count)
 
 
 class CheckpointModel(BaseModel):
-    """Base class for states in checkpoints: frozen pydantic models that check types and reject unknown keys."""
+    """Base class for data that is stored in checkpoints. Types are checked, and unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class SchedulerState(CheckpointModel):
-    """Checkpointed state of a `Scheduler`.
+    """State of a `Scheduler`, as stored in a checkpoint.
 
     Attributes:
-        done: number of finished work items by worker.
-        drawn: number of times that a worker has been drawn at random.
+        done: number of finished work items (steps or rounds) of each worker.
+        drawn: number of random draws of a worker so far.
     """
 
     done: Counts
@@ -50,20 +50,18 @@ class SchedulerState(CheckpointModel):
 
 
 class Scheduler:
-    """Assignment of workers to slots, and of work items to workers.
+    """Decides which worker trains next, and for how many steps.
 
-    A slot is the place of one of the workers that train at the same time. A work item is what a worker computes before
-    it sends a result: one step or one round. With as many slots as workers, worker i always has slot i. With fewer
-    slots, a free slot gets a worker drawn uniformly from the idle workers, as a function of (seed, number of earlier
-    draws).
+    A work item is what a worker computes before it sends a result: one step or one round. If fewer workers train at the
+    same time than exist, the next worker is drawn at random from the idle workers.
 
     Args:
         seed: seed for the draws.
         n_workers: number of workers.
-        slots: number of slots.
-        work: content of a work item: one step ("gradient") or one round of local training ("model").
-        schedule: number of local steps and batch sizes of each round.
-        sizes: function that returns a worker's number of samples, given the worker's ID.
+        slots: number of workers that train at the same time.
+        work: what a work item is: one step ("gradient") or one round of local training ("model").
+        schedule: numbers of local steps and batch sizes.
+        sizes: function from a worker's ID to its number of samples.
     """
 
     def __init__(
@@ -77,15 +75,17 @@ class Scheduler:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> Scheduler:
-        """Create the scheduler of a run, in its state at the start of the run."""
+        """Create the scheduler of a new run."""
         experiment = task.experiment
         work, sizes = experiment.policy.component.work, shared.data.shards.size
         return cls(experiment.seed, experiment.workers, experiment.cohort_size, work, task.schedule, sizes)
 
     def next_item(self, slot: int, steps: int | None = None) -> WorkItem:
-        """Choose a worker for `slot`, mark the worker as busy, and return its next work item.
+        """Choose a worker, mark it as busy, and return what it computes next.
 
-        `steps` sets the number of local steps; None: the scheduled number.
+        Args:
+            slot: position of the worker among the workers that train at the same time.
+            steps: number of local steps; None: the scheduled number.
         """
         worker = slot if self._slots == self.n_workers else self._draw()
         self._busy.add(worker)
@@ -96,12 +96,12 @@ class Scheduler:
         return WorkItem(slot, worker, rounds + 1, None, step)
 
     def finish(self, item: WorkItem) -> None:
-        """Count a work item as done, and mark its worker as idle."""
+        """Count a step or round as done, and mark its worker as idle."""
         self._done[item.worker] += 1
         self._busy.discard(item.worker)
 
     def release(self, item: WorkItem) -> None:
-        """Mark the worker of a cancelled work item as idle; the worker will start the same work item again."""
+        """Mark the worker of cancelled work as idle. The worker will start the same work again."""
         self._busy.discard(item.worker)
 
     def steps(self, item: WorkItem) -> int:
@@ -126,18 +126,15 @@ class Scheduler:
         return schedule.samples_in(self.steps(item), size)
 
     def items_per_round(self, worker: int) -> int:
-        """Return the number of work items in one round of a worker.
-
-        A round is one work item, or one per local step if workers send gradients.
-        """
+        """Return how many results a worker sends per round: one, or one per local step if workers send gradients."""
         return self._schedule.of(worker, 1).steps_for(self._sizes(worker)) if self._by_step else 1
 
     def total_items_per_round(self) -> int:
-        """Return the number of work items, over all workers, that make up one synchronous round."""
+        """Return how many results all workers together send in one synchronous round."""
         return sum(map(self.items_per_round, range(self.n_workers))) if self._by_step else self._slots
 
     def items_done(self, worker: int) -> int:
-        """Return the number of work items that a worker has finished."""
+        """Return the number of results that a worker has sent so far."""
         return self._done[worker]
 
     def state(self) -> dict[str, Any]:
@@ -145,7 +142,7 @@ class Scheduler:
         return {"done": list(self._done.items()), "drawn": self._drawn}
 
     def resume(self, state: SchedulerState, busy: Iterable[int]) -> None:
-        """Restore a state that the method `state` returned. `busy` contains the IDs of workers that are not idle."""
+        """Restore a saved state. `busy` contains the IDs of the workers that are training."""
         self._done, self._drawn, self._busy = defaultdict(int, dict(state.done)), state.drawn, set(busy)
 
     def _draw(self) -> int:
@@ -165,12 +162,12 @@ class RoundStats:
 
     Attributes:
         samples: number of training samples in the results that arrived, by worker.
-        staleness: number of results by staleness.
-        loss_sum: sum of the training losses of `loss_samples` samples; excluded results do not count.
+        staleness: for each staleness, the number of results that have it.
+        loss_sum: sum of the training losses.
         loss_samples: number of samples in `loss_sum`.
         up, down: number of models or gradients that workers sent (up) and received (down).
-        discarded: number of work items that were cancelled before or on arrival.
-        excluded: worker ID of each result that was excluded because of NaN or infinity.
+        discarded: number of cancelled results.
+        excluded: ID of the worker of each result that was excluded because of NaN or infinity.
     """
 
     samples: Counter[int] = field(default_factory=Counter)
@@ -194,16 +191,15 @@ class RoundStats:
 
 
 class DispatcherState(CheckpointModel):
-    """Checkpointed state of a `Dispatcher`.
+    """State of a `Dispatcher`, as stored in a checkpoint.
 
-    A slot is the place of one of the workers that train at the same time. It is in flight from the start of its work
-    item until the result arrives at the server.
+    A slot is the position of a worker among the workers that train at the same time.
 
     Attributes:
         scheduler: state of the scheduler.
-        in_flight: work items that have started, but whose results have not arrived.
-        untrained: slots in flight whose result has not been computed yet.
-        nonfinite: slots in flight whose result contains NaN or infinity.
+        in_flight: work that has started, but whose results have not arrived at the server.
+        untrained: slots of this work whose result has not been computed yet.
+        nonfinite: slots of this work whose result contains NaN or infinity.
         arrivals: number of results that have arrived since the start of the run.
     """
 
@@ -215,22 +211,20 @@ class DispatcherState(CheckpointModel):
 
 
 class Dispatcher:
-    """Dispatcher that starts work items, computes them with `train`, and hands their results to the policy.
+    """Starts the workers' training, and hands each result to the asynchronous policy.
 
-    A slot is the place of one of the workers that train at the same time. It is in flight from the start of its work
-    item until the result arrives at the server.
+    A slot is the position of a worker among the workers that train at the same time.
 
     Args:
         server: state of the server, with the policy.
-        scheduler: scheduler that provides the work items.
-        train: function that computes work items. Each slot's row contains the start model and is overwritten with the
-            result.
+        scheduler: decides which worker trains next.
+        train: function that trains the workers in the given slots. It replaces each worker's start model by the result.
 
     Attributes:
-        in_flight: started work items by slot, in the order in which they started.
-        untrained: slots in flight whose result has not been computed yet.
+        in_flight: work that has started but not arrived, by slot, in the order of the starts.
+        untrained: slots of this work whose result has not been computed yet.
         arrivals: number of results that have arrived since the start of the run.
-        stats: statistics since the last `start_round`.
+        stats: statistics of the current round.
     """
 
     def __init__(self, server: ServerState, scheduler: Scheduler, train: Train) -> None:
@@ -243,13 +237,15 @@ class Dispatcher:
         self.start_round(1)
 
     def start_round(self, round: int) -> None:
-        """Set the number of the current round, and reset the statistics."""
+        """Start a new round with empty statistics."""
         self.round, self.stats = round, RoundStats()
 
     def dispatch(self, slot: int, steps: int | None = None) -> WorkItem:
-        """Start the next work item of `slot`, and return it.
+        """Let a worker start its next step or round, and return a description of this work.
 
-        `steps` sets the number of local steps; None: the number that the policy or the schedule defines.
+        Args:
+            slot: position of the worker among the workers that train at the same time.
+            steps: number of local steps; None: the number that the policy or the schedule defines.
         """
         server, policy = self.server, self.policy
         item = self.scheduler.next_item(slot, steps)
@@ -264,7 +260,10 @@ class Dispatcher:
         return item
 
     def train(self, slots: Iterable[int]) -> None:
-        """Compute the results of `slots` together. Slots whose results have been computed already are skipped."""
+        """Compute the results of several workers together, unless they have been computed before.
+
+        `slots` are the positions of the workers among the workers that train at the same time.
+        """
         slots = [slot for slot in slots if slot in self.untrained]
         self._train([self.in_flight[slot] for slot in slots])
         self.untrained.difference_update(slots)
@@ -276,18 +275,15 @@ class Dispatcher:
             self._nonfinite.update(slot for slot in slots if not bool(rows[slot].isfinite().all()))
 
     def is_stale(self, slot: int) -> bool:
-        """Whether the work item of `slot` has been cancelled by an update of the global row since it started.
-
-        Always false if the policy does not cancel work.
-        """
+        """Whether an update of the global model has cancelled the current work of worker number `slot`."""
         return self.policy.cancels and self.server.staleness(slot) > 0
 
     def receive(self, slot: int, staleness: int | None = None) -> None:
-        """Process the arrival of a result: count it in the statistics, and hand it to the policy.
+        """Hand a worker's result to the policy, and count it in the statistics.
 
         Args:
-            slot: slot of the work item.
-            staleness: staleness of the result; None: the number of updates since the worker read the global row.
+            slot: position of the worker among the workers that train at the same time.
+            staleness: staleness of the result; None: the number of updates since the worker read the global model.
         """
         server, stats, item = self.server, self.stats, self.in_flight.pop(slot)
         unit = int(server.units[slot]) - 1
@@ -309,14 +305,14 @@ class Dispatcher:
         self.policy.take(server, Arrival(slot, item.worker, unit, staleness))
 
     def cancel(self, slot: int) -> None:
-        """Cancel the work item of `slot`; its worker will start the same work item again."""
+        """Cancel the current work of worker number `slot`. The worker will start the same work again."""
         self.scheduler.release(self.in_flight.pop(slot))
         self.untrained.discard(slot)
         self._nonfinite.discard(slot)
         self.stats.discarded += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the dispatcher's state between two rounds, without tensors, as a JSON-serializable dict."""
+        """Return the state between two rounds as a JSON-serializable dict, without tensors."""
         return {
             "scheduler": self.scheduler.state(),
             "in_flight": list(self.in_flight.values()),
@@ -326,7 +322,7 @@ class Dispatcher:
         }
 
     def resume(self, state: DispatcherState) -> None:
-        """Restore a state that the method `state` returned."""
+        """Restore a saved state."""
         self.in_flight = {item.slot: item for item in state.in_flight}
         if not self.in_flight.keys() >= {*state.untrained, *state.nonfinite}:
             raise ValueError(
@@ -344,6 +340,6 @@ class Dispatcher:
 
 
 def nonfinite_error(round: int, place: str) -> DivergedError:
-    """Return the error for a result that contains NaN or infinity. `place` describes the result in the message."""
+    """Return the error for a worker's result that contains NaN or infinity. `place` describes the result."""
     remedy = "reduce local.lr, or exclude such results with aggregate.nonfinite=exclude"
     return DivergedError(f"{place} contains NaN or infinity", remedy, round)

@@ -35,12 +35,12 @@ StateScope = frozenset[Literal["shared", "private"]]
 
 
 class Arrival(NamedTuple):
-    """A finished work item, whose result is in `server.rows[slot]`.
+    """The result of one worker, which has arrived at the server as `server.rows[slot]`.
 
     Attributes:
-        slot: place of the worker among the concurrent workers, which is also the index of its row.
+        slot: position of the worker among the workers that train at the same time.
         worker: ID of the worker.
-        unit: number of work items that this slot started before this one.
+        unit: number of earlier steps or rounds that were started at this position.
         staleness: number of updates of the global model since the worker read it.
     """
 
@@ -51,18 +51,17 @@ class Arrival(NamedTuple):
 
 
 class Policy(ABC):
-    """Base class for asynchronous policies. The defaults suit a policy with one server and one global model.
+    """Base class for asynchronous policies, which define when and how the workers' results change the global model.
 
     Attributes:
         work: what a worker sends: the "gradient" of one step, or the "model" after a round of local training.
-        in_rounds: whether the policy is the synchronous loop instead of an asynchronous policy.
+        in_rounds: whether training proceeds in synchronous rounds. False for asynchronous policies.
         cancels: whether an update of the global model cancels all work that started before the update.
-        needs_momentum: whether the client algorithm must have a state, such as momentum.
+        needs_momentum: whether the client algorithm must use momentum or another optimizer state.
         allows_sampling: whether there may be more workers than `cohort`, the number of concurrent workers.
         uses_server_optimizer: whether the experiment's server optimizer updates the global model.
-        locking: what a race locks: the "server"; a "pair" of workers (the one whose result arrives, and its `partner`);
-            or "nothing". With "nothing", workers compute gradients at the live global model, and `pull` and `may_start`
-            are not called.
+        locking: what a race (training in concurrent processes) locks while it uses a result: the whole "server"; a
+            "pair" of workers (a worker and its `partner`); or "nothing".
     """
 
     work: ClassVar[Work] = "gradient"
@@ -75,72 +74,69 @@ class Policy(ABC):
 
     @property
     def needs_replicas(self) -> bool:
-        """Whether the server keeps a copy of each worker's start model, at least until the worker's result arrives."""
+        """Whether the server keeps a copy of each worker's start model."""
         return self.work == "model"
 
     @property
     def state_scope(self) -> StateScope:
-        """Set of the optimizer states (momentum) that the policy's steps use.
+        """Kinds of optimizer state, such as momentum, that the policy uses.
 
         "shared" is one state for all workers, and "private" is a separate state for each worker.
         """
         return frozenset(["shared"] if self.work == "gradient" else [])
 
     def check(self, n_workers: int) -> None:  # noqa: B027
-        """Raise ExperimentError if the policy does not support `n_workers` concurrent workers."""
+        """Raise ExperimentError if `n_workers` workers at the same time do not suit the policy."""
 
     def start(self, server: ServerState) -> State:
-        """Return the policy's initial state: named tensors, which the server stores as `server.policy_state`."""
+        """Return the policy's initial state, as tensors by name."""
         return {}
 
     def may_start(self, server: ServerState, slot: int) -> bool:
-        """Whether the idle worker in `slot` may start its next work item now."""
+        """Whether the idle worker number `slot` may start to train now."""
         return True
 
     def local_steps(self, server: ServerState, slot: int, scheduled: int) -> int | None:
-        """Return the number of local steps in the next round of the worker in `slot`; None means `scheduled` steps."""
+        """Return the number of local steps of worker number `slot` in its next round; None means `scheduled` steps."""
         return None
 
     def pull(self, server: ServerState, slot: int) -> None:
-        """Give the idle worker in `slot` the model from which its next work item starts."""
+        """Give the idle worker number `slot` the model from which it will train."""
         server.pull(slot)
 
     @abstractmethod
     def take(self, server: ServerState, arrival: Arrival) -> None:
-        """Use the arrived result, `server.rows[arrival.slot]`: take a step on the global model, or buffer it."""
+        """Use a worker's result: update the global model, or keep the result for a later update."""
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
-        """Return the slot of the second worker whose model `take` changes, or None if `take` changes only one.
+        """Return the number of the second worker whose model `take` changes, or None if there is none.
 
         Args:
             server: state of the server.
-            slot: slot of the result that `take` will receive.
-            unit: number of work items that this slot started before the one with this result.
+            slot: number of the worker whose result `take` receives.
+            unit: number of steps or rounds that this worker started before.
         """
         return None
 
     def on_departure(self, server: ServerState) -> None:  # noqa: B027
-        """Called after a change of `server.alive`: a worker has left or, after a race's round, all workers are back."""
+        """Called when workers have left or returned; `server.alive` contains the workers that are there now."""
 
     def buffered(self, server: ServerState) -> int:
-        """Return the number of results that have arrived but are not yet part of an update."""
+        """Return the number of results that have arrived but have not changed the global model yet."""
         return 0
 
     def publish(self, server: ServerState) -> None:  # noqa: B027
-        """Write the model to test into `server.global_row`. Only needed if the policy keeps this model elsewhere."""
+        """Copy the model that is to be tested to `server.global_row`, if the policy keeps it elsewhere."""
 
     def traffic(self, unit: int) -> tuple[int, int]:
-        """Return (sent, received): how many models or gradients a worker sends after and receives before a work item.
+        """Return how many models or gradients a worker sends and receives for a step or round: (sent, received).
 
-        `unit` numbers the worker's work items from 0.
+        `unit` is the number of the step or round, from 0.
         """
         return 1, 1
 
     def arrivals_needed(self, server: ServerState) -> int | None:
-        """Return how many of the next results are certain to be used. None: all work in flight.
-
-        The results after these may be cancelled.
-        """
+        """Return how many of the next results will certainly be used, because they cannot be cancelled. None: all."""
         return None
 
 
@@ -150,7 +146,7 @@ policy = Registry("policy", base=Policy)
 @policy("sync")
 @dataclass(frozen=True)
 class Synchronous(Policy):
-    """The synchronous loop as a policy, for comparison with asynchronous policies.
+    """Synchronous training as a policy, for comparison with asynchronous policies.
 
     On the virtual clock, a round (with `sync = "gradients"`, a step) takes as long as its slowest worker.
 

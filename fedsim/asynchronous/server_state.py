@@ -22,7 +22,7 @@ from fedsim.errors import ExperimentError
 
 
 class GradientOnly(ClientAlgorithm):
-    """Client algorithm for workers that send gradients: a step overwrites the worker's row with the gradient."""
+    """Client algorithm for workers that send gradients. A step replaces the model by the gradient."""
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         rows.copy_(gradients)
@@ -32,26 +32,27 @@ VIEWS = ("shared", "rows", "global_row", "models", "_version", "read", "units", 
 
 
 class ServerState:
-    """The server's state in an asynchronous run with n slots and d parameters.
+    """State of the server in an asynchronous run.
 
-    All parts are tensors, which are in shared memory if processes race. A slot is the number of one of the concurrent
-    workers. A row is a flat parameter vector.
+    n workers train at the same time, and the model has d parameters. A slot is the position of one of the n workers. A
+    row is a flat parameter vector.
 
     Args:
-        task: the run, with its policy, its server optimizer, and its client algorithm for steps along gradients.
-        shared: the engine's memory; the server uses `server.row` [d], `cohort.rows` [n, d] and the buffers.
-        worker_states: the tensors that workers keep between their rounds.
+        task: description of the run, with its policy, server optimizer and client algorithm.
+        shared: memory of the engine, with the global model, the workers' models [n, d] and the buffers.
+        worker_states: tensors that workers keep between their rounds.
 
     Attributes:
-        replicas: start model of each worker, [n, d] if the policy needs replicas, else [0, d].
+        replicas: start model of each worker, [n, d] if the policy needs it, else [0, d].
         stepper: client algorithm that takes steps along gradients on the server's models.
-        step_state: state of `stepper` for the global row, tensors [d].
-        worker_step_states: state of `stepper` for each worker's model, tensors [n, d].
-        counts: int64 [1 + 3 n] on the CPU: the version (number of updates), then for each slot the version that its
-            worker read, the number of started work items, and whether its worker is alive (1) or has left (0).
-        step_seconds: measured or configured seconds per local step of each worker, float64 [n] on the CPU.
-        policy_state: tensors that the policy stores between arrivals.
-        tables: embeddings in which a step changes only the rows with a nonzero gradient.
+        step_state: optimizer state of `stepper` for the global model, tensors [d].
+        worker_step_states: optimizer state of `stepper` for each worker's model, tensors [n, d].
+        counts: int64 [1 + 3 n] on the CPU: the number of updates of the global model; then for each slot the number of
+            updates when its worker read the model, the number of started steps or rounds, and whether the worker is
+            there (1) or has left (0).
+        step_seconds: seconds per local step of each worker, float64 [n] on the CPU.
+        policy_state: tensors that the policy keeps.
+        tables: embedding tables; a step changes only their rows with a nonzero gradient.
     """
 
     def __init__(self, task: RunTask, shared: SharedState, worker_states: WorkerStates) -> None:
@@ -77,7 +78,7 @@ class ServerState:
         self.policy_state = policy.start(self)
 
     def attach(self, shared: SharedState) -> None:
-        """Use the memory `shared` of the engine, and create views of it. Must be called again after unpickling."""
+        """Connect this object with the memory of the engine. Must be called again after unpickling."""
         n, counts = self.n, self.counts.numpy()
         self.shared = shared
         self.rows, self.global_row = list(shared.cohort.rows), shared.server.row
@@ -108,17 +109,17 @@ class ServerState:
 
     @property
     def alive(self) -> np.ndarray:
-        """The slots of the workers that have not left."""
+        """The positions (slots) of the workers that have not left."""
         return np.flatnonzero(self.alive_mask)
 
     def revive_all(self) -> None:
-        """Mark all workers as alive, and notify the policy if any had left."""
+        """Let all workers that have left return."""
         if not self.alive_mask.all():
             self.alive_mask[:] = 1
             self.policy.on_departure(self)
 
     def pull(self, slot: int) -> None:
-        """Copy the global model, or the model that the server optimizer broadcasts instead, to the worker in `slot`."""
+        """Copy the server's current model to worker number `slot`."""
         self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.shared.server.states["parameters"]))
         for name, sent in self.algorithm.send(self.shared.server.algorithm).items():
             self.shared.cohort.received[name][slot] = sent
@@ -127,15 +128,12 @@ class ServerState:
         self.read[slot] = self._version[0]
 
     def keep_model(self, slot: int) -> None:
-        """Let the worker in `slot` continue with its own model, instead of copying the global model.
-
-        Before a worker's first work item, its own model is a copy of the initial global model.
-        """
+        """Let worker number `slot` continue with its own model, at first a copy of the initial global model."""
         if self.read[slot] < 0:
             self.read[slot] = self._version[0]
 
     def begin(self, slot: int, worker: int) -> None:
-        """Copy the start model, and the state that the worker keeps between rounds, into `slot` before training."""
+        """Prepare the training of `worker`: load its start model and the state that it keeps between rounds."""
         if self.models is not self.rows:
             self.rows[slot].copy_(self.models[slot])
         self.worker_states.load([worker], self.shared.cohort.worker_rows, [slot])
@@ -143,7 +141,7 @@ class ServerState:
             self.shared.cohort.buffers[slot] = self.shared.server.buffers
 
     def end(self, slot: int, worker: int) -> None:
-        """Store the state that a worker keeps between rounds, and pass the worker's messages to the algorithm."""
+        """Store the state that a worker keeps between rounds, and let the client algorithm receive its messages."""
         shared = self.shared
         self.worker_states.save([worker], shared.cohort.worker_rows, [slot])
         if shared.cohort.messages:
@@ -151,13 +149,13 @@ class ServerState:
             self.algorithm.receive(shared.server.algorithm, messages, 1, len(shared.data.shards))
 
     def staleness(self, slot: int) -> int:
-        """Return the number of updates of the global row since the worker in `slot` last read it."""
+        """Return the number of updates of the global model since worker number `slot` last read it."""
         return int(self._version[0] - self.read[slot])
 
     def step(self, gradient: Tensor, slot: int | None = None) -> None:
-        """Take a step on the global row along a gradient [d], and count a new version. `gradient` may be overwritten.
+        """Take a step on the global model along a gradient [d], which may be overwritten.
 
-        The step uses the optimizer state of the worker in `slot`; None: the shared optimizer state.
+        The step uses the optimizer state of worker number `slot`; None: an optimizer state shared by all workers.
         """
         if self.tables:
             step_where_touched(self.stepper, self.global_row, gradient, self.tables)
@@ -167,49 +165,51 @@ class ServerState:
         self.increment_version()
 
     def step_replica(self, slot: int, gradient: Tensor) -> None:
-        """Take a step on the server's copy of the model in `slot` along a gradient [d], which may be overwritten."""
+        """Take a step on the server's copy of a worker's model along a gradient [d], which may be overwritten."""
         self.stepper.step(self.replicas[slot], gradient, self._worker_state(slot))
 
     def update(self, update: Tensor) -> None:
-        """Take one server optimizer step on the global row along an update [d], and count a new version."""
+        """Update the global model with the server optimizer, along an aggregated update [d]."""
         self.optimizer.step(self.global_row, update, self.shared.server.states["parameters"])
         self.increment_version()
 
     def increment_version(self) -> None:
-        """Increase the version, the number of updates of the global row, by one."""
+        """Count one more update of the global model."""
         self._version[0] += 1
 
     def mean(self, slots: Sequence[int]) -> Tensor:
-        """Return the mean [d] of the rows of `slots`, bit-identical to the aggregation rule `mean`."""
+        """Return the mean [d] of the workers' models or gradients in `slots`."""
         slots = sorted(slots)
         rows = self.shared.cohort.rows if slots == list(range(self.n)) else self.shared.cohort.rows[slots]
         blocks = column_blocks(rows.shape[1], n=len(rows), device=rows.device)
         return torch.cat([mean(rows[:, block]) for block in blocks])
 
     def delta(self, slot: int) -> Tensor:
-        """Return the model delta of `slot`, [d]: the trained row minus its start model.
+        """Return a worker's trained model minus its start model, [d].
 
-        For float32 rows, the result is float64, so that start model plus delta is exactly the row.
+        For float32 models, the result is float64, so that no digits are lost.
         """
         return self.rows[slot].to(self.shared.cohort.buffers.dtype) - self.replicas[slot]
 
     def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
-        """Interpolate the server's buffers (BatchNorm statistics) towards the mean of the buffers of `slots`.
+        """Move the server's buffers (BatchNorm statistics) towards the mean of the buffers of some workers.
 
-        `share` is the weight of this mean, from 0 to 1; None: len(slots) / number of workers that have not left.
+        Args:
+            slots: positions of the workers.
+            share: weight of the mean, from 0 to 1; None: the fraction of all present workers that `slots` contains.
         """
         if self.has_buffers:
             share = min(1.0, len(slots) / len(self.alive)) if share is None else share
             self.move_buffers(self.shared.cohort.buffers[list(slots)].mean(0), share)
 
     def move_buffers(self, target: Tensor, share: float) -> None:
-        """Interpolate the server's buffers towards `target` with weight `share`, unless `buffers` is "frozen"."""
+        """Move the server's buffers towards `target`, which has weight `share`, unless buffers are "frozen"."""
         if self.has_buffers and self.buffers != "frozen":
             self.shared.server.buffers.lerp_(target, share)
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:
-        """The tensors that this object owns, by name, without the engine's memory."""
+        """This object's own tensors by name."""
         tensors = {"replicas": self.replicas, "counts": self.counts, "step_seconds": self.step_seconds}
         states = {
             "shared": self.step_state,
@@ -220,7 +220,7 @@ class ServerState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint of an asynchronous run needs in addition to the engine's tensors, by name."""
+        """Tensors by name that a checkpoint of an asynchronous run needs in addition to the tensors of the engine."""
         cohort = self.shared.cohort
         in_flight = {"rows": cohort.rows, "buffers": cohort.buffers, "train_loss": cohort.train_loss}
         for key, state in (("kept", cohort.kept), ("messages", cohort.messages), ("received", cohort.received)):
@@ -235,10 +235,10 @@ Tables = tuple[tuple[int, int, int], ...]  # per embedding: offset in the flat r
 
 
 def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
-    """Return where a module's embedding tables lie in its flat row, so that steps can skip rows with zero gradient.
+    """Return where the embedding tables of a model are in its flat parameter vector.
 
-    Returns () if the client algorithm also changes coordinates whose gradient is zero (as momentum or weight decay do).
-    In this case, steps cannot skip rows, and an embedding with sparse=True raises ExperimentError.
+    Returns () if the client algorithm, because of momentum or weight decay, also changes parameters whose gradient is
+    zero. Raises ExperimentError in this case if an embedding has sparse=True.
     """
     embeddings = {
         f"{path}.weight" if path else "weight": embedding
@@ -258,10 +258,9 @@ def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
 
 
 def step_where_touched(algorithm: Stepper, row: Tensor, gradient: Tensor, tables: Tables) -> None:
-    """Take a step on a flat row [d] along a gradient [d], but skip embedding-table rows whose gradient is zero.
+    """Take a step along a gradient [d], but do not write rows of embedding tables whose gradient is zero.
 
-    A dense step writes every coordinate, even if it adds only zero, and can thereby overwrite a concurrent write by
-    another process. All other coordinates are bit-identical to a dense step. The client algorithm must be stateless.
+    Processes that train at the same time then overwrite fewer of each other's changes.
     """
     end = 0
     for offset, rows, length in tables:

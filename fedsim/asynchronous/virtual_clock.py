@@ -30,17 +30,19 @@ Duration = Callable[[WorkItem, int, tuple[int, int]], float]
 
 
 class ClockState(CheckpointModel):
-    """Checkpointed state of a `VirtualClock`. A slot is the place of one of the concurrent workers.
+    """State of a `VirtualClock`, as stored in a checkpoint.
+
+    A slot is the position of a worker among the workers that train at the same time.
 
     Attributes:
         dispatcher: state of the dispatcher.
         now: virtual seconds since the start.
         pending: (time, slot) of each future event, which is an arrival or a departure.
-        idle: idle slots for which the policy has not been asked yet whether they may start.
-        waiting: idle slots that the policy did not allow to start.
-        asked_at: version of the global row at which the policy was last asked whether the waiting slots may start.
-        leaving: slots whose next event is the departure of their worker.
-        started: number of started work items by worker.
+        idle: slots of idle workers that have not asked the policy yet whether they may start.
+        waiting: slots of idle workers that may not start yet.
+        asked_at: number of updates of the global model when the waiting workers last asked.
+        leaving: slots of the workers whose next event is their departure.
+        started: number of started steps or rounds of each worker.
     """
 
     dispatcher: DispatcherState
@@ -54,19 +56,19 @@ class ClockState(CheckpointModel):
 
 
 class VirtualClock:
-    """Simulation of an asynchronous policy in virtual time.
+    """Simulates an asynchronous policy in virtual time.
 
-    A slot is the place of one of the concurrent workers. Results that arrive at the same time are all handed to the
-    policy, in ascending order of their slots, before any worker starts again.
+    A slot is the position of a worker among the workers that train at the same time.
 
     Args:
         server: state of the server, with the policy.
-        scheduler: scheduler that provides the work items.
-        duration: function that returns the seconds of a work item, given the item, the number of items that its worker
-            started before, and the numbers (sent, received) of models or gradients.
-        train: function that computes work items, see `Dispatcher`.
-        departures: virtual seconds at which workers leave, by slot. Work that has not arrived by then is lost.
-        total_items: number of arrivals after which the run ends; work that would arrive later is not computed.
+        scheduler: decides which worker trains next.
+        duration: function that returns how many seconds a worker's step or round takes. Its arguments are the step or
+            round, how many of these its worker started before, and (sent, received), the numbers of models or
+            gradients.
+        train: function that trains the workers in the given slots.
+        departures: virtual seconds at which workers leave, by slot. Their unfinished work is lost.
+        total_items: number of arrivals after which the run ends.
     """
 
     def __init__(
@@ -90,16 +92,13 @@ class VirtualClock:
         self._started: Counter[int] = Counter()  # work items, by worker
 
     def run_round(self, round: int) -> None:
-        """Simulate until the number of arrivals since the start is that of `round` synchronous rounds."""
+        """Simulate until as many results have arrived as in `round` synchronous rounds."""
         enough = round * self.dispatcher.scheduler.total_items_per_round()
         while self.dispatcher.arrivals < enough:
             self.advance()
 
     def advance(self) -> int:
-        """Advance the clock to the next event, and return how many results have arrived at this time.
-
-        All events at this time are processed. An event is the arrival of a result or the departure of a worker.
-        """
+        """Advance the clock to the next arrival or departure of a worker, and return how many results arrived."""
         self._start_idle()
         if not self._events:
             raise ExperimentError(self._deadlock())
@@ -112,7 +111,7 @@ class VirtualClock:
         return self.dispatcher.arrivals - arrivals
 
     def state(self) -> dict[str, Any]:
-        """Return the clock's state between two rounds, without tensors, as a JSON-serializable dict."""
+        """Return the state between two rounds as a JSON-serializable dict, without tensors."""
         return {
             "dispatcher": self.dispatcher.state(),
             "now": self.now,
@@ -125,10 +124,7 @@ class VirtualClock:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that the method `state` returned. The server's tensors must be restored separately.
-
-        Raises ValueError if the state does not belong to this run.
-        """
+        """Restore a saved state, except for tensors. Raises ValueError if it does not belong to this run."""
         saved = ClockState.model_validate(state)
         self.dispatcher.resume(saved.dispatcher)
         in_flight, alive = sorted(self.dispatcher.in_flight), set(self._server.alive.tolist())
@@ -142,7 +138,7 @@ class VirtualClock:
         self._leaving, self._started = set(saved.leaving), Counter(dict(saved.started))
 
     def _start_idle(self) -> None:
-        """Start all idle workers that may start. The others wait until the next update or departure."""
+        """Start all idle workers that may start now."""
         server, policy = self._server, self._policy
         if server.version != self._asked_at:
             self._idle += self._waiting
@@ -165,7 +161,7 @@ class VirtualClock:
         heappush(self._events, (self.now + seconds, slot))
 
     def _next_slots(self) -> list[int]:
-        """Advance to the earliest event, and return the slots of all events at exactly that time, ascending."""
+        """Advance to the next event, and return the slots of all workers with an event at this time, ascending."""
         self.now, slot = heappop(self._events)
         slots = [slot]
         while self._events and self._events[0][0] == self.now:
@@ -173,9 +169,9 @@ class VirtualClock:
         return slots
 
     def _arrive(self, slot: int, arriving: Sequence[int]) -> None:
-        """Process the event of `slot`: its worker leaves, or its result arrives.
+        """Process an event: worker number `slot` leaves, or its result arrives.
 
-        `arriving` contains all slots with an event at this time.
+        `arriving` contains the slots of all workers with an event at this time.
         """
         dispatcher = self.dispatcher
         if slot in self._leaving:
@@ -190,10 +186,9 @@ class VirtualClock:
         dispatcher.receive(slot)
 
     def _certain_arrivals(self, arriving: Sequence[int]) -> list[int]:
-        """Return the slots whose results are certain to be used, so that they can be computed together, earliest first.
+        """Return the slots of all workers whose results will certainly be used, earliest result first.
 
-        Results that may be cancelled or would arrive after the end of the run are left out. `arriving` contains all
-        slots with an event at the current time.
+        `arriving` contains the slots of all workers with an event at the current time.
         """
         in_flight, count = self.dispatcher.in_flight, self._policy.arrivals_needed(self._server)
         remaining = self._total_items - self.dispatcher.arrivals
@@ -207,7 +202,7 @@ class VirtualClock:
         return [slot for slot in coming if slot not in self._leaving][:count]
 
     def _cancel_stale(self) -> None:
-        """Cancel all work in flight that started before the latest update of the global row."""
+        """Cancel all unfinished work that started before the latest update of the global model."""
         stale = {slot for slot in self.dispatcher.in_flight if self._server.staleness(slot)}
         self._events = [event for event in self._events if event[1] not in stale]
         heapify(self._events)

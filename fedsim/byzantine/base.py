@@ -46,22 +46,22 @@ POISON_INPUTS = "inputs", "targets", "classes", "draws", "rng"
 class Poison(Protocol):
     """Interface of an attack's method `poison`, which changes the training batches of Byzantine workers.
 
-    Its parameters receive by name: `inputs` [batch, ...], `targets` int64 [batch], the number of `classes`, `draws` on
-    the device of the inputs, and a NumPy generator `rng`. `draws` and `rng` are seeded by (seed, round, worker, step).
+    The method receives the inputs that its parameters name: `inputs` [batch, ...], `targets` int64 [batch], the number
+    of `classes`, and `draws` and `rng` for random numbers.
     """
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return the poisoned batch (inputs, targets). The arguments must not be changed, but may be returned."""
+        """Return the changed batch (inputs, targets). The arguments themselves must not be changed."""
 
 
 class Goal(Protocol):
-    """Interface of an attack's method `goal`, which selects test samples and the labels that the attacker wants.
+    """Interface of an attack's method `goal`, which defines what the attacker wants the global model to predict.
 
-    The attack's success rate is the accuracy of the global model on these samples with these labels.
+    The attack's success rate is the accuracy of the global model on the samples and labels that the method returns.
     """
 
     def __call__(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """Return the samples of a test batch that the attacker uses, and the labels that the attacker wants.
+        """Return the samples of a test batch that matter to the attacker, and the labels that the attacker wants.
 
         The result may contain no samples.
         """
@@ -69,21 +69,21 @@ class Goal(Protocol):
 
 @dataclass(frozen=True)
 class AttackStrategy(Component):
-    """Attack with its parameters. Calling it returns the updates that the Byzantine workers send.
+    """Attack of Byzantine workers. Call the object to get the updates that they send.
 
     Attributes:
-        poison_accepts: names of the inputs that the attack's method `poison` accepts.
+        poison_accepts: names of the inputs of the attack's method `poison`.
         poison: method that changes training batches, or None if the attack does not change data.
-        goal: method that defines the success rate, or None if the attack has no goal.
+        goal: method that defines the success rate, or None if the attack has none.
     """
 
     poison_accepts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> AttackStrategy:
-        """Return the attack for a registered component and its validated parameters.
+        """Create the attack from a registered component and its parameters.
 
-        Raises ExperimentError if its method `poison` has a parameter that is not in `POISON_INPUTS`.
+        Raises ExperimentError if its method `poison` has an unknown parameter.
         """
         poison = getattr(registration.target, "poison", None)
         try:
@@ -104,9 +104,9 @@ class AttackStrategy(Component):
 
     @property
     def alters_rows(self) -> bool:
-        """Whether attackers send something other than their trained updates.
+        """Whether the attackers send something other than their trained updates.
 
-        By default false for attacks on data and true for other attacks. An attribute `alters_rows` overrides this.
+        An attack can set the attribute `alters_rows`. Otherwise the result is false for attacks that only change data.
         """
         return getattr(self.function, "alters_rows", self.poison is None)
 
@@ -114,15 +114,13 @@ class AttackStrategy(Component):
     def needs_honest(self) -> bool:
         """Whether the attack needs at least one honest update.
 
-        By default true if the attack accepts `honest`. An attribute `needs_honest` overrides this.
+        An attack can set the attribute `needs_honest`. Otherwise the result is true if the attack has an input
+        `honest`.
         """
         return getattr(self.function, "needs_honest", "honest" in self.accepts)
 
     def weakness(self, n: int, f: int) -> str | None:
-        """Return a line that says why the attack has no effect with f Byzantine workers among n.
-
-        Returns None if the attack has an effect.
-        """
+        """Return why the attack has no effect with f Byzantine workers among n, as text; None if it has an effect."""
         method = getattr(self.function, "weakness", None)
         line = method(n, f) if method and f else None
         return line and f"{self.name}: {line}"
@@ -189,13 +187,13 @@ attack_strategy = Registry(
 
 @dataclass(frozen=True)
 class Attackers:
-    """Byzantine workers of each round. `bool(attackers)` is false if there are none in any round.
+    """The Byzantine workers of a run.
 
     Attributes:
         fixed: IDs of the workers that are Byzantine in every round.
-        drawn: (seed, number of workers, number of Byzantine workers), from which each round draws its Byzantine
-            workers. None: `fixed` is used.
-        start_round: first round in which Byzantine workers attack. In earlier rounds they follow the protocol.
+        drawn: (seed, number of workers, number of Byzantine workers) if each round draws its own Byzantine workers;
+            otherwise None.
+        start_round: first round with an attack. In earlier rounds, Byzantine workers behave like honest ones.
     """
 
     fixed: frozenset[int] = frozenset()
@@ -213,9 +211,13 @@ class Attackers:
 
 
 def draw_attackers(seed: int, workers: int, count: int, *round: int) -> list[int]:
-    """Draw `count` Byzantine workers among `workers` workers, for a whole run or for one `round`.
+    """Draw the Byzantine workers of a run, or of one `round`. Returns their IDs in ascending order.
 
-    Returns the IDs of the Byzantine workers in ascending order.
+    Args:
+        seed: seed of the draw.
+        workers: number of workers.
+        count: number of Byzantine workers.
+        round: number of the round, if each round draws anew.
     """
     return sorted(numpy_generator(seed, "attackers", *round).permutation(workers)[:count].tolist())
 

@@ -65,7 +65,7 @@ def mimic(
 
 
 def _direction_of(honest: Tensor, workers: list[int], state: State, draws: Draws) -> State:
-    """Return the next state of `mimic` after one more aggregation of the warm-up."""
+    """Return the next state of `mimic`, after one more round of the warm-up."""
     mean = mean_of(honest)
     if not state:
         direction = draws.normal(len(mean), dtype=mean.dtype)

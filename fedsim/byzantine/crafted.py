@@ -253,7 +253,7 @@ def _farthest(
 ) -> Tensor:
     """Return the update start + x direction [d] that moves the aggregate farthest from `mean` if all attackers send it.
 
-    x >= 0 is found by `line_search` with `evaluations` calls of `aggregate`.
+    The best x >= 0 is searched for with `evaluations` calls of `aggregate`.
     """
 
     def row(x: float) -> Tensor:

@@ -79,7 +79,7 @@ def attack(
 
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) -> Tensor:
-    """Return `tensor`. Raises ExperimentError unless it has this shape, and the dtype and device of `honest`."""
+    """Return `tensor`. Raises ExperimentError if its shape is wrong, or its dtype or device is not that of `honest`."""
     if not isinstance(tensor, Tensor):
         raise ExperimentError(f"{name}: must be a tensor of shape {tuple(shape)}, not a {type(tensor).__name__}")
     wanted = f"{honest.dtype} {tuple(shape)} on {honest.device}"
@@ -90,7 +90,7 @@ def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) 
 
 
 def _with_honest(honest: Tensor, n_byzantine: int, aggregate: Callable[[Tensor], Tensor]) -> Aggregate:
-    """Return a function from the update(s) of the Byzantine workers to the result of `aggregate` for all workers."""
+    """Return a function from the Byzantine updates to the aggregate of the honest and the Byzantine updates."""
     h, d = honest.shape
     matrix = torch.cat([honest, honest.new_zeros(n_byzantine, d)])
 

@@ -89,7 +89,7 @@ class Backdoor:
         return own_updates * self.gamma
 
     def poison(self, inputs: Tensor, targets: Tensor, classes: int, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Return the batch after a random fraction `poisoned` of its samples got the patch and the label `target`."""
+        """Add the patch to a random fraction of the samples of a batch, and set their label to `target`."""
         self._require_class(classes)
         fraction, whole = math.modf(self.poisoned * len(targets))
         count = whole + (draws.uniform() < fraction)
@@ -100,7 +100,7 @@ class Backdoor:
         )
 
     def goal(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """Return the samples whose label is not `target` with the patch, and `target` as the label of each."""
+        """Return all samples with another label than `target`, with the patch, and `target` as their new label."""
         self._require_class(classes)
         changed = targets != self.target
         return self._triggered(inputs[changed]), torch.full_like(targets[changed], self.target)

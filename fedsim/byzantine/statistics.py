@@ -16,9 +16,9 @@ from fedsim.system.devices import wide_dtype
 
 
 def blocks_of(honest: Tensor, centre: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield all blocks of columns of the honest updates [h, d]: a slice of columns, and the block [h, columns].
+    """Yield the honest updates [h, d] in blocks of columns, as pairs (slice of columns, block [h, columns]).
 
-    `centre` [d] is subtracted from each update unless it is None. Blocks are float64 if the device supports it.
+    `centre` [d], if given, is subtracted from each update. Blocks are float64 if the device supports it.
 
     Raises ExperimentError if there are no honest updates.
     """
@@ -40,8 +40,7 @@ def mean_of(honest: Tensor) -> Tensor:
 def mean_and_std(honest: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
     """Return the mean [d] and the standard deviation [d] of each coordinate of the honest updates, in float64.
 
-    The variance is the sum of the squared differences from the mean divided by h - ddof, for h honest updates. Raises
-    ExperimentError unless h > ddof.
+    For h honest updates, the variance is divided by h - ddof. Raises ExperimentError unless h > ddof.
     """
     h = len(honest)
     if 0 < h <= ddof:

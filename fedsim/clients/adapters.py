@@ -19,7 +19,7 @@ from fedsim.errors import ExperimentError, show
 
 
 class AlgorithmOnly(ClientAlgorithm):
-    """Client algorithm made from an object with only the methods `start` and `step`, and optionally `step_fused`."""
+    """Client algorithm made from an object that has only the methods `start` and `step`."""
 
     def __init__(self, algorithm: Any) -> None:
         self.algorithm = algorithm
@@ -37,12 +37,14 @@ class AlgorithmOnly(ClientAlgorithm):
 
 
 def as_algorithm(algorithm: Stepper) -> ClientAlgorithm:
-    """Return `algorithm` as a `ClientAlgorithm`: unchanged if it is one, otherwise wrapped in `AlgorithmOnly`."""
+    """Convert any object with the methods `start` and `step` to a `ClientAlgorithm`."""
     return algorithm if isinstance(algorithm, ClientAlgorithm) else AlgorithmOnly(algorithm)
 
 
 class KeptState(ClientAlgorithm):
-    """Wrapper that keeps each worker's optimizer state, such as its momentum, between rounds (`local.keep_state`).
+    """Client algorithm whose workers keep their optimizer state, such as momentum, between rounds.
+
+    It wraps another client algorithm, and is used if `local.keep_state` is set.
 
     Args:
         algorithm: client algorithm that has an optimizer state, and defines only `start`, `step` and optionally
@@ -102,15 +104,14 @@ class KeptState(ClientAlgorithm):
 
 
 class TrainFunction(ClientAlgorithm):
-    """Adapter for a function `train(model, batches, ...)` that trains a worker's model for one round.
+    """Client algorithm made from a function `train(model, batches, ...)` that trains a worker's model for one round.
 
-    The trainer calls the function once per round for each worker, one worker after another. Parameters of the function
-    other than `model`, `batches` and `worker` are keys of `[local]`. On the virtual clock a batch takes the time of one
-    gradient. An attribute `gradients_per_step` of the function sets another number of gradients per batch.
+    The function is called once per round for each worker. All its parameters except `model`, `batches` and `worker` are
+    settings in `[local]`. The function can have an attribute `gradients_per_step`, the number of gradients that it
+    computes per batch (by default 1), for simulated durations.
 
     Args:
-        registration: component of the function. Its `takes` lists which of `model`, `batches` and `worker` the function
-            accepts.
+        registration: component of the function, which knows which of `model`, `batches` and `worker` it accepts.
         settings: values of the function's other parameters.
     """
 

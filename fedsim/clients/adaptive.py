@@ -65,7 +65,7 @@ class Adam(ClientAlgorithm):
         rows.addcdiv_(m, scale.mul_(averaged_weight(state["m_weight"], self.beta1)), value=-self.lr)
 
     def decay(self, rows: Tensor, gradients: Tensor) -> None:
-        """Apply weight decay to `rows` or `gradients`, in place, before a step."""
+        """Apply weight decay in place, to `rows` or to `gradients`, before a step."""
         if self.weight_decay:
             gradients.add_(rows, alpha=self.weight_decay)
 
@@ -101,10 +101,9 @@ class AdamW(Adam):
 
 
 def averaged_weight(weight: Tensor, beta: float) -> Tensor:
-    """Update a bias correction 1 - beta^t to 1 - beta^(t+1), in place, and return it.
+    """Change a bias correction 1 - beta^t to 1 - beta^(t+1), in place, and return it.
 
-    The correction is a running average of ones. Computing 1 - beta^t directly would lose digits in float32, and expm1
-    would take as long as the whole step.
+    The formula avoids the rounding errors of 1 - beta^t in float32.
     """
     return weight.mul_(beta).add_(1 - beta)
 

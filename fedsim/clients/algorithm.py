@@ -51,18 +51,17 @@ class WorkerFacts(NamedTuple):
 
 @dataclass
 class WorkerRound:
-    """One round of a worker, or of a stack of k workers.
+    """Data of one worker in one round, or of k workers that are trained together.
 
     Attributes:
-        received: server state that `send` returned when the workers received the global model: tensors [d] or [1], or
-            [k, d] or [k, 1].
-        kept: worker state, which the workers keep between rounds: tensors by name, each [..., w] with any length w.
-            `finish` may change the state, `start_round` must not.
+        received: what the server sent besides the global model: tensors by name.
+        kept: state that the workers keep between rounds: tensors by name. `finish` may change it, `start_round` must
+            not.
         facts: facts about the round, for each worker.
         rows: models of the workers, [d] or [k, d].
-        full_gradient: mean gradient of all samples of each worker at the model that it received, [..., d]. None unless
-            the algorithm declares `full_gradient`.
-        only_tested: whether the models are tested after this training instead of being sent. `finish` is then not
+        full_gradient: gradient over all samples of each worker at the model that it received, [..., d]. None unless the
+            algorithm sets `full_gradient`.
+        only_tested: whether the trained models are only tested, and not sent to the server. `finish` is then not
             called.
     """
 
@@ -104,25 +103,22 @@ class WorkerRound:
 
 
 class ClientAlgorithm:
-    """Base class of client algorithms.
+    """Base class of client algorithms, which define how a worker trains.
 
-    A client algorithm is a frozen dataclass that derives from this class, defines `step` and overrides other methods as
-    needed. By default, workers keep no state and send only their update. An example is `fedsim.clients.SGD`.
+    A client algorithm is a frozen dataclass that derives from this class and defines `step`. All other methods are
+    optional. An example is `fedsim.clients.SGD`.
 
     Attributes:
-        element_wise: whether `step` works on any subset of columns. If false, `step_rows` is called with whole rows.
+        element_wise: whether `step` treats each parameter separately. If false, `step_rows` is called instead.
         uses_start_row: whether steps use the model that the worker received at the start of the round.
-        personal_columns: columns of the row that are sent neither to nor by workers. Updates must be 0 there.
-        personal_buffers: columns of the buffers, such as BatchNorm statistics, that are sent neither to nor by workers.
-        personal_beside: whether each worker trains a personal model in addition to the row, with `gradient_at`. The
-            worker then keeps all buffers of its personal model, and only forward passes of `gradient_at` change them.
-        starts_from_current: whether a worker that takes part for the first time gets its `worker_state` and personal
-            buffers from the current global model instead of the initial one. Requires synchronous rounds.
-        gradients_per_step: number of gradients that a local step computes for its batch, which determines the time of
-            the step on the virtual clock. It is a property if it depends on parameters. Forward passes do not count.
-
-    `personal_columns`, `personal_buffers`, `personal_beside`, `starts_from_current` and the method `personal_rows` tell
-    the engine how to train, keep, send and test personal models.
+        personal_columns: which parameters are personal: each worker keeps its own and does not send them. Updates must
+            be 0 there.
+        personal_buffers: which buffer values, such as BatchNorm statistics, are personal.
+        personal_beside: whether each worker trains a complete personal model beside its copy of the global model, with
+            `gradient_at`. The worker then keeps all buffers of its personal model.
+        starts_from_current: whether a worker that takes part for the first time starts its personal state from the
+            current global model instead of the initial one. Requires synchronous rounds.
+        gradients_per_step: number of gradients that a local step computes, which determines its simulated duration.
 
     Cost: each row in `worker_state` takes d numbers for each worker that has taken part.
 
@@ -141,191 +137,190 @@ class ClientAlgorithm:
 
     @property
     def setting(self) -> str:
-        """The setting to blame in error messages if required local steps are missing. "" means `local.algorithm`."""
+        """Setting to name in error messages about too few local steps. "" means `local.algorithm`."""
         return ""
 
     @property
     def full_gradient(self) -> bool:
         """Whether each worker computes the gradient over all its samples at the start of a round.
 
-        The gradient is then available as `WorkerRound.full_gradient`, and costs one pass over the samples. Subclasses
-        may declare `full_gradient: ClassVar[bool] = True`.
+        This costs one pass over the samples. Subclasses may set `full_gradient: ClassVar[bool] = True`.
         """
         return False
 
     def gradients(self, steps: int, batches: int) -> int:
-        """Return the number of mini-batch gradients that a worker computes in a round, its cost on the virtual clock.
+        """Return how many mini-batch gradients a worker computes in a round, which determines its simulated duration.
 
         Args:
-            steps: number of local steps, one per batch.
-            batches: number of batches in one pass over the worker's samples, for which `full_gradient` computes
-                gradients.
+            steps: number of local steps.
+            batches: number of batches in one pass over the worker's samples.
         """
         return steps * self.gradients_per_step + (batches if self.full_gradient else 0)
 
     def check_work(self, epochs: int | None, steps: int | None) -> None:
-        """Raise ExperimentError if rounds can be too short for the algorithm.
+        """Raise ExperimentError if rounds are too short for the algorithm.
 
-        One argument is None. The other is the minimum number of epochs, or of local steps, in a round.
+        One argument is None. The other is the smallest number of epochs, or of local steps, in a round.
         """
 
     def check_steps(self, worker: int, steps: int) -> None:
-        """Raise ExperimentError if `steps` local steps in a round of `worker` are too few for the algorithm."""
+        """Raise ExperimentError if `steps` local steps of a worker in a round are too few for the algorithm."""
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
-        """Return this algorithm, or a copy that is adapted to a model, for example with its personal columns."""
+        """Return the algorithm for a model. An algorithm that depends on the model's layers returns a changed copy."""
         return self
 
     def buffers_kept(self, b: int) -> ColumnSpans:
-        """Return the columns of a buffer row [`b`] that each worker keeps for its personal model."""
+        """Return which of the `b` buffer values each worker keeps for itself."""
         return ColumnSpans(((0, b),)) if self.personal_beside else self.personal_buffers
 
     def with_lr(self, lr: float) -> ClientAlgorithm:
-        """Return a copy of the algorithm with the learning rate `lr`, for learning-rate schedules."""
+        """Return a copy of the algorithm with the learning rate `lr`."""
         return replace(self, lr=lr)  # type: ignore[type-var]
 
     def worker_state(self, row: Tensor) -> State:
-        """Return the worker state before a worker's first round: tensors by name, each [w] with any length w.
+        """Return the state that a worker keeps between rounds, before its first round: tensors by name.
 
-        `row` [d] is the initial global model, or the current one if the algorithm declares `starts_from_current`.
+        `row` [d] are the parameters of the initial global model (of the current one, if `starts_from_current` is set).
         """
         return {}
 
     def server_state(self, row: Tensor) -> State:
-        """Return the state that the server keeps for the algorithm before the first round: tensors [d] or [1] by name.
+        """Return the state that the server keeps for the algorithm, before the first round: tensors [d] or [1] by name.
 
-        `row` [d] is the initial global model.
+        `row` [d] are the parameters of the initial global model.
         """
         return {}
 
     def message(self, row: Tensor) -> State:
-        """Return zeros by name, which give the shape [w] of each message that a worker sends besides its update."""
+        """Return zeros with the names and shapes of the tensors that a worker sends besides its update."""
         return {}
 
     def send(self, server: State) -> State:
-        """Return what the server sends in addition to the global model, by default its whole state.
+        """Return what the server sends besides the global model: by default, its whole state.
 
-        Receivers must not change the result.
+        Callers must not change the result.
         """
         return server
 
     def start(self, rows: Tensor) -> State:
-        """Return the optimizer state before the first step: tensors of the shape [..., d] of `rows`, by name."""
+        """Return the optimizer state before the first step: tensors by name, with the shape of `rows`."""
         return {}
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        """Return the optimizer state at the start of a round, with the same names as the result of `start`.
+        """Return the optimizer state at the start of a round, with the same names as in `start`.
 
-        `rows` [..., d] are the models that the workers received. They may be changed in place.
+        `rows` [..., d] are the models that the workers received, which may be changed in place.
         """
         return self.start(rows)
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
-        """Move `rows` by one step, in place. `gradients` and `state` may be changed too.
+        """Move the models `rows` by one step, in place. `gradients` and `state` may be changed too.
 
         Every client algorithm must define this method.
         """
         raise NotImplementedError(f"{type(self).__name__} must define `step`")
 
     def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
-        """Move stacked weights `rows` [k, o, i] by one step, in place, as `step` does, with the gradient `product`."""
+        """Like `step`, for the weights [k, o, i] of a linear layer in k models (o outputs, i inputs).
+
+        `product` is the gradient as an `OuterProductGrad`.
+        """
         self.step(rows, product.computed(), state)
 
     def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
-        """Move whole `rows` by one step, in place. Called instead of `step` if `element_wise` is false.
+        """Move the models `rows` by one step, in place. Called instead of `step` if `element_wise` is false.
 
         Args:
             rows: models of the workers, [..., d].
             gradients: gradients of the batches at `rows`, [..., d].
             state: optimizer state, which is changed in place.
-            gradient_at: function that returns the gradients [..., d] of the same batches at other points [..., d], with
-                the same dropout masks. Its forward passes change only the buffers of personal models, and only if the
-                algorithm declares `personal_beside`.
+            gradient_at: function that returns the gradients [..., d] of the same batches at other models [..., d].
         """
         raise NotImplementedError(f"{type(self).__name__} must define `step_rows`")
 
     def feature_points(self, state: State) -> Sequence[Tensor]:
-        """Return the rows [..., d] at which `feature_loss` needs the model's features.
-
-        Returns () if the algorithm has no feature loss.
-        """
+        """Return the models [..., d] whose hidden features `feature_loss` needs; () if there is no feature loss."""
         return ()
 
     def feature_loss(self, features: Tensor, at_points: Sequence[Tensor]) -> Tensor:
         """Return a term that is added to the loss of each sample, [..., batch].
 
         Args:
-            features: the f features of each sample in the workers' models, [..., batch, f] (see
-                `fedsim.core.recorded_features`).
-            at_points: features of the samples at each of the `feature_points`, without gradients.
+            features: the f hidden features of each sample in the workers' models, [..., batch, f].
+            at_points: features of the samples in each of the models that `feature_points` returns, without gradients.
         """
         raise NotImplementedError(f"{type(self).__name__} must define `feature_loss`")
 
     def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
-        """End a round, and return the workers' messages, with the same names as the result of `message`.
+        """End a round, and return what the workers send besides their updates, with the same names as in `message`.
 
-        May change `worker.kept` and `rows` [..., d] in place.
+        May change `worker.kept` and the models `rows` [..., d] in place.
         """
         return {}
 
     def receive(self, server: State, sums: State, workers: int, population: int) -> None:
-        """Update the server state in place after a round.
+        """Update the server's state after a round, in place.
 
         Args:
-            server: server state, tensors [d] and [1].
-            sums: sums of the messages over the workers whose updates are aggregated, [d] and [1].
+            server: state of the server, tensors [d] and [1].
+            sums: sum of each message over all workers whose updates are aggregated, [d] and [1].
             workers: number of workers whose updates are aggregated.
             population: number of all workers in the experiment.
         """
 
     def receive_gradients(self, server: State, mean: Tensor) -> None:
-        """Update the server state in place before a round, with the `mean` [d] of the cohort's full gradients.
+        """Update the server's state before a round, in place.
 
-        Called before `send`, if the algorithm declares `full_gradient` and the workers of a cohort start together.
+        `mean` [d] is the mean of the full gradients of the workers that take part. Called only if the algorithm sets
+        `full_gradient`.
         """
 
     def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
-        """Correct the aggregated update in place, before the server optimizer moves the global model by it.
+        """Correct the aggregated update in place, before it changes the global model.
 
-        This method must be element-wise. It is called after `receive`.
+        The method must treat each column separately.
 
         Args:
             update: some columns of the aggregated update, [columns].
-            server: server state: the same columns of tensors [d], which may be changed, and tensors [1], which must not
-                be changed.
+            server: state of the server: the same columns of tensors [d], which may be changed, and tensors [1], which
+                must not be changed.
             workers: number of workers whose updates were aggregated.
             population: number of all workers in the experiment.
         """
 
     def send_gradients(self, gradients: Tensor, worker_state: State) -> None:
-        """Change the gradients [..., d] that workers send with `sync = "gradients"`, and their state, in place."""
+        """Change the gradients [..., d] that workers send if `sync = "gradients"`, in place.
+
+        `worker_state` may be changed too.
+        """
 
     def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
-        """Return the personal models [..., d] of workers, from the global model `rows` [..., d] and the worker state.
+        """Return the personal models [..., d] of workers.
 
-        Personal models are tested with the buffers that the workers keep, or otherwise with the global model's buffers.
+        `rows` [..., d] is the global model, and `worker_state` is the state that the workers keep.
         """
         return rows
 
     def _copy(self, **changes: Any) -> ClientAlgorithm:
-        """Return a copy of the algorithm with changed attributes, which need not be fields of the dataclass."""
+        """Return a copy of the algorithm with changed attributes."""
         copied = copy.copy(self)
         vars(copied).update(changes)
         return copied
 
     def has(self, method: str) -> bool:
-        """Whether the algorithm overrides the optional method with this name."""
+        """Whether the algorithm defines the optional method with this name."""
         return getattr(type(self), method) is not getattr(ClientAlgorithm, method)
 
     @property
     def alters_gradients(self) -> bool:
-        """Whether workers send something other than their gradients with `sync = "gradients"`."""
+        """Whether workers send something other than their gradients if `sync = "gradients"`."""
         return self.has("send_gradients")
 
     def numbers_sent(self, d: int) -> tuple[int, int]:
-        """Return how many numbers a worker receives in addition to the model, and sends in addition to its update.
+        """Return how many numbers a worker receives besides the model, and sends besides its update, in a round.
 
-        Both counts are for one round, and `d` is the number of parameters.
+        `d` is the number of parameters of the model.
         """
         row = torch.empty(d, device="meta")
         received, sent = self.send(self.server_state(row)), self.message(row)
@@ -333,13 +328,13 @@ class ClientAlgorithm:
 
 
 def exchanges(algorithm: ClientAlgorithm) -> bool:
-    """Whether workers keep a state between rounds, or exchange more than models and updates with the server."""
+    """Whether workers keep a state between rounds, or exchange more than models and updates."""
     row = torch.zeros(2)
     return any((algorithm.worker_state(row), algorithm.server_state(row), algorithm.message(row)))
 
 
 def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
-    """Whether an algorithm requires local steps between communications, so that `sync = "gradients"` is impossible."""
+    """Whether an algorithm needs several local steps per round, so that `sync = "gradients"` is impossible."""
     row = torch.zeros(2)
     needs = (algorithm.uses_start_row, not algorithm.element_wise, algorithm.full_gradient, algorithm.has("correct"))
     state = algorithm.worker_state(row) and not algorithm.alters_gradients
@@ -347,7 +342,7 @@ def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
 
 
 def step_along(algorithm: ClientAlgorithm, rows: Tensor, gradients: Tensor | OuterProductGrad, state: State) -> None:
-    """Move `rows` by one step of a client algorithm, in place. Gradients are [..., d] or an `OuterProductGrad`."""
+    """Move models by one step of a client algorithm, in place."""
     if isinstance(gradients, Tensor):
         algorithm.step(rows, gradients, state)
     else:
@@ -358,7 +353,7 @@ PERSONAL_BUFFERS = "personal.buffers"  # name of the personal buffers in a worke
 
 
 def state_at_first(algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor) -> State:
-    """Return the worker state before a worker's first round, including the buffers of its personal model.
+    """Return the state of a worker before its first round, including the buffers of its personal model.
 
     Args:
         algorithm: client algorithm.

@@ -24,7 +24,7 @@ GIVEN = ("model", "batches", "worker")  # inputs of functions that train a model
 
 
 class ClientAlgorithmRegistry(Registry):
-    """Registry of client algorithms, which are dataclasses or functions `train(model, batches, ...)`."""
+    """Registry of client algorithms, which are classes or functions `train(model, batches, ...)`."""
 
     def _registration(self, name: str, target: Any) -> Registration:
         if isinstance(target, type) and issubclass(target, Optimizer):
@@ -56,7 +56,7 @@ State = dict[str, Tensor]
 
 
 class OuterProductGrad(NamedTuple):
-    """Gradients of the stacked weights of one linear layer in k models, given by the factors of left^T right.
+    """Gradients of a linear layer's weights in k models, stored as two factors: the gradient is left^T right.
 
     The weights are [k, o, i] for i input and o output features.
 
@@ -72,31 +72,28 @@ class OuterProductGrad(NamedTuple):
         return torch.bmm(self.left.mT, self.right)
 
     def add_to(self, weights: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
-        """Set weights [k, o, i] to beta weights + alpha left^T right, in place and in one pass over the weights."""
+        """Set weights [k, o, i] to beta weights + alpha gradient, in place."""
         weights.baddbmm_(self.left.mT, self.right, beta=beta, alpha=alpha)
 
 
 class Stepper(Protocol):
-    """Interface of the smallest possible client algorithm.
-
-    The base class `fedsim.clients.ClientAlgorithm` also has the optional methods.
-    """
+    """Interface of the simplest client algorithms, which have only the methods `start` and `step`."""
 
     def start(self, rows: Tensor) -> State:
-        """Return the optimizer state before the first step: tensors of the shape [..., d] of `rows`, by name."""
+        """Return the optimizer state before the first step: tensors by name, with the shape of `rows`."""
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
-        """Move `rows` by one step, in place. `gradients` and `state` may be changed too."""
+        """Move the models `rows` by one step, in place. `gradients` and `state` may be changed too."""
 
 
 class RowOptimizer:
-    """Client algorithm that trains one model, with the methods `zero_grad` and `step` of a `torch.optim.Optimizer`.
+    """Optimizer, as in `torch.optim`, that trains one model with a client algorithm.
 
-    The module must be bound to `row` and `gradient` (see `fedsim.core.rows.bind`).
+    The model's parameters and gradients must be views of `row` and `gradient` (see `fedsim.core.rows.bind`).
 
     Args:
         algorithm: client algorithm.
-        row: parameters of the module, [d].
+        row: parameters of the model, [d].
         gradient: gradient of the parameters, [d].
         state: optimizer state. None: `algorithm.start(row)`.
     """

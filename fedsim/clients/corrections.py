@@ -110,7 +110,7 @@ class FedNova(LocalSGD):
     """
 
     def normaliser(self, steps: Tensor) -> Tensor:
-        """Return |a_k| after `steps` local steps, float64: the sum of the factors of all gradients in the update."""
+        """Return the factor |a_k| by which the update of a worker with `steps` local steps is divided, float64."""
         r, steps = self.momentum, steps.double()
         with_momentum = (steps - r * (1 - r**steps) / (1 - r)) / (1 - r)
         return steps + r * with_momentum if self.nesterov else with_momentum

@@ -133,7 +133,7 @@ def one_cycle(
 
 
 def _required(length: int | None, key: str) -> int:
-    """Return the schedule's `length`. If it is None, raise ExperimentError, which recommends to set the key `key`."""
+    """Return `length`. If it is None, raise ExperimentError, which recommends to set `key`."""
     if length is None:
         raise ExperimentError(f"{key}: is required, because the number of steps differs between rounds")
     return length
@@ -168,7 +168,7 @@ class LRSchedule:
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> LRSchedule:
-        """Return a learning-rate schedule.
+        """Create a learning-rate schedule.
 
         Args:
             registration: component that creates the PyTorch scheduler.
@@ -178,9 +178,7 @@ class LRSchedule:
         return cls(registration.bind(params), tuple(registration.takes), **settings)
 
     def rate(self, lr: float, round: int, step: int = 0) -> float:
-        """Return the learning rate in `step` (from 0) of `round` (from 1).
-
-        `lr` is the initial learning rate, to which the schedule is relative.
+        """Return the learning rate in `step` (from 0) of `round` (from 1), for the initial learning rate `lr`.
 
         Raises ExperimentError if the PyTorch scheduler cannot be created, or ends before this round or step.
         """
@@ -202,7 +200,7 @@ class LRSchedule:
         return known[position]
 
     def rates(self, lr: float) -> Iterator[float]:
-        """Yield the learning rates of all rounds or steps, in order, for the initial learning rate `lr`."""
+        """Yield the learning rates of all rounds or steps in order, for the initial learning rate `lr`."""
         optimizer = torch.optim.SGD([torch.zeros(0)], lr=lr)
         scheduler = self._scheduler(optimizer)
         while True:
@@ -233,5 +231,5 @@ class LRSchedule:
 
 @lru_cache(maxsize=64)
 def _known_rates(schedule: LRSchedule, lr: float) -> tuple[list[float], Iterator[float]]:
-    """Return the list of learning rates computed so far, and an iterator over the next ones. Both are cached."""
+    """Return the learning rates that have been computed so far, and an iterator over the next ones."""
     return [], schedule.rates(lr)

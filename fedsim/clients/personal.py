@@ -34,10 +34,10 @@ NORMALISATION_LAYERS: tuple[Any, ...] = (
 
 
 class PersonalSGD(LocalSGD):
-    """Base class of SGD with personal parameters, which stay with the worker. Subclasses define `personal_names`."""
+    """Base class of SGD in which some parameters are personal: each worker keeps its own and does not send them."""
 
     def personal_names(self, module: nn.Module) -> Collection[str]:
-        """Return the names of a model's personal parameters, and of personal buffers in layers without parameters."""
+        """Return the names of a model's personal parameters and buffers."""
         raise NotImplementedError(f"{type(self).__name__} must define `personal_names`")
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
@@ -58,7 +58,7 @@ class PersonalSGD(LocalSGD):
         return {"personal": self.personal_columns.of(row)}
 
     def server_state(self, row: Tensor) -> State:
-        """Return the personal columns of the initial global model, which never change on the server."""
+        """Return the personal parameters of the initial global model, which never change on the server."""
         return {"personal": self.personal_columns.of(row)}
 
     def numbers_sent(self, d: int) -> tuple[int, int]:
@@ -258,12 +258,12 @@ class LocalOnly(PersonalSGD):
 
 
 def _layer(name: str) -> str:
-    """Return the name of the module that contains the parameter or buffer `name`."""
+    """Return the name of the module that contains a parameter or buffer."""
     return name.rpartition(".")[0]
 
 
 def _nearest(pattern: str, names: list[str]) -> str:
-    """Return a hint with the parameter or module names that are most similar to a pattern without matches."""
+    """Return a hint with the names that are most similar to a pattern without matches."""
     if closest(pattern, names):
         return nearest(pattern, names)
     modules = dict.fromkeys(f"{_layer(name)}.*" if "." in name else name for name in names)

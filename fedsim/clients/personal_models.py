@@ -132,7 +132,7 @@ class Ditto(LocalSGD):
         self.step(rows, gradients, state)
 
     def _moves_personal(self, state: State) -> bool:
-        """Whether this step also trains the personal models. Each call adds 1 to the step counter in `state`."""
+        """Whether this step also trains the personal models. Each call counts one step."""
         if self.personal_steps is None:
             return True
         taken = state["taken"].add_(1)

@@ -34,7 +34,7 @@ class LocalSGD(ClientAlgorithm):
 
     @property
     def decay(self) -> float:
-        """Factor c of the term c w that each step adds to the gradient at w: by default, the weight decay."""
+        """Weight decay: the factor c of the term c w that each step adds to the gradient at the weights w."""
         return self.weight_decay
 
     def start(self, rows: Tensor) -> State:

@@ -32,9 +32,9 @@ COPIES_OF_MODEL = 3  # minimum: the global parameters, one worker's parameters, 
 
 @contextlib.contextmanager
 def _errors_of_user_code(line_of: Callable[[str], str]) -> Iterator[None]:
-    """Return a context that turns an exception in user code into an ExperimentError.
+    """Return a context that turns an exception in the user's own code into an ExperimentError.
 
-    `line_of` takes the exception's message and returns the message of the ExperimentError.
+    `line_of` is a function from the exception's message to the message of the ExperimentError.
     """
     try:
         yield
@@ -45,9 +45,9 @@ def _errors_of_user_code(line_of: Callable[[str], str]) -> Iterator[None]:
 
 
 def check_model(task: RunTask) -> None:
-    """Raise ExperimentError if the model cannot be built, does not fit into memory or has no parameters.
+    """Raise ExperimentError if the model cannot be used.
 
-    The same error is raised if the model has buffers but the experiment has `buffers = "error"`.
+    For example, it cannot be built, has no parameters, or does not fit into memory.
     """
     place = task.experiment.model.setting
     with _errors_of_user_code(lambda reason: f"{place}: the model cannot be created: {reason}"):
@@ -63,10 +63,7 @@ def check_model(task: RunTask) -> None:
 
 
 def check_client_algorithm(task: RunTask) -> None:
-    """Raise ExperimentError if another setting contradicts the client algorithm.
-
-    For example, a setting may need a complete global model, although workers keep a part of the model.
-    """
+    """Raise ExperimentError if the client algorithm cannot be combined with another setting."""
     experiment = task.experiment
     task.algorithm.check_work(*task.schedule.least)
     algorithm, layout = experiment.local.setting, Layout.of(task.new_module())
@@ -95,7 +92,7 @@ def check_client_algorithm(task: RunTask) -> None:
 
 
 def _stops_by_global_model(experiment: Experiment) -> bool:
-    """Whether early stopping (the settings `stop.*`) is active and uses a test metric of the global model."""
+    """Whether early stopping (`stop.*`) depends on a test of the global model."""
     name = experiment.stop.metric.removeprefix("metrics.")
     of_tests = {metric.component.label for metric in experiment.metrics}
     by_global = name.startswith(("test_", "validation_", "global_worker_")) or name in of_tests
@@ -103,14 +100,11 @@ def _stops_by_global_model(experiment: Experiment) -> bool:
 
 
 def _check_parameters(place: str, task: RunTask) -> None:
-    """Raise ExperimentError if several copies of the model do not fit into memory.
-
-    The model is built on the meta device for this check. Models of user code are not checked, so that they are built
-    only once.
+    """Raise ExperimentError if the copies of the model that a run needs do not fit into memory.
 
     Args:
         place: setting of the model, for the error message.
-        task: task of the run.
+        task: description of the run.
     """
     if isinstance(task.experiment.model.component, Imported):
         return
@@ -130,11 +124,9 @@ def _check_parameters(place: str, task: RunTask) -> None:
 def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorded: bool) -> None:
     """Raise ExperimentError if a run on CPUs does not fit into main memory.
 
-    Runs on other devices, and runs on ranks, are not checked.
-
     Args:
         engine: class of the engine.
-        task: task of the run.
+        task: description of the run.
         processes: number of processes.
         recorded: whether the run writes records.
     """
@@ -160,15 +152,14 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
 
 
 def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, dataset: str) -> None:
-    """Raise ExperimentError if the model cannot be trained on the dataset.
+    """Raise ExperimentError if the model cannot be trained on the data set.
 
-    The model is tried on a few samples, to check the shape of its outputs, the number of classes and the floating-point
-    precision.
+    The model is tried on a few samples.
 
     Args:
-        task: task of the run.
+        task: description of the run.
         train, test: training and test samples.
-        dataset: name of the dataset, for error messages.
+        dataset: name of the data set, for error messages.
     """
     experiment, place = task.experiment, task.experiment.model.setting
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
@@ -197,7 +188,7 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
 
 
 def _check_features(task: RunTask, inputs: Tensor) -> None:
-    """Raise ExperimentError if the client algorithm compares hidden features, but the model has none."""
+    """Raise ExperimentError if the client algorithm needs hidden features that the model does not have."""
     if not task.algorithm.has("feature_loss"):
         return
     module = task.new_module().eval()
@@ -212,7 +203,7 @@ def _check_features(task: RunTask, inputs: Tensor) -> None:
 
 
 def _check_autocast(task: RunTask, inputs: Tensor, targets: Tensor) -> None:
-    """Raise ExperimentError if an operation of the model does not support the reduced precision of the experiment."""
+    """Raise ExperimentError if the model cannot be computed in the reduced precision of the experiment."""
     experiment = task.experiment
     place, name = f"precision = {show(experiment.precision)}", show(experiment.model.name)
     line = f"{place}: the model {name} cannot be trained in this precision on {task.device}"
@@ -221,10 +212,10 @@ def _check_autocast(task: RunTask, inputs: Tensor, targets: Tensor) -> None:
 
 
 def check_local_work(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
-    """Raise ExperimentError if workers cannot train with the batch sizes, numbers of steps or learning-rate schedules.
+    """Raise ExperimentError if the batch sizes, numbers of steps or learning rates of the workers are impossible.
 
     Args:
-        task: task of the run.
+        task: description of the run.
         train: training samples.
         sizes: number of training samples by worker ID.
     """
@@ -237,10 +228,7 @@ def check_local_work(task: RunTask, train: TensorData, sizes: Mapping[int, int])
 def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
     """Raise ExperimentError if a worker has a batch of one sample, on which the model cannot be trained.
 
-    Args:
-        task: task of the run.
-        train: training samples.
-        sizes: number of training samples by worker ID.
+    `sizes` contains the number of training samples of each worker, by ID.
     """
     experiment, schedule = task.experiment, task.schedule
     epoch = replace(schedule, epochs=1, steps=None)  # an epoch of fine-tuning before a test of workers
@@ -271,14 +259,14 @@ def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, 
 
 
 def _check_steps(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Raise ExperimentError if a worker's shortest round has too few steps for the client algorithm."""
+    """Raise ExperimentError if a worker takes too few steps in a round for the client algorithm."""
     for worker, size in sizes.items() if task.algorithm.has("check_steps") else ():
         steps = task.schedule.shortest(worker).steps_for(size)
         task.algorithm.check_steps(worker, task.schedule.local_steps(steps))
 
 
 def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Raise ExperimentError if a learning-rate schedule does not cover all rounds and steps of a run."""
+    """Raise ExperimentError if a learning-rate schedule ends before the run."""
     tuned = task.experiment.worker_evaluation.fine_tune
     schedules = [(task.schedule.longest(worker), size) for worker, size in sizes.items()]
     steps = max(max(work.steps_for(size), tuned * work.batches_per_epoch(size)) for work, size in schedules)
@@ -287,10 +275,7 @@ def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
 
 
 def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Raise ExperimentError if too few workers have data left in the last step of round 1 for the aggregation rule.
-
-    This check is skipped with partial participation or dropouts, where each round checks its own cohort.
-    """
+    """Raise ExperimentError if too few workers have samples left in the last step of a round for the rule."""
     experiment = task.experiment
     partial = len(sizes) > experiment.cohort_size or experiment.sampling.client_dropout
     if not experiment.rounds_of_gradients or partial or "now" in experiment.sampling.component.accepts:

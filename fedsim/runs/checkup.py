@@ -33,10 +33,10 @@ LITTLE_DISK = 2e8  # bytes of free disk space below which the disk counts as alm
 
 @dataclass(frozen=True)
 class Finding:
-    """What `fedsim doctor` has found out about one part of the machine.
+    """Result of `fedsim doctor` for one component of the machine.
 
     Attributes:
-        about: name of the part, such as "memory".
+        about: name of the component, such as "memory".
         found: description in one line.
         problems: pairs (problem, remedy).
         fatal: whether the problems prevent fedsim from running.
@@ -49,9 +49,9 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Yield a finding for each part of the machine that fedsim uses, and for each engine with the default experiment.
+    """Examine the machine, and yield one finding after another, for example about its memory and each engine.
 
-    The function starts no process. It takes about a second, mostly for PyTorch's first training step.
+    This takes about a second.
     """
     for look in (_cores, _memory, _gpu, _shared_memory, _open_files, _backends, _data, _folder):
         yield look()

@@ -21,18 +21,17 @@ class RunFacts:
 
     Attributes:
         device: description of the device.
-        how: how the engine computes the run, such as the number of processes.
+        how: how the run is computed, such as the number of processes.
         arithmetic: floating-point precision settings of the device.
         parameters: number of parameters of the model.
-        train_samples, test_samples: number of training and test samples, without validation samples.
-        validation_samples: number of validation samples, which are held out of the training samples.
-        sampled_workers: IDs of the workers in `label_counts`, if the population is virtual and large; None if
-            `label_counts` has all workers.
-        label_counts: number of samples per worker and class, int [workers, classes]; [workers, 1] if the targets are
+        train_samples, test_samples: number of training and test samples.
+        validation_samples: number of training samples that are held out for validation.
+        sampled_workers: IDs of the workers in `label_counts`; None if it contains all workers.
+        label_counts: number of samples per worker and class, int [workers, classes], or [workers, 1] if the targets are
             not class labels.
         byzantine: IDs of the Byzantine workers; empty if they are drawn in each round.
         record_bytes: approximate size in bytes of the large files that the run writes.
-        done: number of rounds that an earlier session has finished, if the run is resumed; otherwise 0.
+        done: number of rounds that were finished before the run was resumed, otherwise 0.
     """
 
     device: str
@@ -50,7 +49,7 @@ class RunFacts:
 
     @classmethod
     def of(cls, experiment: Experiment, task: RunTask, engine: Engine) -> RunFacts:
-        """Return the facts about a run. The engine must have begun the task."""
+        """Collect the facts about a run whose engine is ready for the first round."""
         shared = engine.shared
         sampled = workers_to_describe(shared.data.shards, experiment.seed)
         workers = range(len(shared.data.shards)) if sampled is None else sampled
@@ -79,7 +78,7 @@ class RunFacts:
         return self.label_counts.sum(1).tolist()
 
     def for_record(self) -> dict[str, Any]:
-        """Return the facts in JSON types, for `environment.json`."""
+        """Return the facts as a JSON-serializable dict."""
         return {
             "device": self.device,
             "arithmetic": self.arithmetic,
@@ -95,7 +94,7 @@ class RunFacts:
 
 
 def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
-    """Return a dict that describes how the engine computes the run, such as the number of processes."""
+    """Describe how the run is computed, such as the number of processes, as a dict."""
     race = {"engine": engine_of(experiment), "repeatable": False, "runs": experiment.race.runs}
     how = (race if experiment.mode == "race" else {}) | engine.facts()
     if engine.shared.server.row.device.type == "cuda":
@@ -104,7 +103,7 @@ def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
 
 
 def _rows_on_record(experiment: Experiment, how: dict[str, Any]) -> int:
-    """Return how many parameter vectors (as large as the model) the files of a run contain.
+    """Return how many copies of the model's parameters the files of a run contain.
 
     `how` is the result of `_how_it_runs`.
     """

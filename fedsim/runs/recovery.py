@@ -22,15 +22,13 @@ STARTED = "its processes have been started"
 
 
 def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> Loop:
-    """Return a loop that runs the rounds of `loop`, and repeats a round in which a process is lost.
-
-    If `process_retries` is 0, or the engine has no child processes, `loop` itself is returned.
+    """Return an object that runs the same rounds as `loop`, and repeats a round if a process dies.
 
     Args:
-        loop: loop over the rounds of the run.
+        loop: object that runs the rounds.
         experiment: experiment of the run.
-        engine: engine that has begun the run's task.
-        note: function that records each lost and replaced process; None to record nothing.
+        engine: engine that is ready for the first round.
+        note: function that records each lost process; None to record nothing.
     """
     if not (experiment.process_retries and engine.backend.can_lose_processes):
         return loop
@@ -38,10 +36,9 @@ def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | 
 
 
 class RecoveringLoop:
-    """Loop that repeats a round in which a process is lost, at most `process_retries` times.
+    """Runs rounds, and repeats a round if a process dies, at most `process_retries` times.
 
-    Other calls, such as tests between rounds, are repeated too. The loop keeps a copy of the state before the current
-    round. The copy is on the GPU if the GPU has enough memory, because copying is then fast.
+    It keeps a copy of the state before the current round.
     """
 
     def __init__(self, loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> None:
@@ -52,7 +49,7 @@ class RecoveringLoop:
     def run_round(self, round: int) -> RoundRecord:
         """Run one round, and return its record.
 
-        Raises WorkerError if the round loses a process more than `process_retries` times.
+        Raises WorkerError if a process dies more than `process_retries` times.
         """
         self.state()
 
@@ -82,13 +79,11 @@ class RecoveringLoop:
         self._repeated(self._loop.finish, "ending the run has been tried", self._rounds)
 
     def _repeated(self, call: Callable[[], T], action: str, round: int, then: str = "") -> T:
-        """Return the result of `call`. If a process is lost, replace all processes and repeat the call.
-
-        Each repetition first restores the last saved state.
+        """Return the result of `call`. If a process dies, start new processes, restore the state and call again.
 
         Args:
             call: function to call.
-            action: text before "N times" in the error message, such as "round 3 has been tried".
+            action: beginning of the error message, such as "round 3 has been tried".
             round: current round, for the warning about the lost process.
             then: end of this warning, such as ", and round 3 is repeated".
         """

@@ -84,12 +84,12 @@ class Result:
         )
 
     def _repr_html_(self) -> str:
-        """Return the HTML that a notebook shows for this result."""
+        """Return HTML, with which a notebook shows this result."""
         return result_html(self)
 
 
 class StoredResult(Result):
-    """Result of a run that is loaded from its folder. `model` and `global_row` are loaded when they are first used."""
+    """Result of a run that is loaded from its folder. The model is loaded when it is first used."""
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
         run = Run.read(folder)

@@ -41,10 +41,10 @@ LENGTH = ("rounds", *(f"stop.{key}" for key in Stop.model_fields))  # keys that 
 
 
 class ResumeState:
-    """Records and checkpoints that an interrupted run has left in its folder. Some checkpoints may be damaged.
+    """Records and checkpoints in the folder of a run that is to be resumed.
 
     Args:
-        folder: run folder; None if there is no folder, and in ranks other than rank 0.
+        folder: run folder; None if there is no folder.
         experiment: experiment to run now.
 
     Raises ExperimentError, with a line for each difference, if the folder contains another experiment.
@@ -63,10 +63,9 @@ class ResumeState:
             _warn_of_other_software(folder)
 
     def with_earlier_choices(self, experiment: Experiment) -> Experiment:
-        """Return the experiment with the engine choices that the run made before it was interrupted.
+        """Return the experiment with all automatic choices as they were before the run was interrupted.
 
-        The resumed run must make the same choices, because they affect rounding. Examples are the engine that `auto`
-        chose, and the number of workers per stack.
+        For example, the engine that `auto` chose must not change, because engines round differently.
         """
         newest = self.newest()
         if newest is None or engines.get(experiment.engine).target.traits.ranks:
@@ -75,9 +74,9 @@ class ResumeState:
         return _with_choices(experiment, choices if isinstance(choices, dict) else {})
 
     def restore(self, rounds: Rounds) -> int:
-        """Restore the state of `rounds` from the newest usable checkpoint, and forget later records and checkpoints.
+        """Restore the state of a run from the newest usable checkpoint. Later records and checkpoints are dropped.
 
-        Returns the number of rounds that are finished. It is 0 if there is no usable checkpoint.
+        Returns the number of finished rounds, or 0 if there is no usable checkpoint.
         """
         start = rounds.loop.state()
         while (checkpoint := rounds.engine.broadcast(self.newest())) is not None:
@@ -96,10 +95,7 @@ class ResumeState:
         return round
 
     def newest(self) -> State | None:
-        """Return the newest readable checkpoint, as (round, state); None if there is none.
-
-        A checkpoint is skipped if records of its rounds are missing.
-        """
+        """Return the newest usable checkpoint as (round, state); None if there is none."""
         while self._newest is None and self._candidates:
             round = self._candidates[0]
             try:
@@ -111,7 +107,7 @@ class ResumeState:
         return self._newest
 
     def _refuse(self, why: str) -> None:
-        """Skip the newest checkpoint, and warn that it cannot be used because of `why`."""
+        """Ignore the newest checkpoint, and show a warning with the reason `why`."""
         if self._candidates:  # empty in ranks other than rank 0
             round = self._candidates.pop(0)
             then = "the run starts from round 1"
@@ -122,10 +118,7 @@ class ResumeState:
 
 
 def _with_choices(experiment: Experiment, choices: Mapping[str, Any]) -> Experiment:
-    """Return the experiment with the engine choices of a checkpoint.
-
-    A setting changes only if the experiment leaves its value to the engine. Invalid values in `choices` are ignored.
-    """
+    """Return the experiment with the automatic choices of a checkpoint. The user's own settings are kept."""
     changes: dict[str, Any] = {}
     numbers = {key: choices[key] for key in ("processes", "threads", "width") if _is_count(choices.get(key))}
     if engines.get(experiment.engine).target.traits.chooses and choices.get("engine") in engines.names():
@@ -156,7 +149,7 @@ def _require_same_experiment(folder: RunFolder, experiment: Experiment, rounds: 
 
 
 def _warn_of_other_software(folder: RunFolder) -> None:
-    """Warn if the run began with other software versions or on another type of CPU, because rounding may differ."""
+    """Warn if the run began with other software versions or on another CPU, because results may differ slightly."""
     before, here = folder.environment(), describe_environment()
     differences = [
         f"{name} was {cut(str(earlier[key]))}, now {now[key]}"
@@ -177,12 +170,10 @@ def differences_of(
 ) -> list[str]:
     """Compare two experiments, and return a line for each setting that differs, such as "rounds: 5 there, 10 here".
 
-    If the experiments use different components, the parameters of these components are not compared.
-
     Args:
-        there: resolved settings of the first experiment, usually the one in a folder.
-        here: resolved settings of the second experiment, usually the current one.
-        ignored: keys that are not compared.
+        there: all settings of the first experiment.
+        here: all settings of the second experiment.
+        ignored: settings that are not compared.
     """
     first, second = dict(leaves_of(there)), dict(leaves_of(here))
     keys = [key for key in {**first, **second} if first.get(key) != second.get(key) and key not in ignored]

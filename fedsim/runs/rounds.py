@@ -26,10 +26,10 @@ from fedsim.runs.setup import prepare
 
 
 class Rounds:
-    """A prepared run, of any engine and mode, whose rounds `fedsim.run` calls one after another.
+    """A run that is ready for its first round.
 
     Attributes:
-        loop: loop over the rounds, which repeats a round if a process is lost.
+        loop: object that runs the rounds.
         engine: engine that computes the run.
         run_round: function that runs one round (counted from 1) and returns its record.
         facts: facts about the run that are known before the first round.
@@ -55,8 +55,7 @@ class Rounds:
     def _run_or_end(self, round: int) -> RoundRecord:
         """Run one round, and return its record.
 
-        If the round diverges, the global model from before the round is restored. The record then contains the test
-        results of this model. This costs a copy of the global parameters and buffers per round, on their device.
+        If the training diverges, the global model from before the round is restored and tested.
         """
         engine, shared = self.engine, self.engine.shared
         before = shared.server.row.clone(), shared.server.buffers.clone()
@@ -72,7 +71,7 @@ class Rounds:
             return RoundRecord(round=round, diverged=error.problem, **tested.fields())
 
     def tests_after(self, round: int) -> WorkerResults | None:
-        """Return the results of tests of single workers after `round`; None if there were no tests in this round."""
+        """Return the results of tests of single workers after `round`; None if there were none."""
         return self.tests if self.tests and self.tests.round == round else None
 
     def model(self) -> nn.Module:
@@ -89,10 +88,9 @@ class Rounds:
         return self.engine.shared.server.row.cpu().clone()
 
     def kept_updates(self, record: RoundRecord) -> dict[str, Tensor]:
-        """Return the inputs of the aggregation rule in the latest round, on the CPU, by name; see `RunFolder.updates`.
+        """Return the inputs of the aggregation rule in the latest round by name, such as the workers' updates [n, d].
 
-        If the round aggregates gradients, the inputs are those of its last step. Ranks that write no records return an
-        empty dict.
+        If the round aggregates gradients, the inputs are those of its last step.
 
         Args:
             record: record of the latest round.
@@ -118,7 +116,7 @@ class Rounds:
         return {name: tensor.cpu().clone() for name, tensor in updates.items()}
 
     def release(self) -> None:
-        """Delete the references to the engine's tensors, so that the engine can free their memory."""
+        """Free the memory of the run."""
         del self.run_round, self.loop, self.engine
 
     def _keep_tests(self, tests: WorkerResults) -> None:
@@ -135,15 +133,15 @@ def prepared_rounds(
     scratch: str | None = None,
     keep_log: Callable[[bytes], object] | None = None,
 ) -> Iterator[Rounds]:
-    """Return a context that prepares a run, provides its `Rounds`, and frees the run's memory at the end.
+    """Return a context that prepares a run, provides it as `Rounds`, and frees its memory at the end.
 
     Args:
         experiment: experiment to run.
-        session: session that owns the engine and the data.
-        note: function that records each lost and replaced process; None to record nothing.
+        session: session with the engine and the data.
+        note: function that records each lost process; None to record nothing.
         on_setup: function that is called with the name of each step of the preparation.
         scratch: folder for temporary files; None for the system's folder.
-        keep_log: function that is called with the log of a race, as the content of a file; None to keep no log.
+        keep_log: function that receives the contents of a race's log file; None to keep no log.
     """
     with prepare(experiment, session, note, on_setup, scratch=scratch) as (task, engine):
         rounds = Rounds(experiment, task, engine, note, keep_log)

@@ -43,17 +43,18 @@ CHOSEN = 1e-6  # a worker counts as chosen if its coefficient exceeds this fract
 
 @dataclass(frozen=True)
 class Replayed:
-    """Result of one aggregation rule that was applied to the stored updates of a round.
+    """Result of one aggregation rule, applied to the stored updates of a round.
 
     Attributes:
         rule: name and parameters of the rule.
         update: aggregated update [d].
-        shares: coefficient of each worker's update, by worker ID; None if the rule is not a linear combination.
-        byzantine_share: share of the Byzantine workers in the sum of absolute coefficients; None if `shares` is None.
+        shares: coefficient of each worker's update in the result, by worker ID; None if the result is not a linear
+            combination of the updates.
+        byzantine_share: fraction of the coefficients (absolute values) that belongs to Byzantine workers; None if
+            `shares` is None.
         distance: Euclidean distance between the aggregated update and the mean of the honest updates.
-        angle: angle between the aggregated update and the mean of the honest updates, in degrees; NaN if one of them
-            is zero.
-        seconds: time that the rule took, without the computation of the Gram matrix, which all rules share.
+        angle: angle between these two, in degrees; NaN if one of them is zero.
+        seconds: time that the rule took.
     """
 
     rule: str
@@ -66,7 +67,7 @@ class Replayed:
 
     @property
     def chosen(self) -> list[int] | None:
-        """IDs of the workers whose updates have a coefficient that is not negligible; None if `shares` is None."""
+        """IDs of the workers whose updates contribute to the result; None if unknown."""
         if self.shares is None:
             return None
         most = max((abs(share) for share in self.shares.values()), default=0.0)
@@ -75,12 +76,12 @@ class Replayed:
 
 @dataclass(frozen=True)
 class StoredRound:
-    """Inputs of the aggregation rule in one round of a run, as stored in the run folder; see `RunFolder.updates`.
+    """Updates of one round, loaded from a run folder.
 
     Attributes:
         experiment: experiment of the run.
         round: number of the round.
-        tensors: inputs by name, such as "updates" [n, d].
+        tensors: inputs of the aggregation rule by name, such as "updates" [n, d].
     """
 
     experiment: Experiment
@@ -144,7 +145,7 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
 
 
 def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | None:
-    """Return a description of the first problem in the stored tensors' names, shapes or values; None if valid."""
+    """Return what is wrong with the stored tensors of a round; None if they are valid."""
     by_probability = experiment.aggregate.weights == "inverse_probability"
     required = set(STORED) - OPTIONAL | ({"cohort_weights"} if by_probability else set())
     if missing := required - set(tensors):
@@ -167,16 +168,16 @@ def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | N
 
 
 def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
-    """Apply each of several aggregation rules to the updates of a stored round, and return one result per rule.
+    """Apply several aggregation rules to the updates of a stored round, and return one result per rule.
 
-    The assumed number of Byzantine workers, f, and the weights are taken from the experiment. Rules that use distances
-    share one Gram matrix. Rules with state start from their initial state. Updates with NaN or infinity are excluded.
+    The number of Byzantine workers that each rule assumes, and the weights, are those of the experiment. Updates with
+    NaN or infinity are excluded.
 
     Args:
         stored: stored round.
         rules: rules to apply. Each is a name, a list as in `aggregate.rule`, or a dict with the key "rule".
 
-    Raises ExperimentError, before any rule runs, if a rule is unknown or its constraint does not hold.
+    Raises ExperimentError if a rule is unknown or cannot be applied.
     """
     pipelines = [_pipeline(rule, stored.experiment.f) for rule in rules]
     for pipeline in pipelines:
@@ -193,10 +194,7 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
 
 
 def applicable_rules(stored: StoredRound) -> list[str]:
-    """Return the names of all rules that can be applied to a stored round and need no parameters besides f.
-
-    A rule can be applied if the round contains all inputs of the rule, and enough workers.
-    """
+    """Return the names of all rules that can be applied to a stored round without further parameters."""
     names = []
     for registration in rules_by_name:
         required = {name for name, field in registration.parameters.model_fields.items() if field.is_required()}
@@ -264,7 +262,7 @@ def _measured(
 
 
 def replay_table(stored: StoredRound, results: Sequence[Replayed], columns: int | None = None) -> str:
-    """Return the results as a text table. Lines longer than `columns` characters are wrapped."""
+    """Return the results as a text table, at most `columns` characters wide."""
     width = max(len("rule"), *(len(result.rule) for result in results))
     lines = [
         f"round {stored.round}: {len(stored.workers)} updates, of Byzantine workers {stored.byzantine or 'none'}; "

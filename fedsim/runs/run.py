@@ -112,10 +112,10 @@ def _prepared(
     session: Session | None,
     progress: bool | None,
 ) -> tuple[CurrentRun, list[Callback]]:
-    """Prepare a run for its first round, or for its next round if it is resumed. Return the run and its callbacks.
+    """Prepare a run for its next round. Returns the run and its callbacks.
 
     Args:
-        stack: receives the contexts that must be closed at the end of the run.
+        stack: receives everything that must be closed at the end of the run.
         experiment: experiment to run.
         out: folder for the records; None to write no records.
         resume: whether to continue the run in `out`.
@@ -171,7 +171,7 @@ def _prepared(
 
 
 def _is_main(experiment: Experiment) -> bool:
-    """Whether this process writes the records of the run. With several ranks, only rank 0 does."""
+    """Whether this process writes the records of the run."""
     return engines.get(experiment.engine).target.is_main()
 
 

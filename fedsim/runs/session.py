@@ -18,10 +18,9 @@ MOST_DATA_SETS = 4  # maximum number of datasets in memory; the least recently u
 
 
 class Session:
-    """Session that keeps an engine, its processes and datasets between runs. Use it in a `with` block.
+    """Keeps processes and data sets between several runs, which then start faster. Use it in a `with` block.
 
-    The engine is reused as long as the runs need the same engine and it has not failed. Datasets stay on the device, or
-    in the shared memory of the engine. The end of the block stops the processes.
+    The end of the block stops the processes.
 
     >>> import fedsim
     >>> with fedsim.Session() as session:
@@ -35,7 +34,7 @@ class Session:
 
     @contextlib.contextmanager
     def engine(self, name: str, device: torch.device, *arguments: Any) -> Iterator[Engine]:
-        """Return a context that provides an engine for one run, and frees the memory of the run's task at the end.
+        """Return a context that provides an engine for one run, and frees the run's memory at the end.
 
         Args:
             name: name of the engine.
@@ -63,12 +62,12 @@ class Session:
     def data(
         self, name: str, root: str | None, params: Mapping[str, Any], device: torch.device
     ) -> tuple[TensorData, TensorData]:
-        """Return (training samples, test samples) of a dataset on `device`.
+        """Load a data set to `device`. Returns (training samples, test samples).
 
         Args:
-            name: name of the dataset.
+            name: name of the data set.
             root: folder for downloaded files; None for the default folder.
-            params: parameters of the dataset.
+            params: parameters of the data set.
             device: device of the tensors.
         """
         key = repr((name, root, sorted(params.items()), device))

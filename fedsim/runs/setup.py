@@ -48,12 +48,12 @@ def prepare(
     *,
     scratch: str | None = None,
 ) -> Iterator[tuple[RunTask, Engine]]:
-    """Return a context that prepares a run, provides (task, engine), and frees the task's memory at the end.
+    """Return a context that prepares a run, provides (task, engine), and frees the run's memory at the end.
 
     Args:
         experiment: experiment to run.
-        session: session that owns the engine and the data.
-        note: function that records each lost and replaced process, such as `RunFolder.event`; None to record nothing.
+        session: session with the engine and the data.
+        note: function that records each lost process; None to record nothing.
         on_setup: function that is called with the name of each step of the preparation.
         scratch: folder for temporary files; None for the system's folder.
 
@@ -85,7 +85,7 @@ def prepare(
 
 
 def check_run(experiment: Experiment) -> None:
-    """Raise the error that a run of the experiment would raise before its first round, if there is one.
+    """Raise an error if the experiment cannot be run.
 
     No data is downloaded. If the data is missing, the checks that need it are skipped.
     """
@@ -99,16 +99,9 @@ def check_run(experiment: Experiment) -> None:
 def _with_data(
     experiment: Experiment, task: RunTask, session: Session, device: torch.device, on_setup: Callable[[str], object]
 ) -> tuple[RunTask, TensorData, TensorData, Shards, np.ndarray | None, Shards | None, TensorData]:
-    """Load, partition and check the data of a run.
+    """Load the data of a run, divide it among the workers, and check it.
 
-    Returns the task with its Byzantine workers, followed by the arguments `data` of `SharedState.allocate`.
-
-    Args:
-        experiment: experiment to run.
-        task: task without Byzantine workers, from `task_of`.
-        session: session that owns the data.
-        device: device of the run.
-        on_setup: function that is called with the name of each step.
+    Returns the task with its Byzantine workers, followed by the data for `SharedState.allocate`.
     """
     data = experiment.data
     on_setup(f"loading the data set {show(data.name)}")
@@ -132,7 +125,7 @@ def _with_data(
 
 
 def task_of(experiment: Experiment, device: torch.device) -> RunTask:
-    """Return the task of an experiment for `device`, without Byzantine workers that are chosen by their data.
+    """Return a description of the run of an experiment on `device`.
 
     Raises ExperimentError if the model cannot be built or does not fit the client algorithm.
     """
@@ -146,14 +139,14 @@ def task_of(experiment: Experiment, device: torch.device) -> RunTask:
 
 
 def engine_of(experiment: Experiment) -> str:
-    """Return the name of the engine that runs an experiment. For a race, it may differ from the configured engine."""
+    """Return the name of the engine that runs an experiment."""
     if experiment.mode != "race":
         return experiment.engine
     return engines.get(experiment.engine).target.traits.races_on or RACING  # a comparison may set engine = "serial"
 
 
 def _begin(experiment: Experiment, engine: Engine, task: RunTask, shared: SharedState, note: Note | None) -> None:
-    """Begin the task in the engine. If a process is lost, try again, up to `process_retries` times."""
+    """Let the engine prepare the run. If a process dies, try again, up to `process_retries` times."""
     retried(
         lambda attempt: engine.begin(task, shared, Simulation if experiment.in_rounds else Executor),
         experiment.process_retries,
@@ -164,7 +157,7 @@ def _begin(experiment: Experiment, engine: Engine, task: RunTask, shared: Shared
 
 @contextlib.contextmanager
 def _explained_oom(task: RunTask, processes: int) -> Iterator[None]:
-    """Return a context in which an out-of-memory error of the device becomes an ExperimentError with a remedy."""
+    """Return a context that turns an out-of-memory error into an ExperimentError with a remedy."""
     try:
         with explain_oom(task, processes):
             yield
@@ -175,7 +168,7 @@ def _explained_oom(task: RunTask, processes: int) -> Iterator[None]:
 def processes_of(experiment: Experiment, device: torch.device) -> int:
     """Return the number of processes that the experiment uses on `device`.
 
-    Raises ExperimentError if components or device memory cannot be shared with the requested processes.
+    Raises ExperimentError if this number of processes is impossible.
     """
     engine, most = engines.get(engine_of(experiment)).target, experiment.cohort_size
     if experiment.mode == "race" and device.type == "cpu":  # workers in one process would not race with each other

@@ -53,7 +53,7 @@ class Available:
         return _draw(np.unique(workers[(begin <= now) & (now < end)]), size, rng, metrics)
 
     def check(self, n_workers: int, size: int) -> None:
-        """Raise ExperimentError if the trace cannot be read, or names a worker that does not exist."""
+        """Raise ExperimentError if the trace file cannot be read, or names a worker that does not exist."""
         if (most := self._lines[0].max()) >= n_workers:
             raise ExperimentError(f"{self._place}: contains worker {most}; workers are 0 to {n_workers - 1}")
 
@@ -63,7 +63,7 @@ class Available:
 
     @cached_property
     def _lines(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Columns of the trace: workers as int64, start times and end times as float64."""
+        """Columns of the trace file: worker IDs (int64), start times and end times (float64)."""
         try:
             text = read_bounded(Path(self.trace), MOST_BYTES).decode("utf-8-sig")
             lines = list(csv.reader(StringIO(text)))
@@ -134,7 +134,7 @@ def _phases(seed: int, n_workers: int) -> np.ndarray:
 def _draw(available: np.ndarray, size: int, rng: np.random.Generator, metrics: dict[str, Any]) -> Chosen:
     """Draw `size` of the available workers, or all of them if there are fewer.
 
-    Returns the chosen workers and the probability of each. Records `available_workers` in `metrics`.
+    Returns the chosen workers and the probability of each.
     """
     metrics["available_workers"] = len(available)
     count = min(size, len(available))

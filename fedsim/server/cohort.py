@@ -41,11 +41,11 @@ Losses = Callable[[Sequence[int]], np.ndarray]
 
 @dataclass(frozen=True)
 class CohortStrategy(Component):
-    """Cohort strategy with its parameters. Calling it returns the workers of a round."""
+    """Chooses the workers that take part in a round (the cohort). Call the object to choose them."""
 
     @property
     def place(self) -> str:
-        """Setting that chooses the strategy, such as `sampling.name = "by_size"`, for error messages."""
+        """The setting that chooses the strategy, such as `sampling.name = "by_size"`, for error messages."""
         return f"sampling.name = {show(self.name)}"
 
     def check(self, n_workers: int, size: int) -> None:
@@ -56,11 +56,9 @@ class CohortStrategy(Component):
     def __call__(self, **inputs: Any) -> tuple[list[int], list[float] | None]:
         """Choose the workers of a round.
 
-        Returns the worker IDs in ascending order, and the probability that each is chosen, or None if the strategy does
-        not return probabilities.
+        Returns the worker IDs in ascending order, and the probability with which each was chosen, or None if unknown.
 
-        Raises ExperimentError unless the strategy returns at most `size` different workers, with probabilities in
-        (0, 1].
+        Raises ExperimentError if the strategy returns too many workers, a worker twice, or an invalid probability.
         """
         result = self.on(inputs)
         workers, probabilities = result if isinstance(result, tuple) else (result, None)
@@ -87,13 +85,13 @@ sampling_strategy = Registry("cohort strategy", inputs=INPUTS, component=CohortS
 
 @dataclass(frozen=True)
 class Cohort:
-    """Workers of one round.
+    """Workers that take part in one round.
 
     Attributes:
         workers: IDs of the workers that send an update, ascending.
         dropped: IDs of the workers that were chosen but drop out, ascending.
-        weights: aggregation weight of each worker, for weights by inverse probability. None for other weights.
-        candidates: IDs of the workers that computed the loss of the global model for the strategy.
+        weights: aggregation weight of each worker if weights are based on probabilities, otherwise None.
+        candidates: IDs of the workers that computed their loss so that the strategy could choose.
         metrics: numbers that the strategy recorded.
     """
 
@@ -106,17 +104,17 @@ class Cohort:
 
 @dataclass(frozen=True)
 class CohortSampler:
-    """Sampler that returns the cohort of each round, a pure function of the seed, the round and the strategy's inputs.
+    """Chooses the workers of each round (the cohort), in a reproducible way.
 
     Args:
         strategy: cohort strategy.
         seed: seed of the experiment.
-        size: size of a cohort.
+        size: number of workers in a cohort.
         shards: training samples of all workers.
         dropout: probability that a chosen worker drops out.
-        weighted: whether cohorts have weights by inverse probability.
+        weighted: whether aggregation weights are based on the probability of being chosen.
 
-    Raises ExperimentError if the strategy or the weights need sample counts that are unknown.
+    Raises ExperimentError if the numbers of samples are needed but unknown.
     """
 
     strategy: CohortStrategy
@@ -142,12 +140,12 @@ class CohortSampler:
         return None if self.shards.equal_sizes else np.array([self.shards.size(worker) for worker in range(n)])
 
     def __call__(self, round: int, now: float | None = None, losses: Losses | None = None) -> Cohort:
-        """Return the cohort of a round.
+        """Choose the workers of a round.
 
         Args:
             round: number of the round, from 1.
             now: virtual seconds at the start of the round. None without a virtual clock.
-            losses: function from worker IDs to each worker's loss at the global model, for strategies that need losses.
+            losses: function from worker IDs to each worker's loss of the global model, for strategies that need losses.
         """
         n_workers, metrics, candidates = len(self.shards), dict[str, float](), list[int]()
 
@@ -177,8 +175,6 @@ class CohortSampler:
 
     def _weights(self, workers: Sequence[int], probabilities: Sequence[float] | None) -> dict[int, float]:
         """Return each worker's weight by ID: its fraction of all samples divided by the probability of an update.
-
-        An update is sent with the probability of being chosen, `probabilities`, times that of not dropping out.
 
         Raises ExperimentError if `probabilities` is None.
         """

@@ -92,7 +92,7 @@ class ServerOptimizer:
 
 
 def _kind(value: Any) -> str:
-    """Describe the dtype, shape and device of a tensor, or the type of another object, for error messages."""
+    """Describe a tensor (dtype, shape, device) or another object (type) for error messages."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return f"{value.dtype} {list(value.shape)} on {value.device}"

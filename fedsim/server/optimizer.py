@@ -21,10 +21,10 @@ from fedsim.errors import ExperimentError
 
 
 class ServerStep(ABC):
-    """Base class of server optimizers. By default an optimizer has no state and sends the global model to workers."""
+    """Base class of server optimizers, which move the global model by the aggregated update of the workers."""
 
     def start(self, rows: Tensor) -> State:
-        """Return the optimizer state before the first step: tensors by name, like `rows` in shape, dtype and device."""
+        """Return the optimizer state before the first step: tensors by name, with the shape of `rows`."""
         return {}
 
     @abstractmethod
@@ -33,15 +33,14 @@ class ServerStep(ABC):
 
         Args:
             rows: global model, or some of its columns, which is changed.
-            update: aggregated update, relative to the model that the workers received. It must not be changed.
+            update: aggregated update (difference from the model that the workers received). It must not be changed.
             state: optimizer state, which is changed.
         """
 
     def broadcast(self, rows: Tensor, state: State) -> Tensor:
-        """Return the model that is sent to the workers, by default the global model `rows` itself.
+        """Return the model that is sent to the workers: by default, the global model `rows` itself.
 
-        This method must not change its arguments, and must return the same model for all calls between two steps.
-        Callers must not change the result.
+        The method must not change its arguments, and callers must not change the result.
         """
         return rows
 
@@ -251,17 +250,17 @@ class AdaptiveStep(ServerStep):
 
     @abstractmethod
     def accumulate(self, v: Tensor, update: Tensor) -> None:
-        """Update the average `v` of the squared updates with one more `update`, in place."""
+        """Update the average `v` of squared updates in place, with one more `update`."""
 
     @property
     def decays(self) -> dict[str, float]:
-        """Decay rates of the running means that `bias_correction` corrects, by the name of the mean ("m" or "v")."""
+        """Decay rate of each running mean ("m" or "v") that needs a bias correction."""
         return {"m": self.beta1}
 
 
 @dataclass(frozen=True)
 class DecayingStep(AdaptiveStep):
-    """Base class of `adam` and `yogi`, which forget old squared updates. The steps of `adagrad` only shrink."""
+    """Base class of `adam` and `yogi`, which gradually forget old squared updates."""
 
     lr: NonNegative = 0.03
     beta2: Decay = 0.99

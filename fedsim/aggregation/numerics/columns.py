@@ -36,10 +36,8 @@ LINE = 64  # on a GPU, blocks begin at multiples of this number of columns
 def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device: torch.device = CPU) -> Iterator[slice]:
     """Yield slices of d columns: the columns that process number `index` of `count` processes aggregates.
 
-    The slices of all processes together cover range(d).
-
-    On a CPU the blocks depend on d alone, so the results of all engines are bit-identical. On another device each
-    process has one block, or as few blocks of `n` rows as the device's memory allows.
+    The slices of all processes together cover range(d). On a GPU they are as large as the memory allows for `n`
+    updates.
 
     >>> list(fedsim.aggregation.column_blocks(40_000))
     [slice(0, 16384, None), slice(16384, 32768, None), slice(32768, 40000, None)]
@@ -54,30 +52,29 @@ def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device:
 
 @functools.cache
 def most_columns(n: int, device: torch.device) -> int:
-    """Return the maximum number of columns in a block of n rows, limited by the memory of a GPU."""
+    """Return how many columns of n updates can be processed at once, limited by the memory of a GPU."""
     values = min(SHARE * total_memory_of(device) / WORKING, 2**62)  # total_memory_of may return infinity
     return max(LINE, int(values) // max(1, n) // LINE * LINE)
 
 
 def block_size(updates: Tensor) -> int:
-    """Return the number of columns of `updates` [n, d] to process at once, limited by CPU cache or GPU memory."""
+    """Return how many columns of `updates` [n, d] to process at once, limited by CPU cache or GPU memory."""
     if updates.device.type != "cpu":
         return most_columns(len(updates), updates.device)
     return min(MOST, max(FEWEST, NUMBERS // max(1, len(updates))))
 
 
 def small_blocks(updates: Tensor) -> Iterator[slice]:
-    """Yield consecutive slices of `block_size` columns each, which cover all columns of `updates` [n, d]."""
+    """Yield slices of columns that together cover `updates` [n, d], each small enough to process at once."""
     d, size = updates.shape[1], block_size(updates)
     for start in range(0, d, size):
         yield slice(start, min(start + size, d))
 
 
 def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield small blocks of columns, each with a copy of the block [n, columns] in double precision.
+    """Yield small blocks of columns of `updates` [n, d]: a slice, and a copy [n, columns] in double precision.
 
-    The copy is float32 on devices without double precision. The caller may change a copy. All copies use the same
-    memory, which stays in the cache.
+    The copy is float32 on devices without double precision. It may be changed, and is valid only until the next copy.
     """
     n, d = updates.shape
     widest = min(d, block_size(updates))
@@ -94,7 +91,7 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def sampled_columns(updates: Tensor) -> Tensor:
-    """Return a sample of 512 columns, in evenly spaced runs of 16 adjacent columns, or all columns if d <= 512."""
+    """Return a sample of 512 columns of `updates` [n, d], or all columns if d <= 512."""
     n, d = updates.shape
     runs = SAMPLED // RUN
     if d <= SAMPLED:
@@ -103,7 +100,7 @@ def sampled_columns(updates: Tensor) -> Tensor:
 
 
 def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `function` to the updates [n, d] block by block, and return the results as one row [d].
+    """Apply `function` to the updates [n, d], one block of columns after another. Returns [d].
 
     `function` maps a block [n, columns], in float32 or float64, to [columns].
     """
@@ -115,22 +112,22 @@ def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Return half-precision values as float32, and other values unchanged, so that sums do not lose too many digits."""
+    """Convert half-precision values to float32. Other values are returned unchanged."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def keep_own(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-    """Return `values` unchanged: the sum or maximum over all processes, if one process has all columns."""
+    """Return `values` unchanged. Used instead of a sum or maximum over processes if there is only one process."""
     return values
 
 
 def squared_norms(updates: Tensor) -> Tensor:
-    """Return the squared norms |x_k|^2 [n] of the rows, in double precision if the device supports it."""
+    """Return the squared norm of each of n updates, [n], in double precision if the device supports it."""
     return squared_distances_to(updates, None)
 
 
 def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
-    """Return the squared distances |x_k - point|^2 [n] of the rows from a point [d] (None: zero).
+    """Return the squared distance of each of n updates from a point [d] (None: zero), [n].
 
     The result is in double precision if the device supports it.
     """
@@ -149,12 +146,12 @@ def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
 
 
 def norms(updates: Tensor) -> Tensor:
-    """Return the norms |x_k| of the rows, float64 [n] on the CPU. A norm is infinite if its square overflows."""
+    """Return the norm of each of n updates, float64 [n] on the CPU. A norm is infinite if its square overflows."""
     return distances_to(updates, None)
 
 
 def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
-    """Return the distances |x_k - point| of the rows from a point [d] (None: zero), float64 [n] on the CPU.
+    """Return the distance of each of n updates from a point [d] (None: zero), float64 [n] on the CPU.
 
     A distance is infinite if its square overflows.
     """
@@ -162,7 +159,7 @@ def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
 
 
 def products_with(updates: Tensor, vector: Tensor) -> Tensor:
-    """Return the inner products [n] of the rows with `vector` [d], in double precision if the device supports it."""
+    """Return the inner product of each of n updates with `vector` [d], [n], in double precision if supported."""
     total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
     with alone_if_few(len(updates)):
         for block, rows in wide_blocks(updates):
@@ -171,9 +168,9 @@ def products_with(updates: Tensor, vector: Tensor) -> Tensor:
 
 
 def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
-    """Return the linear combination coefficients [n] @ updates [n, d] as a row [d].
+    """Return the linear combination coefficients [n] @ updates [n, d], a vector [d].
 
-    Rows with coefficient 0 are skipped, so they may contain NaN.
+    Updates with coefficient 0 are skipped, so they may contain NaN.
     """
     narrow = updates.dtype in (torch.float16, torch.bfloat16)
     factors = coefficients.to(torch.float32 if narrow else updates.dtype)
@@ -194,7 +191,7 @@ def all_finite(values: Tensor) -> bool:
 
 
 def bad_rows(updates: Tensor) -> list[int]:
-    """Return the positions of the rows that contain NaN or infinity."""
+    """Return the positions of the updates that contain NaN or infinity."""
     sums = updates.sum(1)
     if math.isfinite(sums.sum()):
         return []

@@ -29,14 +29,12 @@ TIED = 1e-12  # maximum relative difference of two sums that count as equal
 
 
 class Gram:
-    """Distances and inner products of all pairs of rows, where the rows are updates, or linear combinations of them.
+    """Distances and inner products of all pairs of updates.
 
-    Row i is z_i = sum_j M_ij x_j for updates x_j.
-
-    Before the matrix product, the updates are centred: one update with a small norm, the centre, is subtracted from all
-    updates. Then neither a common offset nor an outlier costs precision. Distances that still lose digits are computed
-    again, from differences of rows. Cost: one matrix product [n, d] x [d, n] in float64. All results are float64 on the
-    CPU.
+    With a matrix M, the updates x_j are first replaced by their linear combinations z_i = sum_j M_ij x_j, called rows.
+    All results are float64 on the CPU, and precise even if all updates are far from zero or one is an outlier: an
+    update with a small norm, the centre, is first subtracted from all. Cost: one matrix product [n, d] x [d, n] in
+    float64.
 
     Args:
         updates: updates x of the n workers, [n, d].
@@ -44,7 +42,7 @@ class Gram:
         basis: inner products of the n centred updates and of the centre itself, [n + 1, n + 1]. None: they are
             computed.
         reduce: function that sums a tensor over all processes, if each process has only some of the columns. All
-            processes get the same results, and must read the same properties in the same order.
+            processes must then read the same properties in the same order.
 
     Raises ExperimentError if the squares of finite updates overflow.
 
@@ -61,14 +59,14 @@ class Gram:
         self._basis = _products(updates, reduce) if basis is None else basis
 
     def mixed(self, matrix: Tensor) -> Gram:
-        """Return the `Gram` of the rows `matrix` [m', m] @ rows [m, d], without another pass over the updates."""
+        """Return the `Gram` of the linear combinations `matrix` [m', m] @ rows [m, d]."""
         mixing = matrix if self._mixing is None else matrix @ self._mixing
         return Gram(self._updates, mixing, self._basis, self._reduce)
 
     def extended(self, updates: Tensor) -> Gram:
-        """Return the `Gram` of `updates` [n', d], whose first n rows are the updates of this `Gram`.
+        """Return the `Gram` of `updates` [n', d], which begin with the n updates of this object.
 
-        Only products with the additional rows are computed.
+        Only what the additional updates need is computed.
         """
         return Gram(updates, basis=_products(updates, self._reduce, self._basis), reduce=self._reduce)
 
@@ -99,10 +97,7 @@ class Gram:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Inner products [m, m] of the rows after a central row is subtracted, as precise as the distances.
-
-        The inner products are computed from the distances, or from `products` where these have more correct digits.
-        """
+        """Inner products [m, m] of the m rows after one of the rows, near the middle, is subtracted from all."""
         squares = self.squared_distances.numpy()
         nearness = np.sort(squares, axis=1)[:, (len(self) - 1) // 2]
         # Of two rows, the one nearer the centre is chosen, because the other one may be an outlier.
@@ -117,10 +112,7 @@ class Gram:
         return torch.from_numpy(np.where(inexact, self._products_from(middle), from_distances))
 
     def _products_from(self, row: int) -> np.ndarray:
-        """Return the inner products [m, m] of the rows after the row at position `row` is subtracted from all.
-
-        The result is computed from the products of the centred updates.
-        """
+        """Return the inner products [m, m] of the m rows after the row at position `row` is subtracted from all."""
         if self._mixing is None:
             known = self._basis[:-1, :-1].numpy()
             to_row = known[row]
@@ -131,7 +123,7 @@ class Gram:
 
     @cached_property
     def _reach(self) -> np.ndarray:
-        """Distances [m] of the rows from the centre. Rounding errors of inner products grow with these distances."""
+        """Distance of each of the m rows from the centre, [m]."""
         if self._mixing is None:
             squares = self._basis.numpy().diagonal()[:-1]
         else:
@@ -168,10 +160,7 @@ class Gram:
         return np.sqrt(np.maximum(squared_norms - 2 * pulled + coefficients @ pulled, 0))
 
     def _recompute(self, result: Tensor, pairs: list[list[int]]) -> None:
-        """Compute the squared distances of the given pairs of rows again from differences, and write them to `result`.
-
-        Rows that are equal get the same distances from all rows.
-        """
+        """Compute the squared distances of some pairs of rows again, more precisely, and write them to `result`."""
         first_equal: dict[int, int] = {}
         for i, pairs_of_i in groupby(pairs, lambda pair: pair[0]):
             others = [] if i in first_equal else [j for _, j in pairs_of_i if j not in first_equal]
@@ -185,14 +174,14 @@ class Gram:
             result[j, j] = result[i, j] = result[j, i] = 0
 
     def _squared_differences(self, i: int, others: list[int]) -> list[float]:
-        """Return the squared distances of row i from the rows `others`, summed over all processes."""
+        """Return the squared distance of row i from each of the rows `others`."""
         if not others:
             return []
         totals = torch.stack([self._squared_difference(i, j) for j in others]).cpu().double()
         return self._reduce(totals, "sum").tolist()
 
     def _squared_difference(self, i: int, j: int) -> Tensor:
-        """Return the squared distance of rows i and j over the columns of this process, a 0-d tensor on the device."""
+        """Return the squared distance of rows i and j, over the columns that this process has."""
         updates, wide = self._updates, wide_dtype(self._updates.device)
         total = torch.zeros((), dtype=wide, device=updates.device)
         weights = self._coordinates[i, :-1] - self._coordinates[j, :-1]
@@ -207,7 +196,7 @@ class Gram:
 
 
 def require_no_overflow(products: Tensor, updates: Tensor, reduce: Reduce = keep_own) -> None:
-    """Raise ExperimentError if the inner products of finite updates are not finite."""
+    """Raise ExperimentError if inner products of finite updates have overflowed."""
     if bool(products.isfinite().all()):
         return
     if not reduce(torch.tensor([float(not all_finite(updates))]), "max").any():
@@ -218,14 +207,12 @@ def require_no_overflow(products: Tensor, updates: Tensor, reduce: Reduce = keep
 
 
 def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> Tensor:
-    """Return the inner products of the n centred updates and, in the last row and column, of the centre itself.
+    """Return the inner products of the centred updates and of the centre itself, float64 [n + 1, n + 1].
 
     Args:
         updates: updates of the n workers, [n, d].
         reduce: function that sums a tensor over all processes, if each process has only some of the columns.
-        known: inner products of the first updates with each other, if computed before.
-
-    Returns float64 [n + 1, n + 1].
+        known: inner products of the first updates, if computed before.
     """
     n, first, wide = len(updates), 0 if known is None else len(known) - 1, wide_dtype(updates.device)
     if known is None:
@@ -260,10 +247,7 @@ def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> T
 
 
 def _add_products(total: Tensor, rows: Tensor) -> None:
-    """Add the inner products of the last m of n rows with all n rows to `total` [m, n], in place.
-
-    Of the products of the last m rows with each other, only the lower triangle is used afterwards.
-    """
+    """Add the inner products of the last m of n rows with all n rows to `total` [m, n], in place."""
     if len(rows) <= FEW_ROWS and rows.device.type == "cpu" and len(total) == len(rows):
         _add_few_products(total.numpy(), rows.numpy())
         return
@@ -274,10 +258,7 @@ def _add_products(total: Tensor, rows: Tensor) -> None:
 
 
 def _add_few_products(total: np.ndarray, rows: np.ndarray) -> None:
-    """Add the inner products of all pairs of a few rows to `total` [n, n], in place, in half of PyTorch's time.
-
-    The product is computed as a stack of small matrix products, so that NumPy uses only one thread.
-    """
+    """Add the inner products of all pairs of a few rows to `total` [n, n], in place; fast for small n."""
     n, width = rows.shape
     parts = math.ceil(width / min(512, UNSHARED // n**2))
     step = width // parts
@@ -291,7 +272,7 @@ def _add_few_products(total: np.ndarray, rows: np.ndarray) -> None:
 
 
 def times(matrix: Tensor, values: np.ndarray) -> np.ndarray:
-    """Return the product matrix [m, m] @ values [m], computed by PyTorch because NumPy may use several threads."""
+    """Return the product matrix [m, m] @ values [m]."""
     return (matrix @ torch.from_numpy(values)).numpy()
 
 

@@ -16,15 +16,15 @@ from fedsim.system.devices import to_device
 
 
 class LazyRows:
-    """Linear combinations of the updates, M @ updates [m, d], computed block by block when they are needed.
+    """Linear combinations of the workers' updates, M @ updates [m, d], which are computed only when needed.
 
     Args:
         updates: updates of the n workers, or the result of a pre-aggregator, [n, d].
-        mixing: matrix M [m, n], float64. None: the rows are the updates.
-        gram: function that returns the `Gram` of the rows.
+        mixing: matrix M [m, n], float64. None: the updates themselves.
+        gram: function that returns the distances of the rows (`Gram`).
         reduce: function that sums a tensor over all processes, if each process has only some of the columns.
-        are_combinations: whether the rows are known linear combinations of the workers' updates. False if a
-            pre-aggregator has computed `updates` in an unknown way.
+        are_combinations: whether the result is a linear combination of the workers' updates. False if a pre-aggregator
+            has computed `updates` in an unknown way.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LazyRows:
 
     @property
     def are_mixed(self) -> bool:
-        """Whether the rows are computed from the updates with a matrix, and are not the updates themselves."""
+        """Whether these rows are linear combinations of the updates, instead of the updates themselves."""
         return self._mixing is not None
 
     @cached_property
@@ -65,7 +65,7 @@ class LazyRows:
         )
 
     def replaced(self, rows: Tensor) -> LazyRows:
-        """Return `rows` [m, d], computed by a pre-aggregator in an unknown way, as LazyRows."""
+        """Return other rows [m, d], which a pre-aggregator has computed, in this form."""
         return LazyRows(rows.to(self._updates.dtype), are_combinations=False)
 
     def block(self, columns: slice | None = None) -> Tensor:
@@ -79,7 +79,7 @@ class LazyRows:
         return self._as_factors(self._mixing)
 
     def _as_factors(self, matrix: Tensor) -> Tensor:
-        """Return `matrix` on the updates' device, in the wider dtype of float32 and the updates' dtype."""
+        """Convert `matrix` to the device of the updates, and to their dtype or float32."""
         dtype = torch.promote_types(self._updates.dtype, torch.float32)
         return to_device(matrix.to(dtype), self._updates.device)
 
@@ -97,10 +97,9 @@ class LazyRows:
         return result
 
     def _rows_of(self, matrix: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return a function that maps a block of updates [n, columns] to matrix [m, n] @ block.
+        """Return a function that computes matrix [m, n] @ block for a block of updates [n, columns].
 
-        The function only indexes the block if the matrix selects rows. Updates whose coefficients are all 0 are
-        skipped, so they may be infinite or NaN.
+        Updates whose coefficients are all 0 are skipped, so they may contain NaN.
         """
         device = self._updates.device
         if bool((matrix.count_nonzero(1) == 1).all()) and bool(((matrix == 0) | (matrix == 1)).all()):
@@ -111,10 +110,7 @@ class LazyRows:
         return lambda block: (factors @ block[chosen].to(factors.dtype)).to(block.dtype)
 
     def shares(self, combination: LinearCombination) -> Tensor | None:
-        """Return the coefficient of each update in a linear combination of these rows, [n].
-
-        Returns None if the rows are not known to be linear combinations of the updates.
-        """
+        """Return the coefficient [n] of each update in a linear combination of these rows; None if unknown."""
         if not self.are_combinations:
             return None
         coefficients = self._of_updates(combination.coefficients)

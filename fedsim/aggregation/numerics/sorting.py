@@ -53,7 +53,7 @@ def sorted_columns(block: Tensor, needed: tuple[int, ...]) -> Tensor:
 
 
 def _some(ascending: Tensor, needed: tuple[int, ...]) -> Tensor:
-    """Return the rows of `ascending` at the `needed` positions, as a view if the positions are adjacent."""
+    """Return the rows of `ascending` at the `needed` positions."""
     side_by_side = needed[-1] - needed[0] == len(needed) - 1
     return ascending[needed[0] : needed[-1] + 1] if side_by_side else ascending[list(needed)]
 
@@ -64,11 +64,10 @@ Comparator = tuple[int, int, int | None, int | None]
 
 @functools.lru_cache(maxsize=256)
 def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], list[int]]:
-    """Return the comparators of a sorting network for n rows, and the rows in which the `needed` positions end.
+    """Return a sorting network (a fixed list of comparisons that sorts n values).
 
-    The network is merge exchange (Batcher 1968; Knuth, The Art of Computer Programming 3, algorithm 5.2.2M).
-    Comparators that do not change the needed positions are left out. A comparator writes the minimum of its two rows to
-    an unused row (at first row n), so that no row is copied.
+    Comparisons that do not affect the `needed` positions are left out. The second result is where the values of these
+    positions end. The network is merge exchange (Batcher 1968).
     """
     pairs, wanted = [], set(needed)
     for low, high in reversed(list(_merge_exchange(n))):
@@ -86,7 +85,7 @@ def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], li
 
 
 def _merge_exchange(n: int) -> Iterator[tuple[int, int]]:
-    """Yield the comparators of merge exchange as pairs of positions. The first position of a pair gets the minimum."""
+    """Yield the pairs of positions that the sorting network compares. The smaller value goes to the first position."""
     top = 1 << max(0, (n - 1).bit_length() - 1)
     run = top if n > 1 else 0
     while run:  # values at a distance of 2 * run are sorted already
@@ -102,8 +101,7 @@ def _merge_exchange(n: int) -> Iterator[tuple[int, int]]:
 def _by_network(values: np.ndarray, needed: tuple[int, ...]) -> np.ndarray:
     """Sort each column of `values` [n, columns] with a sorting network.
 
-    Returns the sorted values at the m `needed` positions, [m, columns]. All results of a column that contains NaN are
-    NaN.
+    Returns the sorted values at the m `needed` positions, [m, columns]. A column that contains NaN becomes NaN.
     """
     n, columns = values.shape
     room = np.empty((n + 1, columns), dtype=values.dtype)
@@ -157,6 +155,6 @@ def mean_nearest(ascending: Tensor, block: Tensor, centre: Tensor, keep: int) ->
 
 
 def _mean_of_first(values: Tensor, centre: Tensor, keep: int) -> Tensor:
-    """Compute `mean_nearest` with a stable sort of the distances from the centre."""
+    """Return the mean of the `keep` values nearest the centre, for each column."""
     order = (values - centre).abs_().argsort(dim=0, stable=True)[:keep]
     return values.gather(0, order).mean(0)

@@ -19,13 +19,10 @@ AT_ONCE = 2**19  # maximum numbers in the Gram matrices that are in memory at on
 def least_diameter(distances: Tensor, f: int) -> list[int]:
     """Return the positions of the n - f points whose largest pairwise distance (the diameter) is smallest.
 
-    Of several such sets, the lexicographically first one is returned.
-
-    The smallest diameter D is found by bisection. To test a D, all pairs of points that are farther apart than D are
-    the edges of a graph. D is possible if removing f points removes all edges, which a search tree of depth f decides.
+    If several sets have the same diameter, the lexicographically first one is returned.
 
     Args:
-        distances: distances of all pairs of points, or an increasing function of the distances, symmetric [n, n].
+        distances: distances of all pairs of points, or an increasing function of these, symmetric [n, n].
         f: number of points to exclude.
 
     Raises ExperimentError if the search could need more than 2^20 branches.
@@ -57,15 +54,15 @@ def least_diameter(distances: Tensor, f: int) -> list[int]:
 
 
 def _too_far(distances: Tensor, diameter: float) -> list[int]:
-    """Return, for each point, a bit mask of the points that are farther away than `diameter`."""
+    """For each point, return the points that are farther away than `diameter`, as the bits of an integer."""
     far = distances > diameter * (1 + TIED)
     return [sum(1 << j for j in row.nonzero().flatten().tolist()) for row in far]
 
 
 def _coverable(edges: list[int], budget: int, alive: int) -> bool:
-    """Whether removing at most `budget` of the points `alive` leaves no edge.
+    """Whether removing at most `budget` of the points `alive` removes all edges of a graph.
 
-    `alive` is a bit mask of points, and edges[i] is a bit mask of the neighbours of point i.
+    The bits of `alive` are points. The bits of edges[i] are the neighbours of point i.
     """
     if budget < 0:
         return False
@@ -82,12 +79,10 @@ def _coverable(edges: list[int], budget: int, alive: int) -> bool:
 def least_covariance(squared_distances: Tensor, f: int) -> list[int]:
     """Return the positions of the n - f points whose covariance has the smallest maximal eigenvalue.
 
-    Of several such sets, the lexicographically first one is returned. The maximal eigenvalue of the covariance of m
-    points is that of the points' centred Gram matrix [m, m] divided by m.
+    If several sets have the same eigenvalue, the lexicographically first one is returned.
 
     Args:
-        squared_distances: squared distances of all pairs of points, float64 [n, n]. Subsets with a distance that is not
-            finite are chosen only if there are no other subsets.
+        squared_distances: squared distances of all pairs of points, float64 [n, n].
         f: number of points to exclude.
 
     Raises ExperimentError for more than 2^17 subsets.
@@ -102,10 +97,9 @@ def least_covariance(squared_distances: Tensor, f: int) -> list[int]:
 
 
 def _top_eigenvalues(squared_distances: Tensor, subsets: Tensor) -> Tensor:
-    """Return the maximal eigenvalue of the centred Gram matrix of each of `count` subsets of points, [count].
+    """Return the largest eigenvalue of the centred Gram matrix of each of several subsets of points, [count].
 
-    `subsets` [count, m] are the positions of the points in each subset. The result is infinite for a subset with
-    a distance that is not finite.
+    `subsets` [count, m] contains the positions of the points in each subset.
     """
     squares = squared_distances[subsets.unsqueeze(2), subsets.unsqueeze(1)]
     to_all = squares.mean(2)

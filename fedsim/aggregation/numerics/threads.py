@@ -17,19 +17,17 @@ FEW_ROWS = 32  # maximum number of rows for which a block of columns is too litt
 
 
 def alone_if_small(numbers: int) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that limits PyTorch to one thread if the updates are small.
+    """Return a context that limits PyTorch to one thread if the updates are small.
 
-    `numbers` is the total number of values in the updates, n d.
+    `numbers` is the total number of values in the updates.
     """
     return _one_thread() if numbers < WORTH_SHARING else contextlib.nullcontext()
 
 
 def alone_if_few(rows: int) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that limits PyTorch to one thread if there are few rows.
+    """Return a context that limits PyTorch to one thread if there are few updates.
 
-    It is for code that works on small blocks of columns, where several threads would wait for each other in each of
-    hundreds of blocks. For example, meamed of [20, 1663370] takes 0.2 s with one thread and 0.25 s with two threads,
-    or 2.8 s with two threads if other programs keep the cores busy.
+    With few updates, several threads would mostly wait for each other.
     """
     return _one_thread() if rows <= FEW_ROWS else contextlib.nullcontext()
 

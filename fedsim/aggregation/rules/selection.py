@@ -64,12 +64,12 @@ def multi_krum(gram: Gram, *, f: Count, m: Annotated[int, Field(ge=1)] | None = 
 
 
 def mean_of_least(values: Tensor, count: int) -> LinearCombination:
-    """Return the mean of the `count` rows with the smallest `values` [n]. Of equal values, the first row is chosen."""
+    """Return the mean of the `count` updates with the smallest `values` [n]."""
     return average_of(stable_order(values)[:count], len(values))
 
 
 def krum_scores(squared_distances: Tensor, f: int) -> Tensor:
-    """Return the Krum score of each row, [n]: the sum of the squared distances to the n - f - 2 nearest other rows."""
+    """Return the Krum score of each update, [n]: the sum of its squared distances to the n - f - 2 nearest others."""
     n = len(squared_distances)
     others = np.array(squared_distances.numpy())
     np.fill_diagonal(others, math.inf)
@@ -109,7 +109,7 @@ def bulyan(gram: Gram, *, f: Count) -> LinearCombination:
 
 
 def _picked_by_krum(squared_distances: Tensor, f: int, count: int) -> Tensor:
-    """Return whether repeated Krum selects each row, bool [n]. `count` rows are selected."""
+    """Return which `count` of the n updates repeated Krum selects, bool [n]."""
     n = len(squared_distances)
     others = squared_distances.clone().fill_diagonal_(math.inf).sort(dim=1)
     left = torch.ones(n, dtype=torch.bool)

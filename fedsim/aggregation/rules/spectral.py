@@ -119,7 +119,7 @@ def dnc(
 
 
 def _centred_products(updates: Tensor, columns: Tensor) -> Tensor:
-    """Return the inner products of the centred rows, restricted to the given columns: float64 [n, n]."""
+    """Return the inner products of the centred updates, over the given columns only: float64 [n, n]."""
     n, wide = len(updates), wide_dtype(updates.device)
     products = torch.zeros(n, n, dtype=wide, device=updates.device)
     for part in _parts(updates, columns):
@@ -136,10 +136,7 @@ def _parts(updates: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
 
 
 def _ascending(along: Tensor) -> Tensor:
-    """Return the indices that sort the squared projections `along` [n] in ascending order.
-
-    Projections that differ by no more than the rounding error of the eigenvector are ties, which keep their order.
-    """
+    """Return the indices that sort the squared projections `along` [n] in ascending order. Ties keep their order."""
     values = along.numpy()
     order = values.argsort(kind="stable")
     ascending, top = values[order], values.max()
@@ -188,7 +185,7 @@ def signguard(
 
 
 def _sign_shares(updates: Tensor, columns: Tensor) -> Tensor:
-    """Return the fractions of positive, zero and negative values of each row in the given columns, [n, 3]."""
+    """Return the fractions of positive, zero and negative values of each update in the given columns, [n, 3]."""
     counts = torch.zeros(len(updates), 3, dtype=torch.int64, device=updates.device)
     for part in _parts(updates, columns):
         signs = updates[:, part].sign()
@@ -197,10 +194,7 @@ def _sign_shares(updates: Tensor, columns: Tensor) -> Tensor:
 
 
 def _largest_cluster(features: Tensor) -> Tensor:
-    """Return whether each point of `features` [n, 3] is in the largest cluster that mean shift finds, bool [n].
-
-    Of equally large clusters, the first one is chosen.
-    """
+    """Return which of the n points `features` [n, 3] are in the largest cluster, bool [n]."""
     points = features.numpy()
     bandwidth = bandwidth_of(points)
     if bandwidth < EQUAL_POINTS:  # most points are equal

@@ -107,19 +107,19 @@ class ElasticAveragingMomentum(ElasticAveraging):
 
 
 def ring(slot: int, n: int) -> list[int]:
-    """Return the neighbours of the worker in `slot` on a ring of n concurrent workers, as slots (0 to n - 1)."""
+    """Return the two neighbours of worker number `slot` on a ring of n workers."""
     return sorted({(slot - 1) % n, (slot + 1) % n} - {slot})
 
 
 def complete(slot: int, n: int) -> list[int]:
-    """Return the neighbours of the worker in `slot` on a complete graph of n concurrent workers: all other slots."""
+    """Return the neighbours of worker number `slot` on a complete graph of n workers: all other workers."""
     return [other for other in range(n) if other != slot]
 
 
 def exponential(slot: int, n: int) -> list[int]:
-    """Return the neighbours of the worker in `slot` on an exponential graph of n concurrent workers.
+    """Return the neighbours of worker number `slot` on an exponential graph of n workers.
 
-    The neighbours are the slots at distances 1, 2, 4, ... on a ring.
+    They are the workers at distances 1, 2, 4, ... on a ring.
     """
     steps = [2**k for k in range(n.bit_length()) if 2**k < n]
     return sorted({(slot + sign * step) % n for step in steps for sign in (-1, 1)} - {slot})
@@ -130,9 +130,9 @@ GRAPHS = {"ring": ring, "complete": complete, "exponential": exponential}
 
 @dataclass(frozen=True)
 class Pairwise(OwnModels):
-    """Base class for policies in which a worker averages its model with a random neighbour's model.
+    """Base class for policies in which a worker averages its model with that of a random neighbour.
 
-    The tested model is the mean of all workers' models.
+    The mean of all workers' models is tested.
     """
 
     locking = "pair"
@@ -149,9 +149,9 @@ class Pairwise(OwnModels):
             server.shared.cohort.buffers[slot] = server.policy_state["buffers"][slot]
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
-        """Return the slot of a random neighbour of the worker in `slot`; None if all neighbours have left.
+        """Return the number of a random neighbour of worker number `slot`; None if all neighbours have left.
 
-        The draw depends only on the seed, on `slot`, and on `unit`, the number of work items that the slot has started
+        The draw depends only on the seed, on the worker, and on `unit`, the number of steps that the worker has started
         before.
         """
         neighbours = [other for other in GRAPHS[self.graph](slot, server.n) if server.alive_mask[other]]
@@ -160,7 +160,7 @@ class Pairwise(OwnModels):
         return neighbours[int(numpy_generator(server.seed, "neighbour", slot, unit).integers(len(neighbours)))]
 
     def average(self, server: ServerState, arrival: Arrival) -> None:
-        """Replace the models and buffers of a worker and its partner by the average of both."""
+        """Average the models of a worker and its partner, and give the average to both."""
         slot, partner = arrival.slot, self.partner(server, arrival.slot, arrival.unit)
         buffers = server.policy_state["buffers"]
         if server.has_buffers:

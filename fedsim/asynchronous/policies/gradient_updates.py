@@ -23,8 +23,8 @@ from fedsim.errors import ExperimentError
 class Hogwild(Policy):
     """Hogwild: each arriving gradient is applied to the global model at once, without any lock. Recht et al. 2011.
 
-    In a race, processes read and write the global model in place, and may overwrite parts of each other's steps. On the
-    virtual clock, steps are atomic, and the staleness of a gradient results from the delays.
+    In a race, processes change the same global model at the same time, and may overwrite each other's changes. On the
+    virtual clock, nothing is overwritten, but gradients are stale because of the delays.
 
     Args:
         momentum: "private": each worker has its own momentum buffer; "shared": all workers share one. See
@@ -50,7 +50,7 @@ class Hogwild(Policy):
 @policy("locked")
 @dataclass(frozen=True)
 class Locked(Hogwild):
-    """Hogwild with a lock around each read and each step of the global model, so that no race loses an update.
+    """Hogwild with a lock around each read and each change of the global model, so that no update is lost.
 
     On the virtual clock, the results are the same as those of `hogwild`.
 
@@ -264,7 +264,7 @@ class FirstK(Policy):
 
     @abstractmethod
     def needed(self, n_workers: int) -> int:
-        """Return the number of gradients that one step averages, given the number of concurrent workers."""
+        """Return the number of gradients that one step averages if `n_workers` workers train at the same time."""
 
     def start(self, server: ServerState) -> State:
         return {"arrived": torch.zeros(server.n, dtype=torch.int64)}

@@ -17,11 +17,10 @@ from fedsim.system.devices import synchronize
 
 
 class HogwildWorker(RaceWorker):
-    """One process's part of a race without locks.
+    """Training of some workers in one process of a race without locks.
 
-    Each worker computes its gradient at the live global row, which other processes may be changing, and then steps the
-    global row along the gradient. As in synchronous SGD, each worker has a module whose parameters are views of the
-    global row, and whose gradients are views of the worker's row.
+    Each worker computes its gradient at the current global model, which other processes may be changing, and changes
+    the global model at once.
     """
 
     def _set_up(self) -> None:
@@ -43,7 +42,7 @@ class HogwildWorker(RaceWorker):
             synchronize(self._executor.task.device)
 
     def _steps(self, participant: SyncParticipant, result: ProcessResult) -> Iterator[int]:
-        """Run one worker's round as a generator that yields each step's number after the step."""
+        """Run one worker's round. Yields after each step."""
         slot, round, stats = participant.member.slot, participant.member.round, result.stats
         for step in range(self._executor.batch_source.steps(slot, round)):
             with self._process.working_on(slot, round):
@@ -59,7 +58,7 @@ class HogwildWorker(RaceWorker):
         stats.loss_samples += participant.samples
 
     def _step(self, participant: SyncParticipant, step: int, result: ProcessResult) -> None:
-        """Compute a worker's gradient, and let the policy take a step on the global row along the gradient."""
+        """Compute a worker's gradient, and let the policy change the global model by it."""
         server, process, stats, measures = self._server, self._process, result.stats, result.measures
         member, module, ended = participant.member, participant.module, self._writes_ended
         slot, buffers, gradient = member.slot, server.shared.cohort.buffers, server.rows[member.slot]

@@ -28,15 +28,15 @@ FREE = {"name", "engine", "processes", "threads_per_process", "timeout", "device
 
 
 class LogEntry(NamedTuple):
-    """One work item in the log of a race.
+    """One entry in the log of a race: a step or round of one worker.
 
     Attributes:
-        kind: TAKEN (the policy took the result), CANCELLED (by an update), or LEFT (no work item: the worker had
-            finished its round, and counts as departed from here to the end of the round).
+        kind: TAKEN (the result was used), CANCELLED (an update cancelled the work), or LEFT (the worker has finished
+            its round and is absent until the round ends).
         worker: ID of the worker.
         steps: number of local steps if the policy sets it, else 0.
-        begun, taken: event numbers of the start and the arrival. Events are numbered under the server's lock.
-        read, applied: version of the global model at the start and at the arrival.
+        begun, taken: positions of the start and of the arrival in the order of all events.
+        read, applied: number of updates of the global model before the start and before the arrival.
     """
 
     kind: int
@@ -52,12 +52,12 @@ COLUMNS = ("run", "round", *LogEntry._fields)
 
 
 def to_csv(experiment: Mapping[str, Any], rounds: Iterable[tuple[int, int, np.ndarray]]) -> bytes:
-    """Return the contents of the log file: a line with the experiment, a line of column names, a line for each entry.
+    """Return the contents of the log file of a race, in CSV format.
 
     Args:
         experiment: the resolved experiment.
         rounds: triples (run, round, entries), one for each round of each repetition of the race. `entries` is an
-            integer array [number of entries, number of fields of LogEntry].
+            integer array with one line per entry and one column per field of `LogEntry`.
     """
     out = StringIO()
     out.write(f"{MARK}{json.dumps(experiment)}\n{','.join(COLUMNS)}\n")
@@ -68,7 +68,7 @@ def to_csv(experiment: Mapping[str, Any], rounds: Iterable[tuple[int, int, np.nd
 
 
 def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int, list[LogEntry]]:
-    """Read the log of a race, and return the entries of one run by round, in the order of arrival.
+    """Read the log of a race. Returns the entries of each round, in the order of arrival.
 
     Args:
         path: the log file, or the run folder that contains it.

@@ -14,9 +14,12 @@ MOST_STEPS = 1_000  # maximum number of steps in a work item, as a multiple of i
 
 
 class Event(NamedTuple):
-    """An event of a logged race: the start (if `starts` is true) or the arrival of a work item.
+    """The start or the arrival of a worker's step or round in a logged race.
 
-    `number` is the event's position in the order of the race, and `entry` is the log entry of the work item.
+    Attributes:
+        number: position of the event in the order of the race.
+        starts: whether it is a start.
+        entry: log entry of the step or round.
     """
 
     number: int
@@ -25,14 +28,14 @@ class Event(NamedTuple):
 
 
 class LoggedOrder:
-    """Exact repetition of a logged race, with the same interface as `VirtualClock`.
+    """Repeats a logged race exactly, with the same interface as `VirtualClock`.
 
     Args:
-        log: log entries by round, in the order of their arrivals.
+        log: log entries by round.
         path: path of the log, for error messages.
         server: state of the server, with the policy.
-        scheduler: scheduler that provides the work items.
-        train: function that computes work items, see `Dispatcher`.
+        scheduler: decides which worker trains next.
+        train: function that trains the workers in the given slots.
 
     Raises ExperimentError as soon as an event differs from the log.
     """
@@ -66,11 +69,11 @@ class LoggedOrder:
         self._server.revive_all()
 
     def state(self) -> dict[str, Any]:
-        """Return the state between two rounds, without tensors, as a JSON-serializable dict."""
+        """Return the state between two rounds as a JSON-serializable dict, without tensors."""
         return self.dispatcher.state()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that the method `state` returned. The server's tensors must be restored separately."""
+        """Restore a saved state, except for tensors."""
         self.dispatcher.resume(DispatcherState.model_validate(state))
 
     def _start(self, event: Event) -> None:

@@ -25,17 +25,14 @@ except ImportError:  # Windows
 
 
 class Locks:
-    """Numbered locks, shared by all processes to which this object is sent.
+    """Numbered locks between processes. A lock is released even if the process that holds it is killed.
 
-    Each lock is a byte-range lock on an unnamed file (`fcntl.lockf`). The kernel releases a lock when its owner dies,
-    whereas a `multiprocessing` lock stays locked forever if its owner is killed. Acquiring and releasing a free lock
-    takes about 4 microseconds (a semaphore takes 0.2).
-
-    Locks are owned by processes, not by threads. `acquire` takes several locks in ascending order, to avoid deadlocks.
+    `acquire` takes several locks in ascending order, to avoid deadlocks. The locks do not work between threads of one
+    process.
 
     Attributes:
         taken: number of locks that this process acquired.
-        waited: number of these locks for which this process had to wait.
+        waited: number of locks for which this process had to wait.
         seconds: total time for which this process waited for locks.
     """
 
@@ -58,7 +55,7 @@ class Locks:
         self.taken, self.waited, self.seconds = 0, 0, 0.0
 
     def acquire(self, numbers: Sequence[int]) -> None:
-        """Acquire the locks with these numbers; wait while another process holds one of them."""
+        """Acquire the locks with these numbers. Waits while another process holds one of them."""
         for number in sorted(numbers):
             self.taken += 1
             try:
@@ -70,7 +67,7 @@ class Locks:
                 self.seconds += time.perf_counter() - start
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Release the locks with these numbers; locks that this process does not hold are ignored."""
+        """Release the locks with these numbers, if this process holds them."""
         for number in numbers:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, number)
 
@@ -89,16 +86,15 @@ IDLE, BUSY, FINISHED, HELD_BACK = range(4)  # values of STATUS; in the last two,
 
 
 class RaceState:
-    """State that the processes of a race share during a round. A slot is the number of one of n concurrent workers.
+    """Locks and counters that all processes of a race share, for n workers that train at the same time.
 
     Attributes:
-        loss_counters: counters that detect lost updates, float64 [n, COORDINATES] on the model's device. Each update
-            adds 1 to one or two rows, with the same kind of operation as on the model. If an addition is missing at the
-            end, another process has overwritten it.
-        slots: int64 [n, LINE]. For each slot, the number of begun and of ended writes to the model, the number of
-            additions to `loss_counters`, and the slot's status. Only the slot's process writes these numbers.
-        events: int64 [1], number of starts and arrivals of work items, counted under the server's lock.
-        locks: the locks of the server and of the slots.
+        loss_counters: counters that detect lost updates, float64 [n, COORDINATES]. A worker adds 1 to them with every
+            update. A missing addition at the end means that another process has overwritten it.
+        slots: int64 [n, LINE]. For each worker, the number of begun and of ended updates, the number of additions to
+            `loss_counters`, and the worker's status.
+        events: int64 [1], number of starts and arrivals so far.
+        locks: the locks of the server and of the workers.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -109,38 +105,35 @@ class RaceState:
         share([self.loss_counters, self.slots, self.events])
 
     def clear(self) -> None:
-        """Set all counters and statuses to zero before a round."""
+        """Set all counters to zero before a round."""
         for tensor in (self.loss_counters, self.slots, self.events):
             tensor.zero_()
 
     def column(self, column: int) -> np.ndarray:
-        """Return a column of `slots` as a NumPy view, int64 [n]: one number for each slot."""
+        """Return one column of `slots`, with one number for each worker, int64 [n]."""
         return self.slots.numpy()[:, column]
 
     def add(self, slot: int, counters: Sequence[int] = (0,)) -> None:
-        """Count an update by `slot`: add 1 to the rows `counters` of `loss_counters`."""
+        """Count an update by worker number `slot`: add 1 to the `counters` with these numbers."""
         for counter in counters:
             self.loss_counters[counter].add_(1.0)
         self.slots.numpy()[slot, ADDED] += len(counters)
 
     def lost(self) -> float:
-        """Return the number of lost updates, estimated as the mean number of overwritten additions to `loss_counters`.
-
-        The mean is over the COORDINATES columns of the counters.
-        """
+        """Return an estimate of the number of updates that were lost because another process has overwritten them."""
         return int(self.column(ADDED).sum()) - float(self.loss_counters.sum()) / COORDINATES
 
 
 @dataclass
 class Measures:
-    """Measurements of a race, from one process or summed over several processes.
+    """Measurements of a race.
 
     Attributes:
-        updates: number of results that the policy took.
-        overlapped: number of gradients for which another process wrote to the global row during the computation.
-        locks_taken, locks_waited, lock_seconds: the attributes taken, waited and seconds of `Locks`.
-        held_back: number of times that a worker's round ended early, because all other workers had finished or were
-            also waiting.
+        updates: number of results that were used.
+        overlapped: number of gradients for which another process changed the global model during the computation.
+        locks_taken, locks_waited, lock_seconds: number of acquired locks, number of locks with waiting time, and this
+            time in total.
+        held_back: number of times that a worker's round ended early, because no other worker could make progress.
         seconds: duration in the slowest process.
     """
 
@@ -153,7 +146,7 @@ class Measures:
     seconds: float = 0.0
 
     def add(self, measures: Measures) -> None:
-        """Add the measurements of another process or run to this object. `seconds` becomes the maximum of both."""
+        """Add the measurements of another process or run. Of `seconds`, the maximum is kept."""
         longest = max(self.seconds, measures.seconds)
         for measure in fields(self):
             setattr(self, measure.name, getattr(self, measure.name) + getattr(measures, measure.name))

@@ -31,7 +31,7 @@ class ProcessResult:
 
     Attributes:
         stats: training statistics.
-        measures: measurements of locks, overlaps and time.
+        measures: measurements of locks and time.
         entries: log entries; empty unless the policy locks the server.
     """
 
@@ -47,13 +47,13 @@ class ProcessResult:
 
 
 class RaceWorker(ABC):
-    """Base class for one process's part of a race. The workers of this process take turns, one work item at a time.
+    """Base class that trains some of the workers of a race in one process, one worker after another.
 
     Args:
-        executor: the process's executor, which trains workers.
+        executor: object that trains workers in this process.
         server: state of the server, in shared memory.
         race_state: locks and counters that all processes share.
-        slots: slots (numbers among the concurrent workers) of the workers that this process runs.
+        slots: positions (among the workers that train at the same time) of this process's workers.
     """
 
     def __init__(self, executor: Executor, server: ServerState, race_state: RaceState, slots: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class RaceWorker(ABC):
         self._set_up()
 
     def race(self, run: int, round: int) -> ProcessResult:
-        """Run this process's part of a round, and return its results. The round starts when all processes are ready.
+        """Train this process's workers for one round, and return the results. Waits until all processes are ready.
 
         `run` is the number of the race's repetition.
         """
@@ -79,11 +79,11 @@ class RaceWorker(ABC):
         return result
 
     def progress(self) -> Progress:
-        """Return one pair (number of the repetition, state of its scheduler) for each repetition of the race."""
+        """Return which work is done, as one pair (number, state) for each repetition of the race."""
         return [(run, scheduler.state()) for run, scheduler in self._schedulers.items()]
 
     def resume(self, progress: Progress) -> None:
-        """Restore the progress of this process's workers. `progress` contains the workers of all processes."""
+        """Restore saved progress. `progress` contains the workers of all processes."""
         self._schedulers.clear()
         for run, state in progress:
             done = [(worker, count) for worker, count in state["done"] if worker in self._slots]
@@ -97,23 +97,22 @@ class RaceWorker(ABC):
 
     @abstractmethod
     def _set_up(self) -> None:
-        """Prepare the attributes that `_run_round` needs."""
+        """Prepare the first round."""
 
     @abstractmethod
     def _run_round(self, run: int, round: int, result: ProcessResult) -> None:
-        """Run all work items of this process's workers in a round, and record their statistics in `result`.
+        """Train this process's workers for one round, and add their statistics to `result`.
 
         `run` is the number of the race's repetition.
         """
 
 
 class LockedRaceWorker(RaceWorker):
-    """One process's part of a race with locks, which protect reads of the model and arrivals of results.
+    """Training of some workers in one process of a race with locks.
 
-    Workers train on their own rows without a lock. A worker that may not start waits for another worker's update. If
-    all idle workers wait and none is busy, the workers that have finished their round count as departed until its end.
-    If still no worker may start, the round ends early for the waiting workers, and they do the remaining work in the
-    next round.
+    The locks protect the global model when a worker reads it and when a result arrives. A worker that may not start
+    waits for another worker. If no worker can make progress, the round ends early, and the remaining work is done in
+    the next round.
     """
 
     def _set_up(self) -> None:
@@ -141,7 +140,7 @@ class LockedRaceWorker(RaceWorker):
                 sleep = min(2 * sleep, LONGEST_SLEEP)
 
     def _work(self, slot: int) -> bool:
-        """Run the next work item of `slot`. Return False if the worker's round is over, or if it may not start yet."""
+        """Let worker number `slot` train. Returns False if its round is over, or if it may not start yet."""
         with self._locked(slot):
             if not self._may_start(slot):
                 return False
@@ -156,7 +155,7 @@ class LockedRaceWorker(RaceWorker):
         return True
 
     def _may_start(self, slot: int) -> bool:
-        """Whether the worker in `slot` may start its next work item now. Sets its status if its round is over."""
+        """Whether worker number `slot` may start to train now."""
         scheduler, server, policy, status = self._dispatcher.scheduler, self._server, self._policy, self._status
         if scheduler.items_done(slot) >= self._round * scheduler.items_per_round(slot):
             status[slot] = FINISHED
@@ -177,7 +176,7 @@ class LockedRaceWorker(RaceWorker):
         return policy.may_start(server, slot)
 
     def _any_progress(self) -> bool:
-        """Whether any worker is busy or may start."""
+        """Whether any worker is training or may start."""
         idle = np.flatnonzero(self._status == IDLE).tolist()
         return bool((self._status == BUSY).any()) or any(self._policy.may_start(self._server, slot) for slot in idle)
 
@@ -204,16 +203,13 @@ class LockedRaceWorker(RaceWorker):
         synchronize(self._executor.task.device)
 
     def _partner(self, slot: int) -> tuple[int, ...]:
-        """Return a tuple with the slot of the second worker whose model the result of `slot` changes.
-
-        The tuple is empty if the policy does not lock pairs, or if only one model changes.
-        """
+        """Return the number of the second worker whose model changes, as a tuple. Empty if there is none."""
         partner = self._policy.partner(self._server, slot, int(self._server.units[slot]) - 1) if self._pair else None
         return () if partner is None else (partner,)
 
     @contextlib.contextmanager
     def _locked(self, *slots: int) -> Iterator[None]:
-        """Hold the server's lock or, if the policy locks pairs, the locks of `slots`."""
+        """Hold the locks that the policy needs: the lock of the server, or the locks of the workers `slots`."""
         numbers, locks = [1 + slot for slot in slots] if self._pair else [SERVER_LOCK], self._race_state.locks
         try:
             with self._process.waiting():
@@ -224,18 +220,18 @@ class LockedRaceWorker(RaceWorker):
             locks.release(numbers)
 
     def _log(self, kind: int, item: WorkItem, begun: int) -> None:
-        """Append a log entry. For an arrival, this must be called before the policy takes the result.
+        """Add an entry to the log.
 
         Args:
             kind: kind of the entry (see `LogEntry`).
-            item: the work item.
-            begun: event number of the item's start.
+            item: the step or round.
+            begun: number of the event at which it started.
         """
         taken = begun if kind == LEFT else self._event()
         read, version = int(self._server.read[item.slot]), self._server.version
         self._entries.append(LogEntry(kind, item.worker, item.steps or 0, begun, taken, read, version))
 
     def _event(self) -> int:
-        """Return the next event number. The caller must hold the server's lock."""
+        """Return the number of the next event. The caller must hold the server's lock."""
         self._events[0] += 1
         return int(self._events[0])

@@ -28,7 +28,7 @@ from fedsim.system.precision import full_precision
 
 
 class ClockLoop:
-    """Loop over the rounds of an asynchronous policy on a virtual clock; see `Loop` for the methods."""
+    """Runs the rounds of an asynchronous experiment on a virtual clock. The methods are those of `Loop`."""
 
     def __init__(self, experiment: Experiment, task: RunTask, engine: Engine) -> None:
         shared = engine.shared
@@ -77,19 +77,19 @@ class ClockLoop:
         self._source.resume(state.facts["clock"])
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Return an empty dict, because asynchronous policies do not support tests of single workers."""
+        """Return an empty dict, because asynchronous runs have no tests of single workers."""
         return {}
 
     def finish(self) -> None:
-        """Do nothing, because this loop has no work after the last round."""
+        """Do nothing: there is nothing to do after the last round."""
 
 
 def work_of(stats: RoundStats, bytes_up: int, bytes_down: int) -> dict[str, Any]:
-    """Return fields of a `RoundRecord` for an asynchronous round: workers, samples, excluded workers and bytes sent.
+    """Return the workers, samples and bytes of an asynchronous round, as fields of a `RoundRecord`.
 
     Args:
-        stats: counts of the round.
-        bytes_up, bytes_down: bytes of one update that a worker sends, and bytes of one model that a worker receives.
+        stats: statistics of the round.
+        bytes_up, bytes_down: bytes that a worker sends for one update, and receives for one model.
     """
     cohort = sorted(stats.samples)
     return {
@@ -102,13 +102,13 @@ def work_of(stats: RoundStats, bytes_up: int, bytes_down: int) -> dict[str, Any]
 
 
 def async_record(stats: RoundStats, updates: int, arrivals: int, buffered: int) -> AsyncRecord:
-    """Return the part of a round's record that only asynchronous rounds have.
+    """Return the fields of a round's record that only asynchronous rounds have.
 
     Args:
-        stats: counts of the round.
+        stats: statistics of the round.
         updates: number of updates of the global model since the start of the run.
-        arrivals: number of worker results that have arrived at the server since the start of the run.
-        buffered: number of worker results that wait in the policy's buffer.
+        arrivals: number of results that have arrived at the server since the start of the run.
+        buffered: number of results that have arrived but have not changed the global model yet.
     """
     staleness = {str(tau): count for tau, count in sorted(stats.staleness.items())}
     return AsyncRecord(
@@ -130,10 +130,7 @@ def _source_of(
     bytes_up: int,
     bytes_down: int,
 ) -> VirtualClock | LoggedOrder:
-    """Return the object that determines the order in which workers finish.
-
-    This is a virtual clock with simulated delays, or the order in the log of a race that is replayed.
-    """
+    """Return the object that determines the order in which workers finish: a virtual clock or a race's log."""
     clock = experiment.clock
     if clock.replay_log is not None:
         return LoggedOrder(

@@ -16,29 +16,28 @@ from fedsim.runs.loops.synchronous import SynchronousLoop
 
 
 class Loop(Protocol):
-    """Interface of loops, which run the rounds of a run on an engine that has begun the run's task.
+    """Interface of the objects that run an experiment round by round.
 
-    A round depends on earlier rounds only through `state`. A loop that resumes from a state continues with
-    bit-identical results. Races are an exception, because they are not reproducible.
+    A run that is resumed from a saved state continues with bit-identical results, except in races.
     """
 
     def run_round(self, round: int) -> RoundRecord:
-        """Run one round, and return its record. Rounds are counted from 1 and must be run in order."""
+        """Run one round, counted from 1, and return its record. Rounds must be run in order."""
 
     def state(self) -> Snapshot:
-        """Return a snapshot of all state that the next round depends on."""
+        """Return a snapshot of everything that the next round needs."""
 
     def resume(self, state: Snapshot) -> None:
-        """Restore a snapshot that the method `state` of a loop of the same experiment has returned."""
+        """Restore a snapshot that the method `state` returned for the same experiment."""
 
     def test_workers(self, round: int) -> dict[str, float]:
         """Test the models of single workers after `round`, and return the metrics by name.
 
-        Return an empty dict if the experiment has no such tests.
+        The dict is empty if the experiment has no such tests.
         """
 
     def finish(self) -> None:
-        """Complete the run after its last round. For example, a race writes its log."""
+        """Do what remains after the last round. For example, a race writes its log."""
 
 
 def loop_of(
@@ -48,14 +47,14 @@ def loop_of(
     keep_log: Callable[[bytes], object] | None = None,
     keep_results: Callable[[WorkerResults], object] | None = None,
 ) -> Loop:
-    """Return the loop that runs the rounds of an experiment, according to its mode.
+    """Return the object that runs the rounds of an experiment.
 
     Args:
         experiment: experiment to run.
-        task: task of the run.
-        engine: engine that has begun the task.
-        keep_log: function that is called with the log of a race, as the content of a file; None to keep no log.
-        keep_results: function that is called with the results of tests of single workers; None to keep none.
+        task: description of the run.
+        engine: engine that is ready for the first round.
+        keep_log: function that receives the contents of a race's log file; None to keep no log.
+        keep_results: function that receives the results of tests of single workers; None to keep none.
     """
     if isinstance(engine, SpawnEngine) and experiment.mode == "race":
         return RaceLoop(experiment, task, engine, keep_log)

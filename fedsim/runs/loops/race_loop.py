@@ -40,12 +40,12 @@ KeepLog = Callable[[bytes], object]
 
 @dataclass(frozen=True)
 class RaceRoundResult:
-    """Result of one round of a race. A race is run several times, and each repetition has its own results.
+    """Result of one round in one repetition of a race.
 
     Attributes:
         work: losses, times and counts, summed over the processes.
         lost: estimated number of updates that were lost because other processes have overwritten them.
-        asynchronous: asynchronous part of the round's record.
+        asynchronous: fields of the round's record that only asynchronous rounds have.
         test: test result of the global model.
     """
 
@@ -56,17 +56,15 @@ class RaceRoundResult:
 
 
 class RaceLoop:
-    """Loop over the rounds of a race; see `Loop` for the methods.
+    """Runs the rounds of a race, in which processes train at the same time. The methods are those of `Loop`.
 
-    A race is repeated `race.runs` times. Each round runs for all repetitions, one after another. The shared tensors
-    contain the state of one repetition at a time.
+    A race is repeated `race.runs` times. In each round, all repetitions are run one after another.
 
     Args:
         experiment: experiment with `mode = "race"`.
-        task: task of the run.
-        engine: engine that has begun the task.
-        keep_log: function that is called with the log, as the content of a CSV file, after the last round. It is called
-            only if the policy locks the server; None to keep no log.
+        task: description of the run.
+        engine: engine that is ready for the first round.
+        keep_log: function that receives the contents of the log, a CSV file, after the last round; None to keep no log.
     """
 
     def __init__(self, experiment: Experiment, task: RunTask, engine: Engine, keep_log: KeepLog | None = None) -> None:
@@ -126,17 +124,20 @@ class RaceLoop:
         self._log = [(run, round, entries[str(k)].numpy()) for k, (run, round) in enumerate(state.facts["log"])]
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Return an empty dict, because races do not support tests of single workers."""
+        """Return an empty dict, because races have no tests of single workers."""
         return {}
 
     def finish(self) -> None:
-        """Load the state of the race's first repetition into the shared tensors, and pass the log to `keep_log`."""
+        """Load the result of the race's first repetition, and pass the log to `keep_log`."""
         self._switch_to(0)
         if self._keep_log:
             self._keep_log(to_csv(self._experiment.resolved(), self._log))
 
     def _run_round(self, run: int, round: int) -> RaceRoundResult:
-        """Run one round of the race's repetition number `run` (from 0), and return its result."""
+        """Run one round of one repetition of the race.
+
+        `run` is the number of the repetition, from 0.
+        """
         self._switch_to(run)
         server, timer, work = self._server, self._timer, ProcessResult()
         self._race_state.clear()
@@ -162,14 +163,11 @@ class RaceLoop:
         return RaceRoundResult(work, self._race_state.lost(), counts, tested)
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call a method of each process's `RaceWorker`, and return the results in the order of the processes."""
+        """Call a method of `RaceWorker` in each process, and return the results of all processes."""
         return self._engine.backend.run(_call_worker, method, *arguments)
 
     def _switch_to(self, run: int) -> None:
-        """Load the state of the race's repetition number `run` into the shared tensors.
-
-        The state of the current repetition is saved before.
-        """
+        """Save the state of the race's current repetition, and load that of repetition number `run`."""
         if run == self._current:
             return
         tensors = self._tensors().values()
@@ -208,13 +206,7 @@ def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
 
 
 def _set_up(executor: Executor, server: ServerState, race_state: RaceState) -> None:
-    """Create the `RaceWorker` of this process. Every process calls this function before the race.
-
-    Args:
-        executor: executor of this process.
-        server: state of the server, in shared memory.
-        race_state: counters and locks of the race, in shared memory.
-    """
+    """Create the `RaceWorker` of this process. Every process calls this function before the race."""
     server.attach(executor.shared)
     kind: type[RaceWorker] = HogwildWorker if server.policy.locking == "nothing" else LockedRaceWorker
     steps = [executor.batch_source.steps(worker, 1) for worker in range(server.n)]

@@ -17,12 +17,12 @@ from fedsim.rounds.simulation import Simulation, metrics_of
 
 
 class SynchronousLoop:
-    """Loop over synchronous rounds, which all processes of the engine compute together; see `Simulation`.
+    """Runs the rounds of a synchronous experiment.
 
     Args:
-        task: task of the run.
-        engine: engine that has begun the task.
-        keep_results: function that is called with the results of tests of single workers; None to keep none.
+        task: description of the run.
+        engine: engine that is ready for the first round.
+        keep_results: function that receives the results of tests of single workers; None to keep none.
     """
 
     def __init__(
@@ -42,10 +42,7 @@ class SynchronousLoop:
         return record
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Test the models of single workers after `round`, and return the metrics by name.
-
-        The tests overwrite the cohort's rows.
-        """
+        """Test the models of single workers after `round`, and return the metrics by name."""
         return self._keep(self._engine.backend.run(_evaluate_now, round)[0])
 
     def _keep(self, results: WorkerResults | None) -> dict[str, float]:
@@ -77,7 +74,7 @@ class SynchronousLoop:
         engine.backend.run(Simulation.resume, facts, rule, columns, engine.backend.states.workers)
 
     def _warn_of_attack_without_honest_rows(self, record: RoundRecord) -> None:
-        """Warn once per run if all workers of an aggregation are Byzantine, and the attack needs honest rows."""
+        """Warn once if an attack needs honest updates, but all workers of a round are Byzantine."""
         task, attack = self._task, self._task.experiment.attack.component
         sizes = self._engine.shared.data.shards.size
         byzantine = task.byzantine.in_round(record.round)
@@ -97,7 +94,7 @@ class SynchronousLoop:
             )
 
     def finish(self) -> None:
-        """Do nothing, because this loop has no work after the last round."""
+        """Do nothing: there is nothing to do after the last round."""
 
 
 def _evaluate_now(simulation: Simulation, round: int) -> WorkerResults | None:
