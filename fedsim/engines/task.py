@@ -82,7 +82,7 @@ class RunTask:
 
     @property
     def worker_state_memory(self) -> int | None:
-        """Maximum number of bytes of worker states in memory, above which they are stored in files; None for no limit."""
+        """Maximum bytes of worker states in memory, above which they are stored in files; None for no limit."""
         return None if self.experiment.mode == "race" else self.experiment.worker_state_memory
 
     @property

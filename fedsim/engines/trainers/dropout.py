@@ -164,7 +164,7 @@ class FactorsAhead:
         dropouts: dropout calls of a forward pass, in call order.
         dtype: dtype of the masks.
         first_step: number of the first step in each worker's round, int64 [k]; None for 0.
-        blocks: approximate number of random numbers to generate at once on a CPU, divided by four.
+        blocks: approximate number of random blocks (of four 32-bit words) to generate at once on a CPU.
     """
 
     keys: Tensor
