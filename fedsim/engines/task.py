@@ -58,7 +58,7 @@ class RunTask:
 
     @property
     def learning_task(self) -> LearningTask:
-        """Learning task of the experiment, such as classification, which defines the loss and the correct predictions."""
+        """Learning task, such as classification, which defines the loss and the correct predictions."""
         return self.experiment.task.component
 
     @cached_property

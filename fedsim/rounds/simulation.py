@@ -255,7 +255,10 @@ class Simulation(Executor):
         self.states.load_cohort(cohort, mine, shared.cohort.worker_rows)
 
     def agree_on(self, drawn: Cohort, round: int) -> None:
-        """Wait for all processes, and check that they have drawn the same cohort. Raises ExperimentError if not."""
+        """Check that all processes have drawn the same cohort, and store the weights of its workers.
+
+        Raises ExperimentError if the cohorts differ.
+        """
         if drawn.weights is not None and self.group.computes:
             set_cohort_weights(self.shared, {worker: drawn.weights[worker] for worker in drawn.workers})
         if len(set(self.group.gather(hash(tuple(drawn.workers))))) > 1:

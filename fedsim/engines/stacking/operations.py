@@ -327,9 +327,7 @@ class MergedBatch(PreparedDropout):
             raise NotMergeableError
 
     def require_stacks(self, input: Tensor, *stacks: Tensor | None) -> None:
-        """Raise NotMergeableError unless `stacks` are parameters of all models and `input` has the samples of all
-        models.
-        """
+        """Raise NotMergeableError unless `stacks` are parameters of all models, and `input` has samples of all models."""
         for stack in stacks:
             if stack is not None:
                 self.require(self.is_stack(stack) and (len(stack) == 1 or len(input) % self._size == 0))
