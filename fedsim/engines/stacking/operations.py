@@ -327,13 +327,13 @@ class MergedBatch(PreparedDropout):
             raise NotMergeableError
 
     def require_stacks(self, input: Tensor, *stacks: Tensor | None) -> None:
-        """Raise NotMergeableError unless `stacks` are parameters of all models, and `input` has samples of all models."""
+        """Raise NotMergeableError unless `stacks` are parameters, and `input` samples, of all models."""
         for stack in stacks:
             if stack is not None:
                 self.require(self.is_stack(stack) and (len(stack) == 1 or len(input) % self._size == 0))
 
     def products_of(self, weight: Tensor) -> list[OuterProductGrad] | None:
-        """Return the list that receives the gradient of `weight` as an OuterProductGrad; None to compute the gradient."""
+        """Return the list that receives the gradient of `weight` as an OuterProductGrad; None if it is computed."""
         return self._products[self._places[id(weight)]] if self._products else None
 
     def _has_stack(self, value: object) -> bool:
