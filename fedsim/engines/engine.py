@@ -45,7 +45,7 @@ class EngineTraits:
         return self.pool_from is not None and processes >= self.pool_from
 
     def settings(self, processes: int) -> frozenset[str]:
-        """Return the settings of the table `engine` that this engine uses with up to `processes` processes."""
+        """Return the settings, such as `processes`, that this engine uses with up to `processes` processes."""
         return self.own_settings | (SETTINGS_OF_POOLS if self.may_lose_processes(processes) else frozenset())
 
     def default_processes(self, device: torch.device, cohort: int, threads: int) -> int:
