@@ -112,7 +112,7 @@ class WorkerStates:
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             rows: target tensors by name, with one row per worker of the cohort.
         """
         self.load([member.worker for member in mine], rows, [member.slot for member in mine])
@@ -139,7 +139,7 @@ class WorkerStates:
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             excluded: IDs of the workers that keep their old state, because their updates were excluded.
             rows: tensors with the new states by name, with one row per worker of the cohort.
         """

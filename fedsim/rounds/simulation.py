@@ -145,7 +145,7 @@ class Simulation(Executor):
 
         Args:
             context: workers that take part.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             sent: number and size of the sent updates, to which this method adds.
         """
         task, group, round = self.task, self.group, context.moment[0]
@@ -171,7 +171,7 @@ class Simulation(Executor):
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             round: number of the round.
         """
         check = self.aggregator.deferred_check
@@ -185,7 +185,7 @@ class Simulation(Executor):
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             round: number of the round.
         """
         of_round = GradientRoundStats(cohort)
@@ -231,7 +231,7 @@ class Simulation(Executor):
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             round: number of the round.
         """
         task, shared = self.task, self.shared
@@ -247,7 +247,7 @@ class Simulation(Executor):
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
         """
         shared, algorithm = self.shared, self.task.algorithm
         if algorithm.starts_from_current:
@@ -272,7 +272,7 @@ class Simulation(Executor):
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             round: number of the round.
         """
         task, shared, algorithm = self.task, self.shared, self.task.algorithm_at(round)
@@ -297,7 +297,7 @@ class Simulation(Executor):
         """Apply compressors and other update processors to the updates of this process's workers, in place.
 
         Args:
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             context: workers that take part in the aggregation. Other workers are skipped.
             sent: number, size and metrics of the sent updates, to which this method adds.
         """
@@ -453,7 +453,7 @@ class Simulation(Executor):
         return np.sum(self.group.gather(losses.numpy()), axis=0)  # each loss is 0 in all processes but one
 
     def members(self, cohort: Sequence[int], round: int) -> list[WorkItem]:
-        """Return work items for the workers of the cohort that this process trains."""
+        """Return the workers of the cohort that this process trains, each as a `WorkItem`."""
         workers, slots = list(cohort), list(range(len(cohort)))
         if self.batch_source.root is not None:
             workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.cohort.workers)]

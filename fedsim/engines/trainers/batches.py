@@ -110,7 +110,7 @@ class BatchSource:
         return self._task.schedule.batches_per_epoch(self.size(worker))
 
     def steps_of(self, member: WorkItem) -> int:
-        """Return the number of steps of a work item."""
+        """Return the number of steps that `member` trains."""
         if member.step is not None:
             return 1
         return self.steps(member.worker, member.round) if member.steps is None else member.steps
@@ -127,7 +127,7 @@ class BatchSource:
         return _altered(chain.from_iterable(epochs), self.alteration(worker, round))
 
     def batches_of(self, member: WorkItem) -> Batches:
-        """Yield the training batches (inputs, targets) of a work item."""
+        """Yield the training batches (inputs, targets) of `member`."""
         if member.step is None:
             yield from islice(self.batches(member.worker, member.round), self.steps_of(member))
         else:  # gather only this batch; the next one may never be needed
@@ -135,7 +135,7 @@ class BatchSource:
             yield from _altered([self._shared.data.train.gather(next(iterator))], iterator.alter, member.step)
 
     def iterator_of(self, member: WorkItem) -> RoundIterator:
-        """Return an iterator over the batches of a work item, beginning at its first step."""
+        """Return an iterator over the batches of `member`, beginning at its first step."""
         worker, round = member.worker, member.round
         iterator = self._iterators.get(worker) if member.step is not None else None
         if iterator is None or iterator.round != round or iterator.steps_done != member.step:

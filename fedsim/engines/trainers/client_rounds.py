@@ -31,7 +31,7 @@ class ClientRounds:
         Args:
             rows: parameters that the workers have received, [d] or [k, d].
             index: index of the workers in the tensors of the cohort.
-            members: work items of the workers.
+            members: the workers, each as a `WorkItem`.
         """
         shared, columns = self._shared, self._algorithm.personal_buffers
         if columns.width:
@@ -47,7 +47,7 @@ class ClientRounds:
             rows: parameters after training, [d] or [k, d].
             state: state of the client algorithm.
             index: index of the workers in the tensors of the cohort.
-            members: work items of the workers.
+            members: the workers, each as a `WorkItem`.
         """
         if not members[0].ends:
             return

@@ -69,7 +69,7 @@ class SyncParticipant:
     """Worker in a round of synchronous SGD.
 
     Attributes:
-        member: work item of the worker.
+        member: the worker and the steps to train, as a `WorkItem`.
         module: model that writes its gradient to the worker's row.
         batches: remaining batches of the round.
         dropout: dropout masks of the worker in the round.
@@ -234,7 +234,7 @@ class RowTrainer:
         seed_everything(self._task.device, self._task.experiment.seed, "forward", round, member.worker, *step)
 
     def _dropout_of(self, member: WorkItem) -> RoundDropout:
-        """Return the dropout masks of a work item's round."""
+        """Return the dropout masks of `member` in its round."""
         worker, round = member.worker, member.round
         if member.step is None:
             return self._dropout.of(worker, round, member.steps)
@@ -286,7 +286,7 @@ class LocalSteps:
 
     Attributes:
         task: run to compute.
-        member: work item of the worker.
+        member: the worker and the steps to train, as a `WorkItem`.
         batches: number of batches that remain to be trained.
         module: module whose parameters are views of `row` [d] and whose gradients are views of `gradient` [d].
         state: state of the client algorithm.

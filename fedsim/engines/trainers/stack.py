@@ -74,7 +74,7 @@ class Stack:
     """Workers that are trained together (a stack of k workers), and their losses in a round.
 
     Attributes:
-        members: work items of the workers, sorted by descending number of steps.
+        members: the workers, each as a `WorkItem`, sorted by descending number of steps.
         slots: positions of the workers in the tensors of the cohort, int64 [k], on the CPU.
         index: index of the workers in the tensors of the cohort: a slice, or an index tensor on the device.
         steps: number of steps of each worker, descending.
