@@ -31,11 +31,11 @@ from fedsim.system.devices import synchronize, to_device
 
 
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:
-    """Store the inverse-probability weights of a round's cohort in `shared`.
+    """Store the weights of a round's workers in `shared`.
 
     Args:
         shared: tensors of the run, changed in place.
-        weights: weight of each worker in the cohort, by worker ID.
+        weights: 1 / (probability of being drawn) for each worker of the round, by worker ID.
     """
     workers, n = sorted(weights), len(weights)
     shared.cohort.workers.fill_(torch.iinfo(torch.int64).max)
@@ -44,10 +44,7 @@ def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> Non
 
 
 def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tensor:
-    """Return the inverse-probability weight of each of n `workers`, as a tensor [n].
-
-    A worker that is not in the cohort has weight 1.
-    """
+    """Return the weight 1 / (probability of being drawn) of each of n `workers`, as a tensor [n]."""
     wanted = torch.tensor(workers)
     places = torch.searchsorted(shared.cohort.workers, wanted).clamp_(max=len(shared.cohort.workers) - 1)
     return torch.where(shared.cohort.workers[places] == wanted, shared.cohort.weights[places], 1.0)
@@ -59,7 +56,7 @@ def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], sampl
     Args:
         task, shared: run and its tensors.
         workers: IDs of the workers.
-        samples: number of samples of each worker, used if the experiment has `weights = "samples"`.
+        samples: number of samples of each worker.
     """
     kind, rule = task.experiment.weights, task.experiment.rule
     if not rule.accepts_weights or (kind == "uniform" and not rule.needs_weights):
@@ -73,24 +70,23 @@ def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], sampl
 
 
 def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
-    """Set a worker's row to NaN, in place, if another tensor of the worker contains NaN or infinity.
+    """Set a worker's row to NaN, in place, if one of its other tensors contains NaN or infinity.
 
-    The check of the rows, which follows, then excludes the worker. If the experiment has `nonfinite = "keep"`, the
-    function does nothing.
+    The worker is then excluded from the aggregation. With `nonfinite = "keep"`, nothing changes.
 
     Args:
         task: run to compute.
         rows: updates or gradients of several workers, [..., d], modified in place.
-        of_workers: messages or worker states of the same workers, [..., w].
+        of_workers: other tensors of the same workers, [..., width].
     """
     if task.experiment.nonfinite != "keep":
         rows += (of_workers * 0).sum(-1, keepdim=True).to(rows.dtype)
 
 
 def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | None:
-    """Return the coefficient of each of n rows in the result of a linear rule, as a tensor [n].
+    """Return the coefficient of each of n workers in the result of a linear aggregation rule, as a tensor [n].
 
-    The function needs no rows, because the coefficients depend only on the weights. Returns None for other rules.
+    Returns None if the rule is not linear.
     """
     total = 1.0 if task.experiment.weights == "inverse_probability" else None
     return task.experiment.rule.shares(AggregationInputs(torch.empty(n, 0), weights, weight_total=total))
@@ -99,8 +95,7 @@ def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | Non
 def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> AggregationInputs:
     """Return the inputs of the aggregation rule without the rows at positions `bad`, which contain NaN or infinity.
 
-    Raises DivergedError, with the number of the round, if there are bad rows and the experiment does not exclude them,
-    or if no row is left.
+    Raises DivergedError if such rows are not allowed, or if no row is left.
     """
     try:
         return screened(inputs, task.experiment.nonfinite, bad)[0]
@@ -109,15 +104,13 @@ def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs
 
 
 class DeferredCheck:
-    """Check of a round's rows for NaN and infinity that waits for the device only once per round.
+    """Check of all updates of a round for NaN and infinity, made once at the end of the round.
 
-    Each aggregation stores the sums of its rows on the device. At the end of the round, all sums are checked together.
-    The check is used for aggregations in one process, by rules that do not fail if a row contains NaN or infinity.
+    One check per round is faster than a check in every step, because the CPU must wait for the GPU only once.
 
     Attributes:
-        usable: whether all rows have been finite so far. After a row with NaN or infinity, each aggregation is checked
-            separately instead.
-        active: whether a round is in progress, so that the sums of its rows are stored.
+        usable: whether all updates have been finite so far. Otherwise, every step is checked from now on.
+        active: whether a round is in progress.
     """
 
     def __init__(self, shared: SharedState) -> None:
@@ -127,20 +120,18 @@ class DeferredCheck:
         self.usable, self.active = True, False
 
     def begin(self) -> None:
-        """Begin a round: save a copy of the tensors that the round changes, and store row sums from now on."""
+        """Begin a round: save a copy of the tensors that the round will change."""
         self.active, self._sums, self._before = True, [], [tensor.clone() for tensor in self._changed]
 
     def add(self, rows: Tensor) -> None:
-        """Store the sum of each row of `rows` [n, d], to be checked at the end of the round."""
+        """Remember the sum of each row of `rows` [n, d], which is checked at the end of the round."""
         self._sums.append(rows.sum(1))
 
     def end(self, *, failed: bool) -> bool:
-        """End a round: return whether all its rows were finite. If not, undo the round's aggregations.
-
-        The check uses the sums of the rows, so a row whose sum overflows counts as not finite.
+        """End a round, and return whether all its updates were finite. If not, restore the state before the round.
 
         Args:
-            failed: whether the round has raised an error. Its aggregations are then undone, and the result is False.
+            failed: whether the round has raised an error. The state is then restored, and the result is False.
         """
         finite = not failed and (not self._sums or bool(torch.cat(self._sums).isfinite().all()))
         if not finite:
@@ -152,17 +143,15 @@ class DeferredCheck:
 
 
 class AttackedRows:
-    """Rows of a cohort, for an attack that tries several candidates for the Byzantine rows, as in a line search.
-
-    The inner products of the honest rows are computed once and used for every candidate.
+    """Updates of all workers, for an attack that tries several values of the Byzantine updates.
 
     Args:
-        rows: rows of the whole cohort, indexed by slot (position in the cohort). The honest rows are copied.
-        honest: slots of the h honest workers.
-        attackers: for each worker of the cohort, whether it is Byzantine, in the order of the rows.
+        rows: updates of all workers of the round, [n, d].
+        honest: positions of the h honest workers in `rows`.
+        attackers: for each worker, whether it is Byzantine, in the order of `rows`.
 
     Attributes:
-        honest: rows of the honest workers, [h, d].
+        honest: updates of the honest workers, [h, d].
     """
 
     def __init__(self, rows: Tensor, honest: Tensor, attackers: Sequence[bool]) -> None:
@@ -172,10 +161,10 @@ class AttackedRows:
         self._of_honest: Gram | None = None
 
     def gram(self, byzantine: Tensor) -> Gram:
-        """Return the Gram matrix (inner products) of the cohort's rows with `byzantine` as the Byzantine workers' rows.
+        """Return the inner products of all workers' updates, if the Byzantine workers send `byzantine`.
 
         Args:
-            byzantine: one row per Byzantine worker, [b, d], or a single row [d] that all of them send.
+            byzantine: one update for each of b Byzantine workers, [b, d], or a single update [d] that all of them send.
         """
         n, h = len(self._attackers), len(self.honest)
         added = 1 if byzantine.ndim == 1 else n - h
@@ -189,12 +178,10 @@ class AttackedRows:
 
 
 class Aggregator:
-    """One process's part of the aggregations: from the workers' rows to the new parameters of the global model.
+    """Computes the new global model from the updates of the workers.
 
-    A row is a flat vector [d], the update or gradient of one worker. Processes that share memory divide the columns
-    if the rule treats each column separately. Other rules, and attacks, need whole rows, so the first process computes
-    them. Each rank of the engine `distributed` stores only the rows of the workers that it trains. Ranks exchange no
-    more than the rule needs.
+    Each process has one aggregator. If the rule treats each parameter separately, the processes divide the parameters
+    among them. Otherwise the first process computes the aggregation.
 
     Args:
         group: processes that compute together. All processes must call each method at the same time.
@@ -202,10 +189,12 @@ class Aggregator:
         shared: tensors of the run.
 
     Attributes:
-        root_slot: position of the row that the server trains on its own samples; None if the rule uses no such row.
-        has_last: whether the aggregated update of the previous aggregation is available to rules and attacks.
-        losses: loss of the global model at each worker of the last aggregation, [n], if the rule uses losses.
-        deferred_check: check of all rows of a round at once; None if each aggregation must be checked separately.
+        root_slot: position of the update that the server trains on its own samples; None if the rule uses no such
+            update.
+        has_last: whether an update of a previous aggregation is available to rules and attacks.
+        losses: for each of n workers, the loss of the global model on its samples, [n]; None if the rule uses no
+            losses.
+        deferred_check: check for NaN and infinity at the end of each round; None if every step is checked.
     """
 
     def __init__(self, group: Group, task: RunTask, shared: SharedState) -> None:
@@ -234,10 +223,7 @@ class Aggregator:
         self.deferred_check = DeferredCheck(shared) if may_defer else None
 
     def sent_row(self, round: int) -> Tensor:
-        """Return the parameters [d] that the server sends to the workers in `round`. The tensor is read-only.
-
-        Only rounds that aggregate parameters call this method, not rounds that aggregate gradients.
-        """
+        """Return the parameters [d] that the server sends to the workers in `round`. The tensor is read-only."""
         start = self._task.server_at(round).broadcast(self._own_row, self._shared.server.states["parameters"])
         self._sent = self._shared.server.row
         if start is not self._own_row:
@@ -247,13 +233,13 @@ class Aggregator:
         return self._sent
 
     def begin(self, round: int, rows: Sequence[int]) -> None:
-        """Begin an aggregation: subtract the parameters that the server sent from the trained parameters, in place.
+        """Begin an aggregation: compute the workers' updates from their trained parameters, in place.
 
-        If the round aggregates gradients, nothing is subtracted. The rows are then checked for NaN and infinity.
+        If the round aggregates gradients, they stay as they are. The rows are then checked for NaN and infinity.
 
         Args:
             round: number of the round.
-            rows: numbers of the rows that this process has trained.
+            rows: indices of the workers' rows that this process has trained.
         """
         self._number += 1
         for run in _runs(rows) if self._task.sync_in(round) == "parameters" else ():
@@ -261,10 +247,10 @@ class Aggregator:
         self.rows_changed(rows)
 
     def rows_changed(self, rows: Sequence[int]) -> None:
-        """Check rows for NaN and infinity after they have changed, and record which of them are not finite.
+        """Check rows for NaN and infinity again after they have changed.
 
         Args:
-            rows: numbers of the rows that this process has trained.
+            rows: indices of the workers' rows that this process has trained.
         """
         self._gathered = None
         cohort = self._shared.cohort
@@ -277,7 +263,7 @@ class Aggregator:
 
     @property
     def _checks_now(self) -> bool:
-        """Whether rows are checked for NaN and infinity in each aggregation, not only at the end of the round."""
+        """Whether rows are checked for NaN and infinity now, not only at the end of the round."""
         return self._task.experiment.nonfinite != "keep" and not self._defers
 
     @property
@@ -285,9 +271,9 @@ class Aggregator:
         return self.deferred_check is not None and self.deferred_check.active
 
     def attack(self, context: AggregationContext) -> None:
-        """Replace the Byzantine workers' rows by the rows that the attack computes.
+        """Replace the Byzantine workers' updates by those that the attack computes.
 
-        All processes must have finished their rows. Nothing changes if the attack needs honest rows and there are none.
+        If the attack needs honest updates and there are none, nothing changes.
         """
         task, shared, group = self._task, self._shared, self._group
         workers = task.byzantine.in_round(context.moment[0])
@@ -309,12 +295,12 @@ class Aggregator:
             shared.cohort.unfit[mine] = torch.where(sent.isfinite().all(1).cpu(), 0, self._number)
 
     def _write_byzantine(self, context: AggregationContext, attackers: list[bool], rows: Tensor) -> None:
-        """Compute the rows that the Byzantine workers send, and write them to `rows`.
+        """Compute the updates that the Byzantine workers send, and write them to `rows`.
 
         Args:
-            context: rows of this aggregation.
+            context: workers of this aggregation.
             attackers: for each worker of `context`, whether it is Byzantine.
-            rows: rows of all workers, indexed by slot (position in the cohort), changed in place.
+            rows: updates of all workers, changed in place.
         """
         task, shared = self._task, self._shared
         slots, of_attackers = torch.tensor(context.slots), torch.tensor(attackers)
@@ -345,9 +331,9 @@ class Aggregator:
         rows[index] = byzantine
 
     def aggregate(self, context: AggregationContext) -> AggregationStats:
-        """Apply the aggregation rule to the rows, and store the aggregated update for `server_step`.
+        """Apply the aggregation rule to the workers' updates, and return statistics of the aggregation.
 
-        Returns the statistics of the aggregation. In processes other than the first, they may be empty.
+        The method `server_step` then applies the result to the global model.
         """
         rule, group = self._task.experiment.rule, self._group
         self._moment = context.moment
@@ -370,11 +356,12 @@ class Aggregator:
         return results[0] if results else AggregationStats()
 
     def _aggregate_columns(self, context: AggregationContext, bad: list[int]) -> AggregationStats:
-        """Apply the rule to this process's columns of the rows, and return the statistics of the aggregation.
+        """Apply the rule to the parameters for which this process is responsible, and return statistics of the
+        aggregation.
 
         Args:
-            context: rows to aggregate.
-            bad: positions of the rows with NaN or infinity, which are excluded.
+            context: updates to aggregate.
+            bad: positions of the updates with NaN or infinity, which are excluded.
         """
         rule, group, start = self._task.experiment.rule, self._group, self._columns.start
         rows = group.columns_of(self._shared.cohort.rows, context.slots)
@@ -395,11 +382,9 @@ class Aggregator:
         return _stats(context, bad, shares, inputs)
 
     def _add_rows(self, context: AggregationContext) -> AggregationStats:
-        """Apply a linear rule: add the weighted sums that the ranks compute of their own rows. Return the statistics.
+        """Apply a linear rule: add the weighted sums that the ranks have computed of their own workers' updates.
 
-        If the server optimizer has state, each rank receives only its own columns of the update. Otherwise every rank
-        receives the whole update. A rank with a row that contains NaN or infinity sends NaN as its sum. Only then do
-        the ranks exchange which rows are not finite.
+        Returns statistics of the aggregation.
         """
         task, shared, group = self._task, self._shared, self._group
         if shared.server.states[task.sync_in(context.moment[0])]:
@@ -417,11 +402,11 @@ class Aggregator:
         return stats
 
     def _sum_own_rows(self, context: AggregationContext, bad: list[int]) -> tuple[AggregationStats, Tensor]:
-        """Return the statistics of an aggregation by a linear rule, and the weighted sum [d] of this rank's rows.
+        """Return statistics of an aggregation by a linear rule, and the weighted sum [d] of this rank's updates.
 
         Args:
-            context: rows to aggregate, of all ranks.
-            bad: positions of the rows with NaN or infinity, which are excluded.
+            context: updates to aggregate, of all ranks.
+            bad: positions of the updates with NaN or infinity, which are excluded.
         """
         no_columns = self._shared.cohort.rows.new_empty(len(self._shared.cohort.workers), 0)
         inputs = screen(self._task, context, self._inputs(context, no_columns), bad)
@@ -433,10 +418,7 @@ class Aggregator:
         return stats, combine(shares, rows_at(self._shared.cohort.rows, rows))
 
     def server_step(self) -> None:
-        """Update the global parameters with the result of `aggregate`.
-
-        The server optimizer makes the step, or the client algorithm if the round aggregates gradients.
-        """
+        """Update the global model with the result of `aggregate`."""
         task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
         sync, algorithm = task.sync_in(self._moment[0]), task.algorithm_at(*self._moment)
         corrects = sync == "parameters" and algorithm.has("correct")
@@ -453,11 +435,9 @@ class Aggregator:
         self._result, self._complete, self.has_last = [], False, task.keeps_last
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
-        """Set the global buffers to the mean of the cohort's buffers, with the same weights as the rows.
+        """Set the global model's buffers to the weighted mean of the workers' buffers.
 
-        The buffers of `excluded` workers are left out. With `nonfinite = "exclude"`, buffers with NaN or infinity are
-        left out too, because a Byzantine worker may send them with a finite row. If no worker is left, the global
-        buffers do not change.
+        The buffers of `excluded` workers are left out. If no worker is left, the global buffers do not change.
         """
         task, shared = self._task, self._shared
         if not self._group.computes or not shared.server.buffers.numel() or task.experiment.buffers == "frozen":
@@ -477,7 +457,7 @@ class Aggregator:
     def begin_with_parameters(self) -> None:
         """Reset the states of the aggregation rule, the attack and the server optimizer.
 
-        This is called after the last round that aggregates gradients, if later rounds aggregate parameters.
+        This is called when a run changes from the aggregation of gradients to the aggregation of parameters.
         """
         self._state, self._attack_state, self.has_last = {}, {}, False
         for block in self._blocks:
@@ -488,10 +468,7 @@ class Aggregator:
         synchronize(self._task.device)
 
     def rule_state(self) -> dict[str, Tensor]:
-        """Return a copy of the state tensors of the aggregation rule and the attack, by name.
-
-        The names of the attack's tensors have the prefix "attack.".
-        """
+        """Return a copy of the state tensors of the aggregation rule and the attack, by name."""
         named = self._state | {f"attack.{name}": tensor for name, tensor in self._attack_state.items()}
         return {name: tensor.clone() for name, tensor in named.items()}
 
@@ -503,9 +480,8 @@ class Aggregator:
             target[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
 
     def gathered(self, context: AggregationContext) -> Tensor:
-        """In the first process, return the rows of an aggregation, and the server's own row if there is one.
-
-        The rows are indexed by slot (position in the cohort). In other processes, the result is undefined.
+        """In the first process, return the updates of all workers as one tensor. In other processes, the result is
+        undefined.
         """
         if self._gathered is None:
             slots = [*context.slots] if self.root_slot is None else [*context.slots, self.root_slot]
@@ -513,11 +489,11 @@ class Aggregator:
         return self._gathered
 
     def _state_of(self, sync: Sync, block: slice) -> dict[str, Tensor]:
-        """Return views of the optimizer's state tensors, by name, that contain only the columns `block`.
+        """Return views of an optimizer's state tensors, by name, restricted to some parameters.
 
         Args:
             sync: "parameters" for the server optimizer, "gradients" for the client algorithm.
-            block: columns of the global parameter vector.
+            block: positions of the parameters in the flat vector of all parameters.
         """
         place = moved(block, -self._columns.start)
         return {name: tensor[place] for name, tensor in self._shared.server.states[sync].items()}
@@ -526,9 +502,9 @@ class Aggregator:
         """Return the inputs of the aggregation rule.
 
         Args:
-            context: rows to aggregate.
-            rows: rows of the whole cohort, or some of their columns, indexed by slot (position in the cohort).
-            reduce: function that sums values, or takes their maximum, over processes with different columns.
+            context: workers that take part in this aggregation.
+            rows: updates of all workers, [n, d], or some of their columns.
+            reduce: function that adds up values, or takes their maximum, over all processes.
         """
         task = self._task
         return AggregationInputs(
@@ -553,19 +529,19 @@ class Aggregator:
             self.losses = losses.clone()  # a rule may write to them
 
     def _bad(self, context: AggregationContext) -> list[int]:
-        """Return the positions in `context` of the rows with NaN or infinity; an empty list if rows are not checked."""
+        """Return the positions in `context` of the updates with NaN or infinity."""
         if not self._checks_now:
             return []
         unfit = self._group.of_all(self._shared.cohort.unfit, context.slots)
         return (unfit == self._number).nonzero().flatten().tolist()
 
     def _shares(self, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> Tensor | None:
-        """Return the coefficients [n] that a linear rule gives to the n finite rows; None if the rule is not linear.
+        """Return the coefficients [n] that a linear rule gives to n finite updates; None if the rule is not linear.
 
         Args:
-            context: rows to aggregate.
-            inputs: inputs of the rule, without the rows at positions `bad`.
-            bad: positions of the rows with NaN or infinity.
+            context: updates to aggregate.
+            inputs: inputs of the rule, without the updates at positions `bad`.
+            bad: positions of the updates with NaN or infinity.
         """
         if bad or not self._task.experiment.rule.linear_by_weights:
             return self._task.experiment.rule.shares(inputs)
@@ -573,7 +549,7 @@ class Aggregator:
 
 
 def moved(block: slice, by: int) -> slice:
-    """Return the slice `block` of columns, shifted by `by` columns."""
+    """Return a slice whose start and stop are increased by `by`."""
     return slice(block.start + by, block.stop + by)
 
 
@@ -583,9 +559,9 @@ def _stats(
     """Return the statistics of an aggregation.
 
     Args:
-        context: aggregated rows, with those that were excluded.
-        bad: positions of the rows that were excluded because of NaN or infinity.
-        shares: coefficients of the rows that were not excluded; None if the rule is not linear.
+        context: aggregated updates, including excluded ones.
+        bad: positions of the updates that were excluded because of NaN or infinity.
+        shares: coefficients of the other updates; None if the rule is not linear.
         inputs: inputs of the rule, with the metrics that the rule recorded.
     """
     stats = AggregationStats(excluded=[context.workers[place] for place in bad])

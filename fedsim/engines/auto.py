@@ -51,11 +51,13 @@ WORKERS_SAMPLED = 500  # maximum number of workers whose steps are counted to es
 
 
 class Plan(NamedTuple):
-    """Plan of the engine `auto`: how the workers of a task are trained.
+    """Decision of the engine `auto` how to train the workers.
 
     Attributes:
         processes: number of processes; 1 means the current process.
-        probe: result of a trial of the model if workers are trained in stacks; None if they are trained one by one.
+        probe: result of a trial run of the model if several workers are trained at once; None if they are trained one
+            by
+            one.
         reason: explanation of the choice in one line.
     """
 
@@ -71,10 +73,10 @@ class Plan(NamedTuple):
 def probe_if_stacks_pay(
     task: RunTask, shared: SharedState, processes: int
 ) -> tuple[StackingProbe, None] | tuple[None, str]:
-    """Return (probe, None) if training stacks of workers is expected to be faster, otherwise (None, reason).
+    """Return (probe, None) if it is faster to train several workers at once as a stack, otherwise (None, reason).
 
-    `probe` is the result of a trial run, which shows that the model can be stacked. `reason` explains in one line why
-    stacks are slower or impossible. The workers are divided among `processes` processes.
+    `probe` is the result of a trial run of the model. `reason` is one line of text. The workers are divided among
+    `processes` processes.
     """
     batch, rows, on_cpu = task.schedule.batch_size, -(-len(shared.cohort.rows) // processes), task.device.type == "cpu"
     if not on_cpu and len(shared.cohort.rows) == 1:
@@ -99,7 +101,7 @@ def probe_if_stacks_pay(
 def seconds_saved(task: RunTask, shared: SharedState, processes: int, *, stacked: bool) -> float:
     """Estimate how many seconds a run with `processes` processes saves compared to one process.
 
-    The time to start the processes is not counted. `stacked` says whether stacks of workers are trained.
+    `stacked` says whether several workers are trained at once.
     """
     row_steps, samples = work_of_a_round(task, shared)
     moved = 6 * len(shared.server.row) * task.dtype.itemsize  # memory traffic of a step, in bytes
@@ -112,10 +114,7 @@ def seconds_saved(task: RunTask, shared: SharedState, processes: int, *, stacked
 
 
 def work_of_a_round(task: RunTask, shared: SharedState) -> tuple[float, float]:
-    """Estimate the number of training steps of all workers in one round, and the number of samples in these steps.
-
-    The estimate uses the mean over at most `WORKERS_SAMPLED` workers.
-    """
+    """Estimate (number of training steps, number of training samples) of all workers in one round."""
     shards = shared.data.shards
     workers = range(0, len(shards), -(-len(shards) // WORKERS_SAMPLED))
     works = [(task.schedule.of(worker, 1), shards.size(worker)) for worker in workers]
@@ -126,10 +125,7 @@ def work_of_a_round(task: RunTask, shared: SharedState) -> tuple[float, float]:
 
 
 def flops_of_a_sample(task: RunTask, shared: SharedState) -> float:
-    """Return the floating-point operations of a forward and backward pass per sample, measured on a few samples.
-
-    If the model fails on these samples, the result is estimated from the number of parameters.
-    """
+    """Estimate the floating-point operations of a forward and backward pass for one sample."""
     count = min(SAMPLES, len(shared.data.train))
     inputs, targets = shared.data.train.gather(torch.arange(count))
     with preserve_random_state(task.device), contextlib.suppress(Exception):  # training will report the error
@@ -169,11 +165,11 @@ def _lstm_flops(inputs: Tensor, weight_ih: Tensor, weight_hh: Tensor, *args: Any
 
 
 class AutoEngine(Engine):
-    """Engine that chooses the fastest way to train: one worker after another or stacked, in one or several processes.
+    """Engine that chooses the fastest way to train: workers one by one or several at once, in one or several processes.
 
-    The choice depends only on the task and the machine (cores, memory, device), not on timing. So the same run makes
-    the same choice every time, also on a busy machine. If the chosen plan fails at its start (no shared memory, too
-    little device memory, a lost process), the engine warns once and uses a simpler plan.
+    The same run on the same machine is always computed in the same way. If the chosen way fails at its start (for
+    example,
+    because of too little memory), the engine warns once and uses a simpler way.
     """
 
     traits = EngineTraits(
@@ -210,10 +206,7 @@ class AutoEngine(Engine):
             warnings.warn(f"one process trains all workers, {how}: {plan.reason}", FedsimWarning, stacklevel=2)
 
     def _failure(self, plan: Plan, task: RunTask, shared: SharedState, make: MakeExecutor) -> str | None:
-        """Begin a task according to `plan`. Return None on success, otherwise the reason of the failure in one line.
-
-        Raises the error instead if `plan` is the simplest plan: one process that trains one worker after another.
-        """
+        """Begin a task according to `plan`. Return None on success, otherwise the reason of the failure in one line."""
         try:
             self._plan, self._trainers = plan, partial(stacked, probe=plan.probe) if plan.stacked else one_by_one
             if plan.processes > 1 and self._pool is None:
@@ -227,7 +220,7 @@ class AutoEngine(Engine):
         return None
 
     def _give_up(self, device: torch.device) -> None:
-        """Clean up after a plan has failed at its start: end the processes, and release the device memory."""
+        """Clean up after a failed start: end the processes, and release the device memory."""
         self.leave()
         pool, self._pool = self._pool, None
         if pool is not None:
@@ -235,10 +228,7 @@ class AutoEngine(Engine):
         release_memory(device)
 
     def choose(self, task: RunTask, shared: SharedState) -> Plan:
-        """Return the plan for a task: the number of processes, and whether workers are trained in stacks.
-
-        The method starts no processes.
-        """
+        """Return the plan for a task: the number of processes, and whether several workers are trained at once."""
         probe, unstacked = probe_if_stacks_pay(task, shared, self._processes)
         rows = "workers are trained in stacks" if unstacked is None else f"workers are trained one by one: {unstacked}"
         if task.device.type != "cpu":
@@ -269,7 +259,7 @@ class AutoEngine(Engine):
 
 
 def _plan_key(task: RunTask, shared: SharedState) -> str:
-    """Return a dictionary key with the properties of a task that determine its plan, so that plans can be cached."""
+    """Return a cache key for the plan of a task."""
     inputs, shards = shared.data.train.inputs, shared.data.shards
     work = len(shared.data.train) if shards.listed else work_of_a_round(task, shared)
     sizes = work, len(shards), len(shared.data.test), shared.cohort.rows.shape

@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class Backend(ABC):
-    """Backend of an engine: one or several processes that run the methods of an `Executor` for one task after another.
+    """The processes in which an engine runs a task: only this process, or several.
 
     Attributes:
         shared: tensors of the current task, which all processes read and write.
-        states: worker states of the current task, kept between rounds.
+        states: states of the current task's workers, kept between rounds.
         processes: number of processes.
     """
 
@@ -37,7 +37,7 @@ class Backend(ABC):
 
     @abstractmethod
     def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
-        """Begin a task: create an executor in every process.
+        """Begin a task in every process.
 
         Args:
             task: run to compute.
@@ -72,13 +72,13 @@ class Backend(ABC):
 
     @property
     def can_lose_processes(self) -> bool:
-        """Whether the backend has child processes, which may die without ending this process; see ProcessLostError."""
+        """Whether the backend has child processes, which may die while this process goes on."""
         return False
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
-        """Return the rows of the latest aggregation, and the workers' losses before training, for the run record.
+        """Return the workers' updates in the latest aggregation, and their losses before training.
 
-        Rows and losses are indexed by slot (position in the cohort). Ranks other than rank 0 return None.
+        Both are in the order of the cohort. Ranks other than rank 0 return None.
 
         Args:
             cohort: IDs of the workers of the round.
@@ -87,9 +87,9 @@ class Backend(ABC):
         return self.shared.cohort.rows, self.shared.cohort.losses
 
     def replace_processes(self) -> None:
-        """Replace all processes by new ones that begin the current task. The caller must restore the run's state.
+        """Replace all processes by new ones that begin the current task again.
 
-        Raises WorkerError if the processes cannot be restarted.
+        The caller must then restore the state of the run. Raises WorkerError if the processes cannot be restarted.
         """
         raise WorkerError(
             f"a process was lost, and {type(self).__name__} cannot start a new one; start the run again, or use "
@@ -98,7 +98,7 @@ class Backend(ABC):
 
 
 class InProcess(Backend):
-    """Backend that runs in the current process only.
+    """Backend that runs everything in the current process.
 
     Args:
         threads: number of threads that PyTorch uses from now on. `close` restores the previous number.

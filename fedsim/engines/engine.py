@@ -20,17 +20,16 @@ SETTINGS_OF_POOLS = frozenset(("start_method", "timeout", "process_retries"))
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """Properties of an engine that the checks of an experiment use.
+    """Properties of an engine that decide which experiments and settings it supports.
 
     Attributes:
-        own_settings: keys of `SETTINGS_OF_ENGINES` that the engine uses, without the settings of process pools.
+        own_settings: settings that only some engines have and that this engine uses, without those of process pools.
         pool_from: minimum number of processes for which the engine starts a process pool; None if it never does.
         one_process_on_gpu: whether the engine uses one process by default if the device is not a CPU.
-        stacks: whether the engine may train stacks of workers.
-        ranks: whether the engine runs in several programs (ranks) that a launcher such as torchrun starts.
-        chooses: whether the engine chooses for each task how it is computed, as the engine `auto` does.
-        races_on: name of the engine that runs `mode = "race"` if this engine is configured; None if races are not
-            supported.
+        stacks: whether the engine may train several workers at once.
+        ranks: whether a launcher such as torchrun starts the engine's processes.
+        chooses: whether the engine itself chooses how a task is computed, as the engine `auto` does.
+        races_on: name of the engine that runs experiments with `mode = "race"` instead; None if there is none.
     """
 
     own_settings: frozenset[str] = frozenset()
@@ -42,11 +41,11 @@ class EngineTraits:
     races_on: str | None = None
 
     def may_lose_processes(self, processes: int) -> bool:
-        """Whether an engine with up to `processes` processes can replace a lost process, because it uses a pool."""
+        """Whether the engine with up to `processes` processes uses child processes, which can die and be replaced."""
         return self.pool_from is not None and processes >= self.pool_from
 
     def settings(self, processes: int) -> frozenset[str]:
-        """Return the keys of `SETTINGS_OF_ENGINES` that the engine uses with up to `processes` processes."""
+        """Return the settings, such as `processes`, that this engine uses with up to `processes` processes."""
         return self.own_settings | (SETTINGS_OF_POOLS if self.may_lose_processes(processes) else frozenset())
 
     def default_processes(self, device: torch.device, cohort: int, threads: int) -> int:
@@ -60,12 +59,14 @@ Trainers = Callable[[RunTask, SharedState, int, int], tuple[MakeTrainer, dict[st
 
 
 class Engine:
-    """Engine that trains the workers of one task after another. Use it in a `with` block, or call `close`.
+    """Base class of engines, which train the workers of one task after another.
+
+    Use an engine in a `with` block, or call `close`.
 
     Args:
         backend: processes that train.
-        trainers: function that takes (task, shared state, number of processes, threads). It returns a pair: a function
-            that creates the trainer of a process, and a dict of facts for the run record.
+        trainers: function that takes (task, shared state, number of processes, threads). It returns a function that
+            creates the trainer of a process, and a dict of facts for the run record.
         threads: number of threads that PyTorch uses in each process.
     """
 
@@ -78,13 +79,10 @@ class Engine:
 
     @classmethod
     def joined(cls, description: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """Return a context in which this process is connected to the other ranks.
-
-        If the engine has no ranks, the context does nothing.
+        """Return a context in which this process is connected to the other ranks. Without ranks, it does nothing.
 
         Args:
-            description: resolved settings of the experiment. The ranks use it to check that they run the same
-                experiment.
+            description: all settings of the experiment, which must be the same in all ranks.
         """
         return nullcontext()
 
@@ -126,11 +124,11 @@ class Engine:
         self.backend.begin(task, shared, make_trainer, make)
 
     def facts(self) -> dict[str, Any]:
-        """Return how the current task is computed as a dict, such as {"processes": 4}, for the run record."""
+        """Return a description of how the current task is computed, such as {"processes": 4}, for the run record."""
         return {"processes": self.backend.processes, **self._trainer_facts}
 
     def replayed(self) -> bool | str:
-        """Return True if the current task's training steps run as CUDA graphs, otherwise the reason why they do not."""
+        """Return True if the training steps run as CUDA graphs, otherwise the reason why they do not."""
         refusals = [refusal for refusal in self.backend.run(Executor.replay_refusal) if refusal is not None]
         return refusals[0] if refusals else True
 
@@ -143,7 +141,7 @@ class Engine:
         self.backend.close()
 
     def broadcast(self, value: Any) -> Any:
-        """Return, on every rank, the picklable value that rank 0 passes. Without ranks, return `value` itself."""
+        """Return the value that rank 0 passes, in every rank. Without ranks, return `value` itself."""
         return value
 
     def __enter__(self) -> Engine:

@@ -24,7 +24,7 @@ from fedsim.system.devices import wide_dtype
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Metrics of the global model after one round, named as in `RoundRecord`. None means that a metric is not computed.
+    """Test metrics of the global model after one round. A metric that is not computed is None.
 
     >>> from fedsim.engines.evaluation import EvaluationResult
     >>> EvaluationResult.mean([EvaluationResult(0.5, 0.75), EvaluationResult(1.5, 0.25)]).test_loss
@@ -40,7 +40,7 @@ class EvaluationResult:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> EvaluationResult:
-        """Return the metrics of the latest test, computed from the results that all processes wrote to `shared`."""
+        """Return the metrics of the latest test, from the results that all processes have stored in `shared`."""
         data, (test, validation) = shared.data, (shared.tests["test"], shared.tests["validation"])
         loss, accuracy, success = _means(task, test.sums, data.test.sample_targets)
         metrics = dict(_metrics(task, test.outputs, data.test.sample_targets))
@@ -53,7 +53,7 @@ class EvaluationResult:
 
     @classmethod
     def mean(cls, results: Sequence[EvaluationResult]) -> EvaluationResult:
-        """Return the mean of each metric over several runs; None for a metric that is None in any of them."""
+        """Return the mean of each metric over several runs. A metric that is None in any run stays None."""
 
         def mean_of(name: str) -> float | None:
             values = [getattr(result, name) for result in results]
@@ -70,7 +70,7 @@ class EvaluationResult:
         )
 
     def fields(self) -> dict[str, Any]:
-        """Return all metrics by name, as fields for a `RoundRecord`."""
+        """Return all metrics by name."""
         return asdict(self)
 
 
@@ -95,20 +95,17 @@ def _metrics(task: RunTask, outputs: Tensor, targets: Tensor) -> Iterator[tuple[
 
 
 class Evaluation:
-    """Batch-by-batch evaluation of the global model in one process.
+    """Tests the global model batch by batch. Each process tests some of the batches.
 
-    Each batch uses a fresh copy of the global parameters (a forward pass may change parameters) and its own random
-    seed. So the results of a batch depend neither on other batches nor on the process. The evaluation of a full batch
-    can be captured as a CUDA graph, in which a counter on the device selects the next batch.
+    The result does not depend on the number of processes.
 
     Args:
         task, shared: run and its tensors.
-        module: model whose parameters are replaced by a copy of the global parameters.
-        index, count: index of this process, and number of processes. The process evaluates the batches index,
+        module: model that receives a copy of the global parameters.
+        index, count: index of this process, and number of processes. The process tests the batches index,
             index + count, ...
         split: "test" for the test samples, "validation" for the held-out training samples.
-        captured: whether to capture the evaluation of a full batch as a CUDA graph. Models and attacks that cannot be
-            captured are evaluated without a graph.
+        captured: whether to use a CUDA graph, if possible.
     """
 
     def __init__(
@@ -140,11 +137,11 @@ class Evaluation:
 
     @property
     def results(self) -> list[Tensor]:
-        """Result tensors [batches, ...] with one entry per batch. Each process fills the entries of its own batches."""
+        """Result tensors [batches, ...] with one entry per batch."""
         return [values for values in (self._all_sums, self._outputs) if len(values)]
 
     def __call__(self, round: int, heartbeat: Callable[[], None]) -> None:
-        """Evaluate this process's batches, and write the results to the shared state; see `TestResults`.
+        """Test this process's batches, and store the results.
 
         Args:
             round: number of the round, for the random seeds.
@@ -169,9 +166,9 @@ class Evaluation:
         self._all_sums[list(self._batches)] = self._sums.cpu().double()
 
     def _sums_of(self, module: RowModule, row: Tensor, gradient: Tensor, positions: Tensor) -> list[Tensor]:
-        """Evaluate the global model on one batch, and return four scalars on the device.
+        """Test the global model on one batch, and return four numbers as scalar tensors.
 
-        The scalars are the sum of losses, the number of correct predictions, the number of predictions that match the
+        The numbers are the sum of losses, the number of correct predictions, the number of predictions that match the
         attacker's goal, and the number of samples that have such a goal.
 
         Args:
@@ -188,7 +185,7 @@ class Evaluation:
     def _test(self, module: RowModule, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> MetricSums:
         """Return the sum of losses and the number of correct predictions of a batch.
 
-        If metrics need the model's outputs, they are stored at `positions` (None to store nothing).
+        If metrics need the model's outputs, these are stored at the indices `positions`.
         """
         task = self._task.experiment.task.component
 
@@ -202,8 +199,7 @@ class Evaluation:
     def _towards_goal(self, module: RowModule, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many predictions match the attacker's goal, and how many samples of the batch have such a goal.
 
-        The goal is, for example, the target class of a backdoor. Both numbers are 0 for validation batches, without
-        Byzantine workers, and for attacks without a goal.
+        The goal is, for example, the target class of a backdoor. Without a goal, both numbers are 0.
         """
         task, none = self._task, torch.zeros((), dtype=wide_dtype(self._task.device), device=self._task.device)
         if task.experiment.attack.component.goal is None or not task.byzantine or self._split == "validation":
@@ -218,10 +214,7 @@ class Evaluation:
         return row, torch.empty_like(row)
 
     def _capture(self) -> None:
-        """Capture the evaluation of a full batch as a CUDA graph. If this is impossible, evaluate without a graph.
-
-        The graph uses a module of its own, whose memory addresses do not change.
-        """
+        """Capture the test of a full batch as a CUDA graph. If this is impossible, test without a graph."""
         module, room = RowModule(self._task.new_module), self._new_room()
         whole = self._sizes.count(self._size)
 

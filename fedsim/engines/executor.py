@@ -29,10 +29,9 @@ MakeExecutor = Callable[[Group, RunTask, SharedState, MakeTrainer, WorkerStates]
 
 
 class Executor:
-    """One process's part of a run: training and evaluation, without aggregation.
+    """Trains and tests in one process of a run.
 
-    Asynchronous policies use this class. Synchronous rounds use the subclass `fedsim.rounds.simulation.Simulation`,
-    which adds the aggregation. Methods must be called within `environment`.
+    The subclass `Simulation` adds the aggregation of synchronous rounds. Methods must be called within `environment`.
 
     Args:
         group: processes that compute the run together.
@@ -64,19 +63,16 @@ class Executor:
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:
-        """Return a context for all work of the executor, with full floating-point precision.
-
-        In the context, out-of-memory errors name the settings to reduce.
-        """
+        """Return a context in which all methods of the executor must be called."""
         with explain_oom(self.task, self.process.count, self.trainer.width), full_precision(self.task.device):
             yield
 
     def in_precision(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context with the floating-point precision of training, which may be reduced (such as TF32)."""
+        """Return a context with the floating-point precision of training, such as TF32."""
         return self.task.precision.training(self.task.device)
 
     def train(self, members: Sequence[WorkItem]) -> None:
-        """Train the workers of the work items `members` in this process, without waiting for other processes.
+        """Train the given workers in this process.
 
         Each worker starts from the parameters in its row, which receives the result.
         """
@@ -87,11 +83,10 @@ class Executor:
         synchronize(self.task.device)
 
     def train_apart(self, members: Sequence[WorkItem]) -> None:
-        """Divide the work items `members` among the processes, and train this process's share.
+        """Divide the given workers among the processes, and train this process's share.
 
-        The workers may be in different rounds.
-        Each worker starts from the parameters in its row. A worker that trains step by step always belongs to the same
-        process, which has the iterator over the worker's batches.
+        Each worker starts from the parameters in its row, which receives the result. The workers may be in different
+        rounds.
         """
         index, count = self.group.index, self.group.count
         by_step = [member for member in members if member.step is not None]
@@ -101,30 +96,24 @@ class Executor:
         self.train(mine)
 
     def require_finite(self, round: int) -> None:
-        """Raise DivergedError if the global parameters or buffers contain NaN or infinity after `round`.
-
-        If the experiment has `nonfinite = "keep"`, nothing is checked.
-        """
+        """Raise DivergedError if the global model contains NaN or infinity after `round`."""
         if self.group.computes and self.task.experiment.nonfinite != "keep":
             require_finite(self.shared.server.row, round)
             require_finite_buffers(self.shared.server.buffers, self._buffers_finite_at_start, round)
 
     def check_and_test(self, round: int) -> None:
-        """Test the global model after `round`. Raises DivergedError before the test if it contains NaN or infinity."""
+        """Test the global model after `round`. Raises DivergedError if the model contains NaN or infinity."""
         self.require_finite(round)
         self.test(round)
 
     def test(self, round: int) -> None:
-        """Test the global model on this process's share of the test and validation batches, and store the results.
-
-        If the model draws random numbers in evaluation mode, they depend on the seed, the round and the batch.
-        """
+        """Test the global model on this process's share of the test and validation batches, and store the results."""
         for evaluation in self._evaluations:
             evaluation(round, self.process.heartbeat)
             for values in evaluation.results:
                 self.group.collect(values)
 
     def replay_refusal(self) -> str | None:
-        """Return the reason why this process does not use CUDA graphs for training steps; None if it uses them."""
+        """Return why this process trains without CUDA graphs; None if it uses them."""
         replays = self.trainer.replays
         return "workers are not trained in stacks" if replays is None else replays.refusal

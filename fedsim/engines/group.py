@@ -20,24 +20,23 @@ LENGTH = 8  # bytes that store the length of a message
 
 
 class Group:
-    """Group of processes that compute a run together, with the same tensors in shared memory; also a single process.
+    """Processes that compute a run together, with the same tensors in shared memory; also a single process.
 
-    All processes must call each method at the same point of a round. A slot is a worker's position in the cohort, or
-    the position after the cohort for the server's own row. In this class, all processes share the rows of all workers,
-    so most methods return their argument. The subclass `Ranks` is for processes without shared memory.
+    All processes must call each method at the same time. Workers are given by `slots`, their positions in the cohort;
+    the
+    server's own model, if there is one, has the position after the last worker. The subclass `Ranks` is for processes
+    without shared memory.
 
     Args:
         process: context of this process.
         device: device of the rows.
-        mailbox: bytes [count, SLOT] in shared memory, through which the processes exchange objects; None for a single
-            process.
+        mailbox: shared memory through which the processes exchange objects; None for a single process.
 
     Attributes:
-        process: context of this process, with its heartbeats and its barrier.
-        index, count: index of this process, and number of processes that divide the cohort and the test batches.
-        computes: whether this process does work that is needed once per memory. True for the first of the processes
-            that share memory, and for every rank. Work that is needed once in total is done where `index` is 0.
-        divided: whether each process stores different rows, and different columns of the optimizer's state.
+        process: context of this process.
+        index, count: index of this process, and number of processes.
+        computes: whether this process does the work that is needed once per shared memory.
+        divided: whether each process stores only some of the workers' updates and optimizer states.
     """
 
     divided = False
@@ -48,65 +47,71 @@ class Group:
         self._boxes = [] if mailbox is None else [box.numpy() for box in mailbox]
 
     def assign(self, slots: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
-        """Divide the cohort among the processes, and return the workers that this process trains.
+        """Divide the workers among the processes, and return the workers that this process trains.
 
         Args:
-            slots: slots (positions in the cohort) of all workers, and of the server's own row if there is one.
-            steps: number of local steps for each slot.
+            slots: positions of all workers in the cohort.
+            steps: number of local steps of each worker.
 
-        Returns a list of pairs: the worker's position in `slots`, and the worker's row number in `CohortRows.rows`.
+        Returns a list of pairs: the worker's index in `slots`, and the index of its row in `CohortRows.rows`.
         """
         return [(place, slots[place]) for place in balance_load(steps, self.count)[self.index]]
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return which of the rows of `slots` this process can access.
+        """Return which workers' rows this process can access.
 
-        Returns two lists: the positions in `slots`, and the numbers of the rows in this process's tensor of rows.
+        Returns two lists: indices into `slots`, and the indices of the same workers' rows in this process's tensor.
         """
         return list(range(len(slots))), list(slots)
 
     def columns(self, d: int) -> slice:
-        """Return the columns of the global parameter vector [d] whose optimizer state this process can access."""
+        """Return the range of the global parameters [d] whose optimizer state this process can access."""
         return slice(0, d)
 
     def of_all(self, values: Tensor, slots: Sequence[int]) -> Tensor:
-        """Collect the values of n slots from all processes, and return them in every process as [n, ...], read-only.
+        """Collect one value of each of n workers from all processes, and return them as [n, ...], read-only.
 
         Args:
             values: one entry for each row of this process, [rows, ...].
-            slots: positions in the cohort.
+            slots: positions of the workers in the cohort.
         """
         return rows_at(values, slots)
 
     def sum_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return the sum [w] of the rows of `slots`, which different processes may store.
+        """Return the sum [width] of the rows of several workers.
 
-        `rows` [n, w] are the rows that this process stores.
+        Args:
+            rows: rows that this process stores, [n, width].
+            slots: positions of the workers in the cohort.
         """
         return rows[list(slots)].sum(0)
 
     def columns_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return the rows of `slots`, indexed by slot, restricted to the columns that this process aggregates.
+        """Return the workers' rows, restricted to the parameters that this process aggregates.
 
-        `rows` are the rows that this process stores.
+        Args:
+            rows: rows that this process stores.
+            slots: positions of the workers in the cohort.
         """
         return rows
 
     def gather_rows(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return, in the first process, the rows of `slots` with all columns, indexed by slot.
+        """Return the workers' complete rows in the first process. In other processes, the result is undefined.
 
-        In other processes, the result is undefined. `rows` are the rows that this process stores.
+        Args:
+            rows: rows that this process stores.
+            slots: positions of the workers in the cohort.
         """
         return rows
 
     def return_rows(self, rows: Tensor, slots: Sequence[int]) -> tuple[list[int], Tensor]:
-        """Distribute rows that the first process has changed to the processes that store them.
+        """Send rows that the first process has changed to the processes that store them.
 
         Args:
             rows: result of `gather_rows`, changed by the first process.
-            slots: slots of the changed rows.
+            slots: positions in the cohort of the workers whose rows have changed.
 
-        Returns the numbers of the rows that this process must overwrite, and a copy of their new values.
+        Returns the indices of the rows that this process must overwrite, and their new values.
         """
         mine = list(slots) if self.computes else []
         return mine, _copies_of(rows, mine)
@@ -115,13 +120,12 @@ class Group:
     def at_first(self) -> Iterator[list[Any]]:
         """Return a context for work that only the first process does. The context provides a list for its results.
 
-        With ranks, every rank receives the list of rank 0 at the end, and raises the ExperimentError that rank 0
-        raises. After any other error of rank 0, the other ranks end as if rank 0 had been lost.
+        Afterwards, all ranks have the list of rank 0, or raise the ExperimentError that rank 0 raised.
         """
         yield []
 
     def divide(self, update: list[tuple[slice, Tensor]]) -> list[tuple[slice, Tensor]]:
-        """Distribute the aggregated update to the processes that apply it.
+        """Send the aggregated update to the processes that apply it.
 
         Args:
             update: in the first process, a list of one pair (all columns, whole update [d]); in other processes, an
@@ -132,10 +136,7 @@ class Group:
         return update
 
     def complete(self, row: Tensor) -> None:
-        """Fill in, in place, the columns of `row` [d] that other processes have computed.
-
-        Each process has computed the columns that its method `columns` returns.
-        """
+        """Fill in, in place, the parts of `row` [d] that other processes have computed."""
 
     def reduce(self, values: Tensor, how: Literal["sum", "max"] = "sum") -> Tensor:
         """Replace `values` by their sum or maximum over all ranks, in place, and return them.
@@ -145,33 +146,32 @@ class Group:
         return values
 
     def sum_columns(self, row: Tensor) -> Tensor:
-        """Return the sum of `row` [d] over all ranks, restricted to the columns that this rank applies.
+        """Return the sum of `row` [d] over all ranks, restricted to the parameters that this rank updates.
 
         If the processes share memory, `row` is returned.
         """
         return row
 
     def states_by_columns(self) -> dict[str, Tensor]:
-        """Return complete tensors [d], by name, for the optimizer states whose columns are divided among the ranks.
+        """Return the optimizer states that are divided among the ranks as complete tensors [d], by name.
 
         If the processes share memory, the result is an empty dict.
         """
         return {}
 
     def load_columns(self, tensors: dict[str, Tensor]) -> None:
-        """Restore the optimizer states whose columns are divided among the ranks from complete `tensors` [d].
-
-        `tensors` is the result of `states_by_columns`. If the processes share memory, nothing is done.
-        """
+        """Restore the optimizer states from the complete `tensors` [d] that `states_by_columns` returned."""
 
     def barrier(self) -> None:
-        """Wait until all processes have reached this point and their writes to shared memory are visible."""
+        """Wait until all processes have called this method. Afterwards, each sees what the others wrote to shared
+        memory.
+        """
         if self.count > 1:
             synchronize(self._device)
         self.process.barrier.wait()
 
     def gather(self, value: T) -> list[T]:
-        """Return the values that all processes pass, in the order of the processes. `value` must be picklable."""
+        """Return a list of the values that all processes pass. `value` must be picklable."""
         if self.count == 1:
             return [value]
         data, received = pickle.dumps(value), [bytearray() for _ in self._boxes]
@@ -189,7 +189,7 @@ class Group:
         return [pickle.loads(parts) for parts in received]
 
     def from_first(self, value: T) -> T:
-        """Return, in every process, the value that the first process passes. Ranks return their own `value` instead."""
+        """Return the value that the first process passes, in every process. Ranks return their own `value` instead."""
         return self.gather(value if self.index == 0 else None)[0]  # type: ignore[return-value]
 
     def collect(self, values: Tensor) -> None:
@@ -199,14 +199,14 @@ class Group:
         """
 
     def describe_failure(self) -> str:
-        """Return a text for an error message about a failure in this process, such as "worker 3 in round 2 failed"."""
+        """Return which worker this process was training, for an error message, such as "worker 3 in round 2 failed"."""
         table = self.process.table
         worker = table.worker(self.index)
         return f"{worker} failed" if worker else f"failed {table.activity(self.index)}"
 
 
 def new_mailbox(count: int) -> Tensor:
-    """Return a byte tensor [count, SLOT] through which `count` processes exchange small objects.
+    """Return a byte tensor through which `count` processes can exchange small objects.
 
     The caller must move the tensor to shared memory.
     """
@@ -216,14 +216,12 @@ def new_mailbox(count: int) -> Tensor:
 def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> list[list[int]]:
     """Distribute items over `count` processes so that the processes have similar total costs.
 
-    Each item, in order of descending cost, goes to the process with the lowest total cost so far.
-
     Args:
         costs: cost of each item.
         count: number of processes.
         most: maximum number of items per process; None for no limit.
 
-    Returns one list per process with the numbers of its items, ascending. The result is deterministic.
+    Returns a list of item indices for each process, ascending.
     """
     assignments: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
@@ -235,7 +233,7 @@ def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> l
 
 
 def rows_at(rows: Tensor, slots: Sequence[int]) -> Tensor:
-    """Return the rows with the numbers `slots`. If the numbers are consecutive, the result is a view, else a copy."""
+    """Return the rows with the indices `slots`: a view if the indices are consecutive, otherwise a copy."""
     slots = list(slots)
     if not slots or slots == list(range(slots[0], slots[-1] + 1)):
         return rows[slots[0] : slots[-1] + 1] if slots else rows[:0]

@@ -24,8 +24,8 @@ def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copie
         task: run to compute.
         d: number of parameters of the model.
         processes: number of processes that train the workers.
-        stacked: whether a process trains stacks of workers.
-        copies: number of copies of a round's initial state that are kept for recovery and checkpoints.
+        stacked: whether a process trains several workers at once.
+        copies: number of copies of the run's state that are kept for recovery and checkpoints.
     """
     experiment, cohort = task.experiment, task.experiment.cohort_size
     row, sample_row = d * task.dtype.itemsize, torch.zeros(1)
@@ -80,14 +80,12 @@ def personal_bytes(task: RunTask) -> int:
 
 @contextlib.contextmanager
 def explain_oom(task: RunTask, processes: int, width: int | None = None) -> Iterator[None]:
-    """Return a context in which an out-of-memory error is replaced by an error that names the settings to reduce.
+    """Return a context that adds the settings to reduce to the message of an out-of-memory error.
 
     Args:
         task: run that is computed.
         processes: number of processes.
-        width: number of workers in a stack; None if workers are not stacked.
-
-    Raises torch.OutOfMemoryError with a message of one line, which contains the current values of the settings.
+        width: number of workers that are trained at once; None if workers are trained one by one.
     """
     try:
         yield
@@ -110,5 +108,5 @@ def what_would_fit(task: RunTask, processes: int, width: int | None = None) -> s
 
 
 def _said_by(error: Exception) -> str:
-    """Return the first two sentences of PyTorch's error message, which contain the size of the allocation."""
+    """Return the first two sentences of PyTorch's out-of-memory message."""
     return ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")

@@ -21,24 +21,22 @@ RACING = "spawn"  # the engine that runs `mode = "race"`
 
 
 def one_by_one(task: RunTask, shared: SharedState, processes: int, threads: int) -> tuple[MakeTrainer, dict[str, Any]]:
-    """Return the trainer class for one worker after another, and an empty dict of facts for the run record."""
+    """Return the trainer class that trains one worker after another, and an empty dict."""
     return RowTrainer, {}
 
 
 def stacked(
     task: RunTask, shared: SharedState, processes: int, threads: int, probe: StackingProbe | None = None
 ) -> tuple[MakeTrainer, dict[str, Any]]:
-    """Return a function that creates a trainer for stacks of workers, and facts for the run record.
-
-    The facts contain the maximum number of workers in a stack.
+    """Return a function that creates a trainer for several workers at once (a stack), and facts for the run record.
 
     Args:
         task, shared: run and its tensors.
         processes: number of processes that share the device.
         threads: PyTorch threads of each process.
-        probe: result of a trial run of the model; None if the function must make the trial run itself.
+        probe: result of a trial run of the model; None to make the trial run here.
 
-    Raises ExperimentError if the model cannot be stacked.
+    Raises ExperimentError if the model cannot be trained in stacks.
     """
     probe = StackingProbe.of(task, shared) if probe is None else probe
     if task.experiment.cuda_graphs and (reason := unsafe(task, probe)):
@@ -55,7 +53,7 @@ class SerialEngine(Engine):
 
 
 class SpawnEngine(Engine):
-    """Engine with a pool of processes, which divide the workers, the columns of the aggregation and the test batches.
+    """Engine that divides the workers among several processes.
 
     On a CPU, the results are bit-identical to the results of the engine `serial`.
     """
@@ -67,10 +65,10 @@ class SpawnEngine(Engine):
 
 
 class BatchedEngine(Engine):
-    """Engine that trains several workers (a stack) together with batched kernels.
+    """Engine that trains several workers (a stack) at once with batched operations.
 
-    The default is one process on a GPU, and as many processes as cores on a CPU. Results agree with the engine `serial`
-    up to rounding.
+    By default, it uses one process on a GPU, and as many processes as cores on a CPU. Results agree with the engine
+    `serial` up to rounding.
     """
 
     traits = EngineTraits(

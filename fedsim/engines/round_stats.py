@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AggregationContext:
-    """Rows (one flat vector per worker) that one aggregation combines, and their weights.
+    """Workers whose updates are aggregated together, and their weights.
 
     Attributes:
-        slots: slot of each row, which is the position of its worker in the cohort.
-        workers: worker ID of each row.
-        weights: weight of each of the n rows, [n], float64 on the CPU; None for equal weights.
-        moment: (round,), or (round, step) if every step aggregates gradients. Random draws depend on it.
+        slots: position of each worker in the cohort.
+        workers: ID of each worker.
+        weights: weight of each of the n workers, [n], float64 on the CPU; None for equal weights.
+        moment: (round,), or (round, step) if every step aggregates gradients. Random numbers depend on it.
     """
 
     slots: Sequence[int]
@@ -28,10 +28,7 @@ class AggregationContext:
 
 
 class MetricLog(dict[str, list[float | Tensor]]):
-    """Numbers that components, such as rules, recorded in a round: a list for each metric name.
-
-    A number may be a tensor, which stays on its device until `on_host` or `means` is called.
-    """
+    """Numbers that components, such as aggregation rules, recorded in a round: a list for each metric name."""
 
     def record(self, values: Mapping[str, float | Tensor]) -> None:
         """Record one number for each metric name in `values`."""
@@ -39,19 +36,16 @@ class MetricLog(dict[str, list[float | Tensor]]):
             self.setdefault(name, []).append(value)
 
     def extend(self, log: Mapping[str, Sequence[float | Tensor]]) -> None:
-        """Append all numbers of another log to this log, name by name."""
+        """Append all numbers of another log to this log."""
         for name, values in log.items():
             self.setdefault(name, []).extend(values)
 
     def on_host(self) -> MetricLog:
-        """Return a copy of this log with floats instead of tensors.
-
-        All tensors of one name are copied to the host together, which is faster than one by one.
-        """
+        """Return a copy of this log with floats instead of tensors."""
         return MetricLog({name: _floats(values) for name, values in self.items()})
 
     def means(self) -> dict[str, float]:
-        """Return the mean of the recorded numbers for each metric name. The order of the numbers has no effect."""
+        """Return the mean of the recorded numbers for each metric name."""
         return {name: math.fsum(values) / len(values) for name, values in self.on_host().items()}
 
 
@@ -68,7 +62,7 @@ class SentUpdates:
     Attributes:
         count: number of updates.
         nbytes: bytes that a network would carry for these updates.
-        metrics: numbers that update processors (such as compressors) recorded.
+        metrics: numbers that compressors and other update processors recorded.
     """
 
     count: int = 0
@@ -76,7 +70,7 @@ class SentUpdates:
     metrics: MetricLog = field(default_factory=MetricLog)
 
     def add(self, count: int, nbytes: int, metrics: Mapping[str, float | Tensor] | None = None) -> None:
-        """Add `count` updates that have `nbytes` bytes in total, and record the numbers `metrics`."""
+        """Add `count` updates with `nbytes` bytes in total. `metrics` are numbers to record."""
         self.count += count
         self.nbytes += nbytes
         self.metrics.record(metrics or {})
@@ -100,9 +94,9 @@ class AggregationStats:
     """Statistics of one aggregation, or of all aggregations of a round.
 
     Attributes:
-        shares: coefficient of each worker's row in the aggregated update, in the order of the cohort; None if the rule
-            does not compute a linear combination of the rows.
-        excluded: IDs of the workers whose rows were excluded because of NaN or infinity.
+        shares: coefficient of each worker's update in the result, in the order of the cohort; None if the rule is not
+            linear.
+        excluded: IDs of the workers whose updates were excluded because of NaN or infinity.
         metrics: numbers that the rule recorded.
         sent: number and size of the aggregated gradients, if every step of the round aggregates gradients.
     """
@@ -118,7 +112,7 @@ class AggregationStats:
 
 
 class GradientRoundStats:
-    """Accumulated statistics of a round in which every step aggregates gradients.
+    """Collects the statistics of a round in which every step aggregates gradients.
 
     The workers' coefficients are averaged over the steps. A worker counts as excluded if any step excluded it.
     """
@@ -134,7 +128,7 @@ class GradientRoundStats:
         """Add the statistics of one step's aggregation.
 
         Args:
-            context: rows that the step aggregated.
+            context: workers whose gradients the step aggregated.
             stats: statistics of the aggregation.
         """
         self._steps += 1

@@ -25,14 +25,11 @@ Amount = int | tuple[int, ...] | DrawnAmount  # one number for all workers, one 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Amount of local work of a worker in one round: a number of whole epochs, or a number of steps.
+    """How much a worker trains in one round: a number of epochs or of steps, and the batch size.
 
-    If the amount differs between workers or rounds, `of` returns the schedule of one worker in one round, which has a
-    fixed number of epochs or steps.
-
-    A step trains on one batch. With `accumulate`, the client algorithm updates the parameters once per `accumulate`
-    batches, using their mean gradient. The last update of a round may use fewer batches. The method `local_steps`
-    counts these updates. All other methods count batches.
+    The number may be drawn at random for each worker and round; then `of` returns the schedule of one worker in one
+    round. A step trains on one batch. With `accumulate`, the parameters are updated only once per `accumulate` batches:
+    `local_steps` counts these updates, and all other methods count batches.
 
     >>> from fedsim.engines.schedule import DrawnAmount, Schedule
     >>> schedule = Schedule(batch_size=10, epochs=DrawnAmount(range(1, 6), seed=0))
@@ -59,7 +56,7 @@ class Schedule:
 
     @property
     def least(self) -> tuple[int | None, int | None]:
-        """(Minimum number of epochs, minimum number of steps) per round, over all workers. One of the two is None."""
+        """(Minimum number of epochs, minimum number of steps) per round. One of the two is None."""
         amount = self._amount
         values = amount.values if isinstance(amount, DrawnAmount) else (amount,) if isinstance(amount, int) else amount
         return (min(values), None) if self.steps is None else (None, min(values))
@@ -72,26 +69,26 @@ class Schedule:
         return self._with(amount[worker] if isinstance(amount, tuple) else amount.of(worker, round))
 
     def longest(self, worker: int) -> Schedule:
-        """Return the schedule of `worker` with the largest number of epochs or steps that can be drawn for a round."""
+        """Return the longest schedule that `worker` can have in a round."""
         return self._with(max(self._amount.values)) if isinstance(self._amount, DrawnAmount) else self.of(worker, 1)
 
     def shortest(self, worker: int) -> Schedule:
-        """Return the schedule of `worker` with the smallest number of epochs or steps that can be drawn for a round."""
+        """Return the shortest schedule that `worker` can have in a round."""
         return self._with(min(self._amount.values)) if isinstance(self._amount, DrawnAmount) else self.of(worker, 1)
 
     def _with(self, amount: int) -> Schedule:
         return replace(self, epochs=amount) if self.steps is None else replace(self, steps=amount)
 
     def samples_per_epoch(self, n_samples: int) -> int:
-        """Return the number of samples that a worker with `n_samples` samples processes in one epoch.
+        """Return how many samples a worker with `n_samples` samples processes in one epoch.
 
-        With `drop_last`, the samples of an incomplete last batch do not count, unless it is the only batch.
+        With `drop_last`, an incomplete last batch does not count, unless it is the only batch.
         """
         left_out = n_samples % self.batch_size if self.drop_last and n_samples > self.batch_size else 0
         return n_samples - left_out
 
     def batches_per_epoch(self, n_samples: int) -> int:
-        """Return the number of batches (and of steps) in one epoch of a worker with `n_samples` samples."""
+        """Return the number of batches in one epoch of a worker with `n_samples` samples."""
         return self.batches_of_all(self.samples_per_epoch(n_samples))
 
     def batches_of_all(self, n_samples: int) -> int:

@@ -30,14 +30,14 @@ TEST_BATCH_ON_GPU = 2_000
 
 @dataclass
 class RunData:
-    """Samples of a run, and their assignment to workers.
+    """Samples of a run, and which worker has which samples.
 
     Attributes:
         train, test, validation: datasets. `validation` is held out of the training data and may be empty.
-        classes: number of classes or tokens, that is, the largest target plus one; 0 for floating-point targets.
+        classes: number of classes or tokens; 0 for floating-point targets.
         shards: training samples of each worker.
-        worker_tests: local test samples of each worker, if workers are evaluated.
-        root: indices of the server's own training samples, int64, on the host; empty if the server has none.
+        worker_tests: local test samples of each worker, if workers are tested.
+        root: indices of the server's own training samples, int64, on the CPU; empty if the server has none.
     """
 
     train: TensorData
@@ -60,9 +60,9 @@ class RunData:
         worker_tests: Shards | None = None,
         validation: TensorData | None = None,
     ) -> RunData:
-        """Move the data of a run to `device`, convert floating-point values to `dtype`, and return it as a RunData.
+        """Move the data of a run to `device`, convert floating-point values to `dtype`, and return them as a RunData.
 
-        The other arguments are described under the attributes of the class. An argument that is None becomes empty.
+        The other arguments are the attributes of the class. An argument that is None becomes empty.
         """
         nothing = np.zeros(0, dtype=np.int64)
         validation = test.take(nothing) if validation is None else validation
@@ -80,16 +80,15 @@ class RunData:
 
 @dataclass
 class GlobalModel:
-    """Global model, and server state that is kept between rounds.
+    """Global model, and the server's state that is kept between rounds.
 
     Attributes:
-        row: [d], parameters of the global model as one flat vector.
-        buffers: [b], buffers of the global model as one flat vector, float64.
+        row: [d], all parameters of the global model as one flat vector.
+        buffers: [b], all buffers of the global model as one flat vector, float64.
         last: [d], latest aggregated update, if the rule or the attack uses it; otherwise [0].
         algorithm: state that the client algorithm keeps at the server, a flat tensor for each name.
-        states: optimizer states, dicts of tensors [d] by name. The key "parameters" has the state of the server
-            optimizer, and the key "gradients" the state of the client algorithm's step. A key that the run does not use
-            is missing.
+        states: optimizer states, tensors [d] by name: under "parameters" those of the server optimizer, under
+            "gradients" those of the client algorithm. Only the keys that the run uses exist.
     """
 
     row: Tensor
@@ -101,26 +100,27 @@ class GlobalModel:
 
 @dataclass
 class CohortRows:
-    """Tensors of a cohort, with one row for each worker. With ranks, each rank has only the rows of its own workers.
+    """Tensors with one row for each worker of the cohort. With ranks, each rank has only the rows of its own workers.
 
     Attributes:
-        rows: [cohort, d], parameters of each worker's model, or gradients if gradients are aggregated. One more row
-            follows for the server's own model if the rule uses it. [0, d] if per-worker rows are not needed.
+        rows: [cohort, d], parameters of each worker's model, or gradients if gradients are aggregated. The server's own
+            model follows if the rule uses it. [0, d] if not needed.
         buffers: [cohort, b], buffers of each worker's model, float64.
         kept, residuals: worker states of the client algorithm and of the update processors, tensors [cohort, width] by
             name.
-        messages: tensors [cohort, width], by name, that the workers send in addition to their rows.
-        received: tensors [cohort, width], by name, that the server sends in addition to the global parameters. They are
-            stored for each worker only if workers start at different times.
+        messages: tensors [cohort, width], by name, that the workers send in addition to their updates.
+        received: tensors [cohort, width], by name, that the server sends in addition to the global parameters; only if
+            workers start at different times.
         full_gradients: [cohort, d], gradients over all samples of each worker, if the client algorithm needs them;
             otherwise [0, d].
-        train_loss: [cohort], mean training loss of each worker, float64, on the host.
-        losses: [cohort], mean loss of the global model on each worker's samples before training, for rules that use
-            losses; float64, on the host.
-        unfit: [cohort], number of the latest aggregation in which the worker's row contained NaN or infinity; int64, on
-            the host.
-        workers: [cohort], worker IDs in ascending order; the whole cohort in every rank.
-        weights: [cohort], inverse-probability weights of `workers`; the whole cohort in every rank.
+        train_loss: [cohort], mean training loss of each worker, float64, on the CPU.
+        losses: [cohort], mean loss of the global model on each worker's samples before training, if the rule uses
+            losses;
+            float64, on the CPU.
+        unfit: [cohort], number of the latest aggregation in which the worker's update contained NaN or infinity; int64,
+            on the CPU.
+        workers: [cohort], IDs of all workers of the cohort, ascending.
+        weights: [cohort], weight 1 / (probability of being drawn) of each of these workers.
     """
 
     rows: Tensor
@@ -161,16 +161,16 @@ class CohortRows:
 
     @property
     def worker_rows(self) -> State:
-        """Buffers and worker states that a worker may keep until its next round: tensors [cohort, width] by name."""
+        """Tensors [cohort, width], by name, with the state that workers may keep until their next round."""
         return {"buffers": self.buffers, **self.residuals, **self.kept}
 
 
 @dataclass
 class TestResults:
-    """Results of a test of the global model, with one entry per batch, filled in by all processes.
+    """Results of a test of the global model, with one entry per batch.
 
     Attributes:
-        sums: [batches, 4], float64, on the host. The columns are the sum of losses, the number of correct predictions,
+        sums: [batches, 4], float64, on the CPU. The columns are the sum of losses, the number of correct predictions,
             the number of predictions that match the attacker's goal, and the number of samples that have such a goal.
         outputs: [batches, batch size, ...], outputs of the model, if metrics need them; otherwise [0].
     """
@@ -208,13 +208,12 @@ class SharedState:
 
     @classmethod
     def allocate(cls, task: RunTask, *data: Any, ranks: int = 1) -> SharedState:
-        """Allocate the tensors of a run, and write the initial global model to them.
+        """Allocate the tensors of a run, and initialise the global model.
 
         Args:
             task: run to compute.
-            data: samples of the run and their assignment to workers: the arguments of `RunData.on` after `dtype`.
-            ranks: number of ranks. If there are several, each allocates only its part of the rows, and the class
-                `Ranks` allocates the optimizer states.
+            data: arguments of `RunData.on` that follow `dtype`.
+            ranks: number of ranks. If there are several, each allocates only the rows of its own workers.
         """
         of_run, module = RunData.on(task.device, task.dtype, *data), task.new_module()
         layout = Layout.of(module)
@@ -240,7 +239,7 @@ class SharedState:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the server's tensors on which the next round depends, by name, for a checkpoint."""
+        """Return the tensors that a checkpoint must contain to resume the run, by name."""
         server = self.server
         named = {"global_row": server.row, "last": server.last, "global_buffers": server.buffers}
         named |= {f"algorithm.{name}": tensor for name, tensor in server.algorithm.items()}
@@ -248,7 +247,7 @@ class SharedState:
         return named | states
 
     def share(self) -> SharedState:
-        """Move all tensors on the host to shared memory, in place, and return this object.
+        """Move all CPU tensors to shared memory, in place, and return this object.
 
         Raises ExperimentError if there is not enough shared memory.
         """
@@ -261,7 +260,7 @@ class SharedState:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in a tensor, dict or dataclass, including nested dicts and dataclasses."""
+    """Yield all tensors in a tensor, dict or dataclass, including nested ones."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict) or is_dataclass(value):
@@ -271,7 +270,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
-    """Allocate and return the rows [n, d] of a cohort. Raises ExperimentError if they do not fit in main memory."""
+    """Allocate a tensor [n, d] for the models of n workers. Raises ExperimentError if it does not fit in memory."""
     if task.device.type != "cpu":
         return new_rows(n, d, task.dtype, task.device)
     nbytes, content, instead = n * d * task.dtype.itemsize, f"one model for each of {n} workers", "a smaller cohort"
@@ -285,7 +284,7 @@ def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
 
 
 def message_bytes(task: RunTask, shared: SharedState) -> tuple[int, int]:
-    """Return (bytes that a worker receives, bytes that it sends) per round in addition to the model."""
+    """Return (bytes received, bytes sent) by a worker per round in addition to the model."""
     received, sent = task.algorithm.numbers_sent(len(shared.server.row))
     return received * task.dtype.itemsize, sent * task.dtype.itemsize
 

@@ -31,13 +31,12 @@ Sync = Literal["parameters", "gradients"]
 
 @dataclass(frozen=True)
 class RunTask:
-    """What every process of an engine needs to know about a run: experiment, device, client algorithm and attackers.
+    """What every process needs to know about a run: experiment, device, client algorithm and attackers.
 
     Attributes:
-        experiment: experiment, as `Experiment.own` returns it: with its own copies of the components, and without the
-            dataset.
+        experiment: experiment, without its dataset.
         device: device of the run.
-        algorithm: client algorithm, bound to the model's layout.
+        algorithm: client algorithm, prepared for the model.
         byzantine: Byzantine workers of each round.
         scratch_folder: folder for temporary files; None for the system's folder.
     """
@@ -59,12 +58,12 @@ class RunTask:
 
     @property
     def learning_task(self) -> LearningTask:
-        """Learning task of the experiment, which defines the loss and which predictions are correct."""
+        """Learning task, such as classification, which defines the loss and the correct predictions."""
         return self.experiment.task.component
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Schedule of local work (epochs or steps, batch size) for all workers and rounds."""
+        """How much each worker trains in a round (epochs or steps, batch size)."""
         local, seed = self.experiment.local, self.experiment.seed
 
         def amount(setting: int | list[int] | dict[str, list[int]] | None) -> Amount | None:
@@ -77,18 +76,18 @@ class RunTask:
 
     @cached_property
     def transforms(self) -> Sequence[Transform | None] | None:
-        """For each worker, the transform that the partition applies to its samples; None if there are no transforms."""
+        """For each worker, the transform of its samples; None if there are no transforms."""
         make = getattr(self.experiment.partition.component, "transforms", None)
         return None if make is None else make(self.experiment.workers)
 
     @property
     def worker_state_memory(self) -> int | None:
-        """Maximum number of bytes of worker states in memory. Above it, they are stored in files. None for no limit."""
+        """Maximum bytes of worker states in memory, above which they are stored in files; None for no limit."""
         return None if self.experiment.mode == "race" else self.experiment.worker_state_memory
 
     @property
     def keeps_last(self) -> bool:
-        """Whether the rule or the attack uses the last aggregated update, so that the server must store it."""
+        """Whether the aggregation rule or the attack uses the previous aggregated update."""
         by_attack = bool(self.byzantine) and "last" in self.experiment.attack.component.accepts
         return self.experiment.rule.accepts("last") or by_attack
 
@@ -103,16 +102,16 @@ class RunTask:
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """What the rounds aggregate, "gradients" or "parameters"; post-local SGD has ("gradients", "parameters")."""
+        """What the rounds aggregate: "gradients", "parameters", or first one and then the other."""
         return tuple(dict.fromkeys(map(self.sync_in, (1, self.experiment.rounds))))
 
     @property
     def has_rows(self) -> bool:
-        """Whether any round stores per-worker parameters or gradients."""
+        """Whether any round stores the parameters or gradients of each worker."""
         return self.experiment.gradient_hook is None or "parameters" in self.syncs
 
     def algorithm_at(self, round: int, step: int = 0) -> ClientAlgorithm:
-        """Return the client algorithm with the learning rate of step `step` (counted from 0) in `round`."""
+        """Return the client algorithm with the learning rate of step `step` (from 0) in `round`."""
         lr = self.experiment.local_lr_at(round, step)
         return self.algorithm if self.experiment.local_schedule is None or lr is None else self.algorithm.with_lr(lr)
 
@@ -123,26 +122,25 @@ class RunTask:
         return server if schedule is None else replace(server, lr=schedule.rate(server.lr, round))
 
     def stepper(self, sync: Sync) -> ClientAlgorithm | ServerStep:
-        """Return the component that updates the global parameters.
+        """Return what updates the global parameters.
 
         This is the server optimizer if `sync` is "parameters", and the client algorithm if `sync` is "gradients".
         """
         return self.experiment.server.component if sync == "parameters" else self.algorithm
 
     def stepper_at(self, moment: tuple[int, ...]) -> ClientAlgorithm | ServerStep:
-        """Return the component that updates the global parameters, with its learning rate at `moment`.
+        """Return what updates the global parameters (see `stepper`), with its learning rate at `moment`.
 
-        `moment` is (round,), or (round, step) if every step aggregates gradients. See also `stepper`.
+        `moment` is (round,), or (round, step) if every step aggregates gradients.
         """
         return self.server_at(moment[0]) if self.sync_in(moment[0]) == "parameters" else self.algorithm_at(*moment)
 
     def new_module(self) -> nn.Module:
         """Return a new module with the initial parameters, which are the same in every process.
 
-        All modules of a process share the parameters that `local.train` or `model.lora` freezes. The global random
-        state does not change.
-
-        Raises ExperimentError if the model has complex tensors, or does not fit `model` and `local.train`.
+        Frozen parameters are shared by all modules of a process. Raises ExperimentError if the model has complex
+        tensors, or
+        does not fit the settings `model` and `local.train`.
         """
         model, train = self.experiment.model, self.experiment.local.train
         with preserve_random_state(torch.device("cpu")):
@@ -163,7 +161,7 @@ class RunTask:
 
     @cached_property
     def _frozen(self) -> dict[str, nn.Parameter]:
-        """Parameters that are not trained, by name. The first module that a process creates fills this dict."""
+        """Parameters that are not trained, by name, which all modules of this process share."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -171,7 +169,7 @@ class RunTask:
 
 
 def _require_real(module: nn.Module) -> None:
-    """Raise ExperimentError if the model has complex tensors, whose imaginary parts would be lost."""
+    """Raise ExperimentError if the model has complex tensors."""
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
             if tensor.is_complex():

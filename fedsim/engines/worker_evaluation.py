@@ -29,10 +29,10 @@ class WorkerResults:
     """Test results of single workers after one round.
 
     Attributes:
-        round: round after which the models were tested.
+        round: number of the round.
         workers: IDs of the tested workers.
-        samples: number of test samples per worker.
-        loss, accuracy: values of the workers, in a list for each tested model ("global", "personal" or "fine_tuned").
+        samples: number of test samples of each worker.
+        loss, accuracy: one value per worker, in a list for each tested model ("global", "personal" or "fine_tuned").
             `accuracy` is empty if the task has no accuracy.
     """
 
@@ -44,10 +44,10 @@ class WorkerResults:
 
     @classmethod
     def of(cls, round: int, samples: dict[int, int], tested: dict[int, Tested]) -> WorkerResults:
-        """Return the results of a round.
+        """Return the results of a round as a WorkerResults.
 
         Args:
-            round: round after which the models were tested.
+            round: number of the round.
             samples: number of test samples by worker ID.
             tested: for each worker ID, the loss and accuracy of each tested model.
         """
@@ -66,7 +66,7 @@ class WorkerResults:
 
     @property
     def scores(self) -> dict[str, list[float]]:
-        """Scores of the workers, in a list for each tested model: accuracies, or losses if the task has no accuracy."""
+        """Accuracies of the workers (losses if the task has no accuracy), in a list for each tested model."""
         return self.accuracy or self.loss
 
     def metrics(self) -> dict[str, float]:
@@ -105,12 +105,12 @@ def describe(values: Sequence[float], *, lower_is_better: bool = False) -> dict[
 
 
 class WorkerTests:
-    """Tests of models on the samples of single workers, in one process. The tests do not change the tested parameters.
+    """Tests models on the samples of single workers, in one process.
 
     Args:
         task, shared: run and its tensors.
-        module: module that computes the tests, with a copy of the tested parameters [d].
-        gradient: buffer [d] for the gradients of the module.
+        module: module that receives a copy of the tested parameters [d].
+        gradient: tensor [d] for the gradients of the module.
         batch_source: source of each worker's batches.
     """
 
@@ -121,19 +121,19 @@ class WorkerTests:
         self._module, self._gradient = module, gradient
 
     def training_loss(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> float:
-        """Return the mean loss of a model on a worker's training samples, transformed and poisoned but not augmented.
+        """Return the mean loss of a model on a worker's training samples, without augmentation.
 
         Args:
             row: parameters [d] of the model.
             buffers: buffers [b] of the model.
             worker: worker ID.
-            round: number of the round, on which random draws depend.
+            round: number of the round, on which random numbers depend.
         """
         batches = self._batch_source.samples_seen(worker, round, test_batch_size(self._task.device))
         return self._sums(row, buffers, batches, ("losses", round, worker)).loss
 
     def before_training(self, member: WorkItem) -> Tested:
-        """Test models on a worker's local test samples: the global model, and the personal model if there is one.
+        """Test the global model, and the worker's personal model if there is one, on the worker's local test samples.
 
         Returns the loss and accuracy of each model.
         """
@@ -146,7 +146,7 @@ class WorkerTests:
         return tested
 
     def after_training(self, member: WorkItem) -> Tested:
-        """Test the model that a worker has trained on the worker's local test samples. Return its loss and accuracy."""
+        """Test the model that a worker has trained on its local test samples. Return the loss and accuracy."""
         cohort = self._shared.cohort
         personal = self._personal(cohort.rows[member.slot], cohort.buffers[member.slot], member)
         return {FINE_TUNED: self._test(*personal, member)}
@@ -170,7 +170,7 @@ class WorkerTests:
             row: parameters [d] of the model.
             buffers: buffers [b] of the model.
             batches: batches (inputs, targets).
-            drawn: name of the test, round and worker. They seed the random numbers that the model draws, if any.
+            drawn: name of the test, round and worker, on which random numbers depend.
             correct: function that decides which predictions are correct; None to count none.
         """
         task, learning = self._task, self._task.learning_task

@@ -25,15 +25,15 @@ from fedsim.system.limits import describe_os_error
 
 
 class WorkerStates:
-    """Worker states between rounds, as tensors with one row per worker that has participated so far.
+    """States that workers keep between rounds, such as momentum or a personal model.
 
-    Before a round, each process copies the states of the workers that it trains to the `SharedState`, and copies them
-    back after the round. All processes know the whole cohort, so they assign the same row numbers.
+    Before a round, each process copies the states of the workers that it trains to the run's tensors. After the round,
+    it
+    copies them back.
 
     Args:
         initial: state of a worker before its first round, a flat tensor for each name.
-        limit: bytes of states above which they are stored in memory-mapped files; None for no limit. The files have no
-            name, so the system removes them when the process ends, even if it is killed.
+        limit: bytes of states above which they are stored in temporary files; None for no limit.
         folder: folder of these files; None for the system's folder for temporary files.
 
     Raises ExperimentError if a file cannot grow.
@@ -52,9 +52,9 @@ class WorkerStates:
         return cls(initial_worker_state(task, shared), task.worker_state_memory, task.scratch_folder)
 
     def share(self, workers: int) -> WorkerStates:
-        """Store the states in files, so that other processes that receive this object can map them. Return the object.
+        """Make the states accessible to other processes that receive this object. Return the object.
 
-        The files are in memory. If the states of `workers` workers would exceed the limit, they are on disk.
+        `workers` is the number of workers for which memory is needed.
         """
         self._shared = True
         fits = self._limit is None or workers * self._worker_bytes <= self._limit
@@ -92,12 +92,12 @@ class WorkerStates:
         return sum(row.nbytes for row in self.initial.values())
 
     def load(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
-        """Copy the states of `workers` to `rows`. For a worker without a state, copy the initial state.
+        """Copy the states of `workers` to `rows`. A worker without a state gets the initial state.
 
         Args:
             workers: worker IDs.
-            rows: target tensors by name, with one row per slot.
-            slots: number of each worker's row in the target tensors.
+            rows: target tensors by name.
+            slots: index of each worker's row in the target tensors.
         """
         pairs = zip(workers, slots, strict=True)
         known = [(self._places[worker], slot) for worker, slot in pairs if worker in self._places]
@@ -112,8 +112,8 @@ class WorkerStates:
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
-            rows: target tensors by name, with one row per slot (position in the cohort).
+            mine: workers that this process trains, each as a `WorkItem`.
+            rows: target tensors by name, with one row per worker of the cohort.
         """
         self.load([member.worker for member in mine], rows, [member.slot for member in mine])
 
@@ -122,8 +122,8 @@ class WorkerStates:
 
         Args:
             workers: worker IDs.
-            rows: tensors with the new states by name, with one row per slot.
-            slots: number of each worker's row in these tensors.
+            rows: tensors with the new states by name.
+            slots: index of each worker's row in these tensors.
         """
         if not self.initial:
             return
@@ -139,9 +139,9 @@ class WorkerStates:
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             excluded: IDs of the workers that keep their old state, because their updates were excluded.
-            rows: tensors with the new states by name, with one row per slot (position in the cohort).
+            rows: tensors with the new states by name, with one row per worker of the cohort.
         """
         self.add([worker for worker in cohort if worker not in excluded])
         saved = set(cohort).difference(excluded)  # without the server's own row
@@ -149,7 +149,7 @@ class WorkerStates:
         self.save([member.worker for member in members], rows, [member.slot for member in members])
 
     def saved_elsewhere(self, cohort: Sequence[int], excluded: Collection[int]) -> None:
-        """Register the workers whose states other processes have stored in the shared files after a round.
+        """Take note of the workers whose states other processes have stored after a round.
 
         Args:
             cohort: IDs of all workers of the round.
@@ -159,7 +159,7 @@ class WorkerStates:
             self.add([worker for worker in cohort if worker not in excluded])
 
     def add(self, workers: Sequence[int]) -> list[int]:
-        """Allocate uninitialised memory for those of `workers` that have no state yet, and return their IDs."""
+        """Allocate memory for each of `workers` that has no state yet, and return their IDs."""
         new = [worker for worker in workers if worker not in self._places] if self.initial else []
         begin, end = len(self._places), len(self._places) + len(new)
         if any(end > len(rows) for rows in self.rows.values()):
@@ -168,25 +168,19 @@ class WorkerStates:
         return new
 
     def reserve(self, workers: Sequence[int]) -> None:
-        """Give the initial state to those of `workers` that have no state yet."""
+        """Give the initial state to each of `workers` that has no state yet."""
         places = [self._places[worker] for worker in self.add(workers)]
         for name, row in self.initial.items():
             self.rows[name][places] = row.to(self.rows[name].device)
 
     def follow(self, workers: Sequence[int]) -> None:
-        """Declare that exactly `workers` have a state, and that their states are stored in this order.
-
-        Another process, which maps the same files, has stored the states in this order.
-        """
+        """Declare that exactly `workers` have a state, which another process has stored in this order."""
         if list(workers) != self.workers:
             self._places = {}
             self.add(workers)
 
     def _grow(self, begin: int, end: int) -> None:
-        """Enlarge the tensors, which contain the states of `begin` workers, to make room for at least `end` workers.
-
-        If the memory limit allows it, there is room for at least twice `begin` workers afterwards.
-        """
+        """Enlarge the tensors from `begin` workers to at least `end` workers."""
         size, fit = max(end, 2 * begin), end
         if self._shared:
             fit = 0
@@ -200,7 +194,7 @@ class WorkerStates:
                 self.rows[name][:begin] = before[:begin].to(self.rows[name].device)
 
     def _map(self, name: str, n: int, row: Tensor) -> Tensor:
-        """Return a tensor of `n` rows in the memory-mapped file of the state `name`. Existing rows are kept.
+        """Return a tensor of `n` rows in the file of the state `name`. Existing rows are kept.
 
         Args:
             name: name of the state.
@@ -234,8 +228,8 @@ class WorkerStates:
     def tensors(self) -> dict[str, Tensor]:
         """Return the worker states for a checkpoint, as tensors by name.
 
-        `workers` has the IDs of the t workers with a state, ascending, int64 [t]. `rows.NAME` has their states called
-        NAME, in this order, [t, width]. If workers keep no state, the result is an empty dict.
+        For t workers with a state, `workers` has their IDs, int64 [t], and `rows.NAME` their states called NAME, [t,
+        width].
         """
         if not self.initial:
             return {}
@@ -246,9 +240,9 @@ class WorkerStates:
         }
 
     def resume(self, saved: Mapping[str, Tensor]) -> None:
-        """Replace all worker states by the states in `saved`, which `tensors` returned for a checkpoint.
+        """Replace all worker states by the states in `saved`, which `tensors` returned.
 
-        Raises RecordError if names, shapes or dtypes do not match this run.
+        Raises RecordError if they do not fit this run.
         """
         self._places = {}
         if not self.initial:
@@ -270,11 +264,7 @@ class WorkerStates:
 
 
 def initial_worker_state(task: RunTask, shared: SharedState) -> State:
-    """Return the state of a worker before its first round: a flat tensor for each name.
-
-    The state contains the tensors that the client algorithm and the update processors keep for each worker. If the
-    experiment has `buffers = "local"`, it also contains the model's buffers.
-    """
+    """Return the state of a worker before its first round: a flat tensor for each name."""
     own_buffers = task.experiment.buffers == "local" and shared.server.buffers.numel()
     buffers = {"buffers": shared.server.buffers.clone()} if own_buffers else {}
     residuals = initial_residuals(task.experiment.chain, shared.server.row)

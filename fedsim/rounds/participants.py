@@ -17,10 +17,9 @@ MOST_SAMPLED = 1_000  # maximum number of workers whose shards are drawn to desc
 
 
 def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shards | None) -> np.ndarray:
-    """Return the indices of the server's own training samples, ascending.
+    """Return the indices of the server's own training samples, ascending. They are drawn at random.
 
-    They are drawn at random from the training samples that are not local test samples of a worker. Raises
-    ExperimentError if there are fewer of them than `aggregate.root_samples`.
+    Raises ExperimentError if there are not enough samples.
     """
     size, samples = experiment.aggregate.root_samples, np.arange(len(train))
     if worker_tests is not None and worker_tests.listed:
@@ -46,8 +45,7 @@ def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards
 def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> Attackers:
     """Return an object that gives the Byzantine workers of each round.
 
-    Raises ExperimentError if `attack.by_class` is not a class of the dataset, or if there are too many virtual workers
-    to count the samples of this class in all shards.
+    Raises ExperimentError if the settings of the attack do not fit the data.
     """
     attack, workers = experiment.attack, experiment.workers
     count, fixed = attack.count(workers), experiment.byzantine
@@ -72,10 +70,9 @@ def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> A
 
 
 def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
-    """Return the workers whose shards (training samples) are used for a summary of all workers' data.
+    """Return the workers whose samples are used for a summary of the data; None for all workers.
 
-    The result is None if the data of all workers are used. In a virtual population, shards are computed on demand. So
-    if the population is large, the result is a random sample of its workers.
+    If the population is very large, the result is a random sample of it.
     """
     if shards.listed or len(shards) <= MOST_SAMPLED:
         return None
@@ -83,9 +80,9 @@ def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
 
 
 def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
-    """Return the sampler that draws the cohort (the participating workers) of each round.
+    """Return the sampler that draws the workers of each round.
 
-    Raises ExperimentError if the sampling strategy needs shard sizes that are not known.
+    Raises ExperimentError if the sampling strategy needs numbers of samples that are not known.
     """
     return CohortSampler(
         strategy=experiment.sampling.component,
@@ -98,7 +95,7 @@ def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
 
 
 class ReportCheck:
-    """Check that the aggregation rule can aggregate a round's cohort, from which workers may have dropped out."""
+    """Check that the aggregation rule can aggregate the workers of a round, from which some may have dropped out."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
@@ -125,7 +122,7 @@ class ReportCheck:
             raise ExperimentError(f"round {round}: {problem}; {reason}; use {remedy} or another aggregate.rule")
 
     def _reason(self, n: int, weightless: bool) -> str:
-        """Return the reason why the rule cannot aggregate the updates of n workers; "" if it can.
+        """Return why the rule cannot aggregate the updates of n workers; "" if it can.
 
         `weightless` says whether all of these updates have weight 0.
         """

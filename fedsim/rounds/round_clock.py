@@ -15,7 +15,7 @@ from fedsim.engines.task import RunTask
 
 
 def delays_of(experiment: Experiment) -> Delays:
-    """Return the simulated delays of workers and network that the settings `clock.*` of an experiment describe."""
+    """Return the simulated delays of workers and network, from the settings `clock.*` of an experiment."""
     clock = experiment.clock
     slowdowns, noise = clock.slowdown.component(experiment.workers, experiment.seed), clock.noise.component
     return Delays(slowdowns, noise, experiment.seed, clock.step_seconds, clock.latency, clock.bandwidth)
@@ -29,15 +29,13 @@ class RoundClockState(CheckpointModel):
 
 
 class RoundClock:
-    """Virtual clock of synchronous rounds. Each round waits for its slowest worker.
-
-    If every step aggregates gradients, each step waits for its slowest worker.
+    """Virtual clock of synchronous rounds, in which the server waits for the slowest worker.
 
     Args:
         delays: delays of workers and network.
         row_bytes: bytes of the global parameters that a worker receives.
         buffer_bytes: bytes of the buffers that a worker receives, and also sends.
-        message_bytes: sum of the bytes that a worker receives and sends in addition to parameters and buffers.
+        message_bytes: bytes that a worker receives and sends in addition to parameters and buffers.
 
     Attributes:
         now: virtual seconds since the start of the run.
@@ -81,7 +79,7 @@ class RoundClock:
         self.now, self._started = saved.now, Counter(dict(saved.started))
 
     def _pass(self, gradients: Mapping[int, int], nbytes: float) -> None:
-        """Advance the virtual time until the slowest worker has computed and sent. All workers start at the same time.
+        """Advance the virtual time until the slowest worker has computed and sent its gradients.
 
         Args:
             gradients: number of gradients that each worker computes, by worker ID.

@@ -40,10 +40,9 @@ Round = tuple[RoundRecord, WorkerResults | None]  # record of a round, and tests
 
 
 class Simulation(Executor):
-    """Synchronous rounds: in each round, a cohort of workers trains, and the server aggregates their updates.
+    """Synchronous rounds: in each round, some workers (the cohort) train, and the server aggregates their updates.
 
-    Every process of a run has one Simulation. All processes call the same methods at the same time. Each process trains
-    its own workers of the cohort and aggregates its own columns, and waits for the other processes at barriers.
+    Every process of a run has one Simulation. All processes call the same methods at the same time.
 
     Args:
         group: processes that compute the run together.
@@ -71,10 +70,10 @@ class Simulation(Executor):
         self.check_reports = ReportCheck(experiment)
 
     def run_round(self, round: int) -> Round | None:
-        """Run one round, counted from 1. Return (record of the round, results of tests of single workers).
+        """Run one round, counted from 1. Return (record of the round, test results of single workers).
 
-        The test results are None if the round has no such tests. Processes that do not compute the record return None
-        instead of the pair.
+        The test results are None if no workers are tested. Processes that keep no records return None instead of the
+        pair.
         """
         task, shared, group = self.task, self.shared, self.group
         self.timer = PhaseTimer()
@@ -142,13 +141,11 @@ class Simulation(Executor):
     def aggregate_rows(
         self, context: AggregationContext, mine: Sequence[WorkItem], sent: SentUpdates
     ) -> AggregationStats:
-        """Aggregate the updates or gradients of the workers, and update the global parameters with the result.
-
-        The method first applies the attack and the update processors. Returns the statistics of the aggregation.
+        """Aggregate the updates of the workers, and update the global model. Return statistics of the aggregation.
 
         Args:
-            context: rows (updates or gradients) to aggregate.
-            mine: work items of this process.
+            context: workers that take part.
+            mine: workers that this process trains, each as a `WorkItem`.
             sent: number and size of the sent updates, to which this method adds.
         """
         task, group, round = self.task, self.group, context.moment[0]
@@ -170,14 +167,11 @@ class Simulation(Executor):
         return stats
 
     def aggregate_each_step(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
-        """Run the training of a round of synchronous SGD, and return the statistics of all its aggregations.
-
-        Each step computes gradients of the global model and aggregates them. A worker that has no data left does not
-        take part in a step.
+        """Train a round of synchronous SGD, and return the statistics of all its aggregations.
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             round: number of the round.
         """
         check = self.aggregator.deferred_check
@@ -191,7 +185,7 @@ class Simulation(Executor):
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             round: number of the round.
         """
         of_round = GradientRoundStats(cohort)
@@ -212,11 +206,11 @@ class Simulation(Executor):
     def steps_checked_later(
         self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int, check: DeferredCheck
     ) -> AggregationStats | None:
-        """Run all steps of a round of synchronous SGD, and check all gradients for NaN and infinity only at its end.
+        """Run all steps of a round of synchronous SGD, and check for NaN and infinity only at its end.
 
-        Returns the statistics of all aggregations. If a gradient is not finite, the state before the round is restored,
-        and the result is None. Any error has the same effect, because NaN may also make a model or a rule fail. The
-        caller then repeats the round with a check in each step.
+        Returns the statistics of all aggregations. If the check fails, or after any error, the state before the round
+        is
+        restored, and the result is None.
         """
         had_last = self.aggregator.has_last
         before = {name: rows.clone() for name, rows in self.shared.cohort.worker_rows.items()}
@@ -233,11 +227,11 @@ class Simulation(Executor):
         return None
 
     def pull_down(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> None:
-        """Copy the global model, and the workers' own states, to the tensors of this process's workers.
+        """Copy the global model and the workers' own states to the workers that this process trains.
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             round: number of the round.
         """
         task, shared = self.task, self.shared
@@ -249,11 +243,11 @@ class Simulation(Executor):
             pull_down(shared.server.buffers, shared.cohort.buffers, index)
 
     def load_states(self, cohort: Sequence[int], mine: Sequence[WorkItem]) -> None:
-        """Copy the worker states from earlier rounds to the tensors of this process's workers.
+        """Load the states that this process's workers have kept from earlier rounds.
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
         """
         shared, algorithm = self.shared, self.task.algorithm
         if algorithm.starts_from_current:
@@ -261,9 +255,9 @@ class Simulation(Executor):
         self.states.load_cohort(cohort, mine, shared.cohort.worker_rows)
 
     def agree_on(self, drawn: Cohort, round: int) -> None:
-        """Wait for all processes, and store the inverse-probability weights of the cohort, if there are any.
+        """Check that all processes have drawn the same cohort, and store the weights of its workers.
 
-        Raises ExperimentError if the processes have drawn different cohorts.
+        Raises ExperimentError if the cohorts differ.
         """
         if drawn.weights is not None and self.group.computes:
             set_cohort_weights(self.shared, {worker: drawn.weights[worker] for worker in drawn.workers})
@@ -278,7 +272,7 @@ class Simulation(Executor):
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             round: number of the round.
         """
         task, shared, algorithm = self.task, self.shared, self.task.algorithm_at(round)
@@ -300,10 +294,10 @@ class Simulation(Executor):
         self.aggregator.begin(round, [member.slot for member in mine])
 
     def process_updates(self, mine: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates) -> None:
-        """Apply the update processors, such as compressors, to the updates of this process's workers, in place.
+        """Apply compressors and other update processors to the updates of this process's workers, in place.
 
         Args:
-            mine: work items of this process.
+            mine: workers that this process trains, each as a `WorkItem`.
             context: workers that take part in the aggregation. Other workers are skipped.
             sent: number, size and metrics of the sent updates, to which this method adds.
         """
@@ -346,9 +340,9 @@ class Simulation(Executor):
         self.group.barrier()
 
     def skip_round(self, round: int, drawn: Cohort) -> Round | None:
-        """Run a round in which no worker sends an update: only test the global model, which does not change.
+        """Finish a round in which no worker sends an update: the global model stays unchanged and is only tested.
 
-        Returns the pair (record of the round, results of tests of single workers); see `run_round`.
+        `drawn` is the cohort of the round. For the result, see `run_round`.
         """
         if self.clock and not drawn.dropped:
             raise ExperimentError(
@@ -450,10 +444,7 @@ class Simulation(Executor):
         return tested
 
     def global_losses(self, workers: Sequence[int], round: int) -> np.ndarray:
-        """Return the mean loss of the global model on the training samples of each worker in `workers`, float64 [k].
-
-        All processes compute a part, and return the losses of all k workers.
-        """
+        """Return the mean loss of the global model on the training samples of each of k `workers`, float64 [k]."""
         losses, row, buffers = torch.zeros(len(workers)).double(), self.shared.server.row, self.shared.server.buffers
         mine = range(self.group.index, len(workers), self.group.count)
         for place in mine:
@@ -462,10 +453,7 @@ class Simulation(Executor):
         return np.sum(self.group.gather(losses.numpy()), axis=0)  # each loss is 0 in all processes but one
 
     def members(self, cohort: Sequence[int], round: int) -> list[WorkItem]:
-        """Return work items for the workers of the cohort that this process trains.
-
-        If the rule uses a model that the server trains on its own samples, one process also trains this model.
-        """
+        """Return the workers of the cohort that this process trains, each as a `WorkItem`."""
         workers, slots = list(cohort), list(range(len(cohort)))
         if self.batch_source.root is not None:
             workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.cohort.workers)]
@@ -473,17 +461,13 @@ class Simulation(Executor):
         return [WorkItem(row, workers[place], round) for place, row in self.group.assign(slots, steps)]
 
     def context(self, cohort: Sequence[int], round: int) -> AggregationContext:
-        """Return the context of an aggregation in which all workers of the cohort take part, with their weights."""
+        """Return all workers of the cohort with their weights, for an aggregation in which all of them take part."""
         samples = [self.batch_source.size(worker) for worker in cohort]
         weights = weights_of(self.task, self.shared, cohort, samples)
         return AggregationContext(range(len(cohort)), list(cohort), weights, (round,))
 
     def contexts_of_steps(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
-        """Yield the context of each step's aggregation in a round of synchronous SGD.
-
-        A context contains the workers that still have data, with their weights. If all these workers have weight 0, the
-        round ends.
-        """
+        """Yield, for each step of a round of synchronous SGD, the workers that still have data, with their weights."""
         works = [(self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort]
         batch_sizes: list[int] = []
         for step in range(max(schedule.steps_for(n) for schedule, n in works)):
@@ -507,9 +491,8 @@ class Simulation(Executor):
         return row + buffer_bytes(task, shared) + message_bytes(task, shared)[0]
 
     def bytes_to_others(self, round: int, drawn: Cohort) -> int:
-        """Return the number of bytes received by workers that send no update in `round`.
-
-        These workers have dropped out, or only compute a loss for the selection of the cohort.
+        """Return the number of bytes received by workers that send no update in `round`, such as those that dropped
+        out.
         """
         only_loss = set(drawn.candidates) - {*drawn.workers, *drawn.dropped}
         model_bytes = self.shared.server.row.nbytes + buffer_bytes(self.task, self.shared)
@@ -517,17 +500,17 @@ class Simulation(Executor):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Return a context that measures the time of a phase, such as "train", including the work of the device."""
+        """Return a context that measures the time of a phase, such as "train"."""
         with self.timer(name):
             yield
             synchronize(self.task.device)
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Tensor]]:
-        """Return the state of this process on which the next round depends, for a checkpoint.
+        """Return the state of this process for a checkpoint: (facts, rule, columns).
 
-        Returns (facts, rule, columns): facts in JSON types, states of the rule and the attack by name, and the
-        optimizer states whose columns are divided among the ranks. The states are not in shared memory, because a
-        killed process would not free it.
+        `facts` has JSON types, `rule` has the states of the rule and the attack by name, and `columns` has the
+        optimizer
+        states that are divided among the ranks.
         """
         clock = {"clock": self.clock.state()} if self.clock else {}
         rule = {name: tensor.cpu().numpy() for name, tensor in self.aggregator.rule_state().items()}
@@ -541,7 +524,7 @@ class Simulation(Executor):
 
         Args:
             facts, rule, columns: result of `state`.
-            workers: IDs of the workers with a worker state, in the order in which these states are stored.
+            workers: IDs of the workers that have a state, in the order in which these states are stored.
         """
         self.group.load_columns(columns)
         self.aggregator.restore_rule({name: torch.from_numpy(array) for name, array in rule.items()})
@@ -592,7 +575,7 @@ def metrics_of(results: WorkerResults | None) -> dict[str, float]:
 
 
 def joined(of_components: dict[str, float], of_test: dict[str, float]) -> dict[str, float]:
-    """Return a dict with the metrics that components recorded and the test metrics.
+    """Return a dict with the metrics of components and the test metrics.
 
     Raises ExperimentError if a name is in both dicts.
     """
@@ -604,9 +587,9 @@ def joined(of_components: dict[str, float], of_test: dict[str, float]) -> dict[s
 
 
 def means(*logs: MetricLog) -> dict[str, float]:
-    """Return, by metric name, the mean of all numbers that components recorded in a round.
+    """Return the mean of the numbers that components recorded in a round, by metric name.
 
-    Raises ExperimentError if there are more than `MOST_NAMES` names.
+    Raises ExperimentError if there are too many names.
     """
     log = MetricLog()
     for part in logs:

@@ -31,7 +31,7 @@ from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line
 
 
 class InRank(InProcess):
-    """Backend of the engine `distributed`. It runs tasks in this process, which is one of several ranks."""
+    """Backend of the engine `distributed`, for this process, which is one of several ranks."""
 
     def __init__(self, group: RankGroup, threads: int) -> None:
         super().__init__(threads)
@@ -56,11 +56,13 @@ class InRank(InProcess):
 
 
 class DistributedEngine(Engine):
-    """Engine that spreads a run over the ranks of a launcher: `torchrun ... run_experiment.py engine=distributed`.
+    """Engine that divides a run among the processes (ranks) that a launcher such as torchrun starts.
 
-    Each rank stores the models of the workers that it trains, and updates its own slice of the global parameter vector.
-    Ranks communicate by `torch.distributed`, on CPUs or GPUs, on one or several machines. Results agree with the engine
-    `serial` up to rounding.
+        torchrun ... run_experiment.py engine=distributed
+
+    Each rank trains some of the workers and updates a part of the global model. The ranks run on CPUs or GPUs, on one
+    or
+    several machines. Results agree with the engine `serial` up to rounding.
     """
 
     traits = EngineTraits(frozenset({"distributed"}), stacks=True, ranks=True)
@@ -149,11 +151,7 @@ class DistributedEngine(Engine):
 
 
 def _report_error(error: FedsimError, group: RankGroup, preflight: Preflight) -> None:
-    """Tell the other ranks about an error of this rank, so that they end too.
-
-    The error is sent as this rank's answer in the check before the run, or through the key-value store if the check has
-    passed.
-    """
+    """Tell the other ranks about an error of this rank, so that they end too."""
     if not preflight.settled:
         preflight.fail(error)
     elif preflight.passed:

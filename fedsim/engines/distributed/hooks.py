@@ -33,7 +33,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 
 class Bucket:
-    """Gradient bucket: consecutive parameters' gradients, which the ranks average in one exchange.
+    """Gradients of consecutive parameters, which the ranks average together.
 
     The class has the methods of torch.distributed.GradBucket that communication hooks call.
 
@@ -64,21 +64,21 @@ class Bucket:
 
 @dataclass(frozen=True)
 class CommunicationHook(Component):
-    """Communication hook with its parameters: a function that averages gradient buckets over the ranks."""
+    """Way to average gradients over the ranks, like a communication hook of PyTorch's DistributedDataParallel."""
 
     function: Any
 
     @property
     def keeps(self) -> bool:
-        """Whether the hook keeps state between training steps."""
+        """Whether the hook has a state that is kept between training steps."""
         return hasattr(self.function, "start")
 
     def start(self, process_group: dist.ProcessGroup, seed: int) -> Callable[[Bucket], Mean]:
-        """Return a function for one run that starts to average a gradient bucket over the ranks.
+        """Return a function that starts to average a bucket of gradients over the ranks.
 
         Args:
             process_group: group of all ranks.
-            seed: seed for the random draws of the hook.
+            seed: seed for the random numbers of the hook.
         """
         return partial(self.function, self.function.start(process_group, seed) if self.keeps else process_group)
 

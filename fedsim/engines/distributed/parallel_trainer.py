@@ -34,14 +34,14 @@ BUCKET = 25 * 2**20  # bytes; default of DistributedDataParallel
 
 
 class BucketSender:
-    """Sender of gradient buckets: starts the exchange of each bucket as soon as all its gradients are complete.
+    """Averages gradients over the ranks during the backward pass, one group of parameters (bucket) at a time.
 
-    All ranks send the buckets in the same order, from the last parameters to the first.
+    A bucket is sent as soon as all its gradients are complete.
 
     Args:
         row: flat gradient vector [d].
         layout: positions of the parameters in `row`.
-        send: function that starts the exchange of a bucket; see `CommunicationHook.start`.
+        send: function that starts to average a bucket; see `CommunicationHook.start`.
         most: maximum number of gradient values in a bucket.
     """
 
@@ -59,18 +59,18 @@ class BucketSender:
         self._sent: list[Mean] = []
 
     def watch(self, module: nn.Module) -> nn.Module:
-        """Register gradient hooks on the module's parameters, which send each complete bucket. Return the module."""
+        """Register gradient hooks on the module, which send each complete bucket. Return the module."""
         for name, parameter in module.named_parameters():
             if name in self._bucket_of:
                 parameter.register_post_accumulate_grad_hook(partial(self._complete, name))
         return module
 
     def begin(self) -> None:
-        """Begin a step: during the next backward pass, send each bucket as soon as it is complete."""
+        """Begin a step: in the next backward pass, buckets are sent."""
         self._missing, self._sent = [set(names) for names in self._names], []
 
     def finish(self) -> list[Mean]:
-        """End a step: send the buckets that have not been sent yet, and return the futures of all buckets."""
+        """End a step: send the remaining buckets, and return the futures of all buckets."""
         if self._missing is None:
             self.begin()
         self._send_complete(len(self._buckets))
@@ -95,10 +95,7 @@ class BucketSender:
 
 
 class ParallelTrainer(RowTrainer):
-    """Trainer of one rank, which trains the rank's workers one after another.
-
-    In rounds that aggregate gradients, `step_along_mean` averages the gradients without storing them for each worker.
-    """
+    """Trainer of one rank, which trains the rank's workers one after another."""
 
     def __init__(self, *arguments: Any, ranks: RankGroup) -> None:
         super().__init__(*arguments)
@@ -125,10 +122,9 @@ class ParallelTrainer(RowTrainer):
         return self._participants
 
     def step_along_mean(self, step: int, context: AggregationContext) -> AggregationStats:
-        """Average the gradients of all workers, and apply the client algorithm's step to the global parameters.
+        """Average the gradients of all workers, and update the global parameters with the mean.
 
-        All ranks compute the same step. Returns the statistics of the aggregation. Raises DivergedError in all ranks if
-        the mean gradient contains NaN or infinity.
+        Returns statistics of the aggregation. Raises DivergedError if the mean contains NaN or infinity.
 
         Args:
             step: number of the step in the round, from 0.
@@ -145,7 +141,7 @@ class ParallelTrainer(RowTrainer):
         return AggregationStats(shares.tolist())
 
     def _mean_gradient(self, step: int, shares: Mapping[int, float]) -> Tensor:
-        """Return the weighted mean [d] of the gradients of all workers on their next batches, the same in all ranks.
+        """Return the weighted mean [d] of the gradients of all workers, the same in all ranks.
 
         The next call overwrites the returned tensor.
 
@@ -172,11 +168,7 @@ class ParallelTrainer(RowTrainer):
         return self._gradient.copy_(self._wire)
 
     def _refuse(self, step: int, context: AggregationContext) -> NoReturn:
-        """Raise DivergedError for a mean gradient with NaN or infinity.
-
-        The gradients of the step are computed again, so that the error can name the workers whose gradients are not
-        finite.
-        """
+        """Raise DivergedError for a mean gradient with NaN or infinity, naming the workers that caused it."""
         bad = torch.zeros(len(context.workers))
         for participant in self._active:
             self._gradient.zero_()

@@ -43,9 +43,9 @@ class Preflight:
         self.settled = self.passed = False
 
     def settle(self, train: TensorData, test: TensorData) -> None:
-        """Take part in the check: compare this rank's software versions, experiment and data with those of other ranks.
+        """Compare this rank's software versions, experiment and data with those of the other ranks.
 
-        Raises ExperimentError in all ranks if a rank differs from rank 0 or has called `fail`.
+        Raises ExperimentError in all ranks if a rank differs from rank 0 or has failed.
         """
         data = {
             f"{name} {part}": digest(tensor)
@@ -60,15 +60,13 @@ class Preflight:
         self.passed = True
 
     def fail(self, error: FedsimError) -> None:
-        """Take part in the check by sending an error of this rank, for which the other ranks raise ExperimentError."""
+        """Tell the other ranks that this rank has failed with `error`. They then raise ExperimentError."""
         self.settled = True
         self._ranks.gather_objects((str(error).splitlines()[0], None))
 
 
 def difference_of(claims: list[Claims]) -> list[str]:
-    """Return an error message about the first rank that differs from rank 0, as a list of one line.
-
-    The message shows the values of both ranks. If all ranks agree, the list is empty.
+    """Return an error message about the first rank that differs from rank 0, in a list; an empty list if all agree.
 
     Args:
         claims: software versions, settings and data hashes of each rank.

@@ -33,22 +33,22 @@ FOREVER = timedelta(days=30)  # timeout of PyTorch's group, in effect none: rank
 
 
 def no_heartbeats() -> int:
-    """Return 0. This is the heartbeat counter of a rank that has no task."""
+    """Return 0, the number of heartbeats of a rank without a task."""
     return 0
 
 
 class RankGroup:
-    """Communication of this rank with the other ranks: PyTorch's process group with timeouts and one-line errors.
+    """Communication of this rank with the other ranks: a PyTorch process group with timeouts and short error messages.
 
     A process has one instance, which `join` creates. All ranks must call the methods that communicate, in the same
-    order. No call blocks the main thread for long, so timeouts and signals always take effect.
+    order.
 
     Attributes:
         index, count: index of this rank, and number of ranks.
         device: device of this rank.
-        backend: torch.distributed backend that exchanges tensors, such as "nccl".
+        backend: torch.distributed backend, such as "nccl".
         reason: why `backend` is not PyTorch's default for the device; None if it is the default.
-        group: PyTorch's process group, for code that communicates within `wait_for`.
+        group: PyTorch's process group.
     """
 
     joined: ClassVar[RankGroup | None] = None
@@ -64,7 +64,7 @@ class RankGroup:
 
     @classmethod
     def join(cls, *, init: str, backend: str | None, timeout: float, device: str) -> RankGroup:
-        """Return the process's only instance. The first call connects the process to the other ranks.
+        """Connect this process to the other ranks, and return the connection. Later calls return the same object.
 
         Args:
             init: address where the ranks connect: `env://` (given by the launcher), `tcp://HOST:PORT` or
@@ -109,7 +109,7 @@ class RankGroup:
         self._spoilt = None
 
     def _meet(self, place: RankInfo, init: str, backend: str | None, deadline: float) -> None:
-        """Connect to the other ranks, and check the connections with a temporary process group.
+        """Connect to the other ranks, and check the connections.
 
         Args:
             place: rank of this process.
@@ -156,11 +156,11 @@ class RankGroup:
 
     @property
     def neighbours(self) -> int:
-        """Number of ranks on this host, including this rank."""
+        """Number of ranks on this machine, including this rank."""
         return self._hosts.count(self._hosts[self.index])
 
     def facts(self) -> dict[str, Any]:
-        """Return the number of ranks, their hosts and the backend, for the run record."""
+        """Return a description of the ranks for the run record: their number, hosts and backend."""
         reason = {"backend_reason": self.reason} if self.reason else {}
         return {"ranks": self.count, "hosts": list(dict.fromkeys(self._hosts)), "backend": self.backend, **reason}
 
@@ -184,7 +184,7 @@ class RankGroup:
         return list(received.split(list(sizes)))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the values that all ranks pass, in the order of the ranks. `value` is a small picklable object."""
+        """Return a list of the values that all ranks pass. `value` is a small picklable object."""
         pickled = torch.from_numpy(np.frombuffer(pickle.dumps(value), np.uint8).copy())
         sizes = torch.zeros(self.count, dtype=torch.int64)
         sizes[self.index] = len(pickled)
@@ -197,13 +197,13 @@ class RankGroup:
 
     @property
     def sums_where_rows_lie(self) -> bool:
-        """Whether the backend can sum tensors on this rank's device, without copies on the host."""
+        """Whether the backend can sum tensors directly on this rank's device, without copies to the CPU."""
         return self.backend != HOST_BACKEND or gloo_can_sum(self.device)
 
     def wait_for(self, begin: Callable[[], Sequence[torch.futures.Future[Any]]]) -> None:
-        """Call `begin`, which starts collective operations, and wait for the returned futures and for the device.
+        """Call `begin`, which starts communication, and wait until the communication has finished.
 
-        Raises WorkerError as soon as another rank fails or stops sending heartbeats.
+        Raises WorkerError as soon as another rank fails or no longer responds.
         """
         self.require_usable()
         pause, cause = self._watchdog.interval, self._watchdog.silences()
@@ -237,7 +237,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Return a context in which this process exits soon after another rank fails, instead of waiting forever."""
+        """Return a context in which this process ends soon after another rank fails, instead of waiting forever."""
         self.require_usable()
         self._watchdog.on_duty = True
         try:
@@ -246,7 +246,7 @@ class RankGroup:
             self._watchdog.on_duty = False
 
     def require_usable(self) -> None:
-        """Raise WorkerError if the ranks can no longer communicate, because an earlier failure has interrupted them."""
+        """Raise WorkerError if the ranks can no longer communicate because of an earlier failure."""
         if self._spoilt:
             raise WorkerError(f"the ranks are out of step after a failure ({self._spoilt}); restart the program")
 
@@ -263,10 +263,7 @@ class RankGroup:
         return self._watchdog.find_cause()
 
     def end_program(self, code: int) -> None:
-        """Exit immediately with status `code` if a rank has failed, because a normal exit could wait for it forever.
-
-        Without a failure, the method does nothing.
-        """
+        """Exit immediately with status `code` if a rank has failed. Otherwise, do nothing."""
         if self._spoilt:
             sys.stderr.flush()
             if self.first:  # rank 0 may run the store, in which other ranks still read the error
@@ -274,11 +271,7 @@ class RankGroup:
             os._exit(code)
 
     def leave(self) -> None:
-        """Leave the group and stop its threads at the end of the program.
-
-        If a thread is blocked, the method exits with status 1, because a thread that returns from C++ after the
-        interpreter's shutdown would abort the process.
-        """
+        """Disconnect from the other ranks at the end of the program."""
         atexit.unregister(self.leave)
         type(self).joined = None
         watchdog = vars(self).pop("_watchdog", None)
@@ -295,10 +288,7 @@ class RankGroup:
             dist.destroy_process_group()
 
     def _do(self, collective: Callable[..., Any], tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Call a collective operation such as `dist.all_reduce`, wait for it, and return `tensor` with its result.
-
-        If the backend is gloo, a copy of the tensor on the host is sent.
-        """
+        """Call a collective operation such as `dist.all_reduce`, and return `tensor` with its result."""
         wire, inputs = tensor, arguments
         if self.backend == HOST_BACKEND:
             wire = tensor.cpu()

@@ -27,17 +27,15 @@ T = TypeVar("T")
 
 
 class Ranks(Group):
-    """Group of ranks (processes without shared memory) from the view of one rank; see `Group` for the methods.
+    """Group of ranks (processes without shared memory); see `Group` for the methods.
 
-    Each rank stores only the rows (flat vectors) of the workers that it trains, in the order of the cohort. The columns
-    of the global parameter vector are divided among the ranks. The width of a rank's part is a multiple of a cache
-    line, so the last ranks may have fewer columns or none.
+    Each rank stores only the updates of the workers that it trains, and the optimizer state of a part of the global
+    parameters.
 
     Args:
-        ranks: process group through which this rank communicates with the others.
+        ranks: connection to the other ranks.
         task: run to compute.
-        shared: tensors of this rank: the rows and buffers of its own workers, and the whole global row. (No tensor is
-            shared between ranks.) The constructor adds the optimizer states of this rank's columns.
+        shared: tensors of this rank. The constructor adds the optimizer states of its part of the parameters.
     """
 
     divided = True
@@ -68,14 +66,17 @@ class Ranks(Group):
         return [(place, row) for row, place in enumerate(assignments[self.index])]
 
     def by_rank(self, slots: Sequence[int]) -> list[list[int]]:
-        """Split `slots` (positions in the cohort) into one list per rank: the slots whose rows the rank stores."""
+        """Return, for each rank, the `slots` (positions of workers in the cohort) whose updates it stores."""
         held: list[list[int]] = [[] for _ in range(self.count)]
         for slot in slots:
             held[self._places[slot][0]].append(slot)
         return held
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:
-        """Return the row number of each slot (position in the cohort), in the rows of the rank that stores it."""
+        """Return where each worker's update is stored: its index in the tensor of the rank that stores it.
+
+        `slots` are positions of workers in the cohort.
+        """
         return [self._places[slot][1] for slot in slots]
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -108,11 +109,11 @@ class Ranks(Group):
         )
 
     def _receive(self, parts: list[Tensor], held: list[list[int]], width: int) -> Tensor:
-        """Send `parts[i]` to rank i, for all ranks, and return the rows received, indexed by slot.
+        """Send `parts[i]` to rank i, for all ranks, and return the rows received, in the order of the cohort.
 
         Args:
             parts: rows to send to each rank.
-            held: for each rank, the slots (positions in the cohort) of the rows that it sends to this rank.
+            held: for each rank, the positions in the cohort of the rows that it sends to this rank.
             width: number of columns of the received rows.
         """
         received = self._ranks.exchange(parts, [len(slots) * width for slots in held])
@@ -134,7 +135,7 @@ class Ranks(Group):
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[list[Any]]:
-        """Return a context that shares the results and the ExperimentError of rank 0 with all ranks; see `Group`."""
+        """Return a context for work that only rank 0 does, whose results are sent to all ranks; see `Group`."""
         told: list[Any] = []
         error = None
         try:
@@ -184,7 +185,7 @@ class Ranks(Group):
                 yield f"{sync}.{name}", part
 
     def barrier(self) -> None:
-        """Do nothing, because ranks already wait for each other in every collective."""
+        """Do nothing, because ranks already wait for each other when they communicate."""
 
     def gather(self, value: T) -> list[T]:
         return self._ranks.gather_objects(value)
@@ -204,14 +205,16 @@ class Ranks(Group):
 
 
 class RankWorkerStates(WorkerStates):
-    """Worker states that one of P ranks stores between rounds: the states of all workers with ID mod P = rank.
+    """Worker states that one rank stores between rounds.
 
-    All ranks must call each method at the same time.
+    With P ranks, rank r stores the states of the workers whose ID mod P is r. All ranks must call each method at the
+    same
+    time.
 
     Args:
         initial: state of a worker before its first round: a flat tensor for each name.
-        group: ranks, with the assignment of the cohort's workers to ranks.
-        ranks: communication with the other ranks.
+        group: ranks, with the assignment of the workers to ranks.
+        ranks: connection to the other ranks.
         limit: bytes of states above which this rank stores them in files; None for no limit.
         folder: folder of these files; None for the system's folder for temporary files.
     """
@@ -247,7 +250,7 @@ class RankWorkerStates(WorkerStates):
             self.rows[name][places] = torch.cat(received).view(-1, len(initial)).to(self.rows[name].device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the worker states for a checkpoint; see `WorkerStates.tensors`.
+        """Return the worker states for a checkpoint.
 
         Rank 0 returns the states of all workers. Every other rank returns only the states that it stores.
         """
@@ -275,11 +278,11 @@ class RankWorkerStates(WorkerStates):
         super().resume(saved)
 
     def _exchanged(self, cohort: Sequence[int], slots: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return two lists that say which worker states this rank exchanges with each rank before and after a round.
+        """Return which worker states this rank exchanges with each other rank before and after a round.
 
-        Entry i of the first list has the slots (positions in the cohort) of the workers that this rank trains and whose
-        state rank i stores. Entry i of the second list has the slots of the workers that rank i trains and whose state
-        this rank stores.
+        Returns two lists with one entry per rank: the workers that this rank trains and that rank stores, and the
+        workers
+        that this rank stores and that rank trains. Workers are given by their positions in the cohort.
         """
         index, count = self._ranks.index, self._ranks.count
         held = self._group.by_rank(slots)

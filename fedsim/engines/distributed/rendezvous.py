@@ -46,9 +46,9 @@ class RankInfo:
 
     Attributes:
         rank, count: index of the rank, and number of ranks.
-        local_rank: index of the rank on its host, which selects the GPU; 0 if the launcher does not set it.
+        local_rank: index of the rank on its machine, which selects the GPU.
         address: host and port where the ranks connect.
-        attempt: number of restarts by torchrun. Keys that earlier attempts wrote to the store are ignored.
+        attempt: how often torchrun has restarted the ranks.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class RankInfo:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> RankInfo | None:
-        """Return the rank that the environment variables `environ` give; None if no launcher has set them.
+        """Return the rank that the environment variables `environ` define; None if no launcher has set them.
 
         Raises ExperimentError if the variables are inconsistent.
         """
@@ -79,7 +79,7 @@ class RankInfo:
     def here(cls) -> RankInfo:
         """Return the rank of this process.
 
-        Raises ExperimentError, with the command to use, if no launcher has started the process.
+        Raises ExperimentError if no launcher has started the process.
         """
         place = cls.of(os.environ)
         if place is None:
@@ -98,15 +98,12 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _address(environ: Mapping[str, str], count: int, local_count: str | None) -> tuple[str, int]:
-    """Return the host and port where the ranks connect.
-
-    The host is MASTER_ADDR if it is set, otherwise SLURM's first host, otherwise this host. The port is MASTER_PORT if
-    it is set, otherwise a hash of the SLURM job's ID, otherwise PyTorch's default.
+    """Return the host and port where the ranks connect, from the variables of torchrun or SLURM.
 
     Args:
         environ: environment variables.
         count: number of ranks.
-        local_count: name of the variable with the number of ranks on this host, if the launcher sets one.
+        local_count: name of the variable with the number of ranks on this machine, if the launcher sets one.
     """
     host = environ.get("MASTER_ADDR")
     slurm_hosts = [_number(environ, name) for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if name in environ]
@@ -133,10 +130,7 @@ def first_host(names: str) -> str | None:
 
 
 def open_store(init: str, place: RankInfo, timeout: float) -> tuple[dist.Store, str]:
-    """Return the key-value store that all ranks share, and the name of the process that keeps it.
-
-    The name is for error messages, such as "rank 0". A store at a loopback address accepts connections from this
-    machine only.
+    """Return the key-value store that all ranks share, and the name of the process that runs it, such as "rank 0".
 
     Args:
         init: address where the ranks connect: `env://` (given by the launcher), `tcp://HOST:PORT`, or `file:///PATH`
@@ -164,11 +158,7 @@ def open_store(init: str, place: RankInfo, timeout: float) -> tuple[dist.Store, 
 
 
 def _wait_for_store(host: str, port: int, timeout: float) -> None:
-    """Wait until a TCPStore answers at `host` and `port`. Raises OSError if none answers within `timeout` seconds.
-
-    This avoids PyTorch's own client, which logs a long traceback for each failed attempt and has no timeout for the
-    answer.
-    """
+    """Wait until a TCPStore answers at `host` and `port`. Raises OSError if none answers within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -192,10 +182,7 @@ def meeting_address(init: str, place: RankInfo) -> tuple[str, int]:
 
 
 def _listen(host: str, port: int) -> int:
-    """Return the file descriptor of a socket that listens only at the address of `host`.
-
-    By default, PyTorch's TCPStore would listen at all local addresses.
-    """
+    """Return the file descriptor of a socket that accepts connections only at the address of `host`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     address = LOOPBACK if host == "localhost" else host, port
     return socket.create_server(address, family=family, backlog=2_048).detach()
@@ -217,9 +204,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def backend_for(name: str | None, device: torch.device, gpus: list[str | None]) -> tuple[str, str | None]:
-    """Return the torch.distributed backend that exchanges tensors, and why it is not PyTorch's default for the device.
-
-    The reason is None if the backend is PyTorch's default.
+    """Return the torch.distributed backend to use, and why it is not PyTorch's default (None if it is the default).
 
     Args:
         name: requested backend; None for the default.

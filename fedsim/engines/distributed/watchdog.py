@@ -25,27 +25,22 @@ Pulses = dict[int, tuple[int, int, bool]]
 
 
 class Watchdog(threading.Thread):
-    """Thread that writes this rank's heartbeats to the store, reads those of the other ranks, and detects failures.
+    """Thread that tells the other ranks that this rank is alive, and detects when another rank fails.
 
-    A heartbeat has three numbers: `ticks` increases while the process lives, `steps` while it computes, and `waits` is
-    1 while it waits for other ranks. PyTorch's timeouts are not sufficient: they treat a rank in a long computation as
-    lost, and a call to the store never returns if the store's process is suspended. So only this thread calls the
-    store, and the main thread waits for this thread with a timeout.
+    Each rank writes heartbeats (counters) to a shared key-value store.
 
     Args:
         store: key-value store of the ranks.
-        keeper: name of the process that keeps the store, for error messages, such as "rank 0".
+        keeper: name of the process that runs the store, for error messages, such as "rank 0".
         rank, count: index of this rank, and number of ranks.
-        steps: function that returns how many steps this rank has made.
-        timeout: seconds after which a rank whose ticks do not increase counts as lost. While a rank waits, the other
-            ranks also count as lost if none of them makes a step within this time.
+        steps: function that returns how many training steps this rank has made.
+        timeout: seconds without a heartbeat or without progress after which a rank counts as failed.
 
     Attributes:
         waits: whether this rank waits for other ranks; set by the caller.
-        on_duty: whether a run is in progress. During a run, the thread ends the process if another rank has failed and
-            this rank does not end by itself.
-        cause: reason why the first rank ended, or the name of a rank that sends no heartbeats; None without a failure.
-        pulses: latest heartbeat (ticks, steps, waits) of each rank that has joined.
+        on_duty: whether a run is in progress. If another rank fails during a run, the thread ends the process.
+        cause: why the first rank failed; None without a failure.
+        pulses: latest heartbeat of each rank that has joined.
     """
 
     def __init__(
@@ -63,10 +58,7 @@ class Watchdog(threading.Thread):
         self._leaving, self._wake = threading.Event(), threading.Event()
 
     def end(self, seconds: float = GRACE) -> bool:
-        """Stop the thread, and return whether it stopped within `seconds`.
-
-        The thread cannot stop while it calls a store whose process is suspended.
-        """
+        """Stop the thread, and return whether it stopped within `seconds`."""
         self._leaving.set()
         self._wake.set()
         self.join(seconds)
@@ -75,7 +67,7 @@ class Watchdog(threading.Thread):
     def silences(self) -> Callable[[], str | None]:
         """Return a function that detects failures while this rank waits; call it once per `interval`.
 
-        The function returns the failure of another rank or of the store as an error message, or None if all is well.
+        The function returns an error message if another rank or the store has failed, and None otherwise.
         """
         answered, looks = self._answered, 0
 
@@ -87,16 +79,13 @@ class Watchdog(threading.Thread):
         return look
 
     def say(self, cause: str) -> str:
-        """Write to the store why this rank ends. Return the reason of the rank that ended first."""
+        """Tell the other ranks why this rank ends. Return the reason of the rank that ended first."""
         self._note = cause
         self._ask()
         return self.cause or cause
 
     def find_cause(self) -> str | None:
-        """Return why another rank has ended, or which ranks have ended without a message; None if no rank has ended.
-
-        The call observes the heartbeats for a few intervals. Ranks without a new heartbeat count as ended.
-        """
+        """Return why another rank has ended, or which ranks no longer respond; None if all ranks are alive."""
         self._ask()
         before, answered = self.pulses, self._answered
         for _ in range(STILL):
@@ -109,7 +98,7 @@ class Watchdog(threading.Thread):
         return self.cause
 
     def _ask(self) -> None:
-        """Let the thread exchange heartbeats with the store now, and wait for at most a second until it has done so."""
+        """Ask the thread to exchange heartbeats now, and wait at most a second for it."""
         asked, deadline = self._asked, time.monotonic() + ANSWER
         self._wake.set()
         while self._answered <= asked and time.monotonic() < deadline:
@@ -132,7 +121,7 @@ class Watchdog(threading.Thread):
             self._wake.wait(self.interval)
 
     def _exchange(self) -> str | None:
-        """Write this rank's heartbeat to the store, and read the heartbeats of all ranks.
+        """Write this rank's heartbeat, and read the heartbeats of all ranks.
 
         Returns why a rank has failed, as an error message; None without a failure.
         """
@@ -180,10 +169,7 @@ def ranks(numbers: list[int]) -> str:
 
 
 def wait_for_all(store: dist.Store, count: int, timeout: float) -> list[int]:
-    """Wait until each of `count` ranks has written a heartbeat to the store.
-
-    Returns the ranks that have not done so within `timeout` seconds; an empty list if all have.
-    """
+    """Wait until all ranks have connected. Return the ranks that have not done so within `timeout` seconds."""
     missing, deadline = list(range(count)), time.monotonic() + timeout
     while (missing := [rank for rank in missing if not store.check([_key(rank)])]) and time.monotonic() < deadline:
         time.sleep(LOOK)

@@ -28,10 +28,9 @@ T = TypeVar("T")
 
 
 class InPool(Backend):
-    """Backend with a pool of processes, which divide workers, columns of the aggregation and test batches among them.
+    """Backend that runs a task in a pool of processes.
 
-    Parameters, gradients and data are in shared memory, or in CUDA memory that the processes open by handle. No large
-    tensor is sent through a pipe.
+    All tensors of the run are in memory that the processes share.
     """
 
     def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
@@ -72,10 +71,7 @@ class InPool(Backend):
         return [result for result, _ in answers]
 
     def _call(self, function: Callable[..., T], *arguments: object) -> list[T]:
-        """Call `function` in every process of the pool, and return the results in the order of the processes.
-
-        The call starts when the device has finished the pending work of this process.
-        """
+        """Call `function` in every process of the pool, and return one result per process."""
         synchronize(self.shared.server.row.device)
         return self._pool.call(function, *arguments)
 
@@ -84,10 +80,7 @@ class InPool(Backend):
         return True
 
     def replace_processes(self) -> None:
-        """Replace all processes by new ones that begin the current task.
-
-        The surviving processes are replaced too, because their state is unknown.
-        """
+        """Replace all processes by new ones that begin the current task again."""
         self._pool.close()
         release_memory(self.shared.server.row.device)
         self._pool = self._new_pool()
@@ -99,11 +92,7 @@ class InPool(Backend):
         return self._pool.at_work
 
     def leave(self) -> None:
-        """Release the task and its memory, first in the processes of the pool, then in this process.
-
-        This process owns the CUDA memory. The other processes must release it before this process frees it. If a
-        process is lost, the error is ignored, because the task is finished and the next task starts a new pool.
-        """
+        """Release the task and its memory in all processes."""
         if not self._began:
             return
         self._began = False
@@ -141,7 +130,7 @@ def _make_executor(
 def _run(
     process: ProcessContext, method: Callable[..., T], *arguments: object
 ) -> tuple[T, list[warnings.WarningMessage]]:
-    """Call a method of this process's executor. Return its result and its warnings, which the parent process shows."""
+    """Call a method of this process's executor. Return its result, and the warnings that it caused."""
     executor = process.state["executor"]
     with executor.environment(), warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("default")

@@ -38,14 +38,11 @@ MIN_LOOKS = 10  # minimum number of heartbeat checks within a timeout
 
 
 class AbortedError(RuntimeError):
-    """Error that a process of a pool raises if the parent aborts the current call, because another process failed."""
+    """Error in a process of a pool when its current call is aborted, because another process has failed."""
 
 
 class HeartbeatTable:
-    """Table in shared memory that tells what each process of a group is doing, with a flag that aborts all processes.
-
-    Process i writes only line i: how often it has reached the barrier, its number of heartbeats, its current worker and
-    round, whether it waits, and which lock or row it holds. The table can be passed to a new process.
+    """Table in shared memory that shows what each process of a group is doing, and whether it is alive.
 
     Args:
         count: number of processes.
@@ -74,29 +71,29 @@ class HeartbeatTable:
         self._cells[LINE * index + place] = value
 
     def heartbeat(self, index: int) -> None:
-        """Count a heartbeat of the calling process, whose index is `index`. Raises AbortedError after `abort`."""
+        """Count a heartbeat of process `index`, which calls this method. Raises AbortedError after `abort`."""
         self._cells[LINE * index + HEARTBEATS] += 1
         if self.aborted:
             raise AbortedError("aborted")
 
     def begin_work(self, index: int) -> None:
-        """Reset the current worker and round of process `index` at the start of a task."""
+        """Forget the current worker and round of process `index`, at the start of a task."""
         self.write(index, WORKER, NO_WORKER)
         self.write(index, ROUND, 0)
 
     def progress(self, index: int) -> tuple[int, int]:
-        """Return how often process `index` has reached a barrier, and whether it waits for other processes (1 or 0)."""
+        """Return how often process `index` has waited for the other processes, and whether it waits now (1 or 0)."""
         return self.read(index, ARRIVALS), self.read(index, WAITING)
 
     def single_worker(self, index: int) -> int | None:
-        """Return the ID of the worker that process `index` trains; None if it trains none, or a stack of workers."""
+        """Return the ID of the worker that process `index` trains; None if it trains none or several."""
         worker = self.read(index, WORKER)
         return worker if worker >= 0 else None
 
     def consequence(self, index: int) -> str:
-        """Return the end of an error message that says which data the death of process `index` may have corrupted.
+        """Return text for an error message that says which data the death of process `index` may have corrupted.
 
-        The result is "" if the process was not writing to shared data.
+        The text is empty if the process was not writing to shared data.
         """
         return CONSEQUENCES.get(self.read(index, HOLDING), "")
 
@@ -120,7 +117,7 @@ class HeartbeatTable:
         return f"between workers, last in round {round}" if round else "before the first worker"
 
     def abort(self) -> None:
-        """Abort the current call: every process raises AbortedError at its next heartbeat, or while it waits."""
+        """Abort the current call: every process soon raises AbortedError."""
         self._cells[LINE * self.count] = 1
 
     @property
@@ -129,15 +126,14 @@ class HeartbeatTable:
 
 
 class HeartbeatTimeout:
-    """Timer of the seconds since the last heartbeat of a process. Call `too_long` at least every `interval` seconds.
+    """Timer that detects when a process has sent no heartbeat for too long. Call `too_long` every `interval` seconds.
 
-    At most `interval` seconds are counted between two calls. So if this program is suspended and resumed, the timer
-    does not count the time in between.
+    Time in which this program is suspended does not count.
 
     Args:
         table: heartbeats of the group.
         index: process to observe.
-        timeout: seconds without a heartbeat after which the process counts as silent.
+        timeout: maximum number of seconds without a heartbeat.
     """
 
     def __init__(self, table: HeartbeatTable, index: int, timeout: float) -> None:
@@ -154,9 +150,9 @@ class HeartbeatTimeout:
 
 
 class Barrier:
-    """Barrier at which process `index` waits for the other processes of a heartbeat table.
+    """Barrier at which process `index` waits for the other processes of its group.
 
-    Data that a process wrote to shared memory before `wait` is visible to all processes after `wait`.
+    What a process wrote to shared memory before the barrier is visible to all processes after it.
     """
 
     def __init__(self, table: HeartbeatTable, index: int) -> None:
@@ -166,9 +162,9 @@ class Barrier:
         self._fence_lock = threading.Lock()
 
     def wait(self) -> None:
-        """Wait until all processes of the group have reached the barrier, that is, called `wait` equally often.
+        """Wait until all processes of the group have called this method.
 
-        Raises AbortedError if the parent aborts the call because another process died or hangs.
+        Raises AbortedError if another process has died or hangs.
         """
         self._crossings += 1
         self._fence()
@@ -190,10 +186,7 @@ class Barrier:
             os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
 
     def _fence(self) -> None:
-        """Execute a memory fence on processors that reorder memory accesses (x86 processors do not).
-
-        The fence acquires and releases a lock, because no memory access is moved across both operations.
-        """
+        """Make all writes to shared memory visible to other processes, on processors that need this."""
         for _ in range(2):
             with self._fence_lock:
                 pass
@@ -201,11 +194,10 @@ class Barrier:
 
 @dataclass
 class ProcessContext:
-    """Context of one process in a group. The index determines the process's share of workers, columns and test batches.
+    """What one process of a group needs to work with the others.
 
     Attributes:
-        monitored: heartbeat table of a process that has no group but is monitored by its parent, such as a job of a
-            comparison; None otherwise.
+        monitored: heartbeat table of a process that has no group but is monitored by its parent; None otherwise.
         index, count: index of the process, and number of processes in the group.
         table: heartbeats of the group.
         barrier: barrier of the group.
@@ -240,24 +232,19 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def working_on(self, worker: int, round: int) -> Iterator[None]:
-        """Return a context in which the process is recorded as training `worker` in `round`, for error messages.
-
-        The record remains if an exception or the death of the process ends the context.
-        """
+        """Return a context that records that this process trains `worker` in `round`, for error messages."""
         self.table.write(self.index, WORKER, worker)
         self.table.write(self.index, ROUND, round)
         yield
         self.table.write(self.index, WORKER, NO_WORKER)
 
     def working_on_several(self, round: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the process is recorded as training a stack of workers, for error messages."""
+        """Return a context that records that this process trains several workers in `round`, for error messages."""
         return self.working_on(SEVERAL_WORKERS, round)
 
     @contextlib.contextmanager
     def holding(self, held: int) -> Iterator[None]:
-        """Return a context in which the process is recorded as holding a lock or writing to a shared row.
-
-        If the process dies in the context, the record remains, so that the error message can warn of half-written data.
+        """Return a context that records that this process holds a lock or writes to shared data, for error messages.
 
         Args:
             held: what the process holds: the constant LOCK or SHARED_ROW.
@@ -268,7 +255,7 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Return a context in which this process is recorded as waiting for other processes.
+        """Return a context that records that this process waits for other processes.
 
         At its end, the context raises AbortedError if the parent has aborted the call.
         """

@@ -43,17 +43,18 @@ START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and send its fi
 
 
 class ProcessPool:
-    """Pool of processes that execute each call together. Use it in a `with` block, or call `close`.
+    """Pool of processes that all execute the same call. Use it in a `with` block, or call `close`.
 
-    The first failure of a process closes the pool. An exception raises WorkerError, and a death or a missing heartbeat
-    raises its subclass ProcessLostError. The processes exit if their parent dies.
+    If a process fails, the pool is closed and WorkerError is raised: its subclass ProcessLostError if the process died
+    or
+    hangs.
 
     Args:
         processes: number of processes.
         threads: number of threads that PyTorch uses in each process; None for PyTorch's default.
         timeout: seconds without a heartbeat after which a process counts as hanging.
-        start_method: "fork" (which spawns processes where forking is unsafe or `threads` is not 1) or "spawn".
-        instead: remedy in error messages, such as a setting that starts no processes.
+        start_method: "spawn", or "fork" (which is used only where it is safe).
+        instead: advice in error messages, such as a setting that starts no processes.
         called: format string that names a process in error messages, such as "process {}", where {} is its index.
         daemon: as in multiprocessing: the processes cannot have children, and Python terminates them at exit.
 
@@ -96,14 +97,13 @@ class ProcessPool:
             raise
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call `function(process, *arguments)` in every process, and return the results in the order of the processes.
+        """Call `function(process, *arguments)` in every process, and return one result per process.
 
         Args:
-            function: function whose first argument is the ProcessContext. The function, the arguments and the results
-                must be picklable. Tensors in shared memory are passed by handle; see `fedsim.system.messages`.
+            function: picklable function, whose first argument is the ProcessContext.
+            arguments: picklable arguments.
 
-        Raises WorkerError if a process fails, its subclass ProcessLostError if a process dies or hangs, or the
-        ExperimentError that a process raised. The pool is then closed.
+        Raises WorkerError if a process fails, or the ExperimentError that a process raised. The pool is then closed.
         """
         try:
             self.begin(function, *arguments)
@@ -137,7 +137,7 @@ class ProcessPool:
         """Return the results of the call started by `begin`; None if they are not complete yet.
 
         Args:
-            ready: result of `wait_for`, which tells which processes have sent something or exited.
+            ready: result of `wait_for`.
 
         Raises the same errors as `call`.
         """
@@ -165,16 +165,16 @@ class ProcessPool:
 
     @property
     def has_started(self) -> bool:
-        """Whether all processes have started and have received the current call, if there is one."""
+        """Whether all processes have started."""
         return self._message is None and not self._starting
 
     def expect_heartbeats(self, timeout: float) -> None:
-        """Start to measure the time since each process's last heartbeat; `timeout` is the maximum in seconds."""
+        """From now on, a process that sends no heartbeat for `timeout` seconds counts as hanging."""
         self._silent_seconds = timeout
         self._silences = [HeartbeatTimeout(self._table, index, timeout) for index in range(self.count)]
 
     def close(self) -> None:
-        """Stop the processes of this pool; see `close_pools`."""
+        """Stop the processes of this pool."""
         close_pools([self])
 
     def __enter__(self) -> ProcessPool:
@@ -185,7 +185,7 @@ class ProcessPool:
 
     @property
     def _pending(self) -> list[int]:
-        """Indices of the processes that have not started or, if all have started, of the processes without a result."""
+        """Indices of the processes from which an answer is still expected."""
         return sorted(self._starting) or [index for index in range(self.count) if index not in self._answers]
 
     def _send(self) -> None:
@@ -225,10 +225,7 @@ class ProcessPool:
             raise WorkerError(f"{where}: {content}")
 
     def _silence(self, pending: list[int]) -> ProcessLostError:
-        """Return the error to raise if none of the processes `pending` sends heartbeats.
-
-        The error names the process that has reached the fewest barriers, which the others probably wait for.
-        """
+        """Return the error to raise if none of the processes `pending` sends heartbeats."""
         index = min(pending, key=self._table.progress)
         if index in self._starting:
             return self._lost(index, f"has not started within {self._silent_seconds:g} s")
@@ -237,7 +234,7 @@ class ProcessPool:
         return self._lost(index, f"has given no sign of life for {self._silent_seconds:g} s", hint=hint)
 
     def _death(self, index: int) -> WorkerError:
-        """Return the error to raise if process `index` has exited or closed its pipe."""
+        """Return the error to raise if process `index` has ended."""
         child = self._children[index]
         child.process.join(GRACE)
         if self.has_started:
@@ -256,7 +253,7 @@ class ProcessPool:
         Args:
             index: index of the process.
             why: what happened, such as "was killed by SIGKILL".
-            activity: what the process was doing, placed before `why` in the message.
+            activity: what the process was doing.
             hint: text at the end of the message.
         """
         self._children[index].process.kill()
@@ -265,9 +262,9 @@ class ProcessPool:
 
 
 def wait_for(pools: Iterable[ProcessPool]) -> list[Any]:
-    """Wait until a process of the pools sends a message or exits, or until the heartbeats must be checked.
+    """Wait until a process of the pools sends a message or ends, or until it is time to check the heartbeats.
 
-    Returns the pipes and process sentinels that are ready, which the caller passes to the method `poll` of each pool.
+    Returns a list that the caller passes to the method `poll` of each pool.
     """
     sources, interval = list[Any](), float("inf")
     for pool in pools:
@@ -278,7 +275,7 @@ def wait_for(pools: Iterable[ProcessPool]) -> list[Any]:
 
 
 def close_pools(pools: Collection[ProcessPool], grace: float = GRACE) -> None:
-    """Stop the processes of `pools` at their next heartbeat. Kill processes that do not exit within `grace` seconds."""
+    """Stop the processes of `pools`. Processes that do not end within `grace` seconds are killed."""
     for pool in pools:
         pool._table.abort()
     with signals_deferred():  # signals wait until the pool is completely closed

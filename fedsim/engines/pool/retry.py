@@ -16,17 +16,16 @@ T = TypeVar("T")
 def retried(
     attempt: Callable[[int], T], retries: int, report: Callable[[ProcessLostError, int], object], attempted: str
 ) -> T:
-    """Call `attempt`, and repeat the call if a process is lost. Return the result of the first successful call.
+    """Call `attempt`, and repeat the call if a process dies. Return the result of the first successful call.
 
     Args:
         attempt: function that is called with the number of the attempt, from 1. From attempt 2 on, the function must
             first restore the initial state.
         retries: maximum number of repetitions.
-        report: function that is called before each repetition, with the ProcessLostError and the number of the failed
-            attempt.
+        report: function that is called before each repetition, with the error and the number of the failed attempt.
         attempted: text before "N times" in the error message, such as "round 3 has been tried".
 
-    Raises WorkerError if a process is lost in the last repetition too.
+    Raises WorkerError if the last repetition fails too.
     """
     for number in itertools.count(1):
         try:
@@ -39,10 +38,10 @@ def retried(
 
 
 def last_error(loss: ProcessLostError, attempt: int, retries: int, attempted: str) -> WorkerError | None:
-    """Return the error to raise if an attempt has failed and was the last one; None if another attempt follows.
+    """Return the error to raise if the last allowed attempt has failed; None if another attempt follows.
 
     Args:
-        loss: error for the lost process, which ended the attempt.
+        loss: error that ended the attempt.
         attempt: number of the attempt, from 1.
         retries: maximum number of repetitions after the first attempt.
         attempted: text before "N times" in the error message, such as "round 3 has been tried".
@@ -62,16 +61,16 @@ def announce(
     run: str = "",
     then: str = "",
 ) -> None:
-    """Warn that a process was lost and is replaced, and record the event.
+    """Warn that a process has died and is replaced, and record the event.
 
     Args:
-        loss: error for the lost process.
+        loss: error for the dead process.
         attempt: number of the failed attempt, from 1.
         retries: maximum number of repetitions.
         note: function that records the event; None to record nothing.
         round: current round; 0 before the first round.
         run: beginning of the warning, which names the run if there are several runs.
-        then: text in the warning that follows "a new process replaces it", such as ", and round 3 is repeated".
+        then: end of the warning, such as ", and round 3 is repeated".
     """
     often = f"restart {attempt} of at most {retries}"
     warnings.warn(f"{run}{loss}; a new process replaces it{then} ({often})", FedsimWarning, stacklevel=5)

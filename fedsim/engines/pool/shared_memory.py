@@ -25,7 +25,7 @@ NOT_HERE = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # errors of an old kernel 
 
 
 def memory_file(nbytes: int) -> int | None:
-    """Create an in-memory file of `nbytes` zeros, and return its descriptor; None if the system has no such files.
+    """Create a file of `nbytes` zeros in memory, and return its descriptor; None if the system has no such files.
 
     Raises ExperimentError if there is not enough memory, or if no more files can be opened.
     """
@@ -49,8 +49,7 @@ def memory_file(nbytes: int) -> int | None:
 def share(tensors: Iterable[Tensor]) -> None:
     """Move all CPU tensors of `tensors` to shared memory, in place. Tensors on other devices do not change.
 
-    Tensors that share a storage still share it afterwards, if all of them are passed. Raises ExperimentError if there
-    is not enough memory.
+    Raises ExperimentError if there is not enough memory.
     """
     distinct = {id(tensor): tensor for tensor in tensors}.values()  # shards may contain the dataset's label tensor
     on_host = [tensor for tensor in distinct if tensor.device.type == "cpu" and not tensor.is_shared()]
@@ -77,10 +76,7 @@ def share(tensors: Iterable[Tensor]) -> None:
 
 
 def _block(nbytes: int) -> Tensor | None:
-    """Return a uint8 tensor [nbytes] in shared memory; None if the system does not support in-memory files.
-
-    PyTorch sends such a tensor to other processes by its file descriptor, without copying the data.
-    """
+    """Return a uint8 tensor [nbytes] in shared memory; None if the system does not support it."""
     descriptor = memory_file(nbytes)
     if descriptor is None:
         return None

@@ -26,7 +26,7 @@ DROPOUT_CALLS_VARY = "the model's dropout calls differ between forward passes"
 
 
 def not_stackable(reason: str) -> ExperimentError:
-    """Return an ExperimentError that says why (`reason`) several models cannot be computed as a stack."""
+    """Return an ExperimentError that says why several models cannot be computed together."""
     return ExperimentError(
         f'engine = "batched": the model cannot be trained in stacks of workers: {reason}; use engine=spawn'
     )
@@ -41,9 +41,7 @@ VALUE_READS = {
 
 
 class PreparedDropout(DropoutMode):
-    """Torch function mode for the forward pass of a stack, which uses precomputed dropout factors.
-
-    A dropout call is replaced by a multiplication with the next factors.
+    """Context in which dropout uses the given masks.
 
     Args:
         factors: scaled dropout masks [samples, ...], one for each dropout call, in call order.
@@ -60,15 +58,14 @@ class PreparedDropout(DropoutMode):
         return factors
 
     def require_all_used(self) -> None:
-        """Raise ExperimentError if the forward pass made fewer dropout calls than expected."""
+        """Raise ExperimentError if the forward pass made fewer dropout calls than there are masks."""
         if next(self._factors, None) is not None:
             raise not_stackable(DROPOUT_CALLS_VARY)
 
 
 class VmapOverrides(PreparedDropout):
-    """Torch function mode for the forward pass of a stack by `torch.func.vmap`.
-
-    Operations whose batching rules in PyTorch are slow or wrong are replaced by the functions in `SUBSTITUTES`.
+    """Context in which some PyTorch functions are replaced by versions that are faster or correct under
+    `torch.func.vmap`.
     """
 
     def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -92,16 +89,16 @@ class EmbeddingOptions(NamedTuple):
 
     @property
     def computed(self) -> bool:
-        """Whether an embedding with these options can be computed for a stack of models."""
+        """Whether an embedding with these options can be computed for several models at once."""
         return self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
 
     def without_gradient_at_padding(self, embeddings: Tensor, words: Tensor, count: int) -> Tensor:
-        """Return the embeddings, detached where the token is `padding_idx`, so that its weight has no gradient.
+        """Return the embeddings, without a gradient for the token `padding_idx`.
 
         Args:
             embeddings: looked-up vectors, [..., width].
             words: token of each vector, [...].
-            count: size of the vocabulary, for a negative `padding_idx`.
+            count: size of the vocabulary.
         """
         if self.padding_idx is None:
             return embeddings
@@ -109,10 +106,7 @@ class EmbeddingOptions(NamedTuple):
 
 
 def _vmapped_embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute F.embedding under vmap without a gradient for `padding_idx`.
-
-    PyTorch's batching rule would compute a gradient for it.
-    """
+    """Compute F.embedding under vmap, without a gradient for `padding_idx`."""
     options = EmbeddingOptions(*args, **kwargs)
     if not options.computed:
         raise not_stackable(
@@ -122,21 +116,20 @@ def _vmapped_embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
 
 
 def _vmapped_group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute F.group_norm under vmap, also for channels_last inputs, for which PyTorch's batching rule fails."""
+    """Compute F.group_norm under vmap, also for channels_last inputs, for which PyTorch fails."""
     return F.group_norm(input.contiguous(), *args, **kwargs)
 
 
 def _vmapped_average_pool(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """F.adaptive_avg_pool2d for channels_last inputs too, which PyTorch pools one row after another with a warning."""
+    """Compute F.adaptive_avg_pool2d under vmap, also for channels_last inputs, for which PyTorch is slow."""
     return F.adaptive_avg_pool2d(input.contiguous(), *args, **kwargs)
 
 
 def _vmapped_batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute F.batch_norm under vmap, also if inputs and running statistics have different dtypes.
-
-    PyTorch's batching rule fails in this case.
+    """Compute F.batch_norm under vmap, also if inputs and running statistics have different dtypes, where PyTorch
+    fails.
     """
     wide = input if running_mean is None else input.to(running_mean.dtype)
     return F.batch_norm(wide, running_mean, running_var, *args, **kwargs).to(input.dtype)
@@ -152,7 +145,7 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class _VmappedLinear(torch.autograd.Function):
-    """`F.linear` as an autograd function whose vmap rule calls `StackedLinear`."""
+    """`F.linear` that is fast under `torch.func.vmap`."""
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -179,11 +172,7 @@ class StackedLinear(torch.autograd.Function):
     """Linear layer with separate weights for each of k models.
 
     Shapes: input [k, batch, i], weight [k, o, i], bias [k, o], output [k, batch, o], for i inputs and o outputs. If
-    `products` is a list, the weight gradient is not computed. Instead, its factors are appended to the list as an
-    OuterProductGrad.
-
-    PyTorch's own backward pass computes the gradient of the transposed weight, [k, i, o]. On a CPU, this layout is
-    several times slower, both to compute and to add to the weight.
+    `products` is a list, the weight gradient is appended to it as an OuterProductGrad instead of being computed.
     """
 
     @staticmethod
@@ -227,11 +216,7 @@ class Options(NamedTuple):
 def stacked_convolution(
     convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> Tensor:
-    """Convolution with separate kernels for each of k models: convolve each model's samples with its own kernels.
-
-    A CPU computes the models one after another. In `benchmarks/convolutions.py`, this is mostly faster than one grouped
-    convolution, and at most 12 percent slower. Other devices use one grouped convolution, whose number of kernel
-    launches does not depend on the number of models.
+    """Convolve each model's samples with its own kernels, for k models at once.
 
     Args:
         convolution: F.conv1d, F.conv2d or F.conv3d.
@@ -247,7 +232,7 @@ def stacked_convolution(
 
 
 def way_on(device: torch.device) -> str:
-    """Return the name of the convolution implementation for `device`: "one by one" on a CPU, otherwise "grouped"."""
+    """Return how convolutions are computed on `device`: "one by one" on a CPU, otherwise "grouped"."""
     return "one by one" if device.type == "cpu" else "grouped"
 
 
@@ -277,14 +262,13 @@ WAYS: dict[str, Callable[..., Tensor]] = {"one by one": one_by_one, "grouped": g
 
 
 class NotMergeableError(Exception):
-    """Error for a model with an operation that cannot be computed on the merged batch of several workers."""
+    """Error for a model that cannot compute the samples of several workers in one batch."""
 
 
 class DataDependenceCheck(OperationCheck):
-    """Torch dispatch mode that raises NotMergeableError if the shape of a result depends on the values in a batch.
+    """Context that raises NotMergeableError if the shape of a result depends on the values in a batch.
 
-    The batches of several workers cannot be merged for such a model. For example, a mixture of experts selects samples
-    by a mask, and it is then unknown to which worker a sample belongs.
+    For example, a mixture of experts selects samples by a mask; it is then unknown to which worker a sample belongs.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -296,16 +280,16 @@ class DataDependenceCheck(OperationCheck):
 
 
 class MergedBatch(PreparedDropout):
-    """Torch function mode for a forward pass of k models on the merged batch of their samples.
+    """Context for a forward pass of k models on one batch that contains the samples of all of them.
 
-    Functions that use stacked parameters are replaced by the functions in `OPERATIONS`. The mode raises
-    NotMergeableError for a function with stacked parameters that is not in `OPERATIONS`, and for functions that read
-    values on the host (`VALUE_READS`).
+    Functions with parameters, such as F.linear, use each model's parameters for its own samples. A function that does
+    not
+    support this raises NotMergeableError.
 
     Args:
         factors: scaled dropout masks [k, batch, ...], one for each dropout call, in call order.
         stacks: parameters and buffers of the k models, [k, ...] each.
-        size: number of samples in the merged batch, k * batch.
+        size: total number of samples, k * batch.
         products: for each tensor in `stacks`, a list that receives its gradient as an OuterProductGrad, or None to
             compute the gradient.
     """
@@ -334,22 +318,22 @@ class MergedBatch(PreparedDropout):
         return OPERATIONS[function](self, *args, **kwargs)
 
     def is_stack(self, value: object) -> bool:
-        """Whether `value` is one of the stacked parameters or buffers of this forward pass."""
+        """Whether `value` contains parameters or buffers of all k models."""
         return id(value) in self._places
 
     def require(self, holds: bool) -> None:
-        """Raise NotMergeableError if `holds` is false, because a stacked operation does not support its arguments."""
+        """Raise NotMergeableError if `holds` is false."""
         if not holds:
             raise NotMergeableError
 
     def require_stacks(self, input: Tensor, *stacks: Tensor | None) -> None:
-        """Raise NotMergeableError unless `stacks` are stacked parameters and `input` has the samples of all models."""
+        """Raise NotMergeableError unless `stacks` are parameters, and `input` samples, of all models."""
         for stack in stacks:
             if stack is not None:
                 self.require(self.is_stack(stack) and (len(stack) == 1 or len(input) % self._size == 0))
 
     def products_of(self, weight: Tensor) -> list[OuterProductGrad] | None:
-        """Return the list that receives the factors of the gradient of `weight`; None to compute the gradient."""
+        """Return the list that receives the gradient of `weight` as an OuterProductGrad; None if it is computed."""
         return self._products[self._places[id(weight)]] if self._products else None
 
     def _has_stack(self, value: object) -> bool:
@@ -427,10 +411,7 @@ def _normalized(
 def _lstm(
     batch: MergedBatch, input: Tensor, state: Sequence[Tensor], parameters: Sequence[Tensor], *args: Any
 ) -> tuple[Tensor, ...]:
-    """Run the LSTMs of the k models one after another.
-
-    The weights of one model then stay in a CPU's cache over all time steps, and oneDNN computes the loop.
-    """
+    """Run the LSTMs of the k models one after another, which is faster on a CPU."""
     *_, dropout, _, _, batch_first = args
     batch.require(not dropout and batch_first)
     stacks = [parameter for parameter in parameters if batch.is_stack(parameter)]

@@ -33,14 +33,14 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the larges
 
 @dataclass(frozen=True)
 class StackingProbe:
-    """Result of a trial run: properties of a model in training mode that decide how a stack of such models is computed.
+    """Properties of a model, found by a trial run, that decide how several such models are computed together.
 
     Attributes:
         dropouts: dropout calls of a forward pass, in call order.
         coupled: whether a sample's output depends on the other samples of the batch, as with BatchNorm.
         merged: whether the batches of k workers can be merged into one batch [k * batch, ...]; otherwise
             `torch.func.vmap` is used.
-        sample_bytes: memory of the activations that the forward pass saves for the backward pass, per sample.
+        sample_bytes: memory per sample for the activations that the backward pass needs.
     """
 
     dropouts: tuple[Dropout, ...]
@@ -52,7 +52,7 @@ class StackingProbe:
     def of(cls, task: RunTask, shared: SharedState) -> StackingProbe:
         """Run the model of a task on a few samples, and return its properties.
 
-        Raises ExperimentError, with the reason, if several such models cannot be computed as a stack.
+        Raises ExperimentError, with the reason, if several such models cannot be computed together.
         """
         if isinstance(task.algorithm, TrainFunction):
             name = show(task.algorithm.name)
@@ -78,10 +78,7 @@ class StackingProbe:
 
 
 def _require_finite(shared: SharedState) -> None:
-    """Raise ExperimentError if the samples of the trial run contain NaN or infinity.
-
-    The outputs on such samples cannot be compared.
-    """
+    """Raise ExperimentError if the samples of the trial run contain NaN or infinity."""
     inputs, _ = shared.data.train.gather(torch.arange(min(MAX_COMPARED_BATCH, len(shared.data.train))))
     bad = int((~inputs.reshape(len(inputs), -1).isfinite().all(1)).sum())
     if bad:
@@ -96,9 +93,9 @@ class ProbeResult(NamedTuple):
 
     Attributes:
         outputs: outputs of the model.
-        buffers: buffers of the model after the pass, [b].
+        buffers: buffers of the model after the pass, as a flat vector.
         dropouts: dropout calls of the pass.
-        sample_bytes: bytes of the activations per sample that are saved for the backward pass.
+        sample_bytes: memory per sample for the activations that the backward pass needs.
     """
 
     outputs: Tensor
@@ -108,19 +105,19 @@ class ProbeResult(NamedTuple):
 
 
 class Trials:
-    """Trial runs of a task's model on the first training samples, which find out whether it can be stacked."""
+    """Trial runs of a task's model, which find out whether several such models can be computed together."""
 
     def __init__(self, task: RunTask, shared: SharedState) -> None:
         self._task, self._train, self.count = task, shared.data.train, min(SAMPLES, len(shared.data.train))
 
     def samples(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the first `count` training samples as a batch. If the data set is smaller, samples are repeated."""
+        """Return a batch of the first `count` training samples, repeated if the data set is smaller."""
         return self._train.gather(torch.arange(count) % len(self._train))
 
     def run(self, batch: tuple[Tensor, Tensor], precision: Precision = FULL) -> ProbeResult:
         """Run the model on a batch in training mode without dropout, and return the result.
 
-        Raises ExperimentError if the model has state or random draws that stacks do not support.
+        Raises ExperimentError if the model cannot be computed together with others.
         """
         task, (inputs, targets) = self._task, batch
         module = task.new_module().train()
@@ -154,9 +151,6 @@ class Trials:
 
     def is_coupled(self, together: ProbeResult) -> bool:
         """Whether a sample's output depends on the rest of its batch, as with BatchNorm.
-
-        The result is also true if the model's buffers change with the batch. The method compares batches that begin
-        with the same samples and end with different samples.
 
         Args:
             together: result of `run` on the first `count` samples.
@@ -194,7 +188,7 @@ class Trials:
         return not self._agree(rolled.outputs, together.outputs.roll(1, 0))
 
     def can_be_merged(self, dropouts: tuple[Dropout, ...]) -> bool:
-        """Whether several models can be computed on the merged batch of their samples, with correct gradients."""
+        """Whether several models can be computed on one batch that contains the samples of all of them."""
         try:
             self.compare_gradients(dropouts, merged=True)
         except Exception:  # the model may fail in any way on a merged batch
@@ -202,14 +196,11 @@ class Trials:
         return True
 
     def compare_gradients(self, dropouts: tuple[Dropout, ...], precision: Precision = FULL, *, merged: bool) -> None:
-        """Raise ExperimentError if a stack of two models has other gradients or buffers than each model alone.
-
-        The models use different samples if the data set is large enough. In reduced precision, the stack is run, but
-        nothing is compared.
+        """Raise ExperimentError if two models that are computed together get other gradients than each model alone.
 
         Args:
             dropouts: dropout calls of a forward pass.
-            precision: precision of the forward pass.
+            precision: precision of the forward pass. In reduced precision, nothing is compared.
             merged: whether to merge the batches of the two models instead of using `torch.func.vmap`.
         """
         task, count = self._task, self.count
@@ -253,10 +244,7 @@ class Trials:
                     raise not_stackable(f"the buffer {entry.name} changes if workers are stacked")
 
     def compare_steps(self) -> None:
-        """Raise ExperimentError if the client algorithm's step on each parameter differs from its step on whole rows.
-
-        A row is the flat vector of all parameters of a model. Stacks make the step for one parameter after another.
-        """
+        """Raise ExperimentError if the client algorithm cannot update one parameter tensor after another."""
         algorithm, module = self._task.algorithm, StackedModule(self._task.new_module)
         if not algorithm.element_wise:  # its steps are always called with whole rows
             return
@@ -280,7 +268,7 @@ class Trials:
             )
 
     def _agree(self, actual: Tensor, reference: Tensor) -> bool:
-        """Whether two tensors agree up to a tolerance, relative to the largest value of `reference`."""
+        """Whether two tensors are equal up to rounding."""
         if not reference.numel():
             return True
         tolerance = TOLERANCE[self._task.dtype] * max(1.0, float(reference.abs().max()))
@@ -288,9 +276,8 @@ class Trials:
 
 
 def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
-    """Return the gradient of a stack of two weight matrices [2, o, i] as an OuterProductGrad.
-
-    Other gradients are returned unchanged.
+    """Return the gradient of two weight matrices [2, o, i] as an OuterProductGrad. Other gradients are returned
+    unchanged.
     """
     if gradient.ndim != 3:
         return gradient

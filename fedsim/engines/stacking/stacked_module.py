@@ -29,7 +29,7 @@ class FeatureTerm(NamedTuple):
     """Loss term that compares a model's features with those of other models; see `ClientAlgorithm.feature_loss`.
 
     Attributes:
-        points: parameters of the other models, a tensor [k, d] for each.
+        points: parameters of the other models: for each of them, a tensor [k, d] with one copy per worker.
         loss: function that takes the features [k, batch, f] of k models and a list of the features of the other models,
             and returns the loss of each sample, [k, batch].
     """
@@ -39,16 +39,15 @@ class FeatureTerm(NamedTuple):
 
 
 class StackedModule:
-    """Module in training mode that computes k models at once, each on its own batch.
+    """Module that computes k models of the same architecture at once, each on its own batch, in training mode.
 
-    The models have the same architecture. The parameters of a model are a flat vector, called a row. The results agree
-    with k separate computations up to rounding.
+    The results agree with k separate computations up to rounding.
 
     Args:
         make: function that returns the module in its initial state.
         objective: loss function, and precision of the forward pass.
-        merged: whether to run the module on the merged batch of all k models, which only some modules support (see
-            `operations`). Otherwise `torch.func.vmap` is used, which takes about a millisecond more per call.
+        merged: whether to merge the batches of all models into one batch, which is faster but not always possible;
+            otherwise `torch.func.vmap` is used.
     """
 
     def __init__(self, make: Callable[[], nn.Module], objective: Objective = DEFAULT, *, merged: bool = False) -> None:
@@ -61,11 +60,11 @@ class StackedModule:
         self._buffer_dtypes = [buffers[entry.name].dtype for entry in self.layout.buffers]
 
     def views(self, rows: Tensor) -> list[Tensor]:
-        """Return a view [k, ...] of `rows` [k, d] for each parameter of the module, without a copy."""
+        """Return a view [k, ...] of `rows` [k, d] for each parameter of the module."""
         return [view_of(rows, entry) for entry in self.layout.parameters]
 
     def unpack_buffers(self, rows: Tensor) -> list[Tensor]:
-        """Return a copy [k, ...] of each buffer, with its dtype in the module, from flat vectors `rows` [k, b]."""
+        """Return a copy [k, ...] of each of the module's buffers from flat vectors `rows` [k, b]."""
         views = [view_of(rows, entry) for entry in self.layout.buffers]
         return [
             (view if dtype.is_floating_point else view.round()).to(dtype, copy=True)
@@ -73,7 +72,7 @@ class StackedModule:
         ]
 
     def pack_buffers(self, buffers: Sequence[Tensor], rows: Tensor) -> Tensor:
-        """Copy buffers [k, ...] to the flat vectors `rows` [k, b], and return `rows`. Inverse of `unpack_buffers`."""
+        """Copy buffers [k, ...] to flat vectors `rows` [k, b], and return `rows`. Inverse of `unpack_buffers`."""
         for entry, buffer in zip(self.layout.buffers, buffers, strict=True):
             view_of(rows, entry).copy_(buffer)
         return rows
@@ -92,16 +91,16 @@ class StackedModule:
     ) -> tuple[Tensor, list[Tensor | OuterProductGrad]]:
         """Return each model's loss [k] on its batch, and a gradient [k, ...] for each parameter.
 
-        The gradients share no memory and may be changed. The list `buffers` receives the new buffers.
-
         Args:
-            parameters, buffers: results of `views` and `unpack_buffers`.
+            parameters, buffers: results of `views` and `unpack_buffers`. The new buffers are written to the list
+                `buffers`.
             inputs, targets: batches of the k models, [k, batch, ...] each.
             weights: weight of each sample in the loss, [k, batch]: 1 / (number of samples in the batch), or 0 for
                 padding.
             factors: scaled dropout masks [k, batch, ...], one for each dropout call, in call order.
-            leave_products: size in bytes of a parameter [k, ...] from which its gradient is returned as an
-                OuterProductGrad, if possible; None to compute all gradients.
+            leave_products: size in bytes from which a parameter's gradient is returned as an OuterProductGrad, if
+                possible;
+                None to compute all gradients.
             term: loss term that is added to the per-sample losses.
         """
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
@@ -129,10 +128,7 @@ class StackedModule:
     def _features(
         self, parameters: list[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
     ) -> Tensor:
-        """Return the features [k, batch, f] of k models with other `parameters` on the same batches.
-
-        The buffers do not change.
-        """
+        """Return the features [k, batch, f] of k models with other `parameters` on the same batches."""
         stacks = parameters, [buffer.clone() for buffer in buffers], inputs.clone(), list(factors)
         *_, features = self._forward(stacks, records=True)
         return self._precision.widened(features)
@@ -184,10 +180,7 @@ class StackedModule:
 
 
 def _places(module: nn.Module, tensor: Tensor) -> Places:
-    """Return all (submodule, name) pairs under which `module` registers a parameter or buffer.
-
-    A tensor that several submodules share has several pairs.
-    """
+    """Return all (submodule, name) pairs under which `module` registers a parameter or buffer."""
     return [
         (part, name)
         for part in module.modules()
@@ -198,15 +191,12 @@ def _places(module: nn.Module, tensor: Tensor) -> Places:
 
 
 def view_of(rows: Tensor, entry: Entry) -> Tensor:
-    """Return a view [k, ...] of the columns of one parameter or buffer in `rows` [k, d], without a copy."""
+    """Return a view [k, ...] of one parameter or buffer in the flat vectors `rows` [k, d]."""
     return rows[:, entry.span].unflatten(1, entry.shape) if entry.shape else rows[:, entry.offset]
 
 
 def _total(parameter: Tensor, gradient: Tensor | None, products: list[OuterProductGrad]) -> Tensor | OuterProductGrad:
-    """Return the gradient of a parameter: the sum of `gradient` (if any) and `products`.
-
-    A single product without `gradient` is returned unchanged. If there is neither, the result is zero.
-    """
+    """Return the gradient of a parameter: the sum of `gradient` and `products`, or zero if there are none."""
     if gradient is None and len(products) == 1:
         return products[0]
     parts = [product.computed() for product in products] + ([] if gradient is None else [gradient])
@@ -214,7 +204,7 @@ def _total(parameter: Tensor, gradient: Tensor | None, products: list[OuterProdu
 
 
 def _owned(gradients: Sequence[Tensor | OuterProductGrad]) -> list[Tensor | OuterProductGrad]:
-    """Return the gradients. A gradient that shares memory with another one, or is not contiguous, is copied."""
+    """Return the gradients, with copies of those that share memory or are not contiguous."""
     owned, seen = list[Tensor | OuterProductGrad](), set[int]()
     for gradient in gradients:
         if isinstance(gradient, Tensor):

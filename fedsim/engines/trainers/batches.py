@@ -28,13 +28,13 @@ Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (inputs, 
 
 
 class WorkItem(NamedTuple):
-    """Work item for a trainer: a worker, and the part of its round to train.
+    """A worker, and the part of its round that a trainer must train.
 
     Attributes:
-        slot: number of the worker's row, which contains its parameters.
+        slot: index of the worker's row, which contains its parameters.
         worker: worker ID.
         round: number of the worker's round.
-        steps: number of steps to train, from the first step of the round; None for all steps of the schedule.
+        steps: number of steps to train, from the first step of the round; None for all steps of the round.
         step: number of the step (from 0) to train only this step; None to train several steps.
         ends: whether the worker's round ends, so that the client algorithm's `finish` is called.
     """
@@ -48,7 +48,7 @@ class WorkItem(NamedTuple):
 
     @property
     def moment(self) -> tuple[int, ...]:
-        """(round,), or (round, step) if the item is a single step. Random draws depend on this tuple."""
+        """(round,), or (round, step) if only one step is trained. Random numbers depend on it."""
         return (self.round,) if self.step is None else (self.round, self.step)
 
 
@@ -97,8 +97,9 @@ class BatchSource:
     def steps(self, worker: int, round: int) -> int:
         """Return the number of steps of a worker in `round`.
 
-        In synchronous SGD, the server trains on its own samples until the last worker has finished. The number of steps
-        for these samples is therefore `sys.maxsize`.
+        For the server's own samples in synchronous SGD, the number is `sys.maxsize`: the server trains until the last
+        worker
+        has finished.
         """
         if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
@@ -109,7 +110,7 @@ class BatchSource:
         return self._task.schedule.batches_per_epoch(self.size(worker))
 
     def steps_of(self, member: WorkItem) -> int:
-        """Return the number of steps that a work item has."""
+        """Return the number of steps that `member` trains."""
         if member.step is not None:
             return 1
         return self.steps(member.worker, member.round) if member.steps is None else member.steps
@@ -120,13 +121,13 @@ class BatchSource:
         return CustomSubset(self._shared.data.train, positions)
 
     def batches(self, worker: int, round: int) -> Batches:
-        """Yield training batches (inputs, targets) of a worker without end, reshuffled in each epoch."""
+        """Yield training batches (inputs, targets) of a worker, shuffled in each epoch. The sequence does not end."""
         train, size = self._shared.data.train, self._task.schedule.batch_size
         epochs = (CustomSubset(train, positions).batches(size) for positions in self.epochs(worker, round))
         return _altered(chain.from_iterable(epochs), self.alteration(worker, round))
 
     def batches_of(self, member: WorkItem) -> Batches:
-        """Yield the training batches (inputs, targets) of a work item."""
+        """Yield the training batches (inputs, targets) of `member`."""
         if member.step is None:
             yield from islice(self.batches(member.worker, member.round), self.steps_of(member))
         else:  # gather only this batch; the next one may never be needed
@@ -134,10 +135,7 @@ class BatchSource:
             yield from _altered([self._shared.data.train.gather(next(iterator))], iterator.alter, member.step)
 
     def iterator_of(self, member: WorkItem) -> RoundIterator:
-        """Return an iterator over the batches of a work item's round, which begins at the item's first step.
-
-        If the item is a single step, the iterator is kept for the worker's next step.
-        """
+        """Return an iterator over the batches of `member`, beginning at its first step."""
         worker, round = member.worker, member.round
         iterator = self._iterators.get(worker) if member.step is not None else None
         if iterator is None or iterator.round != round or iterator.steps_done != member.step:
@@ -149,15 +147,15 @@ class BatchSource:
         return iterator
 
     def positions(self, worker: int, round: int) -> Iterator[Tensor]:
-        """Yield a worker's batches without end, each as a tensor of indices into the dataset, int64 [batch]."""
+        """Yield a worker's batches as tensors of indices into the dataset, int64 [batch]. The sequence does not end."""
         for positions in self.epochs(worker, round):
             yield from positions.split(self._task.schedule.batch_size)
 
     def epochs(self, worker: int, round: int) -> Iterator[Tensor]:
-        """Yield a worker's shuffled sample indices, int64 [samples], for one epoch of the round after another.
+        """Yield a worker's shuffled sample indices, int64 [samples], for one epoch after another. The sequence does not
+        end.
 
-        The tensors are on the task's device. The sequence does not end. With `drop_last`, samples that do not fill the
-        last batch are left out.
+        With `drop_last`, samples that do not fill the last batch are left out.
         """
         epoch = 0
         while True:
@@ -167,22 +165,18 @@ class BatchSource:
             epoch += len(orders)
 
     def announce(self, members: Sequence[WorkItem]) -> None:
-        """Say which work items are trained next, so that the samples of many workers can be shuffled at once."""
+        """Say which workers are trained next, so that their samples can be shuffled all at once."""
         self._coming = [(member.worker, member.round) for member in members if not member.step]
         self._drawn = {}
 
     def orders(self, wanted: Sequence[Epoch]) -> list[Tensor]:
-        """Return the shuffled sample indices of each epoch in `wanted`, a list of (worker, round, epoch).
-
-        Epochs that have not been shuffled yet are shuffled together with further epochs of the announced work items,
-        whose indices are cached.
-        """
+        """Return the shuffled sample indices of each epoch in `wanted`, a list of (worker, round, epoch)."""
         if not all(epoch in self._drawn for epoch in wanted):
             self._drawn |= self._draw([*dict.fromkeys([*wanted, *self._take_coming()])])
         return [self._drawn.pop(epoch) for epoch in wanted]
 
     def _take_coming(self) -> Iterator[Epoch]:
-        """Yield epochs of the announced work items as (worker, round, epoch), as many as may be shuffled at once."""
+        """Yield the next epochs to be shuffled, as (worker, round, epoch)."""
         room = SAMPLES_AT_ONCE
         while self._coming:
             worker, round = self._coming[0]
@@ -198,11 +192,7 @@ class BatchSource:
         return -(-self.steps(worker, round) // self._task.schedule.batches_per_epoch(self.size(worker)))
 
     def _draw(self, wanted: Sequence[Epoch]) -> dict[Epoch, Tensor]:
-        """Shuffle the `wanted` epochs, given as (worker, round, epoch), and return their sample indices by epoch.
-
-        Each order is a random permutation with the key (seed, "batches", round, worker) and the epoch as step; see
-        `fedsim.core.philox`. All permutations are drawn at once on the device.
-        """
+        """Shuffle the `wanted` epochs, given as (worker, round, epoch), and return their sample indices by epoch."""
         task = self._task
         workers = [worker for worker, *_ in wanted]
         keys = [draw_key(task.experiment.seed, "batches", round, worker) for worker, round, _ in wanted]
@@ -217,9 +207,8 @@ class BatchSource:
         return {epoch: order[:count] for epoch, order, count in zip(wanted, positions, counts, strict=True)}
 
     def shards_of(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Return the sample indices of all `workers`, concatenated in one tensor on the device.
-
-        Also return a list with the position in the tensor where the indices of each worker begin.
+        """Return the sample indices of all `workers` in one tensor, and a list of the positions where each worker's
+        begin.
         """
         of_workers = [worker for worker in workers if worker != self.root]
         root = self._shared.data.root.to(self._task.device)
@@ -236,37 +225,37 @@ class BatchSource:
     def samples_seen(self, worker: int, round: int, batch_size: int, purpose: str = "losses") -> Batches:
         """Yield batches that contain each training sample of a worker once, without augmentation.
 
-        The samples are transformed by the partition, and poisoned if the worker is Byzantine. `purpose` is part of the
-        random key.
+        `purpose` is a name on which random numbers depend.
         """
         return _altered(self.shard(worker).batches(batch_size), self.alteration_of_view(worker, round, purpose))
 
     def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
-        """Yield batches of a worker's local test samples, transformed and poisoned like those of `samples_seen`."""
+        """Yield batches of a worker's local test samples."""
         samples = CustomSubset(self._shared.data.train, self._shared.data.worker_tests.of(worker))
         return _altered(samples.batches(batch_size), self.alteration_of_view(worker, round, "local_test_fraction"))
 
     def alteration(self, worker: int, round: int) -> Alteration | None:
-        """Return the function that augments and poisons a worker's batches in training; None if they do not change."""
+        """Return the function that augments and poisons a worker's training batches; None if they do not change."""
         return self._alteration(worker, round, self._task.experiment.data.transforms, ("augment", "poison"))
 
     def alteration_of_view(self, worker: int, round: int, purpose: str) -> Alteration | None:
-        """Return the function that transforms and poisons a worker's batches, without augmentation.
+        """Return the function that transforms and poisons a worker's batches, without augmentation; None if they do not
+        change.
 
-        If the batches do not change, return None. `purpose` is part of the random key.
+        `purpose` is a name on which random numbers depend.
         """
         return self._alteration(worker, round, (), (f"{purpose}_view", f"{purpose}_poison"))
 
     def _alteration(
         self, worker: int, round: int, augment: Sequence[ImageTransform], purposes: tuple[str, str]
     ) -> Alteration | None:
-        """Return a function that applies the partition's transform, augmentations and poisoning; None without any.
+        """Return the function that transforms, augments and poisons a worker's batches; None if there is nothing to do.
 
         Args:
             worker: worker ID.
             round: number of the round.
             augment: augmentations to apply.
-            purposes: names that become part of the random keys, for transforms and for poisoning.
+            purposes: two names, on which the random numbers of transforms and of poisoning depend.
         """
         task, attack, classes = self._task, self._task.experiment.attack.component, self._shared.data.classes
         view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
@@ -293,13 +282,13 @@ class BatchSource:
         return alter
 
     def _random(self, taken: Collection[str], purpose: str, round: int, worker: int) -> dict[str, Callable[[int], Any]]:
-        """Return the sources of random numbers that a transform or an attack takes, by argument name.
+        """Return functions that create the random arguments of a transform or an attack, by argument name.
+
+        Each function takes the number of the step in the round, and returns the argument.
 
         Args:
-            taken: argument names of the transform or attack. Only "draws", "generator" and "rng" have a source.
-            purpose, round, worker: parts of the random key.
-
-        Each source is a function that takes the number of the step in the round, and returns the argument.
+            taken: argument names of the transform or attack. Only "draws", "generator" and "rng" are random arguments.
+            purpose, round, worker: what the random numbers depend on.
         """
         drawn, sources = (self._task.experiment.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
         if "draws" in taken:
@@ -312,9 +301,9 @@ class BatchSource:
 
 
 def _altered(batches: Iterable[tuple[Tensor, Tensor]], alter: Alteration | None, first: int = 0) -> Batches:
-    """Yield the batches, each altered by `alter` (unchanged if None).
+    """Yield the batches, each changed by `alter`, which takes inputs, targets and the number of the step.
 
-    `alter` takes inputs, targets and the number of the step. The first batch has the number `first`.
+    The first batch has the number `first`. If `alter` is None, the batches do not change.
     """
     for step, (inputs, targets) in enumerate(batches, first):
         yield alter(inputs, targets, step) if alter else (inputs, targets)

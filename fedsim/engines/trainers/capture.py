@@ -31,31 +31,26 @@ def can_capture(device: torch.device) -> bool:
 
 
 class GraphPool:
-    """Captures CUDA graphs on one device that share a memory pool and a stream.
+    """Captures CUDA graphs on one device. The graphs share memory, so only one may run at a time.
 
-    Graphs of one pool never run at the same time, so they may use the same memory for intermediate results. Results
-    that must remain until the next replay have to be written to tensors that were allocated before the capture.
+    Results that must remain until the next replay have to be written to tensors that were allocated before the capture.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def capture(self, run: Run) -> Run:
-        """Check that `run` can be captured, capture a call as a CUDA graph, and return a function that replays it.
+        """Capture a call of `run` as a CUDA graph, and return a function that replays it.
 
-        `run` is called several times before the capture, and must use tensors at the same addresses each time.
-
-        Raises ExperimentError if `run` uses an operation that a graph does not support. If the capture fails, its CUDA
-        error is raised. After an error, the random generators and the allocator work as before.
+        `run` is called several times before the capture, and must use the same tensors each time. Raises
+        ExperimentError if
+        `run` uses an operation that a CUDA graph does not support.
         """
         require_capturable(run, self.device)
         return self.record(run)
 
     def record(self, run: Run) -> Run:
-        """Capture a call of `run` as a CUDA graph without a check, and return a function that replays it.
-
-        The device must be a CUDA device.
-        """
+        """Capture a call of `run` as a CUDA graph without a check, and return a function that replays it."""
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -80,10 +75,7 @@ class GraphPool:
         return torch.cuda.Stream(self.device)
 
     def _recover(self) -> None:
-        """Reset the random generator and the allocator after a failed capture.
-
-        PyTorch does this itself from version 2.12 on.
-        """
+        """Reset PyTorch's random generator and memory allocator after a failed capture."""
         generator = torch.cuda.default_generators[self.device.index]
         generator.graphsafe_set_state(generator.clone_state())
         for name in _END_ALLOCATION:
@@ -95,8 +87,7 @@ class GraphPool:
 def require_capturable(run: Run, device: torch.device) -> None:
     """Raise ExperimentError, with the reason, if a CUDA graph does not support the operations of `run`.
 
-    `run` is called twice, and its second call is checked. The first call may do one-time work, such as copying a
-    constant to the device. The global random state is restored afterwards.
+    `run` is called twice. The global random state does not change.
     """
     with preserve_random_state(device):
         run()
@@ -108,7 +99,7 @@ def require_capturable(run: Run, device: torch.device) -> None:
 
 
 class OperationCheck(TorchDispatchMode):
-    """Base class of dispatch modes that do not import PyTorch's compiler, because the import takes over a second."""
+    """Base class for contexts that inspect each PyTorch operation."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -116,13 +107,12 @@ class OperationCheck(TorchDispatchMode):
 
 
 def depends_on_values(function: Any, args: tuple, indexing: Collection[Any]) -> bool:
-    """Whether an operation copies tensor values to the host, or the shape of its result depends on tensor values.
+    """Whether an operation copies tensor values to the CPU, or the shape of its result depends on tensor values.
 
     Args:
         function: operation.
         args: arguments of the call.
-        indexing: operations whose second argument is a list of indices. If an index is a mask, the shape of the result
-            depends on its values.
+        indexing: operations whose second argument is a list of indices.
     """
     if function in indexing:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
@@ -130,11 +120,9 @@ def depends_on_values(function: Any, args: tuple, indexing: Collection[Any]) -> 
 
 
 class CaptureCheck(OperationCheck):
-    """Torch dispatch mode that raises ExperimentError for operations that a CUDA graph does not support.
+    """Context that raises ExperimentError for operations that a CUDA graph does not support.
 
-    These are operations that copy values from the device to the host, or that use tensors on another device. CUDA
-    reports copies to the host only by a failed capture. It does not report CPU tensors at all, but a replay would use
-    the values that they had during the capture.
+    These are operations that copy values from the GPU to the CPU, or that use tensors on another device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -17,21 +17,21 @@ Index = int | slice | Tensor  # selects rows in the `SharedState`: one slot, or 
 
 
 class ClientRounds:
-    """Methods that start and end the workers' local training.
+    """Work before and after the local training of workers.
 
-    A method takes one worker's row [d], or the rows [k, d] of k workers.
+    Each method takes one worker's parameters [d], or the parameters [k, d] of k workers.
     """
 
     def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._task, self._algorithm, self._shared, self._batch_source = task, task.algorithm, shared, batch_source
 
     def start(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> State:
-        """Begin local training: load personal buffers, and return the client algorithm's initial state.
+        """Prepare local training, and return the client algorithm's initial state.
 
         Args:
             rows: parameters that the workers have received, [d] or [k, d].
-            index: index that selects the workers' rows in the shared tensors.
-            members: work items of the workers.
+            index: index of the workers in the tensors of the cohort.
+            members: the workers, each as a `WorkItem`.
         """
         shared, columns = self._shared, self._algorithm.personal_buffers
         if columns.width:
@@ -41,15 +41,13 @@ class ClientRounds:
         return self._task.algorithm_at(members[0].round).start_round(rows, self._round_of(rows, index, members))
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
-        """End local training: store the workers' messages and worker states. The buffers must be stored before.
-
-        The client algorithm may change `rows`.
+        """End local training: store what the workers send and what they keep. The method may change `rows`.
 
         Args:
             rows: parameters after training, [d] or [k, d].
             state: state of the client algorithm.
-            index: index that selects the workers' rows in the shared tensors.
-            members: work items of the workers.
+            index: index of the workers in the tensors of the cohort.
+            members: the workers, each as a `WorkItem`.
         """
         if not members[0].ends:
             return
@@ -65,14 +63,16 @@ class ClientRounds:
         self._keep(worker.kept, index)
 
     def buffers_beside(self) -> Tensor | None:
-        """Return the buffers [cohort, b] of personal models that are trained in addition to the global model.
-
-        Returns None if the client algorithm has no such models.
+        """Return the buffers [cohort, b] of personal models that are trained in addition to the global model; None
+        without them.
         """
         return self._shared.cohort.kept.get(PERSONAL_BUFFERS) if self._algorithm.personal_beside else None
 
     def send_gradients(self, index: Index) -> None:
-        """Replace the gradients in the rows that `index` selects by the gradients that the client algorithm sends."""
+        """Replace the gradients of some workers by what the client algorithm sends instead.
+
+        `index` selects the workers in the tensors of the cohort.
+        """
         if not self._algorithm.alters_gradients:
             return
         rows, worker_state = self._shared.cohort.rows[index], self._kept(index)

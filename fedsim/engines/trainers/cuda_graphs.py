@@ -34,7 +34,7 @@ MOST_SAMPLES = 2**22  # maximum number of samples in these batches: 48 MB of pos
 
 
 def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
-    """Return the reason why a task's training steps cannot be captured as CUDA graphs; None if they can."""
+    """Return why a task's training steps cannot be captured as CUDA graphs; None if they can."""
     if not can_capture(task.device):
         return f"CUDA graphs need a CUDA device, not {task.device.type}"
     if "parameters" not in task.syncs:
@@ -56,12 +56,12 @@ def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
 
 
 class Graph(NamedTuple):
-    """Properties of a captured CUDA graph, which runs a few training steps of a stack.
+    """Size of a captured CUDA graph, which trains several workers for a few steps.
 
     Attributes:
-        rows: number of workers in the stack; a smaller stack is padded with unused rows.
+        rows: maximum number of workers.
         steps: number of steps that one replay runs.
-        masked: whether a mask keeps the parameters of workers without a batch unchanged.
+        masked: whether some workers may have no batch; a mask then keeps their parameters unchanged.
     """
 
     rows: int
@@ -70,12 +70,12 @@ class Graph(NamedTuple):
 
 
 def graphs_of(rows: int, steps: int, unmasked: int) -> Iterator[Graph]:
-    """Yield graphs that run `steps` training steps when they are replayed one after another.
+    """Yield graphs that together run `steps` training steps.
 
     Args:
         rows: number of workers in each graph.
         steps: total number of steps.
-        unmasked: number of steps at the beginning in which all workers have a batch, so that no mask is needed.
+        unmasked: number of steps at the beginning in which all workers have a batch.
     """
     for masked, count in ((False, unmasked), (True, steps - unmasked)):
         for length in STEPS_OF_GRAPHS:
@@ -85,29 +85,24 @@ def graphs_of(rows: int, steps: int, unmasked: int) -> Iterator[Graph]:
 
 
 def sizes_of_stacks(width: int, usual: Iterable[int]) -> list[int]:
-    """Return the stack sizes for which graphs may be captured, ascending.
+    """Return the numbers of workers for which graphs may be captured, ascending.
 
     Args:
-        width: maximum number of workers in a stack, which is the last size.
-        usual: frequent stack sizes, which the result contains. All powers of two below `width` are added.
+        width: largest number of workers that are trained at once.
+        usual: frequent numbers of workers. The result also contains all powers of two below `width`.
     """
     return sorted({*usual, *(2**power for power in range((width - 1).bit_length())), width})
 
 
 class CapturedSteps:
-    """CUDA graphs of the training steps of a stack, with the memory that the graphs use.
-
-    The memory has one row per worker of the largest stack. Smaller stacks use the first rows. A row has no batch in a
-    step if its worker has finished, or if the stack is smaller than the graph. Such a row gets samples of weight 0, and
-    a mask keeps its parameters unchanged.
+    """CUDA graphs that train several workers at once, and the memory that the graphs use.
 
     Args:
         task, shared: run and its tensors.
-        module: module that computes all models of a stack at once.
+        module: module that computes the models of all workers at once.
         dropouts: dropout calls in a forward pass of the model.
-        sizes: stack sizes for which graphs may be captured, ascending.
-        usual: frequent stack sizes, for which a graph of one step is captured at construction. Other graphs are
-            captured when a stack needs them.
+        sizes: numbers of workers for which graphs may be captured, ascending.
+        usual: frequent numbers of workers, for which a graph is captured now. Others are captured when they are needed.
         client_rounds: object whose methods start and end the workers' local training.
 
     Raises the same errors as `GraphPool.capture`.
@@ -149,15 +144,12 @@ class CapturedSteps:
             self._capture(Graph(self._size_for(size), 1, masked=False))
 
     def prepare_for(self, stack: Stack) -> None:
-        """Capture the graphs that a stack needs and that do not exist yet.
-
-        This must be done before the stack's round begins, because a capture runs training steps.
-        """
+        """Capture the graphs that a stack of workers needs. Call this before the round begins."""
         for graph in dict.fromkeys(graph for graphs in self._plan(stack) for graph in graphs):
             self._capture(graph)
 
     def train(self, stack: Stack, heartbeat: Callable[[], None]) -> None:
-        """Train the workers of a stack for a round by replaying graphs. Call `prepare_for` before.
+        """Train a stack of workers for a round by replaying graphs. Call `prepare_for` before.
 
         `heartbeat` is called before each replay.
         """
@@ -176,7 +168,7 @@ class CapturedSteps:
         shared.cohort.rows[stack.index] = state.rows
 
     def _plan(self, stack: Stack) -> list[list[Graph]]:
-        """Return which graphs to replay in the stack's round: a list of graphs for each block of steps."""
+        """Return which graphs to replay in a round: a list of graphs for each block of steps."""
         rows = self._size_for(len(stack))
         unmasked = stack.steps[-1] if rows == len(stack) else 0
         plan = []
@@ -193,7 +185,7 @@ class CapturedSteps:
             self._graphs[graph] = self._pool.capture(partial(self._take_steps, graph))
 
     def _start(self, stack: Stack) -> None:
-        """Begin a round: copy the workers' rows, states and buffers to the graphs' tensors, and reset the losses."""
+        """Begin a round: copy the workers' parameters, states and buffers to the graphs' tensors."""
         shared, state = self._shared, self._state.of(slice(0, len(stack)))
         state.rows.copy_(shared.cohort.rows[stack.index])
         for name, fresh in self._client_rounds.start(state.rows, stack.index, stack.members).items():
@@ -207,7 +199,7 @@ class CapturedSteps:
         self._step_number.zero_()
 
     def _load(self, block: StepBatch) -> None:
-        """Copy the batches of a block of steps to the tensors that the graphs read."""
+        """Copy the batches of several steps to the tensors that the graphs read."""
         steps, members = block.sizes.shape
         for room, values in (
             (self._positions, block.positions),
@@ -220,10 +212,7 @@ class CapturedSteps:
             self._samples[:steps, members:] = 0
 
     def _take_steps(self, graph: Graph) -> None:
-        """Run the training steps of `graph`, starting with step `_step_number` of the round.
-
-        This call is captured as the CUDA graph.
-        """
+        """Run the training steps that are captured as `graph`."""
         rows, batch = graph.rows, self._positions.shape[2]
         places = (self._step_number + self._ahead[: graph.steps]).remainder_(
             self._steps
@@ -251,7 +240,7 @@ class CapturedSteps:
 
 
 class CUDAGraphCache:
-    """CUDA graphs of a trainer's steps, or the reason (`refusal`) why the trainer uses none.
+    """CUDA graphs of a trainer, or the reason (`refusal`) why it uses none.
 
     Args:
         make: function that captures the first graphs and returns them.
@@ -278,7 +267,7 @@ class CUDAGraphCache:
 
     @contextlib.contextmanager
     def _refusing_after_failures(self) -> Iterator[None]:
-        """Return a context that suppresses errors. An error causes a warning, and CUDA graphs are no longer used."""
+        """Return a context in which an error only causes a warning, and CUDA graphs are no longer used."""
         try:
             yield
         except Exception as error:

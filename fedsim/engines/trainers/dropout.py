@@ -52,7 +52,7 @@ class Dropout:
 
     @classmethod
     def of(cls, function: Callable[..., Tensor], inputs_shape: torch.Size, p: float) -> Dropout:
-        """Return the description of the call `function(inputs, p)` for inputs of shape `inputs_shape`."""
+        """Return the description of a dropout call for inputs of shape `inputs_shape`."""
         shape = tuple(inputs_shape[1:])
         if function in FEATURE_DROPOUTS:  # without a batch dimension, channels are the first dimension
             channels = shape[:1] if len(inputs_shape) != UNBATCHED_NDIM.get(function) else (1,)
@@ -61,10 +61,9 @@ class Dropout:
 
 
 class DropoutMode(TorchFunctionMode):
-    """Torch function mode that replaces each dropout call by a multiplication with factors.
+    """Context that replaces each dropout call by a multiplication with given factors.
 
-    The factors are a scaled dropout mask, with the values 0 and 1 / (1 - p). Subclasses override `call_function` to
-    change calls of other functions.
+    The factors are a dropout mask with the values 0 and 1 / (1 - p).
 
     Args:
         factors_of: `factors_of(dropout, samples)` returns the factors [samples, ...] of a dropout call, or None to
@@ -93,7 +92,7 @@ class DropoutMode(TorchFunctionMode):
 
 
 class Recording(DropoutMode):
-    """Torch function mode that omits dropout, and records each dropout call and its number of samples."""
+    """Context that omits dropout, and records each dropout call and its number of samples."""
 
     def __init__(self) -> None:
         super().__init__(self._note)
@@ -119,7 +118,7 @@ def _dropout_arguments(
 
 
 def layer_key(seed: int, round: int, worker: int) -> int:
-    """Return the key (an integer) from which a worker's dropout masks in a round are drawn."""
+    """Return a random seed for a worker's dropout masks in a round."""
     return draw_key(seed, "layers", round, worker)
 
 
@@ -134,17 +133,14 @@ def dropout_factors(
 ) -> list[Tensor]:
     """Return the scaled mask of each dropout call, with the values 0 and 1 / (1 - p), as [steps, k, batch, ...].
 
-    The factors are on the device of `keys`. No values are copied between host and device, so that a CUDA graph can
-    capture this call.
-
     Args:
-        keys: random key of each of k workers, int64 [k]; see `layer_key`.
+        keys: random seed of each of k workers, int64 [k]; see `layer_key`.
         first_step: number of the first step in the worker's round; int, or int64 [] or [k] on the same device.
         steps: number of steps.
         batch: number of samples; a smaller batch uses the first factors.
         dropouts: dropout calls of a forward pass, in call order.
         dtype: dtype of the factors.
-        first_layer: number of the first dropout call among all dropout calls of a forward pass.
+        first_layer: number of the first of these dropout calls among all dropout calls of a forward pass.
     """
     if not dropouts:
         return []
@@ -159,16 +155,16 @@ def dropout_factors(
 
 @dataclass
 class FactorsAhead:
-    """Dropout factors (scaled masks) of k workers, generated for several steps at once.
+    """Dropout masks of k workers, generated for several steps at once.
 
     Args:
-        keys: random key of each worker, int64 [k]; see `layer_key`.
+        keys: random seed of each worker, int64 [k]; see `layer_key`.
         steps: maximum number of steps.
         batch: maximum number of samples in a batch.
         dropouts: dropout calls of a forward pass, in call order.
-        dtype: dtype of the factors.
+        dtype: dtype of the masks.
         first_step: number of the first step in each worker's round, int64 [k]; None for 0.
-        blocks: approximate number of Philox blocks (of four 32-bit random words) to generate at once on a CPU.
+        blocks: approximate number of random blocks (of four 32-bit words) to generate at once on a CPU.
     """
 
     keys: Tensor
@@ -186,9 +182,9 @@ class FactorsAhead:
         self._begin = self._end = self._rows = 0
 
     def of(self, step: int, rows: int) -> list[Tensor]:
-        """Return the factors [rows, batch, ...] of each dropout call in step number `step` (from 0).
+        """Return the scaled masks [rows, batch, ...] of each dropout call in step number `step` (from 0).
 
-        Only the factors of the first `rows` workers are returned.
+        The masks are those of the first `rows` workers.
         """
         if not self.dropouts:
             return []
@@ -204,12 +200,12 @@ class FactorsAhead:
 
 
 class RowDropout:
-    """Dropout of workers that are trained one after another in one process.
+    """Dropout of workers that are trained one after another.
 
     Attributes:
         round: dropout of the worker whose forward pass is running; None outside of a forward pass.
-        module_calls: number of dropout calls made by dropout modules (nn.Dropout and similar).
-        by_modules: whether dropout modules make all dropout calls of the model; set when `calls` is computed.
+        module_calls: number of dropout calls made by modules such as nn.Dropout.
+        by_modules: whether such modules make all dropout calls of the model; set when `calls` is computed.
     """
 
     def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
@@ -218,11 +214,7 @@ class RowDropout:
         self.round: RoundDropout | None = None
 
     def new_module(self) -> nn.Module:
-        """Return a new module of the task whose dropout layers (such as nn.Dropout) take their masks from this object.
-
-        A torch function mode would handle all dropout calls, but it also intercepts all other calls of the forward
-        pass. This takes about a tenth of a small model's step, so the mode is used only if `by_modules` is false.
-        """
+        """Return a new model whose dropout layers (such as nn.Dropout) take their masks from this object."""
         model = self._task.new_module()
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in FUNCTIONS:
@@ -232,11 +224,9 @@ class RowDropout:
 
     @cached_property
     def calls(self) -> tuple[Dropout, ...]:
-        """Dropout calls of a training forward pass, recorded on the first samples of the dataset.
+        """Dropout calls of a training forward pass, in call order.
 
-        The tuple is empty if the model fails on these samples, because training then reports the error. It is also
-        empty if the backward pass calls dropout again, as in activation checkpointing. Checkpointing restores the state
-        of PyTorch's generator, so dropout must use this generator.
+        The tuple is empty if they cannot be determined; dropout then uses PyTorch's random generator.
         """
         train, self.module_calls = self._shared.data.train, 0
         inputs, targets = train.gather(torch.arange(min(self._task.schedule.batch_size, len(train))))
@@ -254,7 +244,10 @@ class RowDropout:
         return calls if len(recording.dropouts) == len(calls) else ()
 
     def of(self, worker: int, round: int, steps: int | None = None) -> RoundDropout:
-        """Return the dropout of a worker in a round of `steps` steps (by default, the number of its schedule)."""
+        """Return the dropout masks of a worker in a round.
+
+        `steps` is the number of steps; by default, as many as the worker trains in this round.
+        """
         task, batch_source = self._task, self._batch_source
         steps = batch_source.steps(worker, round) if steps is None else steps
         key = torch.tensor([layer_key(task.experiment.seed, round, worker)], device=task.device)
@@ -262,12 +255,11 @@ class RowDropout:
 
 
 class RoundDropout:
-    """Dropout of one worker in one round, for workers that are trained one after another.
+    """Dropout masks of one worker in one round, for workers that are trained one after another.
 
     Args:
-        of_rows: dropout of the process, with the recorded dropout calls. The masks of these calls are generated for
-            several steps at once. The mask of any other dropout call is generated at the call.
-        key: random key of the worker in the round, int64 [1]; see `layer_key`.
+        of_rows: dropout of the process, with the recorded dropout calls.
+        key: random seed of the worker in the round, int64 [1]; see `layer_key`.
         steps: maximum number of steps.
         batch: maximum number of samples in a batch.
         round: number of the round.
@@ -278,13 +270,13 @@ class RoundDropout:
         self._ahead = FactorsAhead(key, steps, batch, of_rows.calls, of_rows.dtype, blocks=BLOCKS_PER_ROW)
 
     def factors(self, step: int, samples: int) -> list[Tensor]:
-        """Return the factors (scaled masks) [samples, ...] of each recorded dropout call in step number `step`."""
+        """Return the scaled masks [samples, ...] of each recorded dropout call in step number `step`."""
         return [factors[0, :samples] for factors in self._ahead.of(step, 1)]
 
     def at(self, step: int, samples: int) -> AbstractContextManager[Any]:
         """Return a context in which forward passes use the dropout masks of step number `step`.
 
-        `samples` is the number of samples in the batch. If the model has no dropout, the context does nothing.
+        `samples` is the number of samples in the batch.
         """
         return self._at(step, samples) if self._of_rows.calls else nullcontext()
 
@@ -302,7 +294,7 @@ class RoundDropout:
             self._of_rows.round = None
 
     def factors_of(self, dropout: Dropout, samples: int) -> Tensor:
-        """Return the factors (scaled mask) [samples, ...] of `dropout`, the next dropout call in the forward pass."""
+        """Return the scaled mask [samples, ...] of `dropout`, the next dropout call in the forward pass."""
         layer, calls = self._layer, self._of_rows.calls
         self._layer += 1
         if layer < len(calls) and dropout == calls[layer] and len(self._factors[layer]) == samples:
@@ -311,7 +303,7 @@ class RoundDropout:
 
 
 class _DropoutModule(nn.modules.dropout._DropoutNd):
-    """Dropout layer that multiplies its inputs by the scaled mask of the current worker and step."""
+    """Dropout layer that uses the mask of the current worker and step."""
 
     of_rows: RowDropout
     function: Callable[..., Tensor]
@@ -335,6 +327,6 @@ DROPOUT_MODULES = {
 
 
 def _backward_under_modes(loss: Tensor) -> None:
-    """Run `loss.backward()` so that active torch function modes also intercept functions of the backward pass."""
+    """Run `loss.backward()` so that active torch function modes also see the functions called in the backward pass."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)

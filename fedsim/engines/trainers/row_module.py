@@ -20,11 +20,10 @@ SKIPPED_ATTRIBUTES = {"_parameters", "_buffers", "_modules", "training"}  # attr
 
 
 class RowModule:
-    """Module that is used for one worker after another, as if each worker had a new module.
+    """Module that trains one worker after another, as if each worker had a new module.
 
-    For each worker, the module's parameters become views of the worker's row (a flat vector [d]), and the worker's
-    persistent buffers are copied to the module. If training has changed attributes or non-persistent buffers, a new
-    module is created for the next worker.
+    For each worker, the module's parameters become views of the worker's flat parameter vector [d], and the worker's
+    buffers are copied to the module.
 
     Args:
         make: function that returns the module in its initial state, which must be the same at every call.
@@ -39,9 +38,12 @@ class RowModule:
         self._rows: tuple[Tensor, Tensor] | None = None
 
     def load(self, row: Tensor, gradient: Tensor, buffers: Tensor) -> None:
-        """Load a worker: make the parameters views of `row` [d], and their gradients views of `gradient` [d].
+        """Load a worker's model.
 
-        The flat vector `buffers` [b] is copied to the module's buffers.
+        Args:
+            row: parameters [d]. The module's parameters become views of this tensor.
+            gradient: gradients [d]. The gradients of the module's parameters become views of this tensor.
+            buffers: buffers [b], which are copied.
         """
         if self.changed():
             self.module, self._rows = self._make(), None
@@ -52,10 +54,9 @@ class RowModule:
 
     @contextmanager
     def lent(self) -> Iterator[nn.Module]:
-        """Return a context that provides the module for user code, which may also replace the data of parameters.
+        """Return a context that provides the module for user code. At the end, its parameters are copied back.
 
-        The gradients are None at the start. At the end, the parameters are copied to the row. Raises ExperimentError if
-        names or shapes of parameters have changed.
+        Raises ExperimentError if names or shapes of parameters have changed.
         """
         assert self._rows is not None
         (row, gradient), self._rows = self._rows, None  # so that the module counts as unbound after an error
@@ -73,9 +74,9 @@ class RowModule:
         self._rows = row, gradient
 
     def store(self, buffers: Tensor) -> None:
-        """Copy the module's buffers to the flat vector `buffers` [b]. The parameters are views of the row, not copied.
+        """Copy the module's buffers to the flat vector `buffers` [b]. (The parameters need no copy.)
 
-        Raises ExperimentError if a parameter is no longer a view of the row, or a frozen parameter has changed.
+        Raises ExperimentError if the training has replaced a parameter or changed a frozen one.
         """
         assert self._rows is not None
         loose = self.layout.unbound(self.module, *self._rows)
@@ -98,7 +99,7 @@ class RowModule:
         self.layout.read_buffers(self.module, out=buffers)
 
     def changed(self) -> bool:
-        """Whether attributes or non-persistent buffers of the module have changed since construction."""
+        """Whether attributes or non-persistent buffers of the module have changed since it was created."""
         return differ(self._start, self.module)
 
 

@@ -29,19 +29,18 @@ from fedsim.system.devices import wide_dtype
 
 
 class Trainer(Protocol):
-    """Interface of trainers, which train the workers of one process.
+    """Base class of trainers, which train the workers of one process.
 
-    A worker's row is the flat vector of its parameters or gradients. Rows, buffers and losses are stored in the
-    `SharedState`. Every process creates its own trainer with the arguments (process, task, shared, batch_source).
+    A worker's row is the flat vector of its parameters or gradients. Results are written to the `SharedState`.
     """
 
     @property
     def width(self) -> int | None:
-        """Maximum number of workers that are trained together in a stack; None if workers are trained one by one."""
+        """Maximum number of workers that are trained at once; None if workers are trained one by one."""
 
     @property
     def replays(self) -> Any:
-        """CUDA graphs of the training steps, as a CUDAGraphCache; None if this trainer never uses CUDA graphs."""
+        """CUDA graphs of the training steps; None if this trainer never uses CUDA graphs."""
 
     def train(self, members: Sequence[WorkItem]) -> None:
         """Train each worker of `members` on its own samples.
@@ -50,18 +49,15 @@ class Trainer(Protocol):
         """
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
-        """Compute each worker's mean gradient over all its samples, at the parameters in the worker's row.
-
-        The gradients are written to `CohortRows.full_gradients`.
-        """
+        """Compute each worker's mean gradient over all its samples, at the parameters in the worker's row."""
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> Any:
-        """Begin a round of synchronous SGD for the workers of `members`. Their rows will contain gradients."""
+        """Begin a round of synchronous SGD for these workers. Their rows will contain gradients."""
 
     def gradients(self, step: int) -> None:
         """Compute the gradient of the global model on each worker's next batch, and write it to the worker's row.
 
-        Workers whose round has no step number `step` are skipped.
+        Workers that have no more batches are skipped.
         """
 
     def end_gradient_round(self) -> None:
@@ -73,14 +69,14 @@ class SyncParticipant:
     """Worker in a round of synchronous SGD.
 
     Attributes:
-        member: work item of the worker.
-        module: module bound to the worker's gradient.
+        member: the worker and the steps to train, as a `WorkItem`.
+        module: model that writes its gradient to the worker's row.
         batches: remaining batches of the round.
         dropout: dropout masks of the worker in the round.
         loss_sum: sum of the losses of all samples so far.
         samples: number of samples so far.
         batch: batch of the current step.
-        draws: whether layers may use the global random generators, which then must be seeded.
+        draws: whether the model may use PyTorch's global random generators, which then must be seeded.
     """
 
     member: WorkItem
@@ -93,7 +89,7 @@ class SyncParticipant:
     draws: bool = True
 
     def count(self, loss: Tensor) -> None:
-        """Add the current batch, with the mean loss `loss`, to the loss sum and the number of samples."""
+        """Count the current batch, which has the mean loss `loss`."""
         self.loss_sum.add_(loss, alpha=self.batch_size)
         self.samples += self.batch_size
 
@@ -151,17 +147,14 @@ class RowTrainer:
         return LocalSteps(self._task, member, batches, module, row, gradient, state, dropout, self._points, beside)
 
     def _call(self, function: TrainFunction, member: WorkItem, module: RowModule, data: Batches) -> float:
-        """Train a worker's model by calling the user's training function, and return the mean loss."""
+        """Train a worker's model with the user's training function, and return the mean loss."""
         batches = RoundBatches(data, self._batch_source.steps_of(member), self._dropout_of(member).at)
         precision = self._objective.precision
         with module.lent() as model, precision.forwards_of(model, self._task.device), closing(batches):
             return function(model, batches, member.worker)
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
-        """Compute each worker's mean gradient over all its samples; see `Trainer.full_gradients`.
-
-        Dropout masks are drawn as if the batches were further steps after the last step of the round.
-        """
+        """Compute each worker's mean gradient over all its samples; see `Trainer.full_gradients`."""
         task, shared, module = self._task, self._shared, self._modules[0]
         for member in members:
             with self._process.working_on(member.worker, member.round):
@@ -216,7 +209,7 @@ class RowTrainer:
     def _loss_of(self, participant: SyncParticipant, step: int) -> Tensor:
         """Return the mean loss on the participant's current batch, without a backward pass.
 
-        `step` is the number of the step in the round, on which random draws depend.
+        `step` is the number of the step in the round.
         """
         assert participant.batch is not None
         if participant.draws:
@@ -237,15 +230,11 @@ class RowTrainer:
         return loss.detach()
 
     def seed_layers(self, member: WorkItem, round: int, *step: int) -> None:
-        """Seed PyTorch's global generators for a worker's forward passes, because layers other than dropout use them.
-
-        The seed must differ from the random key of dropout. PyTorch's GPU generator is also Philox, so equal keys would
-        produce equal random numbers.
-        """
+        """Seed PyTorch's global random generators for a worker's forward passes."""
         seed_everything(self._task.device, self._task.experiment.seed, "forward", round, member.worker, *step)
 
     def _dropout_of(self, member: WorkItem) -> RoundDropout:
-        """Return the dropout of a work item's round. After a single step, it is kept for the worker's next step."""
+        """Return the dropout masks of `member` in its round."""
         worker, round = member.worker, member.round
         if member.step is None:
             return self._dropout.of(worker, round, member.steps)
@@ -267,12 +256,12 @@ class PointModules:
 
     @cached_property
     def room(self) -> tuple[Tensor, Tensor]:
-        """Preallocated tensors [d] for the parameters and the gradient of one of the modules."""
+        """Tensors [d] for the parameters and the gradient of one of the modules."""
         return torch.empty_like(self._shared.server.row), torch.empty_like(self._shared.server.row)
 
     @cached_property
     def buffers(self) -> Tensor:
-        """Preallocated tensor [b] for the buffers of one of the modules."""
+        """Tensor [b] for the buffers of one of the modules."""
         return torch.empty_like(self._shared.server.buffers)
 
     def at(self, number: int, point: Tensor, gradient: Tensor, buffers: Tensor) -> RowModule:
@@ -293,21 +282,17 @@ class PointModules:
 
 @dataclass
 class LocalSteps:
-    """Local training steps of one worker, with the optimizer interface that `train_epoch` expects.
-
-    The class accumulates and clips gradients. It supports loss terms that compare features with those of other models
-    (`ClientAlgorithm.feature_loss`), and steps that need the gradient on their batch at other parameters
-    (`ClientAlgorithm.step_rows`).
+    """Local training steps of one worker, with the methods of an optimizer.
 
     Attributes:
         task: run to compute.
-        member: work item of the worker.
+        member: the worker and the steps to train, as a `WorkItem`.
         batches: number of batches that remain to be trained.
         module: module whose parameters are views of `row` [d] and whose gradients are views of `gradient` [d].
         state: state of the client algorithm.
         dropout: dropout masks of the worker in the round.
         points: modules for gradients and features at other parameters.
-        buffers_beside: buffers [b] of a personal model that is trained in addition to the row; None without one.
+        buffers_beside: buffers [b] of a personal model that is trained in addition; None without one.
         steps: number of client algorithm steps so far.
         accumulated: number of batches since the last client algorithm step.
     """
@@ -336,7 +321,7 @@ class LocalSteps:
     def backward(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None) -> Tensor:
         """Compute the mean loss of a batch, add its gradient to the parameters' `.grad`, and return the detached loss.
 
-        `loss` is ignored, because the loss of the experiment's task is used.
+        The argument `loss` is ignored.
         """
         self._batch = inputs, targets
         masks = partial(self.dropout.at, self._batch_number, len(inputs))
@@ -368,9 +353,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def _features_at(self, place: int, masks: Callable[[], AbstractContextManager[Any]]) -> Tensor:
-        """Return another model's features of the current batch, for the algorithm's loss term on features.
-
-        The worker's buffers do not change.
+        """Return another model's features of the current batch.
 
         Args:
             place: number of the other model, from 0.
@@ -384,10 +367,7 @@ class LocalSteps:
         return precision.widened(recorded.of(len(inputs)))
 
     def _gradient_at(self, point: Tensor) -> Tensor:
-        """Return the gradient [d] on the current batch at the parameters `point` [d].
-
-        The buffers of the trained model do not change.
-        """
+        """Return the gradient [d] on the current batch at the parameters `point` [d]."""
         buffers = self._buffers_of_row() if self.buffers_beside is None else self.buffers_beside
         row, gradient = self.points.room
         module = self.points.at(0, row, gradient, buffers)
@@ -405,10 +385,7 @@ class LocalSteps:
 
 
 class RoundBatches:
-    """Iterable over the batches (inputs, targets) of a round for a user's training function. It can be read only once.
-
-    While the function uses a batch, its forward passes use the dropout masks of this batch. After the last batch,
-    `close` ends the use of its masks.
+    """Iterable over the batches (inputs, targets) of a round, for a user's training function. It can be read only once.
 
     Args:
         batches: batches of the round.

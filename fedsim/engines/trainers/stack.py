@@ -19,7 +19,7 @@ STEPS_AT_A_TIME = 256  # number of steps whose sample positions are copied to th
 
 
 class StepBatch(NamedTuple):
-    """Batches of m workers of a stack, for one training step or several steps.
+    """Batches of m workers that are trained together, for one training step or several steps.
 
     With several steps, all tensors have a leading dimension [steps, ...], and a worker that has finished has batches of
     size 0.
@@ -27,10 +27,9 @@ class StepBatch(NamedTuple):
     Attributes:
         step: number of the (first) step, counted from 0 at the start of the workers' training.
         members: positions of the m workers in the stack: a range, or a list if they are not consecutive.
-        sizes: number of samples in each worker's batch, [m], on the host.
+        sizes: number of samples in each worker's batch, [m], on the CPU.
         counts: the same numbers as `sizes`, in floating point on the device.
-        positions: positions of the samples in the data set, int64 [m, batch]. Padding repeats the first sample of the
-            batch, because NaN would reach the loss even with weight 0.
+        positions: indices of the samples in the data set, int64 [m, batch]. Short batches are padded.
         weights: weight of each sample in the loss, [m, batch]: 1 / size, or 0 for padding.
     """
 
@@ -43,11 +42,11 @@ class StepBatch(NamedTuple):
 
     @property
     def places(self) -> slice | list[int]:
-        """Index of these workers in a tensor of the stack: a slice if the workers are consecutive, else a list."""
+        """Index of these workers in a tensor of the stack: a slice if they are consecutive, otherwise a list."""
         return self.members if isinstance(self.members, list) else slice(self.members.start, self.members.stop)
 
     def part(self, index: Any, step: int, members: range | list[int]) -> StepBatch:
-        """Index every tensor of this object with `index`, and return the selected batches.
+        """Return the batches that `index` selects.
 
         Args:
             index: index of the selected steps, workers, or both.
@@ -58,12 +57,12 @@ class StepBatch(NamedTuple):
         return StepBatch(step, members, *parts)
 
     def by_step(self) -> Iterator[StepBatch]:
-        """Split batches of several steps: for each step, yield a StepBatch of the workers that have not finished."""
+        """Yield the batches of each step as a StepBatch, without workers that have finished."""
         for step, active in enumerate((self.sizes > 0).sum(1).tolist()):
             yield self.part((step, slice(active)), self.step + step, range(active))
 
     def by_size(self) -> Iterator[StepBatch]:
-        """Split the batches of one step by their size: for each size, yield a StepBatch without padding."""
+        """Yield the batches of each batch size as a StepBatch, without padding."""
         for size in np.unique(self.sizes).tolist():
             places = np.flatnonzero(self.sizes == size).tolist()
             cut = self._replace(positions=self.positions[:, :size], weights=self.weights[:, :size])
@@ -72,13 +71,12 @@ class StepBatch(NamedTuple):
 
 
 class Stack:
-    """Stack of k workers that are trained together, and their losses in a round.
+    """Workers that are trained together (a stack of k workers), and their losses in a round.
 
     Attributes:
-        members: work items of the workers, sorted by descending number of steps.
-        slots: number of each worker's row, int64 [k], on the host.
-        index: index that selects the workers' rows from a tensor on the device. It is a slice if the rows are
-            consecutive; see `core.rows.index_of`.
+        members: the workers, each as a `WorkItem`, sorted by descending number of steps.
+        slots: positions of the workers in the tensors of the cohort, int64 [k], on the CPU.
+        index: index of the workers in the tensors of the cohort: a slice, or an index tensor on the device.
         steps: number of steps of each worker, descending.
     """
 
@@ -96,7 +94,7 @@ class Stack:
         return len(self.members)
 
     def index_of(self, step_batch: StepBatch) -> slice | Tensor:
-        """Return the index that selects the rows of the workers in `step_batch` from a tensor on the device."""
+        """Return the index of the workers of `step_batch` in the tensors of the cohort."""
         if isinstance(self.index, Tensor):
             return self.index[step_batch.places]
         return index_of([self.members[place].slot for place in step_batch.members], self._task.device)
@@ -114,9 +112,7 @@ class Stack:
         return self._blocks_of_rounds(np.array(self.steps), at_a_time)
 
     def _blocks_of_rounds(self, steps: np.ndarray, at_a_time: int) -> Iterator[StepBatch]:
-        """Yield the batches of all steps in blocks, for workers that train more than a single step.
-
-        A few array operations compute the batches of many steps at once.
+        """Yield the batches of all steps in blocks, for workers that train more than one step.
 
         Args:
             steps: number of steps of each worker, descending.
@@ -163,16 +159,15 @@ class Stack:
 
     @property
     def layer_keys(self) -> list[int]:
-        """List of each worker's random key for dropout; see `layer_key`."""
+        """Random seed for the dropout of each worker."""
         return [layer_key(self._task.experiment.seed, member.round, member.worker) for member in self.members]
 
     def dropout_factors(self, dropouts: Sequence[Dropout], *, after: bool = False) -> FactorsAhead:
-        """Return the workers' dropout factors (scaled masks).
+        """Return the workers' dropout masks.
 
         Args:
             dropouts: dropout calls of a forward pass, in call order.
-            after: whether to return the factors of further steps after the last step of each worker, instead of the
-                factors of its own steps.
+            after: whether to return masks for further steps after the last step of each worker.
         """
         task = self._task
         first_steps = self.steps if after else [member.step or 0 for member in self.members]
@@ -199,16 +194,13 @@ class Stack:
     def alterations_of_view(self, purpose: str) -> list[Alteration | None]:
         """Return, for each worker, a function that transforms and poisons its batches without augmentation, or None.
 
-        `purpose` is part of the random key.
+        `purpose` is a name on which random numbers depend.
         """
         source = self._batch_source
         return [source.alteration_of_view(member.worker, member.round, purpose) for member in self.members]
 
     def count(self, step_batch: StepBatch, losses: Tensor) -> None:
-        """Add the batches of `step_batch`, with the mean losses [m], to the workers' loss sums and numbers of samples.
-
-        The method does not wait for the device.
-        """
+        """Count the batches of `step_batch`, which have the mean losses `losses` [m]."""
         sums = self._loss_sum[step_batch.places]
         sums.addcmul_(losses, step_batch.counts)
         if isinstance(step_batch.places, list):  # `sums` is a copy
@@ -216,15 +208,15 @@ class Stack:
         self._samples[step_batch.places] += step_batch.sizes
 
     def count_samples(self, block: StepBatch) -> None:
-        """Add the batch sizes in a block of steps to the workers' numbers of samples. `add_losses` adds the losses."""
+        """Count the samples in several steps. `add_losses` adds their losses."""
         self._samples[: block.sizes.shape[1]] += block.sizes.sum(0)
 
     def add_losses(self, sums: Tensor) -> None:
-        """Add `sums` [k], the sum of the losses of several batches of each worker, to the workers' loss sums."""
+        """Add `sums` [k], the sum of the losses of several batches of each worker."""
         self._loss_sum += sums
 
     def mean_losses(self) -> Tensor:
-        """Return each worker's mean loss per sample, float64 [k], on the host."""
+        """Return each worker's mean loss per sample, float64 [k], on the CPU."""
         return self._loss_sum.cpu().double() / torch.from_numpy(self._samples)
 
     def _block(self, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> StepBatch:

@@ -43,7 +43,8 @@ class Batch(NamedTuple):
 
 @dataclass
 class StackState:
-    """Parameters, client algorithm state and buffers of k workers in a stack, which a training step changes in place.
+    """Parameters, client algorithm state and buffers of k workers that are trained together. A step changes them in
+    place.
 
     Args:
         module: module that computes all k models at once.
@@ -51,8 +52,7 @@ class StackState:
         algorithm_state: state of the client algorithm by name, as returned by `algorithm.start(rows)`, [k, d] each.
         buffers: buffers of the workers' models, [k, ...] each.
         buffers_beside: buffers of personal models that are trained in addition, [k, ...] each.
-        places: positions of the k workers in the whole stack: a slice, or an index tensor on the device if the workers
-            are not consecutive.
+        places: positions of the k workers in the whole stack: a slice, or an index tensor on the device.
     """
 
     module: StackedModule
@@ -86,7 +86,7 @@ class StackState:
         return StackState(self.module, self.rows[places], state, buffers, beside, places)
 
     def take_back(self, theirs: StackState, *, moved: bool) -> None:
-        """Copy the state of some workers, which `of` returned, back to this state after a step. Views need no copy.
+        """Copy the state of some workers back to this state after a step.
 
         Args:
             theirs: state of some workers, as returned by `of`.
@@ -106,10 +106,7 @@ class StackState:
                 self.state_of(name)[theirs.places] = tensor
 
     def part(self, entry: Entry) -> tuple[Tensor, State]:
-        """Return views of one parameter in `rows`, and in each tensor of the algorithm state by name.
-
-        The caller may change the returned dict.
-        """
+        """Return views of one parameter, and of its part of the algorithm state by name."""
         if entry not in self._parts:
             state = {name: _view_of_state(tensor, entry, self.rows) for name, tensor in self.algorithm_state.items()}
             self._parts[entry] = view_of(self.rows, entry), state
@@ -117,7 +114,9 @@ class StackState:
         return rows, dict(state)
 
     def state_of(self, name: str) -> Tensor:
-        """Return the state tensor [k, d] of the client algorithm called `name`. If it does not exist, create zeros."""
+        """Return the tensor [k, d] `name` of the client algorithm's state, for k workers. If it does not exist, create
+        zeros.
+        """
         if name not in self.algorithm_state:
             self.algorithm_state[name] = torch.zeros_like(self.rows)
             self._parts.clear()
@@ -125,9 +124,9 @@ class StackState:
 
 
 def _view_of_state(tensor: Tensor, entry: Entry, rows: Tensor) -> Tensor:
-    """Return a view of one parameter's columns in a state tensor [k, d].
+    """Return a view of the part of a state tensor [k, d] that belongs to one parameter.
 
-    A state tensor [k, 1] has one number per worker. It is reshaped so that it broadcasts with the parameter.
+    A state tensor [k, 1] has one number per worker, and is reshaped so that it broadcasts with the parameter.
 
     Args:
         tensor: state tensor.
@@ -145,7 +144,7 @@ def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class StackStep:
-    """Callable that trains the workers of a stack for one step: gradients and the client algorithm's update."""
+    """Function that trains several workers for one step: gradients and the client algorithm's update."""
 
     def __init__(self, task: RunTask, module: StackedModule) -> None:
         self._task, self._module = task, module
@@ -179,9 +178,9 @@ class StackStep:
         return losses
 
     def _whole_rows(self, algorithm: ClientAlgorithm, state: StackState, batch: Batch) -> Tensor:
-        """Make a step of a client algorithm that needs whole rows; see `ClientAlgorithm.step_rows`.
+        """Make a step of a client algorithm that needs all parameters at once; see `ClientAlgorithm.step_rows`.
 
-        The algorithm may request gradients on the batch at other parameters. Returns the mean loss of each worker, [m].
+        Returns the mean loss of each worker, [m].
         """
 
         def gradient_at(points: Tensor) -> Tensor:
@@ -222,15 +221,12 @@ class StackStep:
                 gradient.add_to(total)
 
     def _parts(self, gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-        """Return pairs (columns in the rows, gradient of these columns): the argument `parts` of `move`.
-
-        On a GPU, neighbouring gradients are concatenated to launch fewer kernels.
-        """
+        """Return pairs (columns in the rows, gradient of these columns): the argument `parts` of `move`."""
         entries = self._module.layout.parameters
         return list(zip(entries, gradients, strict=True)) if self._on_cpu else joined(entries, gradients)
 
     def _as_rows(self, gradients: Sequence[Tensor | OuterProductGrad]) -> Tensor:
-        """Return the gradients of all parameters as one tensor [m, d]. On a GPU, they are copied by a single kernel."""
+        """Return the gradients of all parameters as one tensor [m, d]."""
         if not self._on_cpu:
             return side_by_side(cast(list[Tensor], gradients))
         first = gradients[0]
@@ -253,8 +249,9 @@ class StackStep:
             state: state of the workers. The buffers of active workers are updated in place.
             batch: data of the step.
             active: bool [m], true for the active workers; None for all.
-            leave_products: size in bytes of a parameter [m, ...] from which its gradient is returned as an
-                OuterProductGrad, if possible; None to compute all gradients.
+            leave_products: size in bytes from which a parameter's gradient is returned as an OuterProductGrad, if
+                possible;
+                None to compute all gradients.
         """
         buffers = list(state.buffers)
         term = self._feature_term(state)
@@ -274,8 +271,6 @@ class StackStep:
 
 def joined(entries: Sequence[Entry], gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
     """Return pairs (columns in the rows, gradient of these columns), with neighbouring gradients concatenated.
-
-    A step on fewer and larger tensors launches fewer kernels. Gradients that are outer products stay separate.
 
     Args:
         entries: position and shape of each parameter.

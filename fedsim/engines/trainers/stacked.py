@@ -29,12 +29,11 @@ StackedGradientState = tuple[Stack, StackState, FactorsAhead, Iterator[StepBatch
 
 
 class StackTrainer:
-    """Trainer that trains the workers of one process in stacks of at most `width` workers, which are computed together.
+    """Trainer that trains several workers at once (a stack of at most `width` workers).
 
-    Workers are sorted by descending number of steps, so the workers that still train are the first ones of a stack, and
-    finished workers stay unchanged. Short batches are padded with samples of weight 0. If the samples of a batch
-    influence each other (BatchNorm), batches are not padded, and only workers with equal batch sizes are computed
-    together.
+    Short batches are padded with samples of weight 0. With BatchNorm, batches are not padded, and only workers with
+    equal
+    batch sizes are computed together.
     """
 
     def __init__(
@@ -68,10 +67,7 @@ class StackTrainer:
         self._record_losses(stacks)
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
-        """Compute each worker's mean gradient over all its samples; see `Trainer.full_gradients`.
-
-        Dropout masks are drawn as if the batches were further steps after the last step of the round.
-        """
+        """Compute each worker's mean gradient over all its samples; see `Trainer.full_gradients`."""
         shared = self._shared
         for stack in self._stacks(members):
             with self._process.working_on_several(stack.members[0].round):
@@ -120,9 +116,8 @@ class StackTrainer:
         self._gradient_states = []
 
     def _stacks(self, members: Sequence[WorkItem]) -> list[Stack]:
-        """Split workers into stacks of at most `width` workers: as few as possible, and of similar size.
-
-        The workers are sorted by descending number of steps before they are split.
+        """Split workers into as few stacks of at most `width` workers as possible, sorted by descending number of
+        steps.
         """
         if not members:
             return []
@@ -161,10 +156,7 @@ class StackTrainer:
                 stack.count(part, self._step(theirs, batch, moment=moment))
 
     def _accumulate(self, stack: Stack, state: StackState) -> None:
-        """Train a stack with gradient accumulation: one update per `local.accumulate` batches.
-
-        The last update of a round may use fewer batches.
-        """
+        """Train a stack with one parameter update per `local.accumulate` batches."""
         ahead, accumulate = stack.dropout_factors(self._probe.dropouts), self._task.schedule.accumulate
         total = torch.zeros_like(state.rows)
         for whole in stack.step_batches():
@@ -193,9 +185,7 @@ class StackTrainer:
         *,
         moves: bool = False,
     ) -> Iterator[tuple[StepBatch, StackState, Batch]]:
-        """Split the batches of one step into groups that are computed together. Yield each with its state and data.
-
-        After each group, the buffers of its workers are copied back to `state`.
+        """Yield the groups of workers that are computed together in a step, each with its state and data.
 
         Args:
             stack: stack of workers.
@@ -204,7 +194,7 @@ class StackTrainer:
             factors: scaled dropout masks for these workers, [k, batch, ...] for each dropout call.
             alterations: for each worker of the stack, a function that alters its batch, or None to keep it. By default,
                 the functions of training are used.
-            moves: whether to copy parameters and algorithm state back too.
+            moves: whether to copy parameters and algorithm state back too, not only buffers.
         """
         for part in whole.by_size() if self._probe.coupled else [whole]:
             self._process.heartbeat()
@@ -216,13 +206,13 @@ class StackTrainer:
             state.take_back(theirs, moved=moves)
 
     def _usual_sizes(self) -> list[int]:
-        """Return the sizes of the stacks in a round in which all workers make equally many steps, largest first."""
+        """Return the numbers of workers in the stacks of a typical round, largest first."""
         members = -(-len(self._shared.cohort.rows) // self._process.count)
         stacks = -(-members // self.width)
         return sorted({-(-members // stacks), members // stacks}, reverse=True)
 
     def _copies(self, stack: Stack) -> Tensor:
-        """Return a copy of a stack's rows in consecutive memory. It is needed if a slice cannot select the rows."""
+        """Return a copy of the parameters of a stack's workers."""
         if len(self._room) < len(stack):
             self._room = new_rows(len(stack), self._module.layout.d, self._task.dtype, self._task.device)
         return self._room[: len(stack)].copy_(self._shared.cohort.rows[stack.index])
@@ -246,13 +236,9 @@ STACK_BYTES_ON_CPU = 2**23  # parameters of a stack per thread; larger stacks do
 
 
 def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, processes: int, threads: int) -> int:
-    """Return the maximum number of workers per stack.
+    """Return the maximum number of workers that are trained at once.
 
-    This is a process's share of the cohort, limited by the memory of the device, or by the caches of a CPU. Each
-    worker's parameters and client algorithm state exist twice: in the cohort and in the stack. A step allocates a
-    gradient and activations. On a GPU, it also allocates the concatenated gradients, and copies of the parameters and
-    states that a mask keeps unchanged. If CUDA graphs are used, this memory exists twice: in the graphs, and for steps
-    without a graph.
+    The number is limited by the memory of the GPU, or by the caches of a CPU.
 
     Args:
         task, shared: run and its tensors.
