@@ -162,13 +162,13 @@ NOTES: dict[str, str] = _split_words(
         "compile torch_compile": "training steps are not compiled",
         "config config_file": "write the file without a key: fedsim run CONFIG.toml",
         "callback callbacks on_round": "in Python, fedsim.run(..., on_round=f) calls f after every round",
-        "femnist imagenet shakespeare celeba": (
-            'write a function that returns the data set: data="package.module:function"'
-        ),
-        "resnet resnet18 resnet20 resnet34 resnet50 vgg vgg11 vgg16 mobilenet": (
-            "for images with 3 channels write model=torchvision.models:resnet18 model.num_classes=10, or another "
-            "function of torchvision.models"
-        ),
-        "transformer lstm rnn gru vit bert": 'write your own model: model="package.module:Class"',
+        "femnist celeba": "write data=leaf data.path=FOLDER for the files of LEAF, or data=huggingface data.path=NAME",
+        "imagenet": "write data=image_folder data.path=FOLDER data.size=224",
+        "resnet": "write model=resnet20, or model=torchvision:resnet18 for another ResNet of torchvision",
+        "resnet18 resnet34 resnet50": "write model=torchvision:resnet18 or another ResNet of torchvision",
+        "vgg vgg11 vgg16 mobilenet vit": "write model=torchvision:vgg11 or another model of torchvision",
+        "transformer": "write model=gpt",
+        "lstm": "write model=char_lstm",
+        "rnn gru bert": 'write your own model: model="package.module:Class"',
     }
 )

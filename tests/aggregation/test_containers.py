@@ -68,7 +68,7 @@ def test_lists_of_arrays_as_in_flower():
         ),
         ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, r"updates\['b'\]: must .*\[n, ...\] .* as updates\['a'\]"),
         ([{"a": torch.zeros(2, dtype=torch.long)}], r"updates\[0\]: contains no floating-point numbers"),
-        ([[1.0, 2.0], [3.0, 4.0]], r"updates: must be a floating-point tensor \[n, d\]"),
+        ([[1.0, 2.0], [3.0, 4.0]], r"updates: must be a floating-point tensor of shape \[n, d\]"),
     ],
 )
 def test_updates_with_different_entries_are_an_error(updates, line):

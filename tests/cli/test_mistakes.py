@@ -22,7 +22,7 @@ WORDS = [
     ("aggregate.rule=medain", 'no such aggregation rule; did you mean "median"?'),
     ("aggregate=fedbuff", "no such aggregation rule; write policy.name=fedbuff"),
     ("partition=noniid", 'did you mean "dirichlet"?'),
-    ("model=MyNet", f'{ALLOWED}2nn, 2nn_bn, cnn, logistic, net, or the import path of your own, "package.module:name"'),
+    ("model=MyNet", f"{ALLOWED}2nn, 2nn_bn, char_lstm, cnn, gpt, linear, logistic, mlp, net, resnet20, resnet32, "),
     # keys written as command-line options
     ("--rounds 3", "--rounds: no such option; did you mean rounds=3?"),
     ("--lr=0.1", "--lr: no such option; did you mean local.lr=0.1 or server.lr=0.1?"),

@@ -411,5 +411,5 @@ def test_the_module_is_as_before_when_features_have_been_recorded():
         model(torch.zeros(4, 1, 28, 28))
     assert recorded.of(4).shape == (4, 6)
     assert vars(model) == before
-    with pytest.raises(fedsim.ExperimentError, match=r"must be \[5, ...\], not \(4, 6\)"):
+    with pytest.raises(fedsim.ExperimentError, match=r"must have shape \[5, ...\], not \(4, 6\)"):
         recorded.of(5)

@@ -112,6 +112,7 @@ BETTER_OF_METRICS = {
     "mse": "lower",
     "mae": "lower",
     "r2": "higher",
+    "auroc": "higher",
 }
 
 

@@ -48,6 +48,7 @@ FITTING = {  # for components whose defaults do not fit such small experiments
     "feature_rotation": {"groups": 2, "angles": [0, 45]},
     "classes_per_worker": {"k": 4},
     "virtual": {"samples": 20},
+    "resnet20": {"channels": 1},
     "given": {"shards": [[*range(20)], [*range(20, 35)], [*range(35, 56)]]},
 }
 

@@ -119,7 +119,7 @@ def test_the_command_shows_a_table_or_json(run):
         ("medan", 'did you mean "median"'),
         (3, "3 is not a rule"),
         ({"rule": "krum", "f": 4}, "with a cohort of 9: krum: needs n >= 2f"),
-        ("fltrust", r"needs root \[d\]"),
+        ("fltrust", r"root: is required by this rule"),
     ],
 )
 def test_a_rule_that_cannot_be_applied_gives_a_one_line_error(run, rule, message):

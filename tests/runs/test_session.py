@@ -24,13 +24,13 @@ def spawned(tiny_experiment):
 def loads(monkeypatch):
     """Return a list that collects the names of the loaded data sets."""
     names = []
-    load = session.load_dataset
+    load = session.load_dataset_once
 
-    def counted(name, root, **params):
+    def counted(name, root, params, *, take):
         names.append((name, *params.values()))
-        return load(name, root, **params)
+        return load(name, root, params, take=take)
 
-    monkeypatch.setattr(session, "load_dataset", counted)
+    monkeypatch.setattr(session, "load_dataset_once", counted)
     return names
 
 

@@ -65,7 +65,7 @@ def test_a_model_that_has_an_operation_without_that_type_is_refused_in_one_line(
     with pytest.raises(fedsim.ExperimentError) as caught:
         fedsim.run(tables)
     (line,) = caught.value.lines
-    assert line.startswith(f'precision = "bf16": on cpu the model "{__name__}:Copying" cannot be trained')
+    assert line.startswith(f'precision = "bf16": the model "{__name__}:Copying" cannot be trained')
     fedsim.run({**tables, "precision": "float32", "rounds": 1})
 
 

@@ -282,7 +282,7 @@ class TestLeaf:
         [
             ({"x": [[1.0]], "y": []}, {}, 'user "u": has 1 inputs and 0 targets'),
             ({"x": [[1.0], [1.0, 2.0]], "y": [0, 0]}, {}, "inputs of different shapes"),
-            ({"x": [[1.0]], "y": [0]}, {"shape": [2]}, r"data.shape = \[2\]: inputs in .* have 1 values"),
+            ({"x": [[1.0]], "y": [0]}, {"shape": [2]}, r"data.shape = \[2\]: must have as many .* has 1 values"),
             ({"x": ["é"], "y": ["a"]}, {}, "is not one of LEAF's 80 characters"),
             ({"x": [[None]], "y": [0]}, {}, "numbers|must be"),
             ({"x": ["a.png"], "y": [0]}, {"images": "nowhere"}, "nowhere/a.png: cannot be read"),

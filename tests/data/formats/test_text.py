@@ -193,7 +193,7 @@ def test_a_bad_file_is_one_line(content, params, line, tmp_path):
     with pytest.raises(DataError, match=line) as caught:
         fedsim.load_dataset("text", path=str(file), **params)
     assert "\n" not in str(caught.value)
-    assert "vocabulary" in params or str(file) in str(caught.value)
+    assert "vocabulary" in params or '/some.txt": ' in str(caught.value)
 
 
 def test_a_folder_without_texts_and_too_many_characters_are_one_line(tmp_path):

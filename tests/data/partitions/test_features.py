@@ -240,7 +240,7 @@ def test_a_wrong_transform_of_torchvision_is_one_line(table, message):
 
 
 def test_a_transform_that_changes_the_shape_or_fails_is_an_error(batch):
-    with pytest.raises(fedsim.ExperimentError, match=r"^data\.augment: torchvision:ElasticTransform: RuntimeError: "):
+    with pytest.raises(fedsim.ExperimentError, match=r"^data\.augment: .*ElasticTransform fails: RuntimeError: "):
         applied("ElasticTransform", batch)  # its blur is wider than the images
     with pytest.raises(fedsim.ExperimentError, match=r"RandomCrop changes images \[50, 3, 9, 7\] to \[50, 3, 4, 4\]"):
         applied("RandomCrop", batch, size=4)

@@ -67,8 +67,8 @@ def test_files_hold_one_list_for_each_worker(name, text, tmp_path):
     ("name", "text", "line"),
     [
         ("a.json", "[[1], [", "Expecting value: line 1 column 8"),
-        ("a.json", "[1, 2]", "must be a list .* of lists of integers"),
-        ("a.json", "[[0.5]]", "must be a list .* of lists of integers"),
+        ("a.json", "[1, 2]", "must contain a list .* of lists of integers"),
+        ("a.json", "[[0.5]]", "must contain a list .* of lists of integers"),
         ("a.json", "[[0], [4]]", "returned index 4; valid indices are 0 to 3"),
         ("a.json", "[[0], [0]]", "must assign each of the 4 samples to at most one worker"),
         ("a.csv", "", "must have the columns sample and worker, not none"),
