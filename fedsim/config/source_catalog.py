@@ -29,7 +29,7 @@ KIND_OF_KEY = {
 
 @dataclass(frozen=True)
 class SourceComponent:
-    """Name and parameter names of a registered component, read from the source code without importing it."""
+    """A component's name and parameter names, read from its source code without importing it."""
 
     name: str
     parameter_names: tuple[str, ...]

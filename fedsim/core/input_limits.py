@@ -29,7 +29,7 @@ def leaves_of(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def problem_with_words(value: Any, place: str = "", *, any_text: bool = False) -> str | None:
-    """Return an error message if a setting is too large, too deeply nested or contains a key that is too long, else None.
+    """Return an error message if a setting is too large, too deeply nested or has a key that is too long, else None.
 
     Args:
         value: a setting, or nested tables of settings.

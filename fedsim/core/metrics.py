@@ -64,7 +64,7 @@ class OutputMetric(Component):
     def of(
         cls, registration: Registration, params: dict[str, Any], *, label: str | None = None, **settings: Any
     ) -> OutputMetric:
-        """Create the metric from checked parameters. `label` is its name in the records (default: the metric's name)."""
+        """Create the metric from checked parameters. `label`: name in the records (default: the metric's name)."""
         return super().of(
             registration,
             params,

@@ -27,7 +27,7 @@ class Snapshot:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def keep(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Store copies of tensors under the names `prefix` + name. They are kept on the CPU if the device has little memory."""
+        """Store copies of tensors under the names `prefix` + name, on the CPU if the device has little free memory."""
         for name, tensor in tensors.items():
             device = tensor.device if has_room(tensor.device, tensor.nbytes) else "cpu"
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

@@ -118,11 +118,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Free unused memory of an accelerator, so that other processes can allocate it.
-
-    This includes memory of cyclic garbage, memory cached by PyTorch's allocator, and memory that other processes had
-    opened and have closed. PyTorch frees none of it automatically. Does nothing for a CPU.
-    """
+    """Free unused memory of a GPU, so that other processes can allocate it. Does nothing for a CPU."""
     if device.type == "cpu":
         return
     gc.collect()
