@@ -94,7 +94,7 @@ def mean_and_half_width(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Interpolate n curves (x ascending, y) at common x values. Return these x values [points] and the values [n, points].
+    """Interpolate n curves (x ascending, y). Return their common x values [points] and the values there [n, points].
 
     The common x values are all x values in the range that every curve covers.
     """

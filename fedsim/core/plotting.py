@@ -113,7 +113,7 @@ def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
 
 
 def grid_shape(count: int, most: int) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a nearly square grid for `count` panels. `most`: maximum number of columns.
+    """Return the numbers of rows and columns (at most `most` columns) of a nearly square grid for `count` panels.
 
     >>> [grid_shape(count, 5) for count in (1, 2, 3, 4, 5, 6, 7, 8)]
     [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 3), (2, 4), (2, 4)]

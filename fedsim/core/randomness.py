@@ -140,7 +140,7 @@ class Draws:
 
 
 def batch_order(seed: int, round: int, worker: int, epoch: int, size: int) -> Tensor:
-    """Return the order of a worker's samples in one epoch of a round: a random permutation of range(size), int64 [size]."""
+    """Return the order of a worker's samples in one epoch of a round: a permutation of range(size), int64 [size]."""
     stream = philox.Stream(torch.tensor(draw_key(seed, "batches", round, worker)), epoch)
     return philox.permutations(stream, torch.tensor(size), size)
 

@@ -214,7 +214,7 @@ def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:
 
 
 def require_regular(path: Path, most: int, inside: Path | None = None) -> None:
-    """Raise OSError if the file is not a regular file, is larger than `most` bytes, or lies outside the folder `inside`."""
+    """Raise OSError if this is not a regular file, is larger than `most` bytes, or lies outside the folder `inside`."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
