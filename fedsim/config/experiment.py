@@ -257,7 +257,7 @@ class Experiment(Table):
         return self.cohort or self.workers
 
     def own(self) -> Experiment:
-        """Return a copy for the processes of one run, without data set and loggers. Components are copied too.
+        """Return a copy for one run, without data set and loggers. Components are copied too.
 
         Raises ExperimentError if an object cannot be copied.
         """

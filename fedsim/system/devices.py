@@ -81,10 +81,7 @@ def shares_memory(device: torch.device) -> bool:
 
 
 def require_shared_memory(nbytes: int) -> None:
-    """Raise ExperimentError unless the shared-memory file system has room for `nbytes` bytes.
-
-    Needed on systems without in-memory files, see `fedsim.engines.pool.shared_memory`.
-    """
+    """Raise ExperimentError unless `nbytes` bytes of shared memory are free."""
     if not SHARED_MEMORY.is_dir():
         return  # not Linux: the limit cannot be queried
     free = shutil.disk_usage(SHARED_MEMORY).free

@@ -77,9 +77,9 @@ def append_atomically(file: io.FileIO, path: Path, content: bytes) -> None:
 
 
 def require_unchanged(file: io.FileIO, path: Path, when: str) -> None:
-    """Check that `path` is still the file open for appending, and that only this program has appended to it.
+    """Raise RecordError if another program removed, replaced or changed the file that is open for appending.
 
-    Raises RecordError, with `when` in the message, if another program removed, replaced or changed the file.
+    `when` is a part of the error message.
     """
     with contextlib.suppress(OSError):
         status = os.stat(path)

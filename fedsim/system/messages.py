@@ -141,7 +141,7 @@ class _File:
         self._index = index
 
     def detach(self) -> int:
-        """Return a duplicate of the file's descriptor. The caller must close it."""
+        """Placeholder for a file in a pickled message."""
         return os.dup(_received.get()[self._index])
 
 
