@@ -297,7 +297,7 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
 
 
 def _checks_of_schedules(experiment: Experiment) -> Iterator[Callable[[], object]]:
-    """Yield a check for each learning-rate schedule, which raises ExperimentError if its first learning rate is invalid."""
+    """Yield a check for each learning-rate schedule, which raises ExperimentError if the first rate is invalid."""
     local, server = experiment.local, experiment.server
 
     def check(schedule: LRSchedule, with_lr: Callable[..., Any], params: dict[str, Any], owner: str) -> None:

@@ -165,7 +165,7 @@ class TensorData(Dataset):
 
 
 def compact(values: Tensor) -> Tensor:
-    """Return the underlying elements [m] if samples share memory, as windows of a text do. Otherwise return `values`."""
+    """Return the underlying elements [m] if samples overlap, as windows of a text do. Otherwise return `values`."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
     return values if elements >= values.numel() else values.as_strided((elements,), (1,))
 

@@ -175,7 +175,7 @@ def total_memory_of(device: torch.device) -> float:
 
 
 def has_room(device: torch.device, nbytes: int) -> bool:
-    """Whether `nbytes` bytes are a small part of an accelerator's free memory. False for a CPU."""
+    """Whether `nbytes` bytes are a small part of a GPU's free memory. False for a CPU."""
     mem_get_info = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
     return mem_get_info is not None and mem_get_info(device)[0] >= ROOM_FACTOR * nbytes
 
