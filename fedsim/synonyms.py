@@ -11,7 +11,7 @@ Meaning = TypeVar("Meaning")
 
 
 def _split_words(table: dict[str, Meaning]) -> dict[str, Meaning]:
-    """Return a dict with one entry per word of each key: {"a": x, "b": x} for {"a b": x}."""
+    """Return a dict with a separate entry for each name in a key: {"a b": x} becomes {"a": x, "b": x}."""
     return {word: meaning for words, meaning in table.items() for word in words.split()}
 
 

@@ -212,7 +212,7 @@ class Experiment(Table):
 
     @cached_property
     def needs_rows(self) -> str | None:
-        """Setting that requires ranks to exchange each worker's gradient, or None if averaged gradients are enough."""
+        """The setting that needs the gradient of each single worker, or None if averaged gradients are enough."""
         return what_needs_rows(self)
 
     @property
@@ -246,7 +246,7 @@ class Experiment(Table):
 
     @property
     def rounds_of_gradients(self) -> int:
-        """Number of initial rounds in which workers send the gradient of every step, instead of training locally."""
+        """Number of rounds, at the start of the run, in which workers send gradients instead of training locally."""
         if not self.in_rounds:
             return 0
         return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
@@ -257,7 +257,7 @@ class Experiment(Table):
         return self.cohort or self.workers
 
     def own(self) -> Experiment:
-        """Return a copy for the processes of one run, without data set and loggers. Components are copied too.
+        """Return a copy for one run, without data set and loggers. Components are copied too.
 
         Raises ExperimentError if an object cannot be copied.
         """

@@ -113,7 +113,7 @@ def component_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]
 
 
 def naming_key(keys: Sequence[str]) -> list[str]:
-    """Return the key, with a final `name` replaced by the key that selects the component: aggregate.rule for .name."""
+    """Return the parts of a key, where a final `name` is replaced: aggregate.name becomes aggregate.rule."""
     table, within = component_table(keys)
     return [*keys[:-1], table.named_by] if table and within == ["name"] else list(keys)
 

@@ -29,7 +29,7 @@ KIND_OF_KEY = {
 
 @dataclass(frozen=True)
 class SourceComponent:
-    """Name and parameter names of a registered component, read from the source code without importing it."""
+    """A component's name and parameter names, read from its source code without importing it."""
 
     name: str
     parameter_names: tuple[str, ...]
@@ -247,7 +247,7 @@ def _class(name: str) -> ast.ClassDef:
 
 @functools.cache
 def _bases(definition: ast.ClassDef) -> list[ast.ClassDef]:
-    """Return the class and its base classes in fedsim, from the most distant ancestor to the class itself."""
+    """Return the class and its base classes in fedsim, the class itself last."""
     names = [name for name in map(_name, definition.bases) if f"class {name}" in _declarations().files]
     return [*(base for name in names for base in _bases(_class(name))), definition]
 

@@ -109,7 +109,7 @@ def settings_without_effect(experiment: Experiment) -> Iterator[str]:
 
 
 def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield pairs: a setting of the experiment, and the keys that have no effect because of this setting."""
+    """Yield each setting that makes other keys useless, with these keys."""
     mode, sync, attack, stop = experiment.mode, experiment.sync, experiment.attack, experiment.stop
     policy, rule, algorithm = experiment.policy.component, experiment.rule, experiment.local.component
     processes = min(experiment.processes or experiment.cohort_size, experiment.cohort_size)
@@ -159,7 +159,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def what_needs_rows(experiment: Experiment) -> str | None:
-    """Return the setting that requires ranks to exchange each worker's gradient, or None if averaging is enough."""
+    """Return the setting that needs the gradient of each single worker, or None if averaged gradients are enough."""
     local, aggregate, rule = experiment.local, experiment.aggregate, experiment.rule
     settings = {
         f"aggregate.rule = {show(rule.name)}": not rule.linear_by_weights,
@@ -297,11 +297,7 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
 
 
 def _checks_of_schedules(experiment: Experiment) -> Iterator[Callable[[], object]]:
-    """Yield functions without arguments, one for each learning-rate schedule.
-
-    Each function raises ExperimentError unless the component whose learning rate changes accepts the first learning
-    rate of the schedule.
-    """
+    """Yield a check for each learning-rate schedule, which raises ExperimentError if the first rate is invalid."""
     local, server = experiment.local, experiment.server
 
     def check(schedule: LRSchedule, with_lr: Callable[..., Any], params: dict[str, Any], owner: str) -> None:

@@ -29,7 +29,7 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
 
     def model_copy(self, **options: Any) -> Self:
-        """Return a copy as `BaseModel.model_copy`, without cached properties, which may depend on updated fields."""
+        """Return a copy with changed fields, without cached properties (see `BaseModel.model_copy`)."""
         copied = super().model_copy(**options)
         for name in copied.__dict__.keys() - type(copied).model_fields.keys():
             del copied.__dict__[name]
@@ -45,16 +45,16 @@ class Table(BaseModel):
 
 
 class ComponentTable(Table):
-    """Base class for tables that select a component by the key `named_by`, and contain the component's parameters.
+    """Base class of tables that select a component by its name, and contain the component's parameters.
 
-    A name can replace a table that contains only this name: `partition = "iid"`, `aggregate = ["nnm", "mean"]`. Every
-    table accepts the key `name` as a synonym of `named_by`: `{name = "krum"}` means `{rule = "krum"}`.
+    If no parameters are set, the name alone can replace the table: `partition = "iid"`. The key of the name depends on
+    the table, such as `rule` in `aggregate`, but every table also accepts `name`.
 
     Attributes:
-        place: dotted key of the table.
-        named_by: key that names the component.
-        registry: components that the table may name.
-        alternatives: mutually exclusive keys.
+        place: dotted key of the table, such as "aggregate".
+        named_by: key of the component's name, such as "rule".
+        registry: components that the table may select.
+        alternatives: keys of which at most one may be set.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -80,14 +80,14 @@ class ComponentTable(Table):
 
     @classmethod
     def is_name(cls, value: Any) -> bool:
-        """Whether `value` has the type of the key `named_by`, so that it can be given instead of a table."""
+        """Whether `value` is a component's name, which can be given instead of a table."""
         annotation = cls.model_fields[cls.named_by].annotation
         kinds = get_args(annotation) or (annotation,)
         return isinstance(value, tuple(getattr(kind, "__origin__", kind) for kind in kinds))
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the keys and values of `table` with defaults added. The base class returns `table` itself.
+        """Return a copy of `table` with further defaults. The base class adds none.
 
         Subclasses override this method if the default of a key depends on other keys.
         """
@@ -95,7 +95,7 @@ class ComponentTable(Table):
 
     @classmethod
     def not_both(cls) -> ExperimentError:
-        """Return the error for a table that sets more than one of the `alternatives`."""
+        """Return the error for a table that sets more than one of the keys `alternatives`."""
         return ExperimentError(both_given_error(cls.place, cls.alternatives))
 
     @model_validator(mode="after")

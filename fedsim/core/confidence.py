@@ -38,14 +38,13 @@ class Estimate:
         return len(self.values)
 
     def includes(self, value: float) -> bool:
-        """Whether the confidence interval contains `value`. A single measurement contains only itself."""
+        """Whether the confidence interval contains `value`."""
         return abs(self.mean - value) <= (self.half_width if self.n > 1 else 0.0)
 
     def spread(self, decimals: int = 4, *, sign: bool = False) -> str:
         """Format the confidence interval without the mean, such as `± 0.0031`.
 
-        For two values, both values are listed instead, because the interval would be very wide. For a single value, the
-        text is empty.
+        Two values are listed instead, because their interval would be very wide. For a single value, the text is empty.
         """
         if self.n == 2:
             return f"({', '.join(fixed(value, decimals, sign=sign) for value in self.values)})"
@@ -66,10 +65,7 @@ def decimals_of(amount: float) -> int:
 
 
 def fixed(value: float, decimals: int = 4, *, sign: bool = False) -> str:
-    """Format a number with a fixed number of decimals. Halves are rounded away from zero: 0.82345 becomes 0.8235.
-
-    `f"{value:.4f}"` would round the binary value, so equal means of different sums could be shown differently.
-    """
+    """Format a number with a fixed number of decimals. Halves are rounded away from zero: 0.82345 becomes 0.8235."""
     if not math.isfinite(value):
         return str(value)
     rounded = decimal.Decimal(f"{value:.{DIGITS}g}").quantize(decimal.Decimal(1).scaleb(-decimals), context=EXACT)
@@ -98,9 +94,9 @@ def mean_and_half_width(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Interpolate n curves (x ascending, y) on a common grid. Return x [points] and values [n, points].
+    """Interpolate n curves (x ascending, y). Return their common x values [points] and the values there [n, points].
 
-    The grid consists of the x values of all curves in the range where every curve is defined.
+    The common x values are all x values in the range that every curve covers.
     """
     first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     points = np.unique(np.concatenate([x for x, _ in curves]))
@@ -157,9 +153,6 @@ def f_tail(x: float, numerator: int, denominator: int) -> float:
 @functools.cache
 def studentized_range_quantile(candidates: int, confidence: float = 0.95) -> float:
     """Return the quantile of the range (maximum minus minimum) of `candidates` standard normal values.
-
-    This is the studentized range for a known variance.
-
 
     >>> round(studentized_range_quantile(3), 3)
     3.314

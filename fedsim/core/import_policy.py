@@ -34,16 +34,16 @@ IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class ImportRefusedError(ExperimentError):
-    """Error for an experiment file with an import path that it is not allowed to use."""
+    """Raised if an experiment file contains an import path that is not allowed."""
 
 
 @dataclass(frozen=True)
 class UntrustedSource:
-    """Source of settings that may come from somebody else.
+    """An experiment file that may come from somebody else.
 
     Attributes:
-        file: the experiment file that is being read.
-        trusted: strings that the user passed in addition to the file. They may name any module.
+        file: path of the experiment file.
+        trusted: import paths that the user passed in addition to the file. They may name any module.
     """
 
     file: Path
@@ -55,7 +55,7 @@ _source: ContextVar[UntrustedSource | None] = ContextVar("fedsim_untrusted_sourc
 
 @contextlib.contextmanager
 def untrusted_config(file: Path | None, trusted: Iterable[Any] = (), *, allowed: bool = False) -> Iterator[None]:
-    """Inside the block, let settings from an experiment file import only modules in the working directory.
+    """Inside the `with` block, an experiment file can import only modules in the working directory.
 
     Args:
         file: experiment file, which may come from somebody else. None: there is no file, and nothing is restricted.
@@ -106,26 +106,20 @@ def import_object(path: str) -> Callable[..., Any]:
 
 
 def _require_local(target: Any) -> None:
-    """Raise ImportRefusedError unless a module in the working directory defines `target`.
-
-    For example, `my_components:os.system` is refused.
-    """
+    """Raise ImportRefusedError unless `target` is defined by a module in the working directory."""
     home = target.__name__ if isinstance(target, ModuleType) else getattr(target, "__module__", None)
     if not isinstance(home, str) or not _is_local(home):
         raise ImportRefusedError(f"the import path leads to an object defined in {show(home)}; {REMEDY}")
 
 
 def _file_is_here() -> bool:
-    """Whether the untrusted file lies directly in the working directory. Subfolders may belong to other users."""
+    """Whether the experiment file lies directly in the working directory, and not in a subfolder."""
     source = _source.get()
     return source is not None and source.file.resolve().parent == Path.cwd().resolve()
 
 
 def _is_local(module: str) -> bool:
-    """Whether a module is a file in the working directory or belongs to a package there.
-
-    Only the top-level package is looked up, because looking up a submodule would import the package.
-    """
+    """Whether a module, or the package that contains it, lies in the working directory."""
     top, here = module.partition(".")[0], Path.cwd().resolve()
     try:
         spec = find_spec(top)

@@ -29,13 +29,11 @@ def leaves_of(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def problem_with_words(value: Any, place: str = "", *, any_text: bool = False) -> str | None:
-    """Return an error line if `value`, read from a file or the command line, exceeds a limit, otherwise None.
-
-    The nesting depth of tables and lists, the size of integers, and the length of keys are limited.
+    """Return an error message if a setting is too large, too deeply nested or has a key that is too long, else None.
 
     Args:
         value: a setting, or nested tables of settings.
-        place: dotted key of the value, with which the error line starts.
+        place: dotted key of the value, with which the error message starts.
         any_text: whether to accept characters that control a terminal, for values that are only shown in a report.
     """
     waiting = [(place, value, 0)]
@@ -59,7 +57,7 @@ def problem_with_words(value: Any, place: str = "", *, any_text: bool = False) -
 
 
 def refuse_long_chains(text: str) -> None:
-    """Raise ValueError for TOML keys with very many dotted parts, which the parser would take hours to read."""
+    """Raise ValueError for TOML keys with very many dotted parts, which would take hours to parse."""
     for match in DOTTED.finditer(text):
         chain = match.group()
         if len(chain) > MAX_TEXT and chain.count(".") > MAX_DEPTH:
@@ -67,5 +65,5 @@ def refuse_long_chains(text: str) -> None:
 
 
 def is_harmless(text: str) -> bool:
-    """Whether a text can be written to a file and cannot control a terminal."""
+    """Whether a text can be encoded and contains no characters that control a terminal."""
     return text.isprintable() or not any(unicodedata.category(character) in CONTROL for character in text)

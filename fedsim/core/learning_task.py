@@ -26,7 +26,7 @@ REDUCTIONS = REDUCTION, "size_average", "reduce"  # the last two are PyTorch's d
 
 
 class TaskRegistry(Registry):
-    """Registry of tasks that also accepts loss functions, whose first two parameters are outputs and targets."""
+    """Registry of learning tasks. It also accepts loss functions of (outputs, targets)."""
 
     def _registration(self, name: str, target: Any) -> Registration:
         registration = super()._registration(name, target)
@@ -45,17 +45,15 @@ learning_task = TaskRegistry("task", accepts="a loss or a task")
 
 
 class LearningTask(Protocol):
-    """Interface of learning tasks, which are frozen dataclasses that can be pickled. Fields are the task's parameters.
+    """Base class of learning tasks, such as classification. A task defines the loss, and optionally the accuracy.
 
-    In all methods, `outputs` are the model's outputs for a batch, in the dtype of the model parameters. `targets`
-    [batch, ...] are int64 for labels and tokens, and otherwise also have the dtype of the model parameters. Each method
-    must treat samples independently, since it may be applied to the batches of several workers at once. Methods must
-    compute on the device of their inputs and not synchronize with it.
+    Subclasses are frozen dataclasses whose fields are the task's parameters. In all methods, `outputs` are the model's
+    outputs for a batch, and `targets` [batch, ...] are int64 for labels and tokens, else floating-point numbers.
+    Methods must treat samples independently, and compute on the device of their inputs without synchronizing with it.
 
     Three more methods are optional:
 
-        check_targets(targets)     Raise DataError if the task cannot use the targets. It is called before the model is
-                                   tried.
+        check_targets(targets)     Raise DataError if the task cannot use the targets.
         correct(outputs, targets)  Return a Boolean tensor that marks the correct predictions. Without this method, a
                                    task has no accuracy, and runs are compared by test loss.
         counts(targets)            Return the number of predictions per sample [batch]. Mean losses weight samples by
@@ -66,9 +64,9 @@ class LearningTask(Protocol):
         """Return the mean loss over samples, or the loss of each sample [batch] with reduction = "none"."""
 
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
-        """Raise DataError if the task cannot use the targets, and ExperimentError if it cannot use the outputs.
+        """Raise an error if the task cannot use the model's outputs (ExperimentError) or the targets (DataError).
 
-        All integer targets in the data set are below `classes`.
+        `classes`: number of classes. Integer targets are below this number.
         """
 
 
@@ -220,7 +218,7 @@ class Regression:
         return losses.mean() if reduction == "mean" else losses.reshape(len(losses), -1).mean(1)
 
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
-        """Raise ExperimentError unless there is one output for each target."""
+        """Raise ExperimentError unless there is one output for each target value."""
         shape, wanted = shape_of(outputs), tuple(targets.shape)
         if shape != wanted and not (targets.ndim == 1 and shape == (*wanted, 1)):
             or_column = " or [batch, 1]" if targets.ndim == 1 else ""
@@ -311,16 +309,12 @@ class NextToken:
 
 @dataclass(frozen=True)
 class LossTask:
-    """Learning task without accuracy, defined by a user's loss function or loss module.
-
-    The loss of a batch is the mean over its samples, even if the loss has class weights. For floating-point targets
-    [batch], outputs [batch, 1] are passed to the loss as [batch].
+    """Learning task that a loss function or loss module defines. It has no accuracy.
 
     Attributes:
         name: name of the loss, for error messages.
-        function: loss function, or function that creates a loss module.
-        takes: parameters of the loss function that fedsim sets, starting with outputs and targets. Empty if `function`
-            creates a module.
+        function: loss function, or a function without arguments that returns a loss module.
+        takes: names of the loss function's first parameters (outputs, targets, ...). Empty for a loss module.
     """
 
     name: str
@@ -338,7 +332,7 @@ class LossTask:
         return module
 
     def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each sample [batch], or of each target (in the shape of the targets)."""
+        """Return the losses before averaging: one per sample [batch], or one per target."""
         outputs = _paired(outputs, targets)
         targets = targets.to(outputs.dtype) if targets.is_floating_point() else targets
         if not self.takes:
@@ -372,6 +366,6 @@ class LossTask:
 
 
 def _paired(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return outputs [batch, 1] as [batch] for floating-point targets [batch], to avoid broadcasting."""
+    """Return outputs [batch, 1] as [batch] if the targets are floating-point numbers [batch]."""
     is_column = targets.is_floating_point() and outputs.shape == (*targets.shape, 1)
     return outputs.squeeze(1) if is_column else outputs

@@ -29,9 +29,9 @@ from fedsim.errors import ExperimentError, first_line, show
 
 
 class MetricRegistry(Registry):
-    """Registry of metrics that also accepts classes with `update` and `compute`, such as those of torchmetrics.
+    """Registry of metrics. It also accepts classes with the methods `update` and `compute`, as in torchmetrics.
 
-    `@metric(name, higher_is_better=False)` sets the attribute `higher_is_better` of the function or class.
+    `@metric(name, higher_is_better=False)` also says whether higher or lower values are better.
     """
 
     def _registration(self, name: str, target: Any) -> Registration:
@@ -52,8 +52,8 @@ class OutputMetric(Component):
 
     Attributes:
         label: name in the records.
-        accumulates: whether `function` creates an object with `update` and `compute`.
-        higher_is_better: attribute `higher_is_better` of the function or class, as in torchmetrics. None if missing.
+        accumulates: whether the metric is an object with `update` and `compute`, as in torchmetrics.
+        higher_is_better: whether higher values are better. None if unknown.
     """
 
     label: str
@@ -64,10 +64,7 @@ class OutputMetric(Component):
     def of(
         cls, registration: Registration, params: dict[str, Any], *, label: str | None = None, **settings: Any
     ) -> OutputMetric:
-        """Create the metric from validated parameters.
-
-        The default of `label` is the metric's name. `settings` are ignored.
-        """
+        """Create the metric from checked parameters. `label`: name in the records (default: the metric's name)."""
         return super().of(
             registration,
             params,
@@ -239,10 +236,7 @@ def r2(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _counted(outputs: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
-    """Return the outputs [m, classes] and the targets [m] of the m targets that differ from `ignore`.
-
-    Raises ExperimentError unless the outputs are [..., classes] for integer targets [...].
-    """
+    """Return the outputs [m, classes] and targets [m], without the targets that equal `ignore`."""
     if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
         raise ExperimentError(
             f"the metric needs outputs [..., classes] and integer targets [...], not outputs {list(outputs.shape)} "

@@ -36,10 +36,10 @@ NUMBER = re.compile(r" \d+(?=>$)")
 
 
 class ObjectName(str):
-    """Name that stands for a Python object (such as a model class) among settings: a str with an attribute `target`.
+    """Text that stands for a Python object (such as a model class) in the settings.
 
     Attributes:
-        target: the object, or a callable that returns the object.
+        target: the object, or a function that returns it.
     """
 
     target: Any
@@ -68,9 +68,9 @@ Name = Annotated[str, WrapValidator(lambda name, check: name if isinstance(name,
 
 
 def name_of(target: Any) -> ObjectName:
-    """Return a name that stands for `target` among settings: its import path, or else a text such as `<MyNet>`.
+    """Return a text that stands for a Python object in the settings: its import path, or else a text such as `<MyNet>`.
 
-    In one process, different objects have different names, such as `<MyNet>` and `<MyNet 2>`.
+    Different objects have different names, such as `<MyNet>` and `<MyNet 2>`.
     """
     if path := _import_path(target):
         return ObjectName(path, target)
@@ -97,9 +97,7 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(
 def plain(value: Any) -> Any:
     """Convert a value to types that a file can store: dicts, lists, Python numbers, and names of objects.
 
-    NumPy arrays and tensors become numbers or lists of numbers, a Mapping becomes a dict, and a Sequence becomes a
-    list. Functions, classes and other objects become names (see `name_of`), and a tuple of two data sets becomes one
-    name. Values of Python's own types are returned unchanged.
+    NumPy arrays and tensors become lists of numbers. Functions, classes and other objects become names (see `name_of`).
 
     >>> plain({"seed": np.int64(3), "weights": torch.ones(2)})
     {'seed': 3, 'weights': [1.0, 1.0]}
@@ -120,7 +118,7 @@ def plain(value: Any) -> Any:
 
 
 def names_in(value: Any) -> Iterator[ObjectName]:
-    """Yield every ObjectName in nested tables and lists."""
+    """Yield the names of all Python objects in nested tables and lists."""
     if isinstance(value, ObjectName):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -129,17 +127,16 @@ def names_in(value: Any) -> Iterator[ObjectName]:
 
 
 def holds_objects(value: Any) -> bool:
-    """Whether a value is or contains an object that a file cannot store."""
+    """Whether a value is or contains a Python object that a file cannot store."""
     if isinstance(value, (Mapping, list, tuple)):
         return any(map(holds_objects, value.values() if isinstance(value, Mapping) else value))
     return _is_object(value)
 
 
 def with_objects(value: Any, names: Iterable[ObjectName]) -> Any:
-    """Return nested tables from a file, with each text such as `<MyNet>` replaced by the ObjectName with this text.
+    """Put Python objects back into settings that were read from a file, which contains only their names.
 
-    A file cannot store objects, only their names. The number in `<MyNet 2>` is ignored unless two of the `names` differ
-    only in their numbers.
+    `names`: the objects. Each text in `value` that equals a name, such as `<MyNet>`, is replaced by its object.
     """
     named = {str(name): name for name in names}
     unnumbered = [NUMBER.sub("", name) for name in named]
@@ -158,10 +155,7 @@ def with_objects(value: Any, names: Iterable[ObjectName]) -> Any:
 
 
 def own_copy(value: Value) -> Value:
-    """Return a deep copy of `value`, such as an experiment, so that runs do not share the state of its components.
-
-    Raises ExperimentError if an object cannot be copied.
-    """
+    """Return a deep copy of `value`, such as an experiment. Raise ExperimentError if an object cannot be copied."""
     try:
         return copy.deepcopy(value)
     except Exception as error:
@@ -172,7 +166,7 @@ def own_copy(value: Value) -> Value:
 
 
 def why_unsendable(names: Iterable[ObjectName]) -> str | None:
-    """Return an error message about the first named object that cannot be sent to another process, or None."""
+    """Return an error message about the first object that cannot be sent to another process, or None if all can be."""
     for name in names:
         try:
             pickle.dumps(name)
@@ -182,7 +176,7 @@ def why_unsendable(names: Iterable[ObjectName]) -> str | None:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value may be a component: a function, a class, or an instance of a class outside Python's own types."""
+    """Whether a value may be a component: a function, a class, or an object that is not of a built-in type."""
     if callable(value):
         return True
     is_builtin = type(value).__module__ in ("builtins", "datetime", "decimal") or isinstance(value, (str, int, float))

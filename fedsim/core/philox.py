@@ -31,13 +31,13 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Stream(NamedTuple):
-    """One or several streams of random words (32-bit integers). All attributes broadcast against each other.
+    """One or several streams of random 32-bit integers. All attributes broadcast against each other.
 
     Streams with different (key, step, layer) are independent.
 
     Attributes:
-        keys: int64 [...], 64 bits each.
-        step, layer: int or int64 [...], from 0 to 2^32 - 1, to derive several streams from one key.
+        keys: random seeds of 64 bits, int64 [...].
+        step, layer: numbers from 0 to 2^32 - 1, which distinguish streams of the same key. int or int64 [...].
     """
 
     keys: Tensor
@@ -46,10 +46,9 @@ class Stream(NamedTuple):
 
 
 def blocks(counter: Words, keys: Tensor) -> Words:
-    """Return the four random words, int64 from 0 to 2^32 - 1, of each block of the generator Philox4x32.
+    """Return four random 32-bit integers (as int64) for each counter and key: the function Philox4x32.
 
-    `counter` is the number of each block, as four 32-bit words. The four tensors and the 64-bit `keys` broadcast
-    against each other.
+    `counter` is a 128-bit number as four 32-bit integers. The counters and the 64-bit `keys` broadcast.
     """
     c0, c1, c2, c3 = counter
     low, high = keys & MASK, (keys >> 32) & MASK
@@ -62,23 +61,21 @@ def blocks(counter: Words, keys: Tensor) -> Words:
 
 
 def words(stream: Stream, count: int) -> Tensor:
-    """Return the first `count` random 32-bit words of each stream, int64 [..., count], on the device of the keys.
+    """Return the first `count` random 32-bit integers of each stream, int64 [..., count], on the device of the keys.
 
-    A larger `count` gives the same words, followed by more. Cost: about 5 ns per word on one CPU core, about 100
-    kernels on a GPU.
+    A larger `count` gives the same integers, followed by more. Cost: about 5 ns per integer on one CPU core.
     """
     return converted(stream, count, lambda words: words)[..., :count]
 
 
 def converted(stream: Stream, count: int, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the numbers that `convert` computes from the first random words of each stream.
-
-    The words are converted in parts, so that the words of a long stream are never in memory all at once.
+    """Return the numbers that `convert` computes from the random 32-bit integers of each stream.
 
     Args:
         stream: one or several streams.
-        count: number of words to convert, which is rounded up to a multiple of four.
-        convert: function from words [..., 4 m] to numbers [..., k m], for a constant k and every m.
+        count: how many random integers to convert, rounded up to a multiple of four.
+        convert: function from integers [..., 4 m] to numbers [..., k m], for a constant k and every m. It is called
+            several times for long streams, to save memory.
     """
     numbers = torch.arange(-(-count // 4), device=stream.keys.device)
     parts = [convert(torch.stack(part, -1).flatten(-2)) for _, part in _in_parts(stream, numbers)]
@@ -86,11 +83,9 @@ def converted(stream: Stream, count: int, convert: Callable[[Tensor], Tensor]) -
 
 
 def bernoulli(stream: Stream, counts: Sequence[int], probabilities: Sequence[float]) -> list[Tensor]:
-    """Draw Booleans [..., count] that are true with the given probabilities: one tensor per count.
+    """Draw Booleans that are true with given probabilities.
 
-    The first tensor is drawn from `stream.layer`, and each further tensor from the next layer. A Boolean is true if its
-    word is below round(probability * 2^32), so the probabilities 0 and 1 are exact. Nothing is copied from the host to
-    the device.
+    Returns one tensor [..., count] for each pair of `counts` and `probabilities`. Probabilities 0 and 1 are exact.
     """
     sizes, device = [-(-count // 4) for count in counts], stream.keys.device
 
@@ -108,14 +103,14 @@ def bernoulli(stream: Stream, counts: Sequence[int], probabilities: Sequence[flo
 
 
 def words_per_uniform(dtype: torch.dtype) -> int:
-    """Return how many random words `to_uniform` needs for one number of this dtype."""
+    """Return how many random 32-bit integers `to_uniform` needs for one number of this dtype."""
     return 2 if dtype == torch.float64 else 1
 
 
 def to_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert random 32-bit words to uniform numbers in [0, 1) with all bits that the dtype can hold.
+    """Convert random 32-bit integers to uniform numbers in [0, 1).
 
-    In float32, each word gives one multiple of 2^-24. In float64, each pair of words gives one multiple of 2^-53.
+    float32 uses one integer per number, float64 two.
     """
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
     if words_per_uniform(dtype) == 2:
@@ -125,11 +120,7 @@ def to_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_normal(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert pairs of random words to pairs of standard normal numbers (Box-Muller), at most 6.7 in absolute value.
-
-    float64 is computed in float64, every other dtype in float32. Devices differ only in the rounding of logarithm, sine
-    and cosine.
-    """
+    """Convert pairs of random 32-bit integers to pairs of standard normal numbers (Box-Muller)."""
     first, second = (word.to(torch.promote_types(dtype, torch.float32)) for word in _pairs(words))
     radius = first.add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
     angle = second.mul_(2 * math.pi * 2.0**-32)
@@ -137,23 +128,22 @@ def to_normal(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_integers(words: Tensor, high: int) -> Tensor:
-    """Convert pairs of random words, read as 64-bit numbers x, to integers floor(x high / 2^64) from 0 to high - 1."""
+    """Convert pairs of random 32-bit integers to random integers from 0 to high - 1."""
     first, second = _pairs(words)
     return (first * high + (second * high >> 32)) >> 32
 
 
 def to_keys(words: Tensor) -> Tensor:
-    """Convert pairs of random words to random 63-bit integers, by which numbers are sorted into a random order."""
+    """Convert pairs of random 32-bit integers to random 63-bit integers."""
     first, second = _pairs(words)
     return (first << 31) | (second >> 1)
 
 
 def permutations(stream: Stream, sizes: Tensor, longest: int) -> Tensor:
-    """Return a permutation of range(size) for each stream, int64 [..., longest].
+    """Return a random permutation of range(size) for each stream, int64 [..., longest].
 
-    After the permutation come the numbers from size to longest - 1, in order.
-
-    `sizes` is int64 [...]. The numbers are sorted by random 63-bit keys. Cost: O(longest log longest) per stream.
+    If a size is below `longest`, the numbers from size to longest - 1 follow in order. `sizes` is int64 [...]. Cost:
+    O(longest log longest) per stream.
     """
     order = to_keys(words(stream, 2 * longest))
     beyond = torch.arange(longest, device=order.device) >= sizes.unsqueeze(-1)
@@ -165,10 +155,9 @@ def _pairs(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shuffles(stream: Stream, sizes: Tensor, begins: Tensor, n_blocks: int) -> tuple[Tensor, Tensor]:
-    """Return one permutation of range(size) per stream, concatenated. The permutations equal those of `permutations`.
+    """Return one random permutation of range(size) per stream, concatenated: the permutations of `permutations`.
 
-    If sizes differ, this function computes fewer unused words than `permutations`. All work is done on the device of
-    the keys.
+    This is faster than `permutations` if the sizes differ.
 
     Args:
         stream: keys and steps of shape [streams].
@@ -200,12 +189,12 @@ def shuffles(stream: Stream, sizes: Tensor, begins: Tensor, n_blocks: int) -> tu
 
 
 def _in_parts(stream: Stream, numbers: Tensor, layers: Tensor | None = None) -> Iterator[tuple[slice, Words]]:
-    """Yield the random words of n blocks of each stream in parts: a slice of range(n), and the words of these blocks.
+    """Yield parts of each stream's random integers, to save memory: a slice of `numbers`, and its random integers.
 
     Args:
         stream: one or several streams.
-        numbers: block numbers within each stream, int64 [n].
-        layers: number added to the stream's layer for each block, int64 [n]. None: 0.
+        numbers: which groups of four random integers to compute, int64 [n].
+        layers: number to add to `stream.layer` for each group, int64 [n]. None: 0.
     """
     keys, step, layer = (_tensor(part, stream.keys.device).unsqueeze(-1) for part in stream)
     zero = torch.zeros((), dtype=torch.int64, device=keys.device)

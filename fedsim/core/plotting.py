@@ -55,10 +55,7 @@ class FigureStyle:
             yield
 
     def describe(self, figure: Figure, title: str, remark: str, fontsize: str = "medium") -> None:
-        """Show `title` and `remark` above the figure if `titled` is true.
-
-        Both texts are also stored in the figure's label, from which a caption can be made.
-        """
+        """Show `title` and `remark` above the figure if `titled` is true, and store both as the figure's label."""
         figure.set_label(f"{title}. {remark}.".replace("\n", "; "))
         if self.titled:
             figure.suptitle(f"{title}\n{remark}", fontsize=fontsize, wrap=True)
@@ -85,7 +82,7 @@ def line_style(index: int, points: int = 1) -> dict[str, Any]:
 
 
 def prepare_axes(axes: Axes, *, whole_numbers: bool) -> None:
-    """Draw the grid and set the ticks. If `whole_numbers` is true (x is rounds or updates), x ticks are integers."""
+    """Draw the grid and set the ticks. If `whole_numbers` is true, x ticks are integers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.grid(alpha=0.3)
@@ -94,12 +91,12 @@ def prepare_axes(axes: Axes, *, whole_numbers: bool) -> None:
 
 
 def far_apart(values: Collection[float]) -> bool:
-    """Whether the values are > 0 and differ by a factor of 10 or more, so that a logarithmic axis suits them."""
+    """Whether the values suit a logarithmic axis: all are > 0, and they differ by a factor of 10 or more."""
     return min(values) > 0 and max(values) >= LOG_FROM * min(values)
 
 
 def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
-    """Put ticks with these labels on the x axis, at the value of each label in `places`.
+    """Label the x axis with the keys of `places`, each at its value.
 
     The axis becomes logarithmic if the values are far apart (see `far_apart`).
 
@@ -116,9 +113,7 @@ def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
 
 
 def grid_shape(count: int, most: int) -> tuple[int, int]:
-    """Return the number of rows and the number of columns (at most `most`) of a grid for `count` panels.
-
-    The grid is nearly square and has few empty cells.
+    """Return the numbers of rows and columns (at most `most` columns) of a nearly square grid for `count` panels.
 
     >>> [grid_shape(count, 5) for count in (1, 2, 3, 4, 5, 6, 7, 8)]
     [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 3), (2, 4), (2, 4)]
@@ -129,10 +124,7 @@ def grid_shape(count: int, most: int) -> tuple[int, int]:
 
 
 def show_dollars(figure: Figure) -> None:
-    """Escape dollar signs in the texts of a figure, because matplotlib would read formulas between them.
-
-    Users choose labels and names, and matplotlib raises an error for an invalid formula such as `$x^{$`.
-    """
+    """Escape dollar signs in the texts of a figure, because matplotlib would read formulas between them."""
     from matplotlib.axis import Axis
     from matplotlib.text import Text
     from matplotlib.ticker import FuncFormatter

@@ -47,18 +47,13 @@ def torch_generator(seed: int, purpose: str, *coordinates: int) -> torch.Generat
 
 
 class Draws:
-    """Source of random tensors on one device, determined by (seed, purpose, coordinates), step and call number.
+    """Source of random tensors on one device. Equal arguments of `of` give equal numbers on every machine.
 
         draws = Draws.of(seed, "noise", round, worker, device="cuda")
         noise, mask = draws.normal(10, 784), draws.uniform(10) < 0.5
 
-    Two calls give independent numbers, because each method call uses the next stream of random 32-bit words. The same
-    calls in the same order give the same numbers on every device and in every process, except for rounding in `normal`.
-    The host never waits for the device.
-
-    The words come from the counter-based generator `fedsim.core.philox`. Its key is a hash of (seed, purpose,
-    coordinates). The step and the number of the call (the argument `layer` of the stream) select one of the key's
-    streams. The step is 0 unless the source comes from the method `steps`.
+    Each call gives new, independent numbers. The same calls in the same order give the same numbers on every device and
+    in every process, except for rounding in `normal`. The host never waits for the device.
     """
 
     def __init__(self, key: Tensor, step: int = 0, ahead: dict[int, tuple[int, Tensor]] | None = None) -> None:
@@ -74,37 +69,32 @@ class Draws:
         return cls(torch.full((), draw_key(seed, purpose, *coordinates), dtype=torch.int64, device=device))
 
     def on(self, device: torch.device) -> Draws:
-        """Return a copy of this object on another device, which continues with the same call number."""
+        """Return a copy of this source on another device, which continues with the same numbers."""
         moved = Draws(self._key.to(device), self._step)
         moved._calls = self._calls
         return moved
 
     def steps(self) -> Callable[[int], Draws]:
-        """Return a function that maps a step number, >= 0, to a new source of random tensors for this training step.
+        """Return a function from a training step's number (>= 0) to a source of random tensors for this step.
 
-        The numbers of a step do not depend on earlier steps. If a step draws few numbers, the numbers of the next steps
-        are generated at the same time, because generating many numbers takes little longer than generating few.
+        The numbers of a step do not depend on earlier steps.
         """
         ahead: dict[int, tuple[int, Tensor]] = {}
         return lambda step: Draws(self._key, step, ahead)
 
     def uniform(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Draw uniform numbers in [0, 1) with all bits that `dtype` can hold. Default: PyTorch's default dtype."""
+        """Draw uniform numbers in [0, 1). `dtype`: by default PyTorch's default dtype."""
         dtype = dtype or torch.get_default_dtype()
         count = math.prod(shape) * philox.words_per_uniform(dtype)
         return self._drawn(count, lambda words: philox.to_uniform(words, dtype), shape)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Draw standard normal numbers. Default dtype: PyTorch's default dtype.
-
-        float64 numbers are computed in float64, and numbers of every other dtype in float32, from the same random
-        words.
-        """
+        """Draw standard normal numbers. `dtype`: by default PyTorch's default dtype."""
         dtype = dtype or torch.get_default_dtype()
         return self._drawn(math.prod(shape), lambda words: philox.to_normal(words, dtype), shape)
 
     def integers(self, high: int, *shape: int) -> Tensor:
-        """Draw integers from 0 to high - 1, int64. Raise ValueError unless 1 <= high <= 2^31."""
+        """Draw integers from 0 to high - 1, int64. `high` must be from 1 to 2^31."""
         if not 1 <= high <= LARGEST:
             raise ValueError(f"high = {high}: must be between 1 and 2^31")
         return self._drawn(2 * math.prod(shape), lambda words: philox.to_integers(words, high), shape)
@@ -116,10 +106,7 @@ class Draws:
     def choice(self, n: int, count: int) -> Tensor:
         """Draw `count` of the numbers from 0 to n - 1 without replacement, ascending, int64 [count].
 
-        Cost: drawing n words and selecting the `count` smallest. If n >= 64 count: drawing 4 count + 128 words and
-        sorting half as many numbers. Nothing is drawn if count = n.
-
-        Raises ValueError unless 0 <= count <= n <= 2^31.
+        `n` is at most 2^31. Cost: O(n), or O(count log count) if n >= 64 count.
         """
         if not 0 <= count <= n <= LARGEST:
             raise ValueError(f"count = {count}: must be between 0 and n = {n}, and n must be at most 2^31")
@@ -134,7 +121,7 @@ class Draws:
         return (keys.topk(count, largest=False, sorted=False).values % LARGEST).sort().values
 
     def _drawn(self, count: int, convert: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Tensor:
-        """Return numbers of shape `shape`, which `convert` computes from the next `count` random 32-bit words."""
+        """Draw the next `count` random 32-bit integers, convert them, and return the result in the given shape."""
         layer, self._calls = self._calls, self._calls + 1
         if self._ahead is None or 2 * count > WORDS_AHEAD:
             numbers = philox.converted(philox.Stream(self._key, self._step, layer), count, convert)
@@ -153,17 +140,13 @@ class Draws:
 
 
 def batch_order(seed: int, round: int, worker: int, epoch: int, size: int) -> Tensor:
-    """Return the order of a worker's samples in one epoch (from 0) of a round: a permutation, int64 [size]."""
+    """Return the order of a worker's samples in one epoch of a round: a permutation of range(size), int64 [size]."""
     stream = philox.Stream(torch.tensor(draw_key(seed, "batches", round, worker)), epoch)
     return philox.permutations(stream, torch.tensor(size), size)
 
 
 def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates: int) -> None:
-    """Seed the global generators that a model may use: PyTorch's for `device`, NumPy's and Python's.
-
-    This is fast enough for every step, unlike `torch.manual_seed`, which seeds all backends and takes about a hundred
-    times longer.
-    """
+    """Seed the global generators that a model may use: PyTorch's for `device`, NumPy's and Python's."""
     key = draw_key(seed, purpose, *coordinates)
     random.seed(key)
     np.random.seed(key % 2**32)
@@ -171,7 +154,7 @@ def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates:
 
 
 def global_states(device: torch.device) -> list[object]:
-    """Return the states of Python's, NumPy's and PyTorch's global generators, which change if code draws numbers."""
+    """Return the states of Python's, NumPy's and PyTorch's global random generators."""
     numpy_state = np.random.get_state(legacy=False)
     key, position = numpy_state["state"].values()
     generators = torch.default_generator, _default_generator(device)
@@ -190,7 +173,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 @contextlib.contextmanager
 def preserve_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the states of the global generators when the block ends."""
+    """Restore the states of the global random generators when the `with` block ends."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     if device.type == "cpu":
         torch_state = torch.random.fork_rng(devices=[])
@@ -206,10 +189,7 @@ def preserve_random_state(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def seed_globally(generator: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Seed PyTorch's global generators of the CPU and of `device` from `generator`, and restore them after the block.
-
-    This is much faster than `torch.random.fork_rng` with `torch.manual_seed`, which seeds every backend.
-    """
+    """Seed PyTorch's global generators from `generator`, and restore their states when the `with` block ends."""
     generators = {id(each): each for each in (torch.default_generator, _default_generator(device))}.values()
     states = [each.get_state() for each in generators]
     try:
@@ -227,11 +207,7 @@ def sample_cohort(seed: int, round: int, n_workers: int, size: int) -> np.ndarra
 
 
 def sample_workers(rng: np.random.Generator, n_workers: int, size: int) -> np.ndarray:
-    """Draw `size` distinct worker IDs below `n_workers`, ascending, int64 [size].
-
-    Nothing is drawn if size = n_workers. Cost: O(size log size). If size is at least n_workers / 20, NumPy's `choice`
-    also creates an array of all workers.
-    """
+    """Draw `size` distinct worker IDs below `n_workers`, ascending, int64 [size]."""
     if size == n_workers:
         return np.arange(n_workers)
     return np.sort(rng.choice(n_workers, size, replace=False, shuffle=False))

@@ -12,16 +12,13 @@ from fedsim.errors import ExperimentError
 
 
 class RecordedFeatures:
-    """Features (inner activations) that `recorded_features` recorded in a forward pass."""
+    """Features (inner activations) of a model in its last forward pass. Created by `recorded_features`."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
     def of(self, samples: int) -> Tensor:
-        """Return the recorded features of a batch, flattened to [samples, f]: f numbers for each of `samples` samples.
-
-        Raises ExperimentError if no features were recorded, or if their first dimension is not `samples`.
-        """
+        """Return the recorded features of a batch as [samples, f], with f features per sample."""
         if not self.tensors:
             raise ExperimentError(
                 "model: the client algorithm needs features (hidden activations), but `forward` calls neither a "
@@ -38,10 +35,10 @@ class RecordedFeatures:
 
 @contextlib.contextmanager
 def recorded_features(module: nn.Module) -> Iterator[RecordedFeatures]:
-    """Record the features (inner activations) of the module's forward pass inside the block.
+    """Inside the `with` block, record the features (inner activations) of the module's forward passes.
 
-    The features are the output of `module.features`, a method or module that `forward` calls. If there is no
-    `module.features`, they are the input of the last nn.Linear that `forward` calls.
+    The features are the output of `module.features` (a method or submodule). Without it, they are the input of the last
+    nn.Linear.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
     >>> with fedsim.core.recorded_features.recorded_features(model) as recorded:

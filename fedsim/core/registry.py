@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Registration:
-    """A registered or imported component (function, class or dataclass), and the parameters that configure it.
+    """A component (function, class or dataclass) that settings can select by name, and its parameters.
 
     Attributes:
         kind: kind of component for error messages, such as `aggregation rule`.
@@ -46,8 +46,7 @@ class Registration:
         target: function, class, or instance of a dataclass.
         takes: inputs that the simulator passes to the component: a dict from name to whether the input is required.
         siblings: all registered components of the same kind.
-        imported: whether `name` is an import path or the name of an object. Each process then imports the component
-            itself.
+        imported: whether `name` is an import path or stands for an object.
     """
 
     kind: str
@@ -78,13 +77,11 @@ class Registration:
         return (inspect.getdoc(self.target) or "").split("\n", 1)[0]
 
     def check(self, values: dict[str, Any], place: str = "", beside: Iterable[str] = ()) -> dict[str, Any]:
-        """Validate parameter values against the component's signature, and return them with defaults.
-
-        Defaults that a file cannot store, such as functions, are omitted.
+        """Check the values of the component's parameters, and return them with defaults added.
 
         Args:
             values: parameters by name.
-            place: table of the experiment that contains the parameters, for error messages.
+            place: dotted key of the table that contains the parameters, for error messages.
             beside: other keys of that table, which an error message may suggest.
 
         Raises ExperimentError with one line per unknown name, missing parameter or invalid value.
@@ -118,7 +115,7 @@ class Registration:
                 raise error from None
 
     def bind(self, params: dict[str, Any]) -> Any:
-        """Return a picklable callable with `params` bound, or, for a dataclass, an instance with `params` as fields."""
+        """Return the component with its parameters set, in a form that can be pickled."""
         if dataclasses.is_dataclass(self.target):
             return self.target(**params) if isinstance(self.target, type) else self.target
         if self.imported:
@@ -126,13 +123,13 @@ class Registration:
         return functools.partial(self.target, **params)
 
     def select_inputs(self, **inputs: Any) -> dict[str, Any]:
-        """Return a dict of those `inputs` that this component accepts."""
+        """Return the `inputs` that this component accepts."""
         return {name: inputs[name] for name in self.takes}
 
 
 @dataclass(frozen=True)
 class Component:
-    """A component with bound parameters, which the simulator calls with inputs. Can be pickled.
+    """A component with its parameters, which the simulator calls. Can be pickled.
 
     Attributes:
         function: function with its parameters, or instance of a dataclass.
@@ -149,22 +146,19 @@ class Component:
         """Create the component.
 
         Args:
-            registration: registered or imported component.
-            params: its parameters, which have been validated.
-            settings: values of the fields that a subclass of this class adds.
+            registration: the component.
+            params: its parameters, already checked.
+            settings: values of further fields that a subclass has.
         """
         return cls(registration.bind(params), registration.name, registration.takes, **settings)
 
     def on(self, inputs: Mapping[str, Any]) -> Any:
-        """Call the component with the inputs that it accepts, taken from `inputs`, and return its result."""
+        """Call the component with the inputs that it accepts, and return its result."""
         return self.function(**{name: inputs[name] for name in self.accepts})
 
 
 class Imported:
-    """A component from an import path or an object, with its parameters.
-
-    Unpickling imports the path again. An object is pickled together with its name.
-    """
+    """A component that is not registered, but given by an import path or as an object, with its parameters."""
 
     def __init__(self, path: str, params: dict[str, Any]) -> None:
         self._path, self._params = path, params
@@ -189,18 +183,16 @@ class Imported:
 class Registry:
     """All components of one kind, by name.
 
-    The positional parameters of a component are its inputs, and its keyword-only parameters are its configuration. If
-    the simulator passes no inputs (models, client algorithms), all parameters are configuration. The fields of a
-    dataclass are its configuration, and the dataclass takes inputs when it is called.
+    The positional parameters of a component are its inputs, which the simulator passes. Its keyword-only parameters, or
+    the fields of a dataclass, can be set by the user. If a kind has no inputs, users can set all parameters.
 
     Args:
         kind: kind of component for error messages, such as `aggregation rule`.
         inputs: names of the inputs that the simulator can pass.
-        traits: attributes of a component that the decorator can set, such as `columnwise` of a rule.
-        accepts: objects that can be a component, for error messages.
+        traits: names of attributes that the decorator can set on a component, such as `columnwise` of a rule.
+        accepts: what a component can be, for error messages.
         base: base class of all components, which must be dataclasses. None: any callable is accepted.
-        component: class with a method `of`, such as a subclass of `Component`, whose instances `bind` returns. None:
-            `bind` returns what `Registration.bind` returns.
+        component: class of the objects that `bind` returns, such as a subclass of `Component`.
 
     >>> rule = Registry("aggregation rule", inputs=("updates", "weights"))
     >>> @rule("first")
@@ -255,10 +247,9 @@ class Registry:
         return list(self._components)
 
     def get(self, name: Any, place: str = "") -> Registration:
-        """Return the registration of a registered name, an import path or an object.
+        """Return the component with a registered name or import path, or the given object as a component.
 
-        `place` is the experiment's key, for error messages. Raises ExperimentError, which suggests the most similar
-        valid name, if there is no such component.
+        `place`: key of the setting, for error messages. Raises ExperimentError if there is no such component.
         """
         name = plain(name)
         where = f"{place or self.kind} = {show(name)}"
@@ -291,11 +282,11 @@ class Registry:
             raise ExperimentError(f"{where}: cannot be {verb}: {one_line(error)}") from error
 
     def bind(self, registration: Registration, params: dict[str, Any], **settings: Any) -> Any:
-        """Return the object that the simulator calls: a component of this registry with its parameters.
+        """Return the component with its parameters, as the object that the simulator calls.
 
         Args:
             registration: one of this registry's components.
-            params: its parameters, which have been validated.
+            params: its parameters, already checked.
             settings: further fields of the returned object, if this registry has a class `component`.
         """
         return self.component.of(registration, params, **settings) if self.component else registration.bind(params)
@@ -334,7 +325,7 @@ def _has_signature(target: Callable[..., Any]) -> bool:
 
 
 def taken_by_name(target: Callable[..., Any], inputs: Sequence[str]) -> dict[str, bool]:
-    """Return the positional parameters of a function as a dict from name to whether the parameter is required.
+    """Return the function's positional parameters: a dict from name to whether the parameter is required.
 
     Raises TypeError if a positional parameter is not in `inputs`.
     """
@@ -349,10 +340,7 @@ def taken_by_name(target: Callable[..., Any], inputs: Sequence[str]) -> dict[str
 
 
 def _parameters(target: Callable[..., Any], inputs: Collection[str]) -> type[BaseModel]:
-    """Return a pydantic model that validates the parameters of `target`, except the `inputs` that the simulator passes.
-
-    An instance of a dataclass has no parameters.
-    """
+    """Return a pydantic model that checks the parameters of `target`, except its `inputs`."""
     fields: dict[str, Any] = {}
     extra: Literal["allow", "forbid"] = "forbid"
     is_dataclass = dataclasses.is_dataclass(target)

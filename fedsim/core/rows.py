@@ -22,7 +22,7 @@ ALIGNMENT = 64  # bytes; rows start on a cache line, so results do not depend on
 
 @dataclass(frozen=True)
 class Entry:
-    """Position of one module parameter or buffer in a row: its name, its shape, and its offset."""
+    """Position of a module's parameter or buffer in a row (a flat vector): its name, shape and offset."""
 
     name: str
     shape: torch.Size
@@ -30,16 +30,15 @@ class Entry:
 
     @property
     def span(self) -> slice:
-        """The slice of the row that contains the parameter or buffer."""
+        """The slice of the row that holds the values."""
         return slice(self.offset, self.offset + math.prod(self.shape))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, shapes and offsets of a module's trainable parameters and of its persistent buffers.
+    """How a module's trainable parameters are stored in a row: one flat vector [d] with all values.
 
-    Parameters that do not require gradients are constants of the module and not part of the row. A parameter shared by
-    two layers is one entry. Buffers (such as BatchNorm statistics) have a separate row in float64.
+    A parameter shared by two modules is stored once. Buffers (such as BatchNorm statistics) have their own row.
     """
 
     parameters: tuple[Entry, ...]
@@ -55,7 +54,7 @@ class Layout:
 
     @property
     def d(self) -> int:
-        """The length of a row, which is the total number of trainable parameter values."""
+        """The length of a row: the total number of trainable values."""
         return _length(self.parameters)
 
     @property
@@ -76,10 +75,7 @@ class Layout:
                 values[entry.name].copy_(row[entry.span].view(entry.shape))
 
     def read_buffers(self, module: nn.Module, out: Tensor | None = None) -> Tensor:
-        """Copy the module's buffers into the row `out` (default: a new float64 row), and return it.
-
-        float64 represents every float32 number and integers up to 2^53 exactly.
-        """
+        """Copy the module's buffers into the row `out` (default: a new float64 row), and return it."""
         if out is None:
             out = torch.zeros(self.n_buffer_values, dtype=torch.double)
         if self.buffers:
@@ -98,10 +94,9 @@ class Layout:
                 buffer.copy_(source if buffer.is_floating_point() else source.round())
 
     def bind(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> None:
-        """Make the module's parameters views of `row` [d], and their `.grad` views of `grad_row` [d], without copies.
+        """Make the module's parameters views of `row` [d], and their `.grad` views of `grad_row` [d].
 
-        `backward` adds gradients to `grad_row`, so the caller must set `grad_row` to zero first. A second call binds
-        the module to other rows.
+        `backward` adds gradients to `grad_row`, so the caller must set `grad_row` to zero first.
         """
         for row_or_grad in (row, grad_row):
             if row_or_grad.shape != (self.d,):
@@ -127,7 +122,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ColumnSpans:
-    """A selection of row columns, as ascending spans (start, stop).
+    """A selection of columns of rows, stored as ascending ranges (start, stop).
 
     >>> columns = fedsim.core.rows.ColumnSpans(((0, 1), (3, 5)))
     >>> columns.of(torch.arange(5))
@@ -138,7 +133,7 @@ class ColumnSpans:
 
     @classmethod
     def of_entries(cls, entries: Iterable[Entry]) -> ColumnSpans:
-        """Return the columns of these layout entries, in the same order."""
+        """Return the columns that these parameters take in a row, in the same order."""
         spans: list[tuple[int, int]] = []
         for span in (entry.span for entry in entries):
             start = spans.pop()[0] if spans and spans[-1][1] == span.start else span.start
@@ -151,7 +146,7 @@ class ColumnSpans:
         return sum(stop - start for start, stop in self.spans)
 
     def others(self, d: int) -> ColumnSpans:
-        """Return the selection of all other columns of rows [..., d]."""
+        """Return the columns that are not selected, for rows [..., d]."""
         cuts = [0, *(cut for span in self.spans for cut in span), d]
         return ColumnSpans(tuple((a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=True) if a < b))
 
@@ -175,14 +170,14 @@ def bind(module: nn.Module, row: Tensor, grad_row: Tensor) -> Layout:
 
 
 def new_rows(n: int, d: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Return a zero matrix [n, d] whose rows start on cache lines (the row stride may exceed d)."""
+    """Return a zero matrix [n, d]. For speed, each row starts on a cache line, so the row stride may exceed d."""
     per_line = ALIGNMENT // dtype.itemsize
     stride = max(1, math.ceil(d / per_line)) * per_line
     return torch.zeros(n, stride, dtype=dtype, device=device)[:, :d]
 
 
 def require_finite(global_row: Tensor, round: int) -> None:
-    """Raise DivergedError, with the round, if the global row contains NaN or infinity."""
+    """Raise DivergedError if the global model's parameters contain NaN or infinity. `round`: for the message."""
     finite = global_row.isfinite()
     if not bool(finite.all()):
         lost = f"{int((~finite).sum()):,} of {len(finite):,} numbers are NaN or infinite"
@@ -191,11 +186,12 @@ def require_finite(global_row: Tensor, round: int) -> None:
 
 
 def require_finite_buffers(global_buffers: Tensor, finite_at_start: Tensor, round: int) -> None:
-    """Raise DivergedError, with the round, if a global buffer has become NaN or infinite.
+    """Raise DivergedError if a buffer of the global model has become NaN or infinite.
 
     Args:
-        global_buffers: [b].
-        finite_at_start: bool [b]. Initial buffers may be infinite, for example attention masks.
+        global_buffers: [b], the values of all buffers.
+        finite_at_start: bool [b], which values were finite initially (an attention mask, for example, may not be).
+        round: for the error message.
     """
     finite = global_buffers.isfinite() | ~finite_at_start
     if not bool(finite.all()):
@@ -206,7 +202,7 @@ def require_finite_buffers(global_buffers: Tensor, finite_at_start: Tensor, roun
 
 
 def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(None)) -> None:
-    """Copy the global row to rows of workers (rows[index] = global_row) in one operation.
+    """Copy the global model's parameters to rows of workers: rows[index] = global_row.
 
     Args:
         global_row: [d].
@@ -236,10 +232,9 @@ def clip_rows(gradients: Tensor, max_norm: float | None) -> None:
 
 
 def index_of(slots: Sequence[int], device: torch.device) -> slice | Tensor:
-    """Return an index that selects the rows with the numbers `slots` from a matrix on `device`.
+    """Return an index that selects the rows with these numbers from a matrix on `device`.
 
-    The index is a slice, which selects a view, if the slots have a constant positive step. Otherwise it is an int64
-    tensor [n] on the device, because an index on the host would be copied at each use.
+    Evenly spaced numbers give a slice, which selects a view. Other numbers give an int64 tensor [n] on the device.
     """
     if not slots:
         return slice(0, 0)

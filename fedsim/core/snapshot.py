@@ -16,10 +16,10 @@ from fedsim.system.devices import has_room
 
 @dataclass
 class Snapshot:
-    """Copy of a run's state, which later rounds do not change.
+    """Copy of a run's state, which does not change when the run continues.
 
     Attributes:
-        tensors: copies of tensors by dotted name, contiguous, each on the original's device or on the CPU.
+        tensors: copies of tensors by name, each on the original's device or on the CPU.
         facts: all other values, as JSON types.
     """
 
@@ -27,7 +27,7 @@ class Snapshot:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def keep(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Store copies of tensors under `prefix` + name, on the CPU if the tensor's device has little free memory."""
+        """Store copies of tensors under the names `prefix` + name, on the CPU if the device has little free memory."""
         for name, tensor in tensors.items():
             device = tensor.device if has_room(tensor.device, tensor.nbytes) else "cpu"
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -38,10 +38,9 @@ class Snapshot:
         return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
     def put_back(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Copy the stored values, in place, to the tensors whose stored names are `prefix` + name.
+        """Copy the stored values with the names `prefix` + name back into these tensors, in place.
 
-        Raises RecordError if a stored value is missing or has a different shape or dtype, which means that the snapshot
-        belongs to another run.
+        Raises RecordError if a value is missing or its shape or dtype differs, as in a snapshot of another run.
         """
         for name, tensor in tensors.items():
             stored = self.tensors.get(prefix + name)

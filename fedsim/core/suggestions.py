@@ -32,7 +32,7 @@ KeyFinder = Callable[[str], list[str]]  # maps a name to dotted keys of an exper
 
 @dataclass
 class Vocabulary:
-    """Functions that look up keys and components for hints. `fedsim.config.source_catalog` sets them.
+    """Functions that look up keys and components, for suggestions in error messages.
 
     Attributes:
         keys_called: function from a name to the dotted keys that it may mean.
@@ -47,7 +47,7 @@ VOCABULARY = Vocabulary()
 
 
 def nearest(name: str, allowed: Iterable[str], *, is_component: bool = False) -> str:
-    """Return the hint for a name that is not allowed: `did you mean "x"?`, or the list of allowed names.
+    """Return a hint for an unknown name: `did you mean "x"?`, or the list of allowed names.
 
     Args:
         name: the unknown name.
@@ -93,9 +93,9 @@ def _hint(
     Args:
         name: the name.
         known: allowed names that have `name` as a synonym.
-        candidates: correct names, each with the texts to suggest if `name` is similar to the correct name.
+        candidates: correct names, each with what to suggest if `name` is similar to it.
         allowed: all allowed names, which are listed if nothing is similar.
-        may_be_component: whether to suggest the settings that select a component called `name`.
+        may_be_component: whether `name` may be the name of a component of any kind.
     """
     if "," in name:
         return f"for several values use fedsim compare; for a list write {cut(as_list(name))}"
@@ -119,10 +119,9 @@ def _settings_of_component(name: str) -> list[str]:
 
 
 def closest(name: str, allowed: Iterable[str]) -> list[str]:
-    """Return at most two allowed names that `name` may mean.
+    """Return at most two allowed names that are similar to `name`.
 
-    A name matches if it differs only in - and _, if `name` is its initials (or the reverse), if it starts with `name`
-    or contains it after an underscore, or if the spelling is similar.
+    Similar means: nearly the same spelling, the same except for - and _, the initials of `name`, or a part of it.
     """
     forms = {normalized(each): each for each in allowed}
     form = normalized(name)
@@ -154,10 +153,7 @@ def _initials(name: str) -> str | None:
 
 
 def as_range(text: str) -> str | None:
-    """Return a range such as `0..2` written as a list, `0,1,2`.
-
-    Returns None for other texts, and for more than MOST_IN_RANGE numbers.
-    """
+    """Return a range such as `0..2` as the list `0,1,2`, or None if the text is not a range or the list is too long."""
     ends = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", text.strip())
     numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
     return ",".join(map(str, numbers)) if 0 < len(numbers) <= MOST_IN_RANGE else None
@@ -170,7 +166,7 @@ def as_list(text: str) -> str:
 
 
 class Configurable(Protocol):
-    """Part of a component's interface that error messages about the component's parameters need."""
+    """What error messages need to know of a component: its name and its parameters."""
 
     @property
     def name(self) -> str: ...
@@ -219,14 +215,14 @@ def parameter_errors(
     place: str = "",
     beside: Iterable[str] = (),
 ) -> list[str]:
-    """Return the error lines for unknown parameters.
+    """Return one error line for each unknown parameter.
 
     Args:
         values: parameters by name.
-        components: components that the parameters configure.
+        components: components that the parameters may belong to.
         kind: kind of the components, such as `aggregation rule`.
         siblings: all registered components of this kind, for hints.
-        place: table of the experiment that contains the parameters.
+        place: dotted key of the table that contains the parameters.
         beside: other keys of that table, for hints.
     """
     known = {name for registration in components for name in registration.parameter_names}
@@ -246,12 +242,12 @@ def parameter_errors(
 
 
 def both_given_error(place: str, alternatives: Iterable[str]) -> str:
-    """Return the error line for a table that sets more than one of the mutually exclusive keys `alternatives`."""
+    """Return the error line for a table that sets more than one of the keys `alternatives`."""
     return f"{place}: set {' or '.join(alternatives)}, not both"
 
 
 def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]:
-    """Return a component table in which the key `name`, if present, is replaced by its synonym `named_by`.
+    """Return a component's table with the key `name` renamed to `named_by`, such as `rule`.
 
     Raises ExperimentError if the table has both keys.
     """
@@ -266,10 +262,7 @@ def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]
 
 
 def _as_import_path(name: str) -> str | None:
-    """Return what to write instead of a file path or dotted name: `package.module:name` with a remark.
-
-    Returns None for other names.
-    """
+    """Return a hint how to write a file path or dotted name as an import path, or None if `name` is neither."""
     file, _, attribute = name.rpartition(":")
     if not attribute.isidentifier():
         file, attribute = name, "NAME"

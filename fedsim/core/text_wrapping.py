@@ -17,9 +17,9 @@ def terminal_columns() -> int | None:
 
 
 def hang(head: str, text: str, columns: int | None) -> str:
-    """Join `head` and `text` on one line, or, if it exceeds `columns`, wrap the text to the right of the head.
+    """Join `head` and `text`. If the line is longer than `columns`, wrap the text, indented by the length of the head.
 
-    No line is broken before an opening bracket. `columns` is the terminal's width, or None for no limit.
+    `columns` is the terminal's width, or None for no limit.
 
     >>> print(hang("name: ", "one two three (3)", 26))
     name: one two three (3)

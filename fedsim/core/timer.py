@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 
 class PhaseTimer:
-    """Timer that sums up the seconds per phase in `seconds`. Usage: `with timer("train"): ...`."""
+    """Timer that sums up the seconds of each phase of a run. Usage: `with timer("train"): ...`."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Set all phases to zero. `seconds` becomes a new dict, so earlier references to it keep their values."""
+        """Set all phases to zero. Earlier references to `seconds` keep their values."""
         self.seconds = {"pull_down": 0.0, "train": 0.0, "aggregate": 0.0, "test": 0.0}
 
     @contextlib.contextmanager

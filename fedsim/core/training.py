@@ -31,7 +31,7 @@ class Optimizer(Protocol):
 class MetricSums(NamedTuple):
     """Sums over batches, from which mean loss and accuracy are computed.
 
-    The sums are 0-dimensional tensors on the model's device, so that adding a batch does not wait for the device.
+    The sums are tensors on the model's device, so adding a batch does not wait for the device.
 
     Attributes:
         loss_sum: sum of the losses.
@@ -62,7 +62,7 @@ class MetricSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """Training objective: the mean loss of a task on a batch, with model outputs computed in a given precision."""
+    """Training objective: the mean loss of a task on a batch, computed in a given precision."""
 
     precision: Precision = FULL
     task: LearningTask = CLASSIFICATION
@@ -73,13 +73,11 @@ class Objective:
         return self.loss(outputs, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the loss of model outputs that were computed in `precision`."""
+        """Return the loss of the model outputs."""
         return self.task.loss(self.precision.widened(outputs), targets, reduction)
 
     def losses(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Return the losses [k, batch] of the samples in k batches, whose weighted sum is each batch's mean loss.
-
-        The mean loss of each batch is (losses * weights).sum(1), also for tasks with several predictions per sample.
+        """Return the losses [k, batch] of the samples in k batches. (losses * weights).sum(1) are the mean losses.
 
         Args:
             outputs: model outputs of each batch, [k, batch, ...].
@@ -176,13 +174,13 @@ test.__test__ = False  # type: ignore[attr-defined]  # so that pytest does not c
 def check_outputs(
     model: nn.Module, inputs: Tensor, targets: Tensor, task: LearningTask = CLASSIFICATION, *, classes: int = 0
 ) -> Tensor:
-    """Compute a model's outputs for a few inputs in evaluation mode, check that the task accepts them, and return them.
+    """Compute a model's outputs for one batch, check that the task can use them, and return them.
 
     Args:
         model: any module.
         inputs, targets: a batch, [batch, ...] each.
         task: the learning task.
-        classes: upper limit (exclusive) of integer targets in the data set.
+        classes: number of classes. Integer targets are below this number.
 
     Raises ExperimentError if the task does not support the outputs, and DataError if it does not support the targets.
     """

@@ -23,7 +23,7 @@ def explain(
     Args:
         error: validation error from pydantic.
         model: pydantic model that was validated.
-        place: table of the experiment that contains the model's keys.
+        place: dotted key of the table that contains the model's keys.
         elsewhere: keys of other tables, for hints. See `nearest_key`.
     """
     lines: list[str] = []
@@ -59,12 +59,7 @@ def explain(
 
 
 def _hint(value: Any, wanted: Sequence[str]) -> str:
-    """Return the end of an error line that says how to write a list, or several values, or "" if neither is meant.
-
-    Args:
-        value: value of the wrong type.
-        wanted: descriptions of the allowed types, such as "a list".
-    """
+    """Return a hint that says how to write a list or several values, or "" if none is needed."""
     has_comma = isinstance(value, str) and "," in value
     if wanted == ["a list"] or (has_comma and "a list" in wanted):
         return (
@@ -76,18 +71,18 @@ def _hint(value: Any, wanted: Sequence[str]) -> str:
 
 
 def _is_union_member(part: int | str) -> bool:
-    """Whether `part` of a pydantic error location names a member type of a union, and not a key."""
+    """Whether `part` of the location in a pydantic error names a type of a union, and not a key."""
     return isinstance(part, str) and ("[" in part or part.startswith("constrained-"))
 
 
 def _dotted(parts: Iterable[int | str]) -> str:
-    """Join the parts of a key: `data.augment[0].pixels` for ("data", "augment", 0, "pixels"). Skip empty parts."""
+    """Join the parts of a key: ("data", "augment", 0, "pixels") becomes `data.augment[0].pixels`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part != "")
     return text.removeprefix(".")
 
 
 def _requirement(message: str) -> str:
-    """Return the text to write after "must be" for a pydantic message, in the terms of experiment files."""
+    """Return pydantic's error message as a text that can follow "must be"."""
     message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
     message = re.sub(r"^(String|List|Tuple|Set) should have ", lambda it: f"a {it[1].lower()} that has ", message)
     message = re.sub(r"^String should match ", "a string that matches the ", message)
@@ -98,7 +93,7 @@ def _requirement(message: str) -> str:
 
 
 def _keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """Return the keys of the (sub)table of `model` at `location`."""
+    """Return the keys of the table of `model` at the given location."""
     for part in (part for part in location if part and isinstance(part, str)):
         annotation = model.model_fields[part].annotation
         models = (each for each in (annotation, *get_args(annotation)) if isinstance(each, type))

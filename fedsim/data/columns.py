@@ -83,18 +83,18 @@ def _names(table: Any) -> list[str]:
 
 
 def samples_of(inputs: np.ndarray, targets: np.ndarray, ids: Mapping[str, np.ndarray], place: str) -> TensorData:
-    """Return the data set of n samples with these inputs [n, ...], targets [n, ...] and owners.
+    """Return a data set of n samples.
 
     Args:
-        inputs, targets: arrays with one entry per sample.
-        ids: owner of each sample, [n], for each column of owners by name.
+        inputs, targets: arrays [n, ...].
+        ids: who owns each sample (such as a user): a dict from column name to an array [n].
         place: name of the data set in error messages.
 
     Raises DataError if the arrays cannot be used as a data set, for example if their lengths differ.
     """
 
     class Samples(tuple):
-        """Pair (inputs, targets) with an attribute `ids`, which `as_tensor_data` reads."""
+        """A pair (inputs, targets) with an attribute `ids`: the owner of each sample, such as a user."""
 
     pair = Samples((inputs, targets))
     pair.ids = ids  # type: ignore[attr-defined]

@@ -94,9 +94,9 @@ _loaded: dict[str, tuple[TensorData, TensorData]] = {}  # at most one data set, 
 def load_dataset_once(
     name: str, root: str | None, params: Mapping[str, Any], *, take: bool = False
 ) -> tuple[TensorData, TensorData]:
-    """Return a data set like `load_dataset`, but do not load it twice for the same run.
+    """Return a data set like `load_dataset`, but load it only once for the same run.
 
-    With take=False, the data set is stored in memory. With take=True, the stored data set is returned and forgotten.
+    With take=False, the data set is also kept in memory. With take=True, the kept data set is returned and released.
     """
     key = repr((name, root, sorted(params.items())))
     data = _loaded.get(key) or load_dataset(name, root, **params)

@@ -165,13 +165,13 @@ class TensorData(Dataset):
 
 
 def compact(values: Tensor) -> Tensor:
-    """Return the underlying elements [m] if `values` overlap, as windows of a text do. Otherwise return `values`."""
+    """Return the underlying elements [m] if samples overlap, as windows of a text do. Otherwise return `values`."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
     return values if elements >= values.numel() else values.as_strided((elements,), (1,))
 
 
 def _moved(values: Tensor, device: torch.device) -> Tensor:
-    """Return values on a device. An overlapping view remains a view of its elements."""
+    """Return the tensor on a device. Samples that share memory still do so."""
     if values.device == device and values._base is None:
         return values  # the same object, because `share` moves tensors in place
     moved = compact(values).to(device)

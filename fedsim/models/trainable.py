@@ -70,11 +70,7 @@ def train_only(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def share_frozen(module: nn.Module, shared: dict[str, nn.Parameter]) -> None:
-    """Let models share their frozen parameters, so that each exists only once in a process.
-
-    Each frozen parameter of `module` is replaced by the parameter of the same name in `shared`. If `shared` has no such
-    parameter, the parameter is added to `shared`.
-    """
+    """Let models share their frozen parameters through the dict `shared`, so that each is in memory only once."""
     replaced = {p: shared.setdefault(name, p) for name, p in module.named_parameters() if not p.requires_grad}
     for part in module.modules():
         part._parameters.update({name: replaced[p] for name, p in part._parameters.items() if p in replaced})
@@ -83,7 +79,7 @@ def share_frozen(module: nn.Module, shared: dict[str, nn.Parameter]) -> None:
 def matching(patterns: Sequence[str], names: list[str], key: str, kind: str) -> set[str]:
     """Return those `names` that match one of the patterns, with `*` and `?` as in a shell.
 
-    A pattern also matches all names below it: `head` matches `head.weight`.
+    A pattern also matches names that continue it after a dot: `head` matches `head.weight`.
 
     Args:
         patterns: patterns from an experiment.

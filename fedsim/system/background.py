@@ -12,9 +12,7 @@ import torch
 
 
 class SingleThreadExecutor:
-    """Executor that runs functions one after another on a daemon thread.
-
-    `concurrent.futures.ThreadPoolExecutor` is not used, because it waits for its threads when the program ends.
+    """Executor that runs functions one after another on one daemon thread, which does not delay the program's end.
 
     Args:
         device: current device of the thread.

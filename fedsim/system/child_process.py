@@ -33,11 +33,7 @@ class Child(NamedTuple):
 
 
 def can_fork() -> bool:
-    """Whether a child process that computes with one thread can safely be forked now.
-
-    A lock held by another thread would stay locked in the child, and a GPU cannot be used after a fork. OpenMP threads
-    do not exist in the child, but a child with one thread does not need them.
-    """
+    """Whether this process can safely be forked now."""
     alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
     may_have_children = not current_process().daemon
     return sys.platform == "linux" and alone and may_have_children and not torch.accelerator.is_available()
@@ -124,10 +120,7 @@ def require_importable_main(instead: str) -> None:
 
 
 def exit_if_imported_by_child() -> None:
-    """Exit silently if multiprocessing is still starting this process.
-
-    In this case the process is importing a main program without a main guard. The parent process reports the error.
-    """
+    """Exit silently if a child process is importing a script that has no main guard."""
     if getattr(current_process(), "_inheriting", False):  # multiprocessing.spawn tests the same attribute
         sys.exit(1)
 

@@ -81,10 +81,7 @@ def shares_memory(device: torch.device) -> bool:
 
 
 def require_shared_memory(nbytes: int) -> None:
-    """Raise ExperimentError unless the shared-memory file system has room for `nbytes` bytes.
-
-    Needed on systems without in-memory files, see `fedsim.engines.pool.shared_memory`.
-    """
+    """Raise ExperimentError unless `nbytes` bytes of shared memory are free."""
     if not SHARED_MEMORY.is_dir():
         return  # not Linux: the limit cannot be queried
     free = shutil.disk_usage(SHARED_MEMORY).free
@@ -118,11 +115,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Free unused memory of an accelerator, so that other processes can allocate it.
-
-    This includes memory of cyclic garbage, memory cached by PyTorch's allocator, and memory that other processes had
-    opened and have closed. PyTorch frees none of it automatically. Does nothing for a CPU.
-    """
+    """Free unused memory of a GPU, so that other processes can allocate it. Does nothing for a CPU."""
     if device.type == "cpu":
         return
     gc.collect()
@@ -182,7 +175,7 @@ def total_memory_of(device: torch.device) -> float:
 
 
 def has_room(device: torch.device, nbytes: int) -> bool:
-    """Whether `nbytes` bytes are a small part of an accelerator's free memory. False for a CPU."""
+    """Whether `nbytes` bytes are a small part of a GPU's free memory. False for a CPU."""
     mem_get_info = None if device.type == "cpu" else getattr(torch.get_device_module(device), "mem_get_info", None)
     return mem_get_info is not None and mem_get_info(device)[0] >= ROOM_FACTOR * nbytes
 

@@ -77,9 +77,9 @@ def append_atomically(file: io.FileIO, path: Path, content: bytes) -> None:
 
 
 def require_unchanged(file: io.FileIO, path: Path, when: str) -> None:
-    """Check that `path` is still the file open for appending, and that only this program has appended to it.
+    """Raise RecordError if another program removed, replaced or changed the file that is open for appending.
 
-    Raises RecordError, with `when` in the message, if another program removed, replaced or changed the file.
+    `when` is a part of the error message.
     """
     with contextlib.suppress(OSError):
         status = os.stat(path)
@@ -214,7 +214,7 @@ def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:
 
 
 def require_regular(path: Path, most: int, inside: Path | None = None) -> None:
-    """Raise OSError unless `read_bounded` would read the file."""
+    """Raise OSError if this is not a regular file, is larger than `most` bytes, or lies outside the folder `inside`."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

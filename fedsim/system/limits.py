@@ -89,10 +89,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def format_failure(error: Exception) -> str:
-    """Format an exception as one line followed by its traceback. If memory ran out, there is no traceback.
-
-    If the traceback includes files of the user, only these are shown.
-    """
+    """Format an exception as one line followed by its traceback (only the user's own files, if there are any)."""
     if is_out_of_memory(error):
         return describe_os_error(error) or ""
     shown = traceback.TracebackException.from_exception(error)
@@ -111,10 +108,9 @@ def frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def require_files(processes: int, instead: str) -> None:
-    """Make sure that this process may open the files for `processes` child processes.
+    """Make sure that this process may open enough files to start `processes` child processes.
 
-    Increases the soft limit RLIMIT_NOFILE if necessary. Raises WorkerError, which recommends the setting `instead`, if
-    the hard limit is too low.
+    Raises WorkerError, which recommends the setting `instead`, if the system does not allow it.
     """
     needed, (now, most) = files_for(processes), limits_of_files()
     if most < needed:

@@ -33,10 +33,7 @@ _received: ContextVar[list[int]] = ContextVar("fedsim_received")  # descriptors 
 
 
 class Message:
-    """A pickled object, with the descriptors of the files that the object refers to.
-
-    The message keeps a reference to the object, because its files must stay open until the message is sent.
-    """
+    """A pickled object and the files (descriptors) that it refers to, ready to be sent to another process."""
 
     def __init__(self, content: Any) -> None:
         self.content, self.descriptors = content, list[int]()
@@ -44,16 +41,13 @@ class Message:
             self.data = _dumps(content)
 
     def duplicate_for_child(self, descriptor: int) -> int:
-        """Add a file descriptor to the message, and return its index there.
-
-        multiprocessing calls this for each file in a pickled object (see `_collecting`).
-        """
+        """Add a file to the message, and return its index there. Called by multiprocessing."""
         if descriptor not in self.descriptors:
             self.descriptors.append(descriptor)
         return self.descriptors.index(descriptor)
 
     def DupFd(self, index: int) -> _File:  # noqa: N802  # multiprocessing's name
-        """Return the placeholder that stands for file number `index` in the pickled data."""
+        """Return the placeholder for a file in the pickled data. Called by the unpickler."""
         return _File(index)
 
 
@@ -147,16 +141,13 @@ class _File:
         self._index = index
 
     def detach(self) -> int:
-        """Return a duplicate of the file's descriptor. The caller must close it."""
+        """Placeholder for a file in a pickled message."""
         return os.dup(_received.get()[self._index])
 
 
 @contextlib.contextmanager
 def _collecting(message: Message) -> Iterator[None]:
-    """Inside the block, let multiprocessing pass the files in pickled objects to `message`.
-
-    multiprocessing calls `message.duplicate_for_child`, as if `message` were a process being started.
-    """
+    """Inside the `with` block, files in pickled objects are added to `message`."""
     if not PASSES_FILES:
         yield
         return

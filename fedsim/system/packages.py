@@ -48,12 +48,7 @@ def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:
 
 
 def import_torchvision() -> Any:
-    """Import torchvision, even if its compiled operators do not fit the installed build of PyTorch.
-
-    torchvision from PyPI is compiled for one build of PyTorch. With a different build (for example for CPUs), its
-    compiled operators do not load. Then `import torchvision` fails with "operator torchvision::nms does not exist",
-    because two operators are not declared. This function declares them. fedsim does not use these operators.
-    """
+    """Import torchvision, even if it was compiled for another build of PyTorch."""
     global _missing_operators
     try:
         import torchvision.datasets

@@ -41,11 +41,7 @@ class Precision:
 
     @contextlib.contextmanager
     def forwards_of(self, module: nn.Module, device: torch.device) -> Iterator[None]:
-        """Run each forward pass of `module` and its copies in this precision. Outputs have the dtype of the loss.
-
-        Other code in the block uses full precision. Each forward pass has a separate autocast context, because one
-        context casts each weight only once.
-        """
+        """Inside the `with` block, run each forward pass of `module` in this precision."""
         if self.autocast is None:
             yield
             return
@@ -120,12 +116,7 @@ def full_precision(device: torch.device) -> contextlib.AbstractContextManager[An
 
 @contextlib.contextmanager
 def tf32_allowed(allowed: bool) -> Iterator[None]:
-    """Allow or forbid TF32 in matrix products and convolutions on CUDA inside the block.
-
-    PyTorch has an older setting, `allow_tf32`, and a newer one, `fp32_precision`. Reading the older setting raises an
-    error if the newer one has a value that the older one cannot express. Only in this case the newer setting is
-    changed. Otherwise the older setting is changed.
-    """
+    """Allow or forbid TF32 in matrix products and convolutions on CUDA inside the `with` block."""
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
     switches = [(cuda.matmul, "allow_tf32"), (cudnn, "allow_tf32")]
@@ -156,10 +147,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def cast_for_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast tensors to the dtype that autocast would use. Without autocast, return them unchanged.
-
-    This is for operations with a custom derivative, whose operands autocast does not cast.
-    """
+    """Cast tensors to the dtype that autocast would use. Without autocast, return them unchanged."""
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not torch.is_autocast_enabled(device):
         return tensors

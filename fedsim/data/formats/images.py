@@ -312,7 +312,7 @@ def _damaged(class_name: str, root: Path, files: Sequence[str]) -> Path | None:
 
 
 def _download(class_name: str, root: Path, arguments: Mapping[str, Any], problem: str, folder: str) -> None:
-    """Download a data set. Raise DataError, which begins with the problem, if that is not possible."""
+    """Download a data set. On failure, raise a DataError whose message starts with `problem` and names `folder`."""
     _, parameters, parts = _described(class_name)
     try:
         if "download" not in parameters:
@@ -386,7 +386,7 @@ def _read_samples(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _file_of(part: Any, index: int) -> str:
-    """Return the path of an image in parentheses, or "" if the data set has no list of paths."""
+    """Return the path of an image in parentheses, or "" if it is unknown."""
     for name in ("_image_files", "_samples", "samples", "imgs", "data", "_images"):
         if isinstance(entries := getattr(part, name, None), (list, tuple)):
             path = entries[index][0] if isinstance(entries[index], (list, tuple)) else entries[index]

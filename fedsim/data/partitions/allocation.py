@@ -17,10 +17,7 @@ Concentration = Annotated[float, Field(gt=0, le=1e12)]
 
 
 def even_sizes(n_samples: int, parts: int) -> np.ndarray:
-    """Return the sizes of `parts` parts of n_samples, which differ by at most one, larger ones first, int64 [parts].
-
-    The sizes are those of `np.array_split`.
-    """
+    """Return the sizes of `parts` nearly equal parts of n_samples samples, larger ones first, int64 [parts]."""
     base, larger = divmod(n_samples, parts)
     return base + (np.arange(parts) < larger)
 

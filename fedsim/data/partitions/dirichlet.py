@@ -137,12 +137,12 @@ def draw_counts(size: int, alphas: np.ndarray, left: np.ndarray, rng: np.random.
 
 
 def _restricted(shares: np.ndarray, is_open: np.ndarray, rng: np.random.Generator, alphas: np.ndarray) -> np.ndarray:
-    """Return a class mixture without the classes for which `is_open` is false, rescaled to sum to one, [C].
+    """Return a class mixture [C] with zero for classes that have no samples left, rescaled to sum to one.
 
     Args:
         shares: class mixture that was drawn from Dir(alphas), [C].
         is_open: whether each class has samples left, bool [C].
-        rng: draws the mixture again if all shares that remain are zero.
+        rng: draws the mixture again if all remaining shares are zero.
         alphas: concentration of each class, [C].
     """
     shares = np.where(is_open, shares, 0.0)
@@ -153,9 +153,9 @@ def _restricted(shares: np.ndarray, is_open: np.ndarray, rng: np.random.Generato
 
 
 def _while_they_last(drawn: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Return the class numbers `drawn`, up to the first one of a class that has no sample left.
+    """Return the drawn class numbers up to the first draw of a class that has run out of samples.
 
-    `left` [C] is the number of samples that each class has before these draws.
+    `left` [C] is the number of samples of each class before these draws.
     """
     too_many = np.flatnonzero(np.bincount(drawn, minlength=len(left)) > left)
     stop = min((np.flatnonzero(drawn == number)[left[number]] for number in too_many), default=len(drawn))

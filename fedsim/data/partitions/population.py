@@ -44,7 +44,7 @@ class Shards(ABC):
         """Return the positions of a worker's samples in the data set, a read-only int64 CPU tensor [size]."""
 
     def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Return an int64 tensor with the sample positions of `workers`, and where each worker's part begins."""
+        """Return a tensor with the sample positions of `workers`, and where each worker's positions begin in it."""
         shards = [self.of(worker) for worker in workers]
         return torch.cat(shards), [0, *accumulate(map(len, shards))][:-1]
 
