@@ -49,7 +49,7 @@ QUICKLY = {  # command-line words, exit code and expected output
     "list my_study/my_study.py": (0, "softmedian"),
     "": (0, "mnist_sync_sgd\n"),  # shell completion
     "run roundz=3": (2, "unknown key"),
-    "run model=mlp": (2, "no such model"),
+    "run model=mlpp": (2, "no such model"),
     "run absent.toml": (2, "no such file"),
     "run broken.toml": (2, "broken.toml"),
     "run --rounds 3": (2, "no such option"),
