@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from pydantic import Field
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.suggestions import nearest
 from fedsim.data.tensors import TensorData, as_tensor_data
-from fedsim.errors import DataError, show
+from fedsim.errors import DataError, one_line, show
 
 TARGETS = "label", "labels", "target", "targets", "y"  # names of the target column that need not be set
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -23,10 +25,10 @@ def train_and_test(
     test: Columns | None,
     places: tuple[str, str],
     *,
-    target: str | None,
-    inputs: Sequence[str] | None,
-    ids: Sequence[str] | None,
-    test_fraction: float,
+    target: str | None = None,
+    inputs: Sequence[str] | None = None,
+    ids: Sequence[str] | None = None,
+    test_fraction: float = 0.2,
 ) -> tuple[TensorData, TensorData]:
     """Return the training and test samples of data sets that are stored as columns, such as CSV files.
 
@@ -75,7 +77,7 @@ def samples_of_tables(train: Any, test: Any) -> tuple[TensorData, TensorData]:
     parts = [table.reset_index() if owners else table for table in (train, test)]
     columns = [{name: table[name][:] for name in _names(table)} for table in parts]
     places = "the training data", "the test data"
-    return train_and_test(columns[0], columns[1], places, target=None, inputs=None, ids=owners, test_fraction=0.5)
+    return train_and_test(columns[0], columns[1], places, ids=owners)
 
 
 def _names(table: Any) -> list[str]:
@@ -93,13 +95,8 @@ def samples_of(inputs: np.ndarray, targets: np.ndarray, ids: Mapping[str, np.nda
     Raises DataError if the arrays cannot be used as a data set, for example if their lengths differ.
     """
 
-    class Samples(tuple):
-        """A pair (inputs, targets) with an attribute `ids`: the owner of each sample, such as a user."""
-
-    pair = Samples((inputs, targets))
-    pair.ids = ids  # type: ignore[attr-defined]
     try:
-        return as_tensor_data(pair)
+        return replace(as_tensor_data((inputs, targets)), ids=ids)
     except DataError as error:
         raise DataError(f"{place}: {error}") from None
 
@@ -109,6 +106,12 @@ def split_test(data: TensorData, fraction: float) -> tuple[TensorData, TensorDat
     order = numpy_generator(0, "test_split").permutation(len(data))
     held_out = round(fraction * len(data))
     return data.take(np.sort(order[held_out:])), data.take(np.sort(order[:held_out]))
+
+
+def unreadable(path: str, error: Exception) -> DataError:
+    """Return the error for a data file that does not exist or cannot be read."""
+    exists = Path(path).exists()
+    return DataError(f"{path}: cannot be read: {one_line(error) if exists else 'no such file; check data.path'}")
 
 
 def require_finite(values: np.ndarray, place: str) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedsim.data.columns import Fraction, require_finite, samples_of, split_test
+from fedsim.data.columns import Fraction, require_finite, samples_of, split_test, unreadable
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
-from fedsim.errors import DataError, one_line, show
+from fedsim.errors import DataError, show
 
 PICKLES = ".pt", ".pth", ".pkl", ".pickle", ".npy"
 NAMES = {  # accepted names of each array
@@ -83,4 +83,4 @@ def _read(path: str) -> dict[str, np.ndarray]:
         with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except Exception as error:  # errors of zip files, of NumPy and of safetensors
-        raise DataError(f"{path}: cannot be read: {one_line(error)}") from None
+        raise unreadable(path, error) from None

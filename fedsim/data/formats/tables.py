@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.data.columns import Fraction, train_and_test
+from fedsim.data.columns import Fraction, train_and_test, unreadable
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
-from fedsim.errors import DataError, one_line
+from fedsim.errors import DataError
 from fedsim.system.packages import import_extra
 
 
@@ -64,7 +64,7 @@ def _read(path: str) -> dict[str, Any]:
     try:
         content = module.read_csv(path) if csv else module.read_table(path)
     except Exception as error:  # the errors of PyArrow have no common base class
-        raise DataError(f"{path}: cannot be read: {one_line(error)}") from None
+        raise unreadable(path, error) from None
     columns = {}
     for name in content.column_names:
         column = content.column(name)
