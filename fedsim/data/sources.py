@@ -1,7 +1,8 @@
 """The registered data sets. Experiments can also name any other data set as "package.module:function".
 
-A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder for downloaded files. `train`
-and `test` are map-style data sets of (input, target) samples: TensorData, or anything that `as_tensor_data` accepts.
+A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder for downloaded files; a data set
+without downloads omits it. `train` and `test` are map-style data sets of (input, target) samples: TensorData, or
+anything that `as_tensor_data` accepts.
 """
 
 from __future__ import annotations

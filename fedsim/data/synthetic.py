@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -18,7 +17,6 @@ FEATURES, CLASSES = 60, 10
 
 @dataset("synthetic")
 def synthetic(
-    root: Path,
     *,
     alpha: NonNegative = 1.0,
     beta: NonNegative = 1.0,
@@ -37,7 +35,6 @@ def synthetic(
     A random 90 percent of each user's samples are training samples. The other samples are the test set.
 
     Args:
-        root: not used.
         alpha: how much the models of users differ, >= 0.
         beta: how much the inputs of users differ, >= 0.
         users: number of users.

@@ -22,7 +22,7 @@ NAMES = {  # accepted names of each array
 
 @dataset("npz")
 @dataset("safetensors")
-def arrays(root: Path, *, path: str, test_fraction: Fraction = 0.2) -> tuple[TensorData, TensorData]:
+def arrays(*, path: str, test_fraction: Fraction = 0.2) -> tuple[TensorData, TensorData]:
     """Arrays in a `.npz` file, or tensors in a `.safetensors` file.
 
     The arrays are `inputs` [n, ...], `targets` [n, ...] and, if the file has test samples, `test_inputs` and
@@ -31,7 +31,6 @@ def arrays(root: Path, *, path: str, test_fraction: Fraction = 0.2) -> tuple[Ten
     [n, channels, height, width], divided by 255.
 
     Args:
-        root: not used.
         path: the file. `.pt` files are refused, because reading a pickle runs code.
         test_fraction: fraction of the samples that is drawn at random for tests if the file has no test samples. The
             draw is the same for every seed.

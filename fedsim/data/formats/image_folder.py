@@ -19,7 +19,6 @@ TEST_FOLDERS = "test", "val", "valid"
 
 @dataset("image_folder")
 def image_folder(
-    root: Path,
     *,
     path: str,
     size: PositiveInt | None = None,
@@ -32,7 +31,6 @@ def image_folder(
     `natural`. Pixels are uint8 [n, channels, height, width], divided by 255 when a batch is made.
 
     Args:
-        root: not used.
         path: the folder.
         size: height and width to which all images are resized. Unset: all images must have one size.
         grey: whether to convert the images to one channel.

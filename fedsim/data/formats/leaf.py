@@ -20,7 +20,6 @@ CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijk
 
 @dataset("leaf")
 def leaf(
-    root: Path,
     *,
     path: str,
     shape: list[int] | None = None,
@@ -34,7 +33,6 @@ def leaf(
     Inputs that are names of image files (CelebA) are read from the folder `images` as uint8 [n, 3, size, size].
 
     Args:
-        root: not used.
         path: the folder with `train` and `test`.
         shape: shape of an input, such as [1, 28, 28] for FEMNIST. Unset: the shape in the files.
         images: folder of the image files that inputs name.

@@ -17,7 +17,6 @@ from fedsim.system.packages import import_extra
 @dataset("csv")
 @dataset("parquet")
 def table(
-    root: Path,
     *,
     path: str,
     test_path: str | None = None,
@@ -32,7 +31,6 @@ def table(
     [n, length]. Targets that are text become class labels in sorted order.
 
     Args:
-        root: not used.
         path: file of the training samples, `.csv` or `.parquet`.
         test_path: file of the test samples. Unset: a fraction `test_fraction` of the samples in `path` is drawn at
             random. The draw is the same for every seed.
