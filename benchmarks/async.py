@@ -134,7 +134,7 @@ def events_per_second(workers: int = 100) -> float:
 
 
 def race_seconds(cores: int) -> float:
-    """Return the median seconds of a pass over MNIST with Hogwild, one worker per core, without the test."""
+    """Return the median time in seconds of one epoch on MNIST with Hogwild, one worker per core, without the test."""
     local = {"batch_size": BATCH, "lr": LR, "momentum": MOMENTUM}
     where = {"data": "mnist", "partition": "contiguous", "workers": cores, "processes": cores}
     how = {"mode": "race", "policy": "hogwild", "race": {"runs": 1}, "rounds": 3}

@@ -53,7 +53,7 @@ def write(root: Path, images: int) -> Path:
 
 
 def read_seconds(root: Path, path: Path, repeats: int) -> tuple[list[float], list[float]]:
-    """CPU seconds of `load_dataset` and of plain reads, which other programs disturb less than seconds."""
+    """Return the CPU seconds of `load_dataset` and of plain reads, which vary less than wall time on a busy machine."""
     seconds: tuple[list[float], list[float]] = [], []
     load_dataset("mnist", root)  # imports, and the page cache
     for _ in range(repeats):

@@ -31,7 +31,7 @@ def run_python(*words, timeout=300, **options):
 
 
 def start(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment):
-    """Start `python *words` in its own process group, forked from a server that has already imported fedsim."""
+    """Start `python *words` in a new process group. The process is forked from a server that has imported fedsim."""
     return Program(words, cwd=cwd, environment=_environment(**environment), stdout=stdout, stderr=stderr)
 
 

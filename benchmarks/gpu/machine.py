@@ -15,7 +15,7 @@ QUERY = "driver_version,memory.total,memory.used,clocks.sm,clocks.mem,power.limi
 
 
 def describe() -> dict[str, object]:
-    """Return versions, device, cores and free shared memory. Raises an error if the device cannot compute."""
+    """Return the versions, the device, the number of cores and the free shared memory. Fail if the device does."""
     facts = {**describe_environment(), "cores": usable_cores(), "shm_free": shutil.disk_usage("/dev/shm").free}
     if not torch.cuda.is_available():
         return {**facts, "device": "cpu"}

@@ -92,7 +92,7 @@ class VirtualClock:
         self._started: Counter[int] = Counter()  # work items, by worker
 
     def run_round(self, round: int) -> None:
-        """Simulate until as many results have arrived as in `round` synchronous rounds."""
+        """Simulate until the server has received as many results as `round` synchronous rounds would send."""
         enough = round * self.dispatcher.scheduler.total_items_per_round()
         while self.dispatcher.arrivals < enough:
             self.advance()

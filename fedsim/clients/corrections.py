@@ -110,7 +110,7 @@ class FedNova(LocalSGD):
     """
 
     def normaliser(self, steps: Tensor) -> Tensor:
-        """Return the factor |a_k| by which the update of a worker with `steps` local steps is divided, float64."""
+        """Return the divisor |a_k| of the update of a worker with `steps` local steps, as a float64 number."""
         r, steps = self.momentum, steps.double()
         with_momentum = (steps - r * (1 - r**steps) / (1 - r)) / (1 - r)
         return steps + r * with_momentum if self.nesterov else with_momentum

@@ -72,7 +72,7 @@ class LineChart:
 
     @property
     def values(self) -> list[float]:
-        """The values of the compared setting on the x axis. Empty if the x axis shows rounds, time or the like."""
+        """The values on the x axis if it shows a compared setting. Empty if it shows rounds, time or bytes."""
         return self.comparison.axes[self.scale] if self.scale in self.comparison.compared else []
 
     def value(self, line: Line, key: str) -> Any:

@@ -59,7 +59,7 @@ class Backend(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Release the task and its memory in every process. Without a task, do nothing."""
+        """Release the current task and its memory in every process. Do nothing if there is no task."""
 
     @abstractmethod
     def close(self) -> None:

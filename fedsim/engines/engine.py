@@ -133,7 +133,7 @@ class Engine:
         return refusals[0] if refusals else True
 
     def leave(self) -> None:
-        """Release the task and its memory in every process. Without a task, do nothing."""
+        """Release the current task and its memory in every process. Do nothing if there is no task."""
         self.backend.leave()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ Index = int | slice | Tensor  # selects rows in the `SharedState`: one slot, or 
 
 
 class ClientRounds:
-    """Work before and after the local training of workers.
+    """Code that runs before and after the local training of each worker.
 
     Each method takes one worker's parameters [d], or the parameters [k, d] of k workers.
     """
