@@ -278,17 +278,18 @@ def count_workers(tables: Mapping[str, Any]) -> int | None:
     """Return the number of workers that the partition (such as `natural`) prescribes, or None if it prescribes none."""
     if "partition" not in tables:
         return None
-    partition = schema.Partition.model_validate(tables["partition"])
-    count = getattr(partition.component, "count_workers", None)
-    if count is None:
+    try:
+        partition = schema.Partition.model_validate(tables["partition"])
+        data = schema.Data.model_validate(tables.get("data", {}))
+    except (ValidationError, ExperimentError):  # reported together with the errors of the other tables
         return None
+    count = getattr(partition.component, "count_workers", None)
 
     def ids() -> Mapping[str, np.ndarray]:
-        data = schema.Data.model_validate(tables.get("data", {}))
         train, _ = load_dataset_once(data.name, data.root, data.params)
         return split_validation(train, data.validation_fraction, tables.get("seed", 0))[0].ids
 
-    return count(ids)
+    return None if count is None else count(ids)
 
 
 def _without_unset(value: Any) -> Any:

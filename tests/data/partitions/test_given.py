@@ -101,3 +101,12 @@ def test_owners_that_do_not_exist_are_one_line(tiny_experiment, data):
     del tables["workers"]
     with pytest.raises(ExperimentError, match="does not say who owns each sample"):
         fedsim.run({**tables, "partition": "natural", "data": components.tiny(None)})
+
+
+@pytest.mark.parametrize(
+    "tables", [{"partition": "irdd"}, {"partition": {"name": "given"}}, {"partition": "natural", "data": "nosuch"}]
+)
+def test_a_wrong_table_is_reported_together_with_other_errors(tables):
+    with pytest.raises(ExperimentError) as caught:
+        fedsim.Experiment(**tables, rounds=-3)
+    assert len(caught.value.lines) == 2
