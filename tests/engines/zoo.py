@@ -309,7 +309,7 @@ TEXTS: dict[str, Callable[[], nn.Module]] = {
 REFUSED_TEXTS = ("LSTM", "transformer with dropout", "embedding of bounded norm")
 STATE = "a forward pass changes attributes or non-persistent buffers, which are not stored for each worker"
 DRAWS = "the model draws random numbers outside of torch.nn.functional.dropout"
-OTHERWISE = "the gradient of {} changes if workers are stacked"
+OTHERWISE = "in a stack, the gradient of {} differs from that of a single model"
 VMAP = "torch.func.vmap cannot run the model: "
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {

@@ -237,11 +237,11 @@ class Trials:
             expected = _plain_gradients(task.learning_task, module.train(), inputs[k], targets[k])
             for entry, gradient, reference in zip(layout.parameters, gradients, expected, strict=True):
                 if not self._agree(gradient[k], reference):
-                    raise not_stackable(f"the gradient of {entry.name} changes if workers are stacked")
+                    raise not_stackable(f"in a stack, the gradient of {entry.name} differs from that of a single model")
             read = layout.read_buffers(module, out=buffers[k])
             for entry in layout.buffers:
                 if not self._agree(buffers_after[k, entry.span], read[entry.span]):
-                    raise not_stackable(f"the buffer {entry.name} changes if workers are stacked")
+                    raise not_stackable(f"in a stack, the buffer {entry.name} differs from that of a single model")
 
     def compare_steps(self) -> None:
         """Raise ExperimentError if the client algorithm cannot update one parameter tensor after another."""
