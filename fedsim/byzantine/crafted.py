@@ -32,7 +32,7 @@ GOLDEN = (3 - 5**0.5) / 2  # the smaller part of a golden section
 @attack_strategy("alie")
 @dataclass(frozen=True)
 class ALittleIsEnough:
-    """A-little-is-enough attack: mean + sign z std of the honest updates in each coordinate (Baruch et al. 2019).
+    """A-little-is-enough attack: in each coordinate, mean + sign * z * std of the honest updates (Baruch et al. 2019).
 
     Args:
         z: number of standard deviations. None: `z_max(n, f)` for the n workers of the cohort, f of them Byzantine. For

@@ -358,7 +358,7 @@ def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
     elif label != stop.metric and stop.mode is None:
         yield f'{where}: needs stop.mode, "max" if higher values are better, otherwise "min"'
     if label.endswith("_accuracy") and label in DIRECTIONS and correct_of(experiment.task.component) is None:
-        yield f"{where}: the task {experiment.task.name} has no accuracy; use stop.metric=test_loss or a metric"
+        yield f"{where}: the task {experiment.task.name} has no accuracy; use stop.metric=test_loss or one of `metrics`"
     elif label.startswith("validation_") and not experiment.data.validation_fraction:
         yield f"{where}: needs data.validation_fraction; set it to 0.1, or use stop.metric=test_accuracy"
 

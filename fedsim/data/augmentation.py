@@ -108,7 +108,7 @@ def crop(images: Tensor, draws: Draws, *, padding: PositiveInt = 4) -> Tensor:
 
     Args:
         images: [batch, channels, height, width].
-        draws: draws the windows.
+        draws: source of random numbers, for the positions of the windows.
         padding: width of the border, >= 1.
 
     Cost: two copies of the batch.

@@ -93,7 +93,7 @@ class Channel:
         self._connection = connection
 
     def send(self, content: Any) -> None:
-        """Send an object or a `Message`. Raise OSError if the other end is closed, and pickling errors."""
+        """Send an object or a `Message`. Raise OSError if the other end is closed."""
         message = content if isinstance(content, Message) else Message(content)
         descriptors = message.descriptors
         self._connection.send_bytes(len(descriptors).to_bytes(COUNT_BYTES, "big") + message.data)
