@@ -70,10 +70,12 @@ def run(
         from fedsim.config.files import to_toml
         from fedsim.config.load import load_experiment
         from fedsim.config.validation import warnings_about
+        from fedsim.data.sources import data_loaded_once
         from fedsim.engines import engine as engines
         from fedsim.records.run_folder import new_folder
         from fedsim.runs.setup import check_run
 
+        stack.enter_context(data_loaded_once())
         experiment = load_experiment(source, overrides, allow_imports=allow_imports)
         if dry_run:
             check_run(experiment)

@@ -23,6 +23,7 @@ from fedsim.core.input_limits import leaves_of
 from fedsim.core.learning_task import correct_of
 from fedsim.core.objects import plain
 from fedsim.core.suggestions import nearest
+from fedsim.data.sources import data_loaded_once
 from fedsim.errors import ExperimentError, show
 from fedsim.records.axes import (
     Axes,
@@ -139,7 +140,7 @@ def plan_comparison(
         for name in ("model", "curve"):  # off by default, to save disk space
             records.setdefault(name, False)
     untrusted_values = [value for _, value in in_all] + [word_axes, written]
-    with untrusted_config(file or file_of(source), untrusted_values, allowed=allow_imports):
+    with untrusted_config(file or file_of(source), untrusted_values, allowed=allow_imports), data_loaded_once():
         drop_default_name(description)
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         experiments, points, engine_chosen, left_out = _experiments(

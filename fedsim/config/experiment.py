@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -23,15 +25,18 @@ from fedsim.config.schema import Amount, Count, matching
 from fedsim.config.source_catalog import keys_of_tables
 from fedsim.config.validation import problems_with, what_needs_rows
 from fedsim.core.base_table import ComponentTable, Table
+from fedsim.core.import_policy import is_untrusted
 from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import Name, own_copy, plain
 from fedsim.core.validation_errors import explain
+from fedsim.data.formats.images import lacks_files
 from fedsim.data.sources import load_dataset_once
-from fedsim.data.subsets import split_validation
+from fedsim.data.subsets import validation_positions
 from fedsim.engines import Engine, engine
 from fedsim.engines.distributed.hooks import CommunicationHook
 from fedsim.errors import MAX_NAME, ExperimentError, show
 from fedsim.processing import UpdateProcessor
+from fedsim.system.files import is_outside
 from fedsim.system.precision import PRECISIONS
 
 FOLDER_NAME = f"at most {MAX_NAME} characters (a-z, A-Z, 0-9, and . _ -), starting with a letter or digit"
@@ -124,7 +129,7 @@ class Experiment(Table):
         if problem := problem_with_words(tables):
             raise ExperimentError(problem)
         try:
-            if "workers" not in tables and (count := count_workers(tables)):
+            if "workers" not in tables and (count := count_workers(tables)) is not None:
                 tables = {**tables, "workers": count}
             super().__init__(**tables)
         except ValidationError as error:
@@ -286,10 +291,26 @@ def count_workers(tables: Mapping[str, Any]) -> int | None:
     count = getattr(partition.component, "count_workers", None)
 
     def ids() -> Mapping[str, np.ndarray]:
-        train, _ = load_dataset_once(data.name, data.root, data.params)
-        return split_validation(train, data.validation_fraction, tables.get("seed", 0))[0].ids
+        refuse_untrusted_root(data)
+        columns = load_dataset_once(data.name, data.root, data.params)[0].ids
+        if not columns or not data.validation_fraction:
+            return columns
+        n = len(next(iter(columns.values())))
+        remaining, _ = validation_positions(n, data.validation_fraction, tables.get("seed", 0))
+        return {name: column[remaining] for name, column in columns.items()}
 
     return None if count is None else count(ids)
+
+
+def refuse_untrusted_root(data: schema.Data) -> None:
+    """Raise ExperimentError if an untrusted file would download data to a folder outside the working directory."""
+    if data.root is None or not is_untrusted(data.root):
+        return
+    if is_outside(Path(os.path.expanduser(data.root)), Path.cwd()) and lacks_files(data.name, data.root, **data.params):
+        raise ExperimentError(
+            f"data.root = {show(data.root)}: does not contain {data.name}, and an experiment file must not download "
+            "data to a folder outside the working directory; set the key on the command line"
+        )
 
 
 def _without_unset(value: Any) -> Any:

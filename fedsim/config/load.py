@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedsim.config.experiment import Experiment
+from fedsim.config.experiment import Experiment, refuse_untrusted_root
 from fedsim.config.files import COMPARISON, describe_file, find_experiment, nested
 from fedsim.config.overrides import changes_in, override, parse_word
 from fedsim.config.schema import Distributed
 from fedsim.core.import_policy import is_untrusted, untrusted_config
 from fedsim.core.objects import plain
-from fedsim.data.formats.images import lacks_files
 from fedsim.errors import ExperimentError, show
-from fedsim.system.files import is_outside
 
 
 def load_experiment(
@@ -105,10 +102,4 @@ def _refuse_untrusted_places(experiment: Experiment) -> None:
             f"distributed.init_method = {show(init)}: must not be set in an experiment file, because the address "
             "could be that of any computer; set the key on the command line"
         )
-    if data.root is None or not is_untrusted(data.root):
-        return
-    if is_outside(Path(os.path.expanduser(data.root)), Path.cwd()) and lacks_files(data.name, data.root, **data.params):
-        raise ExperimentError(
-            f"data.root = {show(data.root)}: does not contain {data.name}, and an experiment file must not download "
-            "data to a folder outside the working directory; set the key on the command line"
-        )
+    refuse_untrusted_root(data)

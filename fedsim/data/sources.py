@@ -7,8 +7,10 @@ anything that `as_tensor_data` accepts.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from fedsim.errors import DataError, FedsimError, one_line, show
 dataset = Registry(
     "data set",
     inputs=("root",),
+    traits=("lacks_files",),  # a function (root, **parameters) that says whether files would be downloaded
     accepts="a function, a class or a tuple (train, test) of data sets or (inputs, targets)",
 )
 
@@ -89,21 +92,32 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
     return train, test
 
 
-_loaded: dict[str, tuple[TensorData, TensorData]] = {}  # at most one data set, until a run takes it
+_kept: ContextVar[dict[str, tuple[TensorData, TensorData]] | None] = ContextVar("fedsim_kept_data", default=None)
+
+
+@contextlib.contextmanager
+def data_loaded_once() -> Iterator[None]:
+    """Within the block, a run reuses the data set from which its experiment has counted the workers."""
+    token = _kept.set({} if _kept.get() is None else _kept.get())
+    try:
+        yield
+    finally:
+        _kept.reset(token)
 
 
 def load_dataset_once(
     name: str, root: str | None, params: Mapping[str, Any], *, take: bool = False
 ) -> tuple[TensorData, TensorData]:
-    """Return a data set like `load_dataset`, but load it only once for the same run.
+    """Return a data set like `load_dataset`. In a block `data_loaded_once`, also keep it in memory.
 
-    With take=False, the data set is also kept in memory. With take=True, the kept data set is returned and released.
+    With take=True, a data set that was kept is returned and released.
     """
-    key = repr((name, root, sorted(params.items())))
-    data = _loaded.get(key) or load_dataset(name, root, **params)
-    _loaded.clear()
-    if not take:
-        _loaded[key] = data
+    kept, key = _kept.get(), repr((name, root, sorted(params.items())))
+    data = (kept or {}).get(key) or load_dataset(name, root, **params)
+    if kept is not None:
+        kept.clear()
+        if not take:
+            kept[key] = data
     return data
 
 

@@ -212,10 +212,15 @@ def split_validation(train: TensorData, share: float, seed: int, fewest: int = 1
     >>> len(remaining), len(held_out), sorted([*remaining.targets.tolist(), *held_out.targets.tolist()]) == [*range(10)]
     (8, 2, True)
     """
-    n, where = len(train), f"data.validation_fraction = {share}"
-    held_out = round(share * n)
     if not share:
         return train, train.take(np.zeros(0, dtype=np.int64))
+    remaining, held_out = validation_positions(len(train), share, seed, fewest)
+    return train.take(remaining), train.take(held_out)
+
+
+def validation_positions(n: int, share: float, seed: int, fewest: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ascending indices of the samples that `split_validation` keeps and holds out, out of n samples."""
+    where, held_out = f"data.validation_fraction = {share}", round(share * n)
     if not held_out:
         raise ExperimentError(
             f"{where}: rounds to zero of {n:,} training samples; must be at least {1 / n:.3g}, or 0 to hold out none"
@@ -226,4 +231,4 @@ def split_validation(train: TensorData, share: float, seed: int, fewest: int = 1
             "a smaller fraction or fewer workers"
         )
     order = numpy_generator(seed, "validation_split").permutation(n)
-    return train.take(np.sort(order[held_out:])), train.take(np.sort(order[:held_out]))
+    return np.sort(order[held_out:]), np.sort(order[:held_out])

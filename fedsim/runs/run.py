@@ -19,6 +19,7 @@ from fedsim.callbacks.records import KeptUpdates, Recorder
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.config.validation import warnings_about
+from fedsim.data.sources import data_loaded_once
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, SettingWarning
 from fedsim.records.early_stopping import stop_reason
@@ -80,7 +81,7 @@ def run(
         WorkerError: a worker failed, or processes were lost more often than `process_retries` allows.
     """
     users = UserCallbacks([FunctionCallback(on_setup, on_start, on_round), *callbacks])
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, data_loaded_once():
         try:
             experiment = load_experiment(experiment, allow_imports=allow_imports, **changes)
             current, callbacks = _prepared(stack, experiment, out, resume, users, session, progress)
