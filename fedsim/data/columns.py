@@ -50,15 +50,15 @@ def train_and_test(
         for name in (target, *inputs, *ids):
             if name not in columns:
                 raise DataError(f"{place}: has no column {show(name)}; {nearest(name, columns)}")
-    targets = [np.asarray(columns[target]) for columns, _ in parts]
-    if any(values.dtype.kind in "OUS" for values in targets):
+    targets = [_values(columns[target], f"{place}: column {show(target)}") for columns, place in parts]
+    if any(values.dtype.kind == "U" for values in targets):
         classes = np.unique(np.concatenate([values.astype(str) for values in targets]))
         targets = [np.searchsorted(classes, values.astype(str)) for values in targets]
     samples = []
     for (columns, place), values in zip(parts, targets, strict=True):
         arrays = [_numbers(columns[name], f"{place}: column {show(name)}") for name in inputs]
         require_finite(values, f"{place}: column {show(target)}")
-        owners = {name: np.asarray(columns[name]) for name in ids}
+        owners = {name: _values(columns[name], f"{place}: column {show(name)}") for name in ids}
         samples.append(samples_of(_joined(arrays, place), values, owners, place))
     return (samples[0], samples[1]) if test is not None else split_test(samples[0], test_fraction)
 
@@ -108,6 +108,11 @@ def split_test(data: TensorData, fraction: float) -> tuple[TensorData, TensorDat
     return data.take(np.sort(order[held_out:])), data.take(np.sort(order[:held_out]))
 
 
+def data_path(path: str) -> str:
+    """Return the path of a data file with `~` replaced by the home folder."""
+    return str(Path(path).expanduser())
+
+
 def unreadable(path: str, error: Exception) -> DataError:
     """Return the error for a data file that does not exist or cannot be read."""
     exists = Path(path).exists()
@@ -133,13 +138,34 @@ def _only_target(columns: Columns, place: str) -> str:
     return names[0]
 
 
+def _values(values: Any, place: str) -> np.ndarray:
+    """Return a column of targets or owners as an array of text [n] or of numbers [n, ...].
+
+    Raises DataError, which begins with `place`, for a missing value, and for values of different types.
+    """
+    array = np.asarray(values)
+    if array.dtype.kind != "O":
+        return array
+    for row, value in enumerate(array):
+        if value is None or (isinstance(value, float) and np.isnan(value)):
+            raise DataError(f"{place}: has no value in row {row}; remove such rows or fill in the values")
+    if all(isinstance(value, str) for value in array):
+        return array.astype(str)
+    try:
+        numbers = np.array(array.tolist())
+        return numbers if numbers.dtype.kind in "iubf" else numbers.astype(float)
+    except (TypeError, ValueError):
+        raise DataError(f"{place}: must contain either text or numbers of one shape, not both") from None
+
+
 def _numbers(values: Any, place: str) -> np.ndarray:
     """Return a column as an array of numbers [n, ...]. PIL images become uint8 [n, channels, height, width].
 
     Raises DataError, which begins with `place`, if the values are not numbers of equal shape, or are not finite.
     """
     if hasattr(next(iter(values), None), "getbands"):  # PIL pictures
-        values = [np.atleast_3d(np.asarray(picture)).transpose(2, 0, 1) for picture in values]
+        mode = "L" if all(picture.mode in ("1", "L") for picture in values) else "RGB"
+        values = [np.atleast_3d(picture.convert(mode)).transpose(2, 0, 1) for picture in values]
     try:
         array = np.asarray(values)
     except ValueError:  # lists of different lengths

@@ -86,7 +86,7 @@ class TensorData(Dataset):
     @property
     def classes(self) -> int:
         """The highest class label or token plus one, or 0 for floating-point targets."""
-        return 0 if self.targets.is_floating_point() else int(self.sample_targets.max()) + 1
+        return 0 if self.targets.is_floating_point() else int(compact(self.targets).max()) + 1
 
     @property
     def sample_targets(self) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedsim.data.columns import Fraction, require_finite, samples_of, split_test, unreadable
+from fedsim.data.columns import Fraction, data_path, require_finite, samples_of, split_test, unreadable
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, show
@@ -47,7 +47,8 @@ def arrays(*, path: str, test_fraction: Fraction = 0.2) -> tuple[TensorData, Ten
     """
     stored = _read(path)
     parts = {role: next((name for name in names if name in stored), None) for role, names in NAMES.items()}
-    for role in ("inputs", "targets", "test_targets" if parts["test_inputs"] else "inputs"):
+    tested = parts["test_inputs"] or parts["test_targets"]
+    for role in ("inputs", "targets", *(("test_inputs", "test_targets") if tested else ())):
         if parts[role] is None:
             raise DataError(f"{path}: has no array {role}, only {', '.join(stored) or 'none'}")
     values = {role: stored.pop(name) for role, name in parts.items() if name is not None}
@@ -68,7 +69,7 @@ def arrays(*, path: str, test_fraction: Fraction = 0.2) -> tuple[TensorData, Ten
 
 def _read(path: str) -> dict[str, np.ndarray]:
     """Return the arrays in a `.npz` or `.safetensors` file by name. Raise DataError if the file cannot be read."""
-    suffix = Path(path).suffix.lower()
+    path, suffix = data_path(path), Path(path).suffix.lower()
     if suffix in PICKLES:
         raise DataError(
             f"{path}: {suffix} files are not read, because reading a pickle can run code; write numpy.savez(FILE, "

@@ -5,21 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedsim.data.columns import Fraction, train_and_test
+from fedsim.data.columns import Fraction, data_path, train_and_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, one_line, show
 from fedsim.system.packages import import_extra
 
 
-@dataset("huggingface")
+def _lacks_files(root: Path, *, path: str, **params: Any) -> bool:
+    """Whether the data set would be downloaded from the hub."""
+    return not Path(data_path(path)).is_dir()
+
+
+@dataset("huggingface", lacks_files=_lacks_files)
 def huggingface(
     root: Path,
     *,
     path: str,
     config: str | None = None,
     train: str = "train",
-    test: str | None = "test",
+    test: str | None = None,
     target: str | None = None,
     inputs: list[str] | None = None,
     ids: list[str] | None = None,
@@ -36,8 +41,8 @@ def huggingface(
         path: name on the hub, such as `flwrlabs/femnist`, or a folder.
         config: configuration of the data set on the hub.
         train: name of the split with the training samples.
-        test: name of the split with the test samples. If it is unset or does not exist, a fraction `test_fraction` of
-            the training samples is drawn at random. The draw is the same for every seed.
+        test: name of the split with the test samples. Unset: the split `test`, or without such a split, a fraction
+            `test_fraction` of the training samples that is drawn at random, the same for every seed.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
         inputs: columns of the inputs. Unset: all columns except the target and `ids`.
         ids: columns that contain the owner of each sample, for the partition `natural`.
@@ -49,6 +54,7 @@ def huggingface(
     >>> train, test = fedsim.load_dataset(  # doctest: +SKIP
     ...     "huggingface", path="flwrlabs/femnist", inputs=["image"], target="character", ids=["writer_id"])
     """
+    path = data_path(path)
     datasets = import_extra("datasets", extra="huggingface", purpose="the data set huggingface")
     try:
         if Path(path).is_dir() and list(Path(path).glob("dataset_*.json")):
@@ -61,8 +67,10 @@ def huggingface(
         ) from None
     if not hasattr(splits, "keys"):
         splits = {train: splits}
-    if train not in splits:
-        raise DataError(f"data.train = {show(train)}: no such split; {path} has {', '.join(splits)}")
+    for key, name in (("train", train), ("test", test)):
+        if name is not None and name not in splits:
+            raise DataError(f"data.{key} = {show(name)}: no such split; {path} has {', '.join(splits)}")
+    test = test or "test"
     parts = [None if name not in splits else _columns(splits[name]) for name in (train, test)]
     places = f"{path}, split {train}", f"{path}, split {test}"
     return train_and_test(

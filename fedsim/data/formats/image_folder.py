@@ -54,7 +54,7 @@ def image_folder(
     train_folder = folder / "train" if (folder / "train").is_dir() else folder
     if not train_folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    classes = sorted(entry.name for entry in train_folder.iterdir() if entry.is_dir())
+    classes = sorted(e.name for e in train_folder.iterdir() if e.is_dir() and not e.name.startswith("."))
     train = _read(train_folder, classes, size, grey)
     test_folder = next((folder / name for name in TEST_FOLDERS if (folder / name).is_dir()), None)
     if train_folder == folder or test_folder is None:
@@ -66,7 +66,11 @@ def _read(folder: Path, classes: list[str], size: int | None, grey: bool) -> Ten
     """Return the images in `folder`/CLASS as a data set, in the sorted order of their paths."""
     from PIL import Image  # a requirement of torchvision
 
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+    files = sorted(
+        file
+        for file in folder.rglob("*")
+        if file.suffix.lower() in SUFFIXES and not any(p.startswith(".") for p in file.relative_to(folder).parts)
+    )
     images, labels, owners = list[np.ndarray](), list[int](), list[str]()
     for file in files:
         name, *below = file.relative_to(folder).parts

@@ -65,7 +65,8 @@ def lacks_files(name: str, root: str | Path, **params: Any) -> bool:
     """Whether the data set called `name` would download files to this folder."""
     class_name = CLASS_NAMES.get(name, name.removeprefix("torchvision:"))
     if class_name == name:
-        return False
+        lacks = getattr(dataset.get(name).target, "lacks_files", None) if name in dataset.names() else None
+        return lacks is not None and lacks(Path(root), **params)
     root, arguments = Path(os.path.expanduser(root)), _arguments(params)
     if files := _files(class_name, **arguments):
         return not all(is_file(root / file) for file in files)

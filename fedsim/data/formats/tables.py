@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.data.columns import Fraction, train_and_test, unreadable
+from fedsim.data.columns import Fraction, data_path, train_and_test, unreadable
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError
@@ -31,7 +31,8 @@ def table(
     [n, length]. Targets that are text become class labels in sorted order.
 
     Args:
-        path: file of the training samples, `.csv` or `.parquet`.
+        path: file of the training samples: Parquet if its name ends in `.parquet`, with tabs if it ends in `.tsv`, or
+            otherwise CSV.
         test_path: file of the test samples. Unset: a fraction `test_fraction` of the samples in `path` is drawn at
             random. The draw is the same for every seed.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
@@ -57,10 +58,15 @@ def table(
 
 def _read(path: str) -> dict[str, Any]:
     """Return the columns of a CSV or Parquet file by name. Raise DataError if it cannot be read."""
-    csv = Path(path).suffix.lower() in (".csv", ".tsv", ".txt")
-    module = import_extra("pyarrow.csv" if csv else "pyarrow.parquet", extra="tables", purpose="reading tables")
+    path, suffix = data_path(path), Path(path).suffix.lower()
+    parquet = suffix in (".parquet", ".pq")
+    module = import_extra("pyarrow.parquet" if parquet else "pyarrow.csv", extra="tables", purpose="reading tables")
     try:
-        content = module.read_csv(path) if csv else module.read_table(path)
+        if parquet:
+            content = module.read_table(path)
+        else:
+            delimiter = "\t" if suffix == ".tsv" else ","
+            content = module.read_csv(path, parse_options=module.ParseOptions(delimiter=delimiter))
     except Exception as error:  # the errors of PyArrow have no common base class
         raise unreadable(path, error) from None
     columns = {}

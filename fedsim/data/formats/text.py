@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from pydantic import Field, PositiveInt
 
+from fedsim.data.columns import Fraction
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, show
@@ -26,7 +27,6 @@ UNKNOWN = 0  # token of all characters outside the vocabulary
 TYPES = torch.uint8, torch.int16, torch.int32
 
 Targets = Literal["all", "last"]
-Fraction = Annotated[float, Field(gt=0, lt=1)]
 Tokens = np.ndarray  # integers [tokens]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedsim.data.partitions.allocation import group
 from fedsim.data.partitions.base import partition_strategy
-from fedsim.data.partitions.ids import column_of
+from fedsim.data.partitions.ids import owners_of
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.system.devices import free_memory
 from fedsim.system.files import read_bounded
@@ -44,7 +44,7 @@ class Natural:
     by: str | None = None
 
     def __call__(self, n_workers: int, rng: np.random.Generator, ids: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        owners, owner_of = np.unique(column_of(ids, self.by), return_inverse=True)
+        owners, owner_of = owners_of(ids, self.by)
         if n_workers > len(owners):
             raise ExperimentError(
                 f"workers = {n_workers}: must be at most {len(owners)}, the number of owners of samples; omit it to "
@@ -62,7 +62,7 @@ class Natural:
             raise ExperimentError(
                 'partition.name = "natural": this data set does not say who owns each sample; use another partition'
             )
-        return len(np.unique(column_of(columns, self.by)))
+        return len(owners_of(columns, self.by)[0])
 
 
 @partition_strategy("given", covers=False)
@@ -77,7 +77,7 @@ class Given:
     Args:
         shards: indices of the training samples of each worker.
         path: file with these lists instead of `shards`. JSON: `[[0, 2], [1]]` or `{"ann": [0, 2], "bob": [1]}`. CSV:
-            the columns `sample` and `worker`, with workers in the order in which they first appear.
+            the columns `sample` and `worker`. Workers are sorted by their numbers, or otherwise in order of appearance.
 
     Returns one index array [size] per worker. Raises ExperimentError if the file cannot be read, or if a sample has two
     workers. Cost: O(n).
@@ -98,25 +98,30 @@ class Given:
             raise ExperimentError(
                 f"workers = {n_workers}: the partition has {len(self._lists)} lists, one per worker; omit `workers`"
             )
-        return [np.array(shard, dtype=np.int64) for shard in self._lists]
+        return self._lists
 
     def count_workers(self, ids: Callable[[], Mapping[str, np.ndarray]]) -> int:
         """Return the number of lists, which is the number of workers if `workers` is unset."""
         return len(self._lists)
 
     @cached_property
-    def _lists(self) -> list[list[int]]:
-        if self.shards is not None:
-            return self.shards
-        path = Path(str(self.path))
+    def _lists(self) -> list[np.ndarray]:
+        place = "partition.shards" if self.path is None else f"partition.path = {show(self.path)}"
         try:
-            text = read_bounded(path, int(free_memory() / 20)).decode()
-            lists = _lists_of_csv(text) if path.suffix == ".csv" else _lists_of_json(text)
+            lists = self.shards if self.path is None else _read(Path(self.path).expanduser())
+            arrays = [np.array(shard, dtype=np.int64) for shard in lists or ()]
         except OSError as error:
-            raise ExperimentError(f"partition.path = {show(self.path)}: cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise ExperimentError(f"partition.path = {show(self.path)}: {one_line(error)}") from None
-        return lists
+            raise ExperimentError(f"{place}: cannot be read: {error.strerror}") from None
+        except (ValueError, OverflowError, RecursionError, csv.Error) as error:
+            raise ExperimentError(f"{place}: {one_line(error)}") from None
+        if not arrays:
+            raise ExperimentError(f"{place}: contains no list; there must be one list of samples per worker")
+        return arrays
+
+
+def _read(path: Path) -> list[list[int]]:
+    text = read_bounded(path, int(free_memory() / 20)).decode()
+    return _lists_of_csv(text) if path.suffix == ".csv" else _lists_of_json(text)
 
 
 def _lists_of_json(text: str) -> list[list[int]]:
@@ -141,4 +146,5 @@ def _lists_of_csv(text: str) -> list[list[int]]:
             lists.setdefault(row["worker"], []).append(int(row["sample"]))
         except (TypeError, ValueError):
             raise ValueError(f"line {reader.line_num}: {show(row['sample'])} is not the index of a sample") from None
-    return list(lists.values())
+    numbered = all(name.isdecimal() for name in lists)
+    return [lists[name] for name in (sorted(lists, key=int) if numbered else lists)]
