@@ -168,7 +168,7 @@ def auroc(outputs: Tensor, targets: Tensor) -> Tensor:
     """
     outputs, positive = _differences(outputs, torch.zeros_like(targets)), targets > 0
     _, places, counts = outputs.unique(return_inverse=True, return_counts=True)
-    ranks = (counts.cumsum(0) - (counts - 1) / 2.0).double()[places]
+    ranks = (counts.cumsum(0) - (counts.double() - 1) / 2)[places]
     ones, zeros = positive.sum(), (~positive).sum()
     pairs = (ones * zeros).clamp(min=1)
     above = ranks[positive].sum() - ones * (ones + 1) / 2

@@ -42,13 +42,15 @@ class EvaluationResult:
     def of(cls, task: RunTask, shared: SharedState) -> EvaluationResult:
         """Return the metrics of the latest test, from the results that all processes have stored in `shared`."""
         data, (test, validation) = shared.data, (shared.tests["test"], shared.tests["validation"])
-        loss, accuracy, success = _means(task, test.sums, data.test.sample_targets)
-        metrics = dict(_metrics(task, test.outputs, data.test.sample_targets))
+        targets = data.test.sample_targets
+        loss, accuracy, success = _means(task, test.sums, targets)
+        metrics = dict(_metrics(task, test.outputs, targets))
         if not len(data.validation):
             return cls(loss, accuracy, success, metrics=metrics)
-        of_validation = _metrics(task, validation.outputs, data.validation.sample_targets)
+        targets = data.validation.sample_targets
+        of_validation = _metrics(task, validation.outputs, targets)
         metrics |= {f"validation_{label}": value for label, value in of_validation}
-        means = _means(task, validation.sums, data.validation.sample_targets)[:2]
+        means = _means(task, validation.sums, targets)[:2]
         return cls(loss, accuracy, success, *means, metrics)
 
     @classmethod

@@ -139,8 +139,7 @@ class RunTask:
         """Return a new module with the initial parameters, which are the same in every process.
 
         Frozen parameters are shared by all modules of a process. Raises ExperimentError if the model has complex
-        tensors, or
-        does not fit the settings `model` and `local.train`.
+        tensors, or does not fit the settings `model` and `local.train`.
         """
         model, train = self.experiment.model, self.experiment.local.train
         with preserve_random_state(torch.device("cpu")):

@@ -9,6 +9,7 @@ from pydantic import PositiveInt
 from torch import nn
 
 from fedsim.core.suggestions import nearest
+from fedsim.errors import ExperimentError, show
 from fedsim.models.base import Norm, model, norm_layer
 from fedsim.system.packages import import_torchvision
 
@@ -51,8 +52,16 @@ def build(name: str, *, classes: PositiveInt = 10, norm: Norm = "batch", **param
             googlenet and inception_v3 do not return logits in training.
     """
     module = import_torchvision().models.get_model(name, weights=None, num_classes=classes, **params)
-    for parent in [*module.modules()] if norm != "batch" else ():
-        for place, layer in parent.named_children():
-            if isinstance(layer, nn.BatchNorm2d):
-                setattr(parent, place, norm_layer(norm, layer.num_features))
+    if norm == "batch":
+        return module
+    layers = [
+        (parent, place, layer)
+        for parent in module.modules()
+        for place, layer in parent.named_children()
+        if isinstance(layer, nn.BatchNorm2d)
+    ]
+    if not layers:
+        raise ExperimentError(f"model.norm = {show(norm)}: torchvision:{name} has no BatchNorm2d to replace; omit it")
+    for parent, place, layer in layers:
+        setattr(parent, place, norm_layer(norm, layer.num_features))
     return module

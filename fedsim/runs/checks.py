@@ -170,6 +170,7 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
         check_targets(targets)
         with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}{tokens}"):
             outputs = check_outputs(task.new_module(), inputs, targets, experiment.task.component, classes=classes)
+            _check_outputs_in_training(task, inputs, outputs)
     except DataError as error:
         raise DataError(f"data.name = {show(dataset)}: {error}") from error
     except ExperimentError as error:
@@ -185,6 +186,20 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
         table.component(outputs, targets)
     if task.precision.autocast is not None:
         _check_autocast(task, inputs, targets)
+
+
+def _check_outputs_in_training(task: RunTask, inputs: Tensor, outputs: object) -> None:
+    """Raise ExperimentError if the model returns another type in training than in tests, such as GoogLeNet does."""
+    try:
+        with torch.no_grad(), preserve_random_state(task.device):
+            in_training = task.new_module().train()(inputs)
+    except Exception:  # later checks name the batch that the model cannot be trained on
+        return
+    if type(in_training) is not type(outputs):
+        raise ExperimentError(
+            f"returns a {type(in_training).__name__} in training and a {type(outputs).__name__} in tests; it must "
+            "return the same type in both"
+        )
 
 
 def _check_features(task: RunTask, inputs: Tensor) -> None:
