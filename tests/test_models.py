@@ -162,6 +162,19 @@ def test_norm_chooses_the_normalisation_layers(name):
     assert not layers("none", (nn.BatchNorm2d, nn.GroupNorm))
 
 
+def test_models_that_fedsim_cannot_use_as_asked_get_one_line():
+    vgg = model.get("torchvision:vgg11")
+    with pytest.raises(fedsim.ExperimentError, match='model.norm = "group": torchvision:vgg11 has no BatchNorm2d'):
+        vgg.bind(vgg.check({"norm": "group"}))()
+    tables = {
+        "data": {"name": "tests.real_models:noise", "shape": [3, 32, 32], "classes": 3},
+        **{"workers": 2, "rounds": 1, "engine": "serial"},
+        "model": {"name": "torchvision:googlenet", "classes": 3, "init_weights": False},
+    }
+    with pytest.raises(fedsim.ExperimentError, match="returns a GoogLeNetOutputs in training and a Tensor in tests"):
+        fedsim.run(tables)
+
+
 def test_a_model_of_torchvision_that_does_not_exist_gets_a_hint():
     with pytest.raises(fedsim.ExperimentError, match='has no such classification model; did you mean "resnet18"'):
         model.get("torchvision:resnet81")

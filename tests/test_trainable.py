@@ -74,6 +74,28 @@ def test_an_adapted_model_starts_as_the_model_itself(tables):
     assert torch.equal(adapted(inputs), plain(inputs))
 
 
+class Encoder(torch.nn.Module):
+    """A transformer layer. Its fast path in evaluation reads the weights of its linear layers directly."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.TransformerEncoderLayer(28, 2, 16, dropout=0.0, batch_first=True)
+        self.head = torch.nn.Linear(28, 10)
+
+    def forward(self, inputs):
+        return self.head(self.layer(inputs.reshape(-1, 28, 28)).mean(1))
+
+
+def test_tests_use_the_adapters_of_transformer_layers(tables):
+    module = start_module({**tables, "model": {"name": Encoder, "lora": {"rank": 2}}})
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("lora_b"):
+                parameter.fill_(0.1)
+    inputs = torch.randn(5, 784, dtype=torch.float64)
+    assert torch.allclose(module.eval()(inputs), module.train()(inputs))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_only_named_parameters_are_trained(engine, tables, federation):
     tables["local"] = {**tables["local"], "train": ["5"]}

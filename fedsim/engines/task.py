@@ -150,7 +150,7 @@ class RunTask:
         _require_real(module)
         if model.weights is not None:
             place = f"model.weights = {show(model.weights)}"
-            load_weights(module, Path(model.weights), place, ExperimentError, optional=ADAPTERS)
+            load_weights(module, Path(model.weights).expanduser(), place, ExperimentError, optional=ADAPTERS)
         if train:
             train_only(module, train)
         module = module.to(self.device, self.dtype)

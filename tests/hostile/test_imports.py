@@ -244,6 +244,14 @@ def test_a_file_downloads_no_data_to_other_folders(here, tmp_path_factory):
     assert fedsim.load_experiment(file).data.root == str(elsewhere)
 
 
+def test_a_file_downloads_no_data_when_workers_are_counted(here, tmp_path_factory, monkeypatch):
+    """Without `workers`, the data set is loaded to count its owners, while the experiment is read."""
+    monkeypatch.setattr("fedsim.config.experiment.load_dataset_once", lambda *arguments: pytest.fail("loads the data"))
+    tables = {"data": {"name": "cifar10", "root": str(tmp_path_factory.mktemp("elsewhere"))}, "partition": "natural"}
+    with pytest.raises(ExperimentError, match="an experiment file must not download data to a folder outside the"):
+        fedsim.load_experiment(write(here / "x.toml", tables))
+
+
 def test_a_file_sets_no_address_of_ranks(here):
     tables = {"engine": "distributed", "distributed": {"init_method": "tcp://example.org:80"}}
     with pytest.raises(ExperimentError, match="distributed.init_method = .*: must not be set in an experiment file"):

@@ -59,6 +59,8 @@ def leaf(
             inputs += [_as_input(value, images, size, place) for value in user_inputs]
             targets += [_as_target(value, place) for value in user_targets]
             users += [user] * len(user_inputs)
+        if not inputs:
+            raise DataError(f"{path}/{part}: has no samples; its files must name users with x and y")
         if len({np.shape(value) for value in inputs}) != 1:
             raise DataError(f"{path}/{part}: has inputs of different shapes; all inputs must have the same shape")
         array = np.array(inputs)
@@ -83,7 +85,7 @@ def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             users, data = content["users"], content["user_data"]
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise DataError(f"{file}: cannot be read: {one_line(error)}") from None
         except KeyError as error:
             raise DataError(f"{file}: has no key {error}, which LEAF's files must have") from None

@@ -32,7 +32,6 @@ Tokens = np.ndarray  # integers [tokens]
 
 @dataset("shakespeare")
 def shakespeare(
-    root: Path,
     *,
     length: PositiveInt = 80,
     stride: PositiveInt | None = None,
@@ -89,7 +88,6 @@ def shakespeare(
 
 @dataset("text")
 def text(
-    root: Path,
     *,
     path: str | list[str],
     tokens: Literal["characters", "bpe"] = "characters",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -98,6 +99,12 @@ class TestTables:
     def test_bad_columns(self, change, params, match, tmp_path):
         one_line_error("csv", match, path=write_table(tmp_path / "t.csv", **change), **params)
 
+    def test_tabs_separate_the_columns_of_a_tsv_file(self, tmp_path):
+        pytest.importorskip("pyarrow")
+        (tmp_path / "t.tsv").write_text("a\tb\ty\n" + "1,5\t2\t0\n".replace(",", ".") * 5)
+        train, _ = fedsim.load_dataset("csv", path=str(tmp_path / "t.tsv"))
+        assert train.inputs.tolist() == [[1.5, 2.0]] * 4
+
     def test_bad_files(self, tmp_path):
         pytest.importorskip("pyarrow")
         one_line_error("csv", "t.csv: cannot be read", path=str(tmp_path / "t.csv"))
@@ -134,6 +141,24 @@ class TestFrames:
         datasets = pytest.importorskip("datasets")
         split = datasets.Dataset.from_dict(FRAME)
         self.assert_samples(*fedsim.load_dataset((split.select(range(15)), split.select(range(15, 20)))))
+
+    def test_decimals_are_numbers(self):
+        pandas = pytest.importorskip("pandas")
+        frame = pandas.DataFrame({"x": [1.0, 2.0], "y": [Decimal("0.5"), Decimal("1.5")]})
+        assert fedsim.load_dataset((frame, frame))[0].targets.tolist() == [0.5, 1.5]
+
+    @pytest.mark.parametrize(
+        ("targets", "match"),
+        [
+            (["a", None], 'column "y": has no value in row 1'),
+            (["a", float("nan")], 'column "y": has no value in row 1'),
+            (["a", 1], 'column "y": must contain either text or numbers of one shape'),
+        ],
+    )
+    def test_bad_targets(self, targets, match):
+        pandas = pytest.importorskip("pandas")
+        frame = pandas.DataFrame({"x": [1.0, 2.0], "y": np.array(targets, dtype=object)})
+        one_line_error((frame, frame), match)
 
     def test_a_frame_without_targets_gives_one_line(self):
         pandas = pytest.importorskip("pandas")
@@ -182,6 +207,7 @@ class TestArrays:
             ({"inputs": INPUTS, "targets": np.full(20, np.nan)}, "targets: row 0 contains NaN"),
             ({"inputs": INPUTS, "targets": LABELS - 1}, "the training set contains the label -1"),
             ({"inputs": INPUTS, "targets": LABELS, "test_inputs": INPUTS}, "has no array test_targets"),
+            ({"inputs": INPUTS, "targets": LABELS, "test_targets": LABELS}, "has no array test_inputs"),
             ({"inputs": np.array([{}, {}]), "targets": LABELS[:2]}, "cannot be read: .*pickle"),
         ],
     )
@@ -232,6 +258,14 @@ class TestImageFolder:
         self.write(tmp_path, parts=("test",), size=(8, 8))
         train, test = fedsim.load_dataset("image_folder", path=str(tmp_path), size=5, grey=True)
         assert train.inputs.shape[1:] == test.inputs.shape[1:] == (1, 5, 5)
+
+    def test_hidden_folders_are_no_classes(self, tmp_path):
+        path = self.write(tmp_path)
+        (tmp_path / "train/cat").rename(tmp_path / "train/.cache")
+        train, _ = fedsim.load_dataset("image_folder", path=self.write(tmp_path / "other"))
+        (tmp_path / "test/cat").rename(tmp_path / "test/.cache")
+        hidden, _ = fedsim.load_dataset("image_folder", path=path)
+        assert (train.classes, hidden.classes, len(hidden)) == (2, 1, 1)
 
     def test_bad_folders(self, tmp_path):
         one_line_error("image_folder", "none: no such folder", path=str(tmp_path / "none"))
@@ -300,6 +334,10 @@ class TestLeaf:
         one_line_error("leaf", "test/all_data_0.json: has no key 'user_data'", path=path)
         (tmp_path / "test/all_data_0.json").write_text('{"users": ["u"], "user_data": {}}')
         one_line_error("leaf", 'user "u": must have x and y', path=path)
+        (tmp_path / "test/all_data_0.json").write_text('{"users": [], "user_data": {}}')
+        one_line_error("leaf", "test: has no samples", path=path)
+        (tmp_path / "test/all_data_0.json").write_text("[" * 100_000)
+        one_line_error("leaf", "test/all_data_0.json: cannot be read: RecursionError", path=path)
 
 
 class TestHuggingFace:
@@ -316,6 +354,11 @@ class TestHuggingFace:
         assert train.inputs[:, 0, 0, 0].tolist() == list(range(6))
         assert train.ids["writer_id"].tolist() == ["ann"] * 4 + ["bob"] * 2
         assert len(test) == 1
+        one_line_error(
+            "huggingface",
+            'data.test = "dev": no such split; .* has train, test',
+            **{**options, "path": str(tmp_path / "saved"), "test": "dev"},
+        )
 
     def test_bad_folders(self, tmp_path):
         pytest.importorskip("datasets")

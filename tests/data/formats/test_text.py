@@ -161,7 +161,7 @@ def test_rare_characters_have_one_token(tmp_path):
 
 
 def test_byte_pairs_give_the_text_again(files):
-    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("tokenizers")
     train, test = fedsim.load_dataset("text", path=str(files), tokens="bpe", vocabulary=270, length=4)
     assert 256 < max(train.classes, test.classes) <= 270
     assert train.inputs.dtype == torch.int16
@@ -170,7 +170,6 @@ def test_byte_pairs_give_the_text_again(files):
         assert len(tokens) < 0.7 * 0.8 * len(text.encode())
         known = Counter(tokens)
         assert len(known) < 30
-    assert tokenizers.__version__
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,18 @@ def test_held_out_samples_have_no_worker(data, tiny_experiment):
     assert counts == {1, 2}
 
 
+def test_each_run_reads_its_data_again(tmp_path, tiny_experiment):
+    file = tmp_path / "data.npz"
+    tables = {**tiny_experiment, "data": {"name": "npz", "path": str(file)}, "partition": "natural", "rounds": 1}
+    del tables["workers"]
+    for owners in (3, 2):
+        users = np.arange(60) % owners
+        np.savez(file, inputs=np.ones((60, 1, 28, 28), np.float32), targets=np.arange(60) % 10, user=users)
+        assert fedsim.run(fedsim.Experiment(**tables)).experiment.workers == owners
+        np.savez(file, inputs=np.ones((40, 1, 28, 28), np.float32), targets=np.arange(40) % 10, user=users[:40])
+        assert sum(fedsim.run(fedsim.Experiment(**tables)).history[0].samples) == 32
+
+
 def test_a_list_of_arrays_is_a_partition(tiny_experiment):
     tables = {key: value for key, value in tiny_experiment.items() if key != "workers"}
     result = fedsim.run({**tables, "rounds": 1, "partition": [np.arange(40), np.array([60, 50])]})
@@ -75,6 +87,10 @@ def test_files_hold_one_list_for_each_worker(name, text, tmp_path):
         ("a.csv", "sample,user\n0,a", "must have the columns sample and worker, not sample, user"),
         ("a.csv", "sample,worker\n0,a\nx,b", 'line 3: "x" is not the index of a sample'),
         ("a.csv", None, "cannot be read: No such file"),
+        ("a.csv", "sample,worker\n0," + "a" * 200_000, "field larger than field limit"),
+        ("a.json", "[]", "contains no list"),
+        ("a.json", f"[[{10**30}]]", "int too big|too large"),
+        ("a.json", "[" * 100_000, "RecursionError|recursion"),
     ],
 )
 def test_a_bad_file_is_one_line(name, text, line, tmp_path):
@@ -82,6 +98,21 @@ def test_a_bad_file_is_one_line(name, text, line, tmp_path):
         (tmp_path / name).write_text(text)
     with pytest.raises(ExperimentError, match=line) as caught:
         fedsim.partition(np.zeros(4), 2, "given", path=str(tmp_path / name))
+    assert len(caught.value.lines) == 1
+
+
+def test_numbered_workers_of_a_csv_file_are_sorted(tmp_path):
+    (tmp_path / "a.csv").write_text("worker,sample\n10,0\n2,1\n9,2\n")
+    shards = fedsim.partition(np.zeros(4), 3, "given", path=str(tmp_path / "a.csv"))
+    assert [shard.tolist() for shard in shards] == [[1], [2], [0]]
+
+
+@pytest.mark.parametrize("owners", [["ann", None, "bob"], ["ann", 1, "bob"], [1.0, np.nan, 2.0]])
+def test_samples_without_owner_are_one_line(owners, data, tiny_experiment):
+    ids = np.array(owners * 50, dtype=object if isinstance(owners[0], str) else float)
+    train = fedsim.TensorData(data[0].inputs, data[0].targets, ids={"writer": ids})
+    with pytest.raises(ExperimentError, match='partition.by = "writer": sample 1 has no owner') as caught:
+        fedsim.run({**tiny_experiment, "data": (train, data[1]), "partition": "natural"})
     assert len(caught.value.lines) == 1
 
 
