@@ -39,7 +39,8 @@ ROOT = Path(__file__).parents[2]
 GALLERY = ROOT / "docs" / "gallery"
 EXPERIMENTS = ROOT / "experiments"
 MOST_BYTES = 300_000  # maximum size of the stored records of an experiment
-NOT_COMPARED = ("data.root", "records.", "engine", "processes")  # keys that change no result, or belong to a machine
+# keys that change no result, or belong to a machine
+NOT_COMPARED = ("data.root", "model.weights", "records.", "engine", "processes")
 NOT_KEPT = ("coefficients", "seconds")  # large entries that no figure shows
 DIGITS = 6  # significant digits of the stored numbers
 MOST_WIDE = 3  # maximum number of columns with intervals that fit on a page
@@ -158,8 +159,12 @@ def check(name: str) -> None:
 def planned(name: str, words: list[str]) -> dict[str, Any]:
     """Return the experiments that `fedsim compare NAME WORDS` runs, by point."""
     from fedsim.comparison.plan import plan_comparison
+    from fedsim.config.files import read_toml
 
-    runs = plan_comparison(EXPERIMENTS / f"{name}.toml", None, words).runs
+    tables = read_toml(EXPERIMENTS / f"{name}.toml")
+    if isinstance(tables.get("model"), dict):
+        tables["model"].pop("weights", None)  # a file that another run writes
+    runs = plan_comparison(tables, None, words).runs
     return {canonical_point(run.point): run.experiment for run in runs}
 
 
