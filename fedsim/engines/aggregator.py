@@ -84,9 +84,9 @@ def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
 
 
 def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | None:
-    """Return the coefficient of each of n workers in the result of a linear aggregation rule, as a tensor [n].
+    """Return the coefficients [n] of n workers' updates in the result of a linear aggregation rule.
 
-    Returns None if the rule is not linear.
+    Returns None if the rule is not linear. `weights` [n] are the workers' weights; None for equal weights.
     """
     total = 1.0 if task.experiment.weights == "inverse_probability" else None
     return task.experiment.rule.shares(AggregationInputs(torch.empty(n, 0), weights, weight_total=total))

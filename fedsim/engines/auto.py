@@ -159,7 +159,7 @@ class FlopCount(OperationCheck):
 
 
 def _lstm_flops(inputs: Tensor, weight_ih: Tensor, weight_hh: Tensor, *args: Any, **kwargs: Any) -> int:
-    """FLOPs of an LSTM layer on inputs [length, batch, i], which PyTorch's counter leaves out."""
+    """Return the FLOPs of an LSTM layer on inputs [length, batch, i]. PyTorch's counter does not count them."""
     return 2 * inputs.shape[:2].numel() * (weight_ih.numel() + weight_hh.numel())
 
 

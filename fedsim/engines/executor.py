@@ -77,7 +77,7 @@ class Executor:
     def train(self, members: Sequence[WorkItem]) -> None:
         """Train the given workers in this process.
 
-        Each worker starts from the parameters in its row, which receives the result.
+        Training starts from the parameters in each worker's row, and writes the trained parameters to the same row.
         """
         with self.in_precision():
             if self.task.algorithm.full_gradient:
@@ -88,8 +88,8 @@ class Executor:
     def train_apart(self, members: Sequence[WorkItem]) -> None:
         """Divide the given workers among the processes, and train this process's share.
 
-        Each worker starts from the parameters in its row, which receives the result. The workers may be in different
-        rounds.
+        Training starts from the parameters in each worker's row, and writes the trained parameters to the same row. The
+        workers may be in different rounds.
         """
         index, count = self.group.index, self.group.count
         by_step = [member for member in members if member.step is not None]

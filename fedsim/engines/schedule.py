@@ -110,14 +110,14 @@ class Schedule:
         return self.samples_in(self.steps_for(n_samples), n_samples)
 
     def samples_in(self, steps: int, n_samples: int) -> int:
-        """Return the number of samples in the first `steps` batches of a round of a worker with `n_samples` samples."""
+        """Return how many samples a worker with `n_samples` samples processes in its first `steps` batches."""
         epochs, steps = divmod(steps, self.batches_per_epoch(n_samples))
         return epochs * self.samples_per_epoch(n_samples) + steps * self.batch_size
 
     def batch_size_at(self, step: int, n_samples: int) -> int:
-        """Return the size of batch number `step` (from 0) in a round of a worker with `n_samples` samples.
+        """Return the size of batch number `step` (from 0) in the round of a worker with `n_samples` samples.
 
-        If the worker's round has fewer batches, the result is 0.
+        If the round has fewer batches, the result is 0.
         """
         if step >= self.steps_for(n_samples):
             return 0

@@ -82,7 +82,7 @@ class RunTask:
 
     @property
     def worker_state_memory(self) -> int | None:
-        """Maximum bytes of worker states in memory; None for no limit. Larger states are stored in files."""
+        """Maximum bytes of all worker states in memory; None for no limit. Above it, states are stored in files."""
         return None if self.experiment.mode == "race" else self.experiment.worker_state_memory
 
     @property

@@ -32,7 +32,7 @@ class WorkerStates:
 
     Args:
         initial: state of a worker before its first round, a flat tensor for each name.
-        limit: maximum bytes of states in memory; None for no limit. Larger states are stored in temporary files.
+        limit: maximum bytes of all states in memory; None for no limit. Above it, states are stored in temporary files.
         folder: folder of these files; None for the system's folder for temporary files.
 
     Raises ExperimentError if a file cannot grow.

@@ -66,7 +66,7 @@ class BucketSender:
         return module
 
     def begin(self) -> None:
-        """Start to send buckets: call this method before the last backward pass of a step."""
+        """Start sending buckets. Call this method before the last backward pass of a step."""
         self._missing, self._sent = [set(names) for names in self._names], []
 
     def finish(self) -> list[Mean]:

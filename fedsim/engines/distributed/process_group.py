@@ -40,8 +40,7 @@ def no_heartbeats() -> int:
 class RankGroup:
     """Connection of this rank to the other ranks: a PyTorch process group with timeouts and short error messages.
 
-    A process has one instance, which `join` creates. All ranks must call the methods that communicate, and in the same
-    order.
+    A process has one instance, which `join` creates. All ranks must call the communicating methods in the same order.
 
     Attributes:
         index, count: index of this rank, and number of ranks.
@@ -253,7 +252,7 @@ class RankGroup:
     def give_up(self, why: str) -> str:
         """Tell the other ranks that this rank ends because of the failure `why`.
 
-        Returns why the first rank failed. The first rank to fail may be another one.
+        Returns the failure that a rank reported first: `why`, or the failure of another rank.
         """
         self._spoilt = self._spoilt or why
         return self._watchdog.say(why)

@@ -214,7 +214,8 @@ class RankWorkerStates(WorkerStates):
         initial: state of a worker before its first round: a flat tensor for each name.
         group: group of ranks, which assigns the workers to the ranks that train them.
         ranks: connection to the other ranks.
-        limit: maximum bytes of states in this rank's memory; None for no limit. Larger states are stored in files.
+        limit: maximum bytes of all states in this rank's memory; None for no limit. Above it, states are stored in
+            files.
         folder: folder of these files; None for the system's folder for temporary files.
     """
 

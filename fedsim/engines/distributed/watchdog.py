@@ -79,7 +79,7 @@ class Watchdog(threading.Thread):
         return look
 
     def say(self, cause: str) -> str:
-        """Tell the other ranks why this rank ends. Return why the first rank ended, which may be another rank."""
+        """Tell the other ranks why this rank ends. Return the cause that a rank reported first."""
         self._note = cause
         self._ask()
         return self.cause or cause

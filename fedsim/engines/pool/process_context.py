@@ -72,7 +72,7 @@ class HeartbeatTable:
         self._cells[LINE * index + place] = value
 
     def heartbeat(self, index: int) -> None:
-        """Count a heartbeat of process `index`, which calls this method. Raises AbortedError after `abort`."""
+        """Count a heartbeat of the calling process `index`. Raises AbortedError if `abort` has been called."""
         self._cells[LINE * index + HEARTBEATS] += 1
         if self.aborted:
             raise AbortedError("aborted")

@@ -65,7 +65,7 @@ class PreparedDropout(DropoutMode):
 
 
 class VmapOverrides(PreparedDropout):
-    """Context that replaces PyTorch functions that are slow or wrong under `torch.func.vmap`."""
+    """Context that replaces PyTorch functions for which `torch.func.vmap` is slow or wrong."""
 
     def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         return SUBSTITUTES.get(function, function)(*args, **kwargs)
@@ -314,7 +314,7 @@ class MergedBatch(PreparedDropout):
         return OPERATIONS[function](self, *args, **kwargs)
 
     def is_stack(self, value: object) -> bool:
-        """Whether `value` contains parameters or buffers of all k models."""
+        """Whether `value` is one of the tensors `stacks`: parameters or buffers [k, ...] of the k models."""
         return id(value) in self._places
 
     def require(self, holds: bool) -> None:

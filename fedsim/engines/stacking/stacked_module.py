@@ -135,7 +135,10 @@ class StackedModule:
     def _forward(
         self, stacks: Stacks, products: Sequence[list[OuterProductGrad] | None] = (), *, records: bool
     ) -> list[Any]:
-        """Run k models. Return [outputs [k, batch, ...], new buffers], and the features too if `records` is true."""
+        """Run k models. Return [outputs, new buffers], or [outputs, new buffers, features] if `records` is true.
+
+        Outputs have the shape [k, batch, ...].
+        """
         parameters, buffers, inputs, factors = stacks
         with self._precision.forward(inputs.device):
             if not self._merged:

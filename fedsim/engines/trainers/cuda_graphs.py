@@ -76,7 +76,7 @@ def graphs_of(rows: int, steps: int, unmasked: int) -> Iterator[Graph]:
     Args:
         rows: number of workers in each graph.
         steps: total number of steps.
-        unmasked: number of first steps in which all workers have a batch, so that no mask is needed.
+        unmasked: number of initial steps in which all workers have a batch, so that no mask is needed.
     """
     for masked, count in ((False, unmasked), (True, steps - unmasked)):
         for length in STEPS_OF_GRAPHS:
@@ -268,7 +268,7 @@ class CUDAGraphCache:
 
     @contextlib.contextmanager
     def _refusing_after_failures(self) -> Iterator[None]:
-        """Return a context that suppresses errors. After an error, it warns, and CUDA graphs are no longer used."""
+        """Return a context in which an error is not raised, but disables CUDA graphs, with a warning if `warns`."""
         try:
             yield
         except Exception as error:

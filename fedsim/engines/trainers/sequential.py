@@ -45,7 +45,7 @@ class Trainer(Protocol):
     def train(self, members: Sequence[WorkItem]) -> None:
         """Train each worker of `members` on its own samples.
 
-        Training starts from the parameters in the worker's row, which the trained parameters then replace.
+        Training starts from the parameters in the worker's row, and writes the trained parameters to the same row.
         """
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:

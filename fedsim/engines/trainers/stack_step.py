@@ -291,7 +291,7 @@ def side_by_side(stacks: Sequence[Tensor]) -> Tensor:
 
 
 def move(algorithm: ClientAlgorithm, state: StackState, parts: Sequence[Part], moving: Tensor | None = None) -> None:
-    """Apply the client algorithm's step to the parameters of m workers, in place.
+    """Apply the client algorithm's step to the parameters of m workers, part by part, in place.
 
     Args:
         algorithm: client algorithm.
@@ -312,7 +312,7 @@ def move(algorithm: ClientAlgorithm, state: StackState, parts: Sequence[Part], m
 
 
 def move_rows(algorithm: ClientAlgorithm, state: StackState, gradients: Tensor, moving: Tensor | None = None) -> None:
-    """Apply the client algorithm's step to the parameters of m workers, in place.
+    """Apply the client algorithm's step to all parameters of m workers at once, in place.
 
     Args:
         algorithm: client algorithm.
