@@ -3,8 +3,8 @@
 1. Workers are trained in stacks if a trial shows that the model can be stacked. On a CPU, a process must also have at
    least `SMALLEST_STACK` workers and at most `LARGEST_BATCH` samples per batch, and the activations must fit in cache.
 2. On a CPU, the engine uses as many processes as the cores and the cohort allow, or only one process if starting them
-   would take longer than they save. The time is estimated from the number of floating-point operations. On an
-   accelerator the engine always uses one process, because several processes would not run in parallel.
+   would take longer than they save. The time is estimated from the numbers of steps, bytes and floating-point
+   operations. On an accelerator it always uses one process, because several processes would not run in parallel.
 
 The constants were measured once (`benchmarks/plans.py`) and are fixed. A slow or busy machine gets the same plan as an
 idle machine with as many cores, so the same command gives bit-identical results.
