@@ -70,23 +70,23 @@ def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], sampl
 
 
 def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
-    """Set a worker's row to NaN, in place, if one of its other tensors contains NaN or infinity.
+    """Set a worker's row to NaN, in place, if the worker's row in `of_workers` contains NaN or infinity.
 
     The worker is then excluded from the aggregation. With `nonfinite = "keep"`, nothing changes.
 
     Args:
         task: run to compute.
         rows: updates or gradients of several workers, [..., d], modified in place.
-        of_workers: other tensors of the same workers, [..., width].
+        of_workers: what the same workers send or keep in addition, such as a control variate, [..., width].
     """
     if task.experiment.nonfinite != "keep":
         rows += (of_workers * 0).sum(-1, keepdim=True).to(rows.dtype)
 
 
 def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | None:
-    """Return the coefficient of each of n workers in the result of a linear aggregation rule, as a tensor [n].
+    """Return the coefficients [n] of n workers' updates in the result of a linear aggregation rule.
 
-    Returns None if the rule is not linear.
+    Returns None if the rule is not linear. `weights` [n] are the workers' weights; None for equal weights.
     """
     total = 1.0 if task.experiment.weights == "inverse_probability" else None
     return task.experiment.rule.shares(AggregationInputs(torch.empty(n, 0), weights, weight_total=total))
@@ -124,14 +124,14 @@ class DeferredCheck:
         self.active, self._sums, self._before = True, [], [tensor.clone() for tensor in self._changed]
 
     def add(self, rows: Tensor) -> None:
-        """Remember the sum of each row of `rows` [n, d], which is checked at the end of the round."""
+        """Store the sum of each row of `rows` [n, d]. `end` checks these sums for NaN and infinity."""
         self._sums.append(rows.sum(1))
 
     def end(self, *, failed: bool) -> bool:
-        """End a round, and return whether all its updates were finite. If not, restore the state before the round.
+        """End a round, and return whether all its updates were finite. If not, restore the tensors saved by `begin`.
 
         Args:
-            failed: whether the round has raised an error. The state is then restored, and the result is False.
+            failed: whether the round has raised an error. The tensors are then restored, and the result is False.
         """
         finite = not failed and (not self._sums or bool(torch.cat(self._sums).isfinite().all()))
         if not finite:
@@ -180,8 +180,8 @@ class AttackedRows:
 class Aggregator:
     """Computes the new global model from the updates of the workers.
 
-    Each process has one aggregator. If the rule treats each parameter separately, the processes divide the parameters
-    among them. Otherwise the first process computes the aggregation.
+    Each process has one aggregator. If the rule treats each parameter separately, each process aggregates a part of the
+    parameters. Otherwise the first process computes the whole aggregation.
 
     Args:
         group: processes that compute together. All processes must call each method at the same time.
@@ -189,11 +189,10 @@ class Aggregator:
         shared: tensors of the run.
 
     Attributes:
-        root_slot: position of the update that the server trains on its own samples; None if the rule uses no such
-            update.
-        has_last: whether an update of a previous aggregation is available to rules and attacks.
-        losses: for each of n workers, the loss of the global model on its samples, [n]; None if the rule uses no
-            losses.
+        root_slot: row index of the update that the server computes from its own samples; None if the rule uses no
+            such update.
+        has_last: whether the aggregated update of the previous aggregation is available to rules and attacks.
+        losses: loss of the global model on the samples of each of n workers, [n]; empty if the rule uses no losses.
         deferred_check: check for NaN and infinity at the end of each round; None if every step is checked.
     """
 
@@ -233,9 +232,9 @@ class Aggregator:
         return self._sent
 
     def begin(self, round: int, rows: Sequence[int]) -> None:
-        """Begin an aggregation: compute the workers' updates from their trained parameters, in place.
+        """Begin an aggregation: replace trained parameters by updates, in place, and check for NaN and infinity.
 
-        If the round aggregates gradients, they stay as they are. The rows are then checked for NaN and infinity.
+        If the round aggregates gradients, the rows already contain them and are only checked.
 
         Args:
             round: number of the round.
@@ -247,7 +246,7 @@ class Aggregator:
         self.rows_changed(rows)
 
     def rows_changed(self, rows: Sequence[int]) -> None:
-        """Check rows for NaN and infinity again after they have changed.
+        """Check workers' rows for NaN and infinity. Call this method after the rows have changed.
 
         Args:
             rows: indices of the workers' rows that this process has trained.
@@ -356,8 +355,7 @@ class Aggregator:
         return results[0] if results else AggregationStats()
 
     def _aggregate_columns(self, context: AggregationContext, bad: list[int]) -> AggregationStats:
-        """Apply the rule to the parameters for which this process is responsible, and return statistics of the
-        aggregation.
+        """Aggregate the parameters that are assigned to this process, and return statistics of the aggregation.
 
         Args:
             context: updates to aggregate.
@@ -382,9 +380,9 @@ class Aggregator:
         return _stats(context, bad, shares, inputs)
 
     def _add_rows(self, context: AggregationContext) -> AggregationStats:
-        """Apply a linear rule: add the weighted sums that the ranks have computed of their own workers' updates.
+        """Apply a linear rule to the updates of all ranks, and return statistics of the aggregation.
 
-        Returns statistics of the aggregation.
+        Each rank computes the weighted sum of its own workers' updates. The ranks then add up these sums.
         """
         task, shared, group = self._task, self._shared, self._group
         if shared.server.states[task.sync_in(context.moment[0])]:
@@ -457,7 +455,7 @@ class Aggregator:
     def begin_with_parameters(self) -> None:
         """Reset the states of the aggregation rule, the attack and the server optimizer.
 
-        This is called when a run changes from the aggregation of gradients to the aggregation of parameters.
+        Call this method when a run changes from aggregating gradients to aggregating parameters.
         """
         self._state, self._attack_state, self.has_last = {}, {}, False
         for block in self._blocks:
@@ -480,16 +478,14 @@ class Aggregator:
             target[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
 
     def gathered(self, context: AggregationContext) -> Tensor:
-        """In the first process, return the updates of all workers as one tensor. In other processes, the result is
-        undefined.
-        """
+        """Return the updates of all workers as one tensor. In all processes but the first, the result is undefined."""
         if self._gathered is None:
             slots = [*context.slots] if self.root_slot is None else [*context.slots, self.root_slot]
             self._gathered = self._group.gather_rows(self._shared.cohort.rows, slots)
         return self._gathered
 
     def _state_of(self, sync: Sync, block: slice) -> dict[str, Tensor]:
-        """Return views of an optimizer's state tensors, by name, restricted to some parameters.
+        """Return the part of an optimizer's state that concerns some parameters: views of the state tensors, by name.
 
         Args:
             sync: "parameters" for the server optimizer, "gradients" for the client algorithm.

@@ -2,9 +2,9 @@
 
 1. Workers are trained in stacks if a trial shows that the model can be stacked. On a CPU, a process must also have at
    least `SMALLEST_STACK` workers and at most `LARGEST_BATCH` samples per batch, and the activations must fit in cache.
-2. On a CPU, the engine uses as many processes as the cores and the cohort allow if, by a count of operations, they save
-   more time than they take to start. Otherwise it uses one process. On an accelerator it always uses one process,
-   because several processes would not run in parallel.
+2. On a CPU, the engine uses as many processes as the cores and the cohort allow, or only one process if starting them
+   would take longer than they save. The time is estimated from the numbers of steps, bytes and floating-point
+   operations. On an accelerator it always uses one process, because several processes would not run in parallel.
 
 The constants were measured once (`benchmarks/plans.py`) and are fixed. A slow or busy machine gets the same plan as an
 idle machine with as many cores, so the same command gives bit-identical results.
@@ -51,13 +51,12 @@ WORKERS_SAMPLED = 500  # maximum number of workers whose steps are counted to es
 
 
 class Plan(NamedTuple):
-    """Decision of the engine `auto` how to train the workers.
+    """How the engine `auto` trains the workers of a task.
 
     Attributes:
         processes: number of processes; 1 means the current process.
-        probe: result of a trial run of the model if several workers are trained at once; None if they are trained one
-            by
-            one.
+        probe: result of the model's trial run if several workers are trained at once; None if workers are trained one
+            by one.
         reason: explanation of the choice in one line.
     """
 
@@ -75,8 +74,8 @@ def probe_if_stacks_pay(
 ) -> tuple[StackingProbe, None] | tuple[None, str]:
     """Return (probe, None) if it is faster to train several workers at once as a stack, otherwise (None, reason).
 
-    `probe` is the result of a trial run of the model. `reason` is one line of text. The workers are divided among
-    `processes` processes.
+    `probe` is the result of the model's trial run. `reason` says in one line why no stack is used. The workers are
+    divided among `processes` processes.
     """
     batch, rows, on_cpu = task.schedule.batch_size, -(-len(shared.cohort.rows) // processes), task.device.type == "cpu"
     if not on_cpu and len(shared.cohort.rows) == 1:
@@ -160,16 +159,15 @@ class FlopCount(OperationCheck):
 
 
 def _lstm_flops(inputs: Tensor, weight_ih: Tensor, weight_hh: Tensor, *args: Any, **kwargs: Any) -> int:
-    """FLOPs of an LSTM layer on inputs [length, batch, i], which PyTorch's counter leaves out."""
+    """Return the FLOPs of an LSTM layer on inputs [length, batch, i]. PyTorch's counter does not count them."""
     return 2 * inputs.shape[:2].numel() * (weight_ih.numel() + weight_hh.numel())
 
 
 class AutoEngine(Engine):
     """Engine that chooses the fastest way to train: workers one by one or several at once, in one or several processes.
 
-    The same run on the same machine is always computed in the same way. If the chosen way fails at its start (for
-    example,
-    because of too little memory), the engine warns once and uses a simpler way.
+    The same run on the same machine is always computed in the same way. If the chosen way fails at its start, for
+    example because of too little memory, the engine warns once and uses a simpler way.
     """
 
     traits = EngineTraits(
@@ -206,7 +204,7 @@ class AutoEngine(Engine):
             warnings.warn(f"one process trains all workers, {how}: {plan.reason}", FedsimWarning, stacklevel=2)
 
     def _failure(self, plan: Plan, task: RunTask, shared: SharedState, make: MakeExecutor) -> str | None:
-        """Begin a task according to `plan`. Return None on success, otherwise the reason of the failure in one line."""
+        """Begin a task as planned. Return None on success, otherwise the reason for the failure in one line."""
         try:
             self._plan, self._trainers = plan, partial(stacked, probe=plan.probe) if plan.stacked else one_by_one
             if plan.processes > 1 and self._pool is None:
@@ -259,7 +257,7 @@ class AutoEngine(Engine):
 
 
 def _plan_key(task: RunTask, shared: SharedState) -> str:
-    """Return a cache key for the plan of a task."""
+    """Return a string that is equal for tasks that get the same plan."""
     inputs, shards = shared.data.train.inputs, shared.data.shards
     work = len(shared.data.train) if shards.listed else work_of_a_round(task, shared)
     sizes = work, len(shards), len(shared.data.test), shared.cohort.rows.shape

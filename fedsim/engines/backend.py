@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class Backend(ABC):
-    """The processes in which an engine runs a task: only this process, or several.
+    """Base class for the processes in which an engine runs a task: only this process, or several.
 
     Attributes:
         shared: tensors of the current task, which all processes read and write.
-        states: states of the current task's workers, kept between rounds.
+        states: what the workers of the current task keep between rounds, such as momentum.
         processes: number of processes.
     """
 
@@ -72,13 +72,13 @@ class Backend(ABC):
 
     @property
     def can_lose_processes(self) -> bool:
-        """Whether the backend has child processes, which may die while this process goes on."""
+        """Whether the backend has child processes, which may die while this process continues."""
         return False
 
     def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
-        """Return the workers' updates in the latest aggregation, and their losses before training.
+        """Return the workers' updates in the latest aggregation, and the workers' losses before training.
 
-        Both are in the order of the cohort. Ranks other than rank 0 return None.
+        Both tensors have one entry per worker, in the order of `cohort`. Ranks other than rank 0 return None.
 
         Args:
             cohort: IDs of the workers of the round.

@@ -23,13 +23,15 @@ class EngineTraits:
     """Properties of an engine that decide which experiments and settings it supports.
 
     Attributes:
-        own_settings: settings that only some engines have and that this engine uses, without those of process pools.
+        own_settings: engine-specific settings that this engine uses, such as `cuda_graphs`, except the settings of
+            process pools.
         pool_from: minimum number of processes for which the engine starts a process pool; None if it never does.
         one_process_on_gpu: whether the engine uses one process by default if the device is not a CPU.
         stacks: whether the engine may train several workers at once.
         ranks: whether a launcher such as torchrun starts the engine's processes.
         chooses: whether the engine itself chooses how a task is computed, as the engine `auto` does.
-        races_on: name of the engine that runs experiments with `mode = "race"` instead; None if there is none.
+        races_on: name of the engine that runs experiments with `mode = "race"` in place of this engine; None if this
+            engine does not support them.
     """
 
     own_settings: frozenset[str] = frozenset()
@@ -41,7 +43,7 @@ class EngineTraits:
     races_on: str | None = None
 
     def may_lose_processes(self, processes: int) -> bool:
-        """Whether the engine with up to `processes` processes uses child processes, which can die and be replaced."""
+        """Whether the engine, with up to `processes` processes, starts child processes, which may die."""
         return self.pool_from is not None and processes >= self.pool_from
 
     def settings(self, processes: int) -> frozenset[str]:
@@ -79,7 +81,7 @@ class Engine:
 
     @classmethod
     def joined(cls, description: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """Return a context in which this process is connected to the other ranks. Without ranks, it does nothing.
+        """Return a context in which this process is connected to the other ranks. Without ranks, do nothing.
 
         Args:
             description: all settings of the experiment, which must be the same in all ranks.

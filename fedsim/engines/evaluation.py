@@ -168,7 +168,7 @@ class Evaluation:
         self._all_sums[list(self._batches)] = self._sums.cpu().double()
 
     def _sums_of(self, module: RowModule, row: Tensor, gradient: Tensor, positions: Tensor) -> list[Tensor]:
-        """Test the global model on one batch, and return four numbers as scalar tensors.
+        """Test the global model on one batch, and return four sums over its samples as scalar tensors.
 
         The numbers are the sum of losses, the number of correct predictions, the number of predictions that match the
         attacker's goal, and the number of samples that have such a goal.

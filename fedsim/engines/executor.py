@@ -29,7 +29,7 @@ MakeExecutor = Callable[[Group, RunTask, SharedState, MakeTrainer, WorkerStates]
 
 
 class Executor:
-    """Trains and tests in one process of a run.
+    """Trains workers and tests the global model in one process of a run.
 
     The subclass `Simulation` adds the aggregation of synchronous rounds. Methods must be called within `environment`.
 
@@ -63,18 +63,21 @@ class Executor:
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:
-        """Return a context in which all methods of the executor must be called."""
+        """Return a context in which all other methods must be called.
+
+        In this context, TF32 is off, and out-of-memory errors name the settings to reduce.
+        """
         with explain_oom(self.task, self.process.count, self.trainer.width), full_precision(self.task.device):
             yield
 
     def in_precision(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context with the floating-point precision of training, such as TF32."""
+        """Return a context that sets the floating-point precision of training, such as TF32."""
         return self.task.precision.training(self.task.device)
 
     def train(self, members: Sequence[WorkItem]) -> None:
         """Train the given workers in this process.
 
-        Each worker starts from the parameters in its row, which receives the result.
+        Training starts from the parameters in each worker's row, and writes the trained parameters to the same row.
         """
         with self.in_precision():
             if self.task.algorithm.full_gradient:
@@ -85,8 +88,8 @@ class Executor:
     def train_apart(self, members: Sequence[WorkItem]) -> None:
         """Divide the given workers among the processes, and train this process's share.
 
-        Each worker starts from the parameters in its row, which receives the result. The workers may be in different
-        rounds.
+        Training starts from the parameters in each worker's row, and writes the trained parameters to the same row. The
+        workers may be in different rounds.
         """
         index, count = self.group.index, self.group.count
         by_step = [member for member in members if member.step is not None]
@@ -114,6 +117,6 @@ class Executor:
                 self.group.collect(values)
 
     def replay_refusal(self) -> str | None:
-        """Return why this process trains without CUDA graphs; None if it uses them."""
+        """Return why this process trains without CUDA graphs; None if it uses CUDA graphs."""
         replays = self.trainer.replays
         return "workers are not trained in stacks" if replays is None else replays.refusal

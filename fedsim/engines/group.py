@@ -22,10 +22,9 @@ LENGTH = 8  # bytes that store the length of a message
 class Group:
     """Processes that compute a run together, with the same tensors in shared memory; also a single process.
 
-    All processes must call each method at the same time. Workers are given by `slots`, their positions in the cohort;
-    the
-    server's own model, if there is one, has the position after the last worker. The subclass `Ranks` is for processes
-    without shared memory.
+    All processes must call each method at the same time. Workers are given by `slots`, their positions in the cohort.
+    The server's own model, if there is one, has the position after the last worker. The subclass `Ranks` is for
+    processes without shared memory.
 
     Args:
         process: context of this process.
@@ -35,7 +34,7 @@ class Group:
     Attributes:
         process: context of this process.
         index, count: index of this process, and number of processes.
-        computes: whether this process does the work that is needed once per shared memory.
+        computes: whether this process does the work that is done only once for all processes that share memory.
         divided: whether each process stores only some of the workers' updates and optimizer states.
     """
 
@@ -69,16 +68,16 @@ class Group:
         return slice(0, d)
 
     def of_all(self, values: Tensor, slots: Sequence[int]) -> Tensor:
-        """Collect one value of each of n workers from all processes, and return them as [n, ...], read-only.
+        """Collect per-worker values from all processes, and return the values of n workers as a read-only tensor.
 
         Args:
-            values: one entry for each row of this process, [rows, ...].
+            values: values [rows, ...] that this process stores, with one entry per row. The result is [n, ...].
             slots: positions of the workers in the cohort.
         """
         return rows_at(values, slots)
 
     def sum_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return the sum [width] of the rows of several workers.
+        """Return the sum [width] of several workers' rows.
 
         Args:
             rows: rows that this process stores, [n, width].
@@ -105,7 +104,7 @@ class Group:
         return rows
 
     def return_rows(self, rows: Tensor, slots: Sequence[int]) -> tuple[list[int], Tensor]:
-        """Send rows that the first process has changed to the processes that store them.
+        """Send the rows that the first process has changed back to the processes that store them.
 
         Args:
             rows: result of `gather_rows`, changed by the first process.
@@ -118,9 +117,9 @@ class Group:
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[list[Any]]:
-        """Return a context for work that only the first process does. The context provides a list for its results.
+        """Return a context for work that only the first process does. The context provides a list for the results.
 
-        Afterwards, all ranks have the list of rank 0, or raise the ExperimentError that rank 0 raised.
+        At the end of the context, all ranks get the list of rank 0, or raise the ExperimentError that rank 0 raised.
         """
         yield []
 
@@ -153,7 +152,7 @@ class Group:
         return row
 
     def states_by_columns(self) -> dict[str, Tensor]:
-        """Return the optimizer states that are divided among the ranks as complete tensors [d], by name.
+        """Collect the optimizer states that are divided among the ranks. Return complete tensors [d], by name.
 
         If the processes share memory, the result is an empty dict.
         """
@@ -163,8 +162,9 @@ class Group:
         """Restore the optimizer states from the complete `tensors` [d] that `states_by_columns` returned."""
 
     def barrier(self) -> None:
-        """Wait until all processes have called this method. Afterwards, each sees what the others wrote to shared
-        memory.
+        """Wait until all processes have called this method.
+
+        What a process wrote to shared memory before is then visible to all processes.
         """
         if self.count > 1:
             synchronize(self._device)
@@ -189,7 +189,7 @@ class Group:
         return [pickle.loads(parts) for parts in received]
 
     def from_first(self, value: T) -> T:
-        """Return the value that the first process passes, in every process. Ranks return their own `value` instead."""
+        """Return the `value` of the first process, in every process. With ranks, each rank returns its own `value`."""
         return self.gather(value if self.index == 0 else None)[0]  # type: ignore[return-value]
 
     def collect(self, values: Tensor) -> None:
@@ -206,7 +206,7 @@ class Group:
 
 
 def new_mailbox(count: int) -> Tensor:
-    """Return a byte tensor through which `count` processes can exchange small objects.
+    """Return a byte tensor through which `count` processes can exchange objects.
 
     The caller must move the tensor to shared memory.
     """

@@ -1,7 +1,7 @@
 """Estimate of a run's main memory before allocation, and explanation of out-of-memory errors.
 
-The estimate counts only tensors of the model's size and tensors with all pairs of workers. It does not count data,
-activations and libraries, so a run may need somewhat more memory, but hardly less.
+The estimate counts only tensors of the model's size and matrices with one number per pair of workers. It does not
+count data, activations and libraries, so a run may need somewhat more memory, but hardly less.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def personal_bytes(task: RunTask) -> int:
 
 @contextlib.contextmanager
 def explain_oom(task: RunTask, processes: int, width: int | None = None) -> Iterator[None]:
-    """Return a context that adds the settings to reduce to the message of an out-of-memory error.
+    """Return a context in which out-of-memory errors name the settings to reduce.
 
     Args:
         task: run that is computed.
@@ -96,7 +96,7 @@ def explain_oom(task: RunTask, processes: int, width: int | None = None) -> Iter
 
 
 def what_would_fit(task: RunTask, processes: int, width: int | None = None) -> str:
-    """Return an error message that names the settings to reduce after an out-of-memory error.
+    """Return a message for an out-of-memory error, which names the settings to reduce.
 
     Example: `cuda:0 is out of memory; reduce one of: processes (now 4), local.batch_size (now 64)`.
     """

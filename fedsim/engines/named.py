@@ -21,7 +21,7 @@ RACING = "spawn"  # the engine that runs `mode = "race"`
 
 
 def one_by_one(task: RunTask, shared: SharedState, processes: int, threads: int) -> tuple[MakeTrainer, dict[str, Any]]:
-    """Return the trainer class that trains one worker after another, and an empty dict."""
+    """Return the class `RowTrainer`, which trains one worker after another, and no facts for the run record ({})."""
     return RowTrainer, {}
 
 

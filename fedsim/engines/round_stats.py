@@ -18,7 +18,7 @@ class AggregationContext:
         slots: position of each worker in the cohort.
         workers: ID of each worker.
         weights: weight of each of the n workers, [n], float64 on the CPU; None for equal weights.
-        moment: (round,), or (round, step) if every step aggregates gradients. Random numbers depend on it.
+        moment: (round,), or (round, step) if every step aggregates gradients. Random numbers depend on `moment`.
     """
 
     slots: Sequence[int]

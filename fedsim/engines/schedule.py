@@ -27,8 +27,8 @@ Amount = int | tuple[int, ...] | DrawnAmount  # one number for all workers, one 
 class Schedule:
     """How much a worker trains in one round: a number of epochs or of steps, and the batch size.
 
-    The number may be drawn at random for each worker and round; then `of` returns the schedule of one worker in one
-    round. A step trains on one batch. With `accumulate`, the parameters are updated only once per `accumulate` batches:
+    If the number is drawn at random for each worker and round, `of` returns the schedule of one worker in one round. A
+    step trains on one batch. With `accumulate`, the parameters are updated only once per `accumulate` batches:
     `local_steps` counts these updates, and all other methods count batches.
 
     >>> from fedsim.engines.schedule import DrawnAmount, Schedule
@@ -56,7 +56,7 @@ class Schedule:
 
     @property
     def least(self) -> tuple[int | None, int | None]:
-        """(Minimum number of epochs, minimum number of steps) per round. One of the two is None."""
+        """Minimum number of epochs and minimum number of steps per round, as a pair. One of the two is None."""
         amount = self._amount
         values = amount.values if isinstance(amount, DrawnAmount) else (amount,) if isinstance(amount, int) else amount
         return (min(values), None) if self.steps is None else (None, min(values))
@@ -106,18 +106,18 @@ class Schedule:
         return -(-steps // self.accumulate)
 
     def samples_for(self, n_samples: int) -> int:
-        """Return how many samples a worker with `n_samples` samples processes per round, counting repetitions."""
+        """Return how many samples a worker with `n_samples` samples processes per round, in all epochs together."""
         return self.samples_in(self.steps_for(n_samples), n_samples)
 
     def samples_in(self, steps: int, n_samples: int) -> int:
-        """Return the number of samples in the first `steps` batches of a round of a worker with `n_samples` samples."""
+        """Return how many samples a worker with `n_samples` samples processes in its first `steps` batches."""
         epochs, steps = divmod(steps, self.batches_per_epoch(n_samples))
         return epochs * self.samples_per_epoch(n_samples) + steps * self.batch_size
 
     def batch_size_at(self, step: int, n_samples: int) -> int:
-        """Return the size of batch number `step` (from 0) in a round of a worker with `n_samples` samples.
+        """Return the size of batch number `step` (from 0) in the round of a worker with `n_samples` samples.
 
-        If the worker's round has fewer batches, the result is 0.
+        If the round has fewer batches, the result is 0.
         """
         if step >= self.steps_for(n_samples):
             return 0

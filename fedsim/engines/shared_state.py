@@ -30,7 +30,7 @@ TEST_BATCH_ON_GPU = 2_000
 
 @dataclass
 class RunData:
-    """Samples of a run, and which worker has which samples.
+    """Samples of a run, and their assignment to workers.
 
     Attributes:
         train, test, validation: datasets. `validation` is held out of the training data and may be empty.
@@ -103,8 +103,8 @@ class CohortRows:
     """Tensors with one row for each worker of the cohort. With ranks, each rank has only the rows of its own workers.
 
     Attributes:
-        rows: [cohort, d], parameters of each worker's model, or gradients if gradients are aggregated. The server's own
-            model follows if the rule uses it. [0, d] if not needed.
+        rows: [cohort, d], parameters of each worker's model, or gradients if gradients are aggregated; [0, d] if no
+            round stores them. If the rule uses the server's own model, an additional last row contains it.
         buffers: [cohort, b], buffers of each worker's model, float64.
         kept, residuals: worker states of the client algorithm and of the update processors, tensors [cohort, width] by
             name.
@@ -115,8 +115,7 @@ class CohortRows:
             otherwise [0, d].
         train_loss: [cohort], mean training loss of each worker, float64, on the CPU.
         losses: [cohort], mean loss of the global model on each worker's samples before training, if the rule uses
-            losses;
-            float64, on the CPU.
+            losses; float64, on the CPU.
         unfit: [cohort], number of the latest aggregation in which the worker's update contained NaN or infinity; int64,
             on the CPU.
         workers: [cohort], IDs of all workers of the cohort, ascending.
@@ -161,7 +160,7 @@ class CohortRows:
 
     @property
     def worker_rows(self) -> State:
-        """Tensors [cohort, width], by name, with the state that workers may keep until their next round."""
+        """Tensors [cohort, width], by name, with everything that workers may keep until their next round."""
         return {"buffers": self.buffers, **self.residuals, **self.kept}
 
 
@@ -284,7 +283,7 @@ def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
 
 
 def message_bytes(task: RunTask, shared: SharedState) -> tuple[int, int]:
-    """Return (bytes received, bytes sent) by a worker per round in addition to the model."""
+    """Return how many bytes a worker receives and sends per round in addition to the model, as a pair."""
     received, sent = task.algorithm.numbers_sent(len(shared.server.row))
     return received * task.dtype.itemsize, sent * task.dtype.itemsize
 

@@ -31,7 +31,7 @@ Sync = Literal["parameters", "gradients"]
 
 @dataclass(frozen=True)
 class RunTask:
-    """What every process needs to know about a run: experiment, device, client algorithm and attackers.
+    """Description of a run for every process: experiment, device, client algorithm and attackers.
 
     Attributes:
         experiment: experiment, without its dataset.
@@ -82,7 +82,7 @@ class RunTask:
 
     @property
     def worker_state_memory(self) -> int | None:
-        """Maximum bytes of worker states in memory, above which they are stored in files; None for no limit."""
+        """Maximum bytes of all worker states in memory; None for no limit. Above it, states are stored in files."""
         return None if self.experiment.mode == "race" else self.experiment.worker_state_memory
 
     @property
@@ -102,7 +102,7 @@ class RunTask:
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """What the rounds aggregate: "gradients", "parameters", or first one and then the other."""
+        """What the rounds of the run aggregate: "gradients", "parameters", or first gradients and then parameters."""
         return tuple(dict.fromkeys(map(self.sync_in, (1, self.experiment.rounds))))
 
     @property
@@ -122,14 +122,14 @@ class RunTask:
         return server if schedule is None else replace(server, lr=schedule.rate(server.lr, round))
 
     def stepper(self, sync: Sync) -> ClientAlgorithm | ServerStep:
-        """Return what updates the global parameters.
+        """Return the object whose method `step` updates the global parameters.
 
         This is the server optimizer if `sync` is "parameters", and the client algorithm if `sync` is "gradients".
         """
         return self.experiment.server.component if sync == "parameters" else self.algorithm
 
     def stepper_at(self, moment: tuple[int, ...]) -> ClientAlgorithm | ServerStep:
-        """Return what updates the global parameters (see `stepper`), with its learning rate at `moment`.
+        """Return the object that updates the global parameters (see `stepper`), with its learning rate at `moment`.
 
         `moment` is (round,), or (round, step) if every step aggregates gradients.
         """
@@ -138,8 +138,8 @@ class RunTask:
     def new_module(self) -> nn.Module:
         """Return a new module with the initial parameters, which are the same in every process.
 
-        Frozen parameters are shared by all modules of a process. Raises ExperimentError if the model has complex
-        tensors, or does not fit the settings `model` and `local.train`.
+        All modules of a process share their frozen parameters. Raises ExperimentError if the model has complex tensors,
+        or does not fit the settings `model` and `local.train`.
         """
         model, train = self.experiment.model, self.experiment.local.train
         with preserve_random_state(torch.device("cpu")):

@@ -26,13 +26,13 @@ Tested = dict[str, tuple[float, float | None]]  # loss and accuracy by model; ac
 
 @dataclass(frozen=True)
 class WorkerResults:
-    """Test results of single workers after one round.
+    """Test results of each worker after one round.
 
     Attributes:
         round: number of the round.
         workers: IDs of the tested workers.
         samples: number of test samples of each worker.
-        loss, accuracy: one value per worker, in a list for each tested model ("global", "personal" or "fine_tuned").
+        loss, accuracy: for each tested model ("global", "personal" or "fine_tuned"), a list with one value per worker.
             `accuracy` is empty if the task has no accuracy.
     """
 
@@ -44,7 +44,7 @@ class WorkerResults:
 
     @classmethod
     def of(cls, round: int, samples: dict[int, int], tested: dict[int, Tested]) -> WorkerResults:
-        """Return the results of a round as a WorkerResults.
+        """Create a WorkerResults from the results of a round.
 
         Args:
             round: number of the round.
@@ -66,7 +66,7 @@ class WorkerResults:
 
     @property
     def scores(self) -> dict[str, list[float]]:
-        """Accuracies of the workers (losses if the task has no accuracy), in a list for each tested model."""
+        """Accuracy of each worker (or loss, if the task has no accuracy), as a list for each tested model."""
         return self.accuracy or self.loss
 
     def metrics(self) -> dict[str, float]:
@@ -86,8 +86,8 @@ def describe(values: Sequence[float], *, lower_is_better: bool = False) -> dict[
     """Return mean, standard deviation, mean of the worst 10 percent and Gini coefficient of per-worker values.
 
     All workers have equal weight. The worst 10 percent (at least one worker) have the lowest values, or the highest if
-    `lower_is_better` is true. The Gini coefficient is the mean absolute difference of all pairs divided by twice the
-    mean. It is 0 if all values are equal.
+    `lower_is_better` is true. The Gini coefficient is the mean absolute difference between two values, over all pairs,
+    divided by twice the mean. It is 0 if all values are equal.
 
     >>> from fedsim.engines.worker_evaluation import describe
     >>> {name: round(value, 3) for name, value in describe([0.5, 1.0]).items()}
@@ -105,7 +105,7 @@ def describe(values: Sequence[float], *, lower_is_better: bool = False) -> dict[
 
 
 class WorkerTests:
-    """Tests models on the samples of single workers, in one process.
+    """Tests models on the samples of one worker at a time, in one process.
 
     Args:
         task, shared: run and its tensors.
@@ -146,7 +146,10 @@ class WorkerTests:
         return tested
 
     def after_training(self, member: WorkItem) -> Tested:
-        """Test the model that a worker has trained on its local test samples. Return the loss and accuracy."""
+        """Test the model that a worker has just trained, on the worker's local test samples.
+
+        Returns the loss and accuracy of the model, which is called "fine_tuned".
+        """
         cohort = self._shared.cohort
         personal = self._personal(cohort.rows[member.slot], cohort.buffers[member.slot], member)
         return {FINE_TUNED: self._test(*personal, member)}
@@ -170,7 +173,7 @@ class WorkerTests:
             row: parameters [d] of the model.
             buffers: buffers [b] of the model.
             batches: batches (inputs, targets).
-            drawn: name of the test, round and worker, on which random numbers depend.
+            drawn: name of the test, round and worker, which together seed the random numbers.
             correct: function that decides which predictions are correct; None to count none.
         """
         task, learning = self._task, self._task.learning_task

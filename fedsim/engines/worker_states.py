@@ -28,12 +28,11 @@ class WorkerStates:
     """States that workers keep between rounds, such as momentum or a personal model.
 
     Before a round, each process copies the states of the workers that it trains to the run's tensors. After the round,
-    it
-    copies them back.
+    the process copies the states back.
 
     Args:
         initial: state of a worker before its first round, a flat tensor for each name.
-        limit: bytes of states above which they are stored in temporary files; None for no limit.
+        limit: maximum bytes of all states in memory; None for no limit. Above it, states are stored in temporary files.
         folder: folder of these files; None for the system's folder for temporary files.
 
     Raises ExperimentError if a file cannot grow.
@@ -48,7 +47,7 @@ class WorkerStates:
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> WorkerStates:
-        """Return an object for a new task, in which no worker has a state yet."""
+        """Return the worker states of a new task, in which no worker has a state yet."""
         return cls(initial_worker_state(task, shared), task.worker_state_memory, task.scratch_folder)
 
     def share(self, workers: int) -> WorkerStates:
@@ -149,7 +148,7 @@ class WorkerStates:
         self.save([member.worker for member in members], rows, [member.slot for member in members])
 
     def saved_elsewhere(self, cohort: Sequence[int], excluded: Collection[int]) -> None:
-        """Take note of the workers whose states other processes have stored after a round.
+        """Record, after a round, for which workers other processes have stored states.
 
         Args:
             cohort: IDs of all workers of the round.
@@ -180,7 +179,7 @@ class WorkerStates:
             self.add(workers)
 
     def _grow(self, begin: int, end: int) -> None:
-        """Enlarge the tensors from `begin` workers to at least `end` workers."""
+        """Enlarge the tensors, which store the states of `begin` workers, for at least `end` workers."""
         size, fit = max(end, 2 * begin), end
         if self._shared:
             fit = 0
@@ -199,7 +198,7 @@ class WorkerStates:
         Args:
             name: name of the state.
             n: number of rows.
-            row: a worker's state, for its size and dtype.
+            row: state of one worker, which has the size and dtype of a row.
         """
         nbytes = n * row.nbytes
         if not nbytes:
@@ -228,8 +227,8 @@ class WorkerStates:
     def tensors(self) -> dict[str, Tensor]:
         """Return the worker states for a checkpoint, as tensors by name.
 
-        For t workers with a state, `workers` has their IDs, int64 [t], and `rows.NAME` their states called NAME, [t,
-        width].
+        For t workers with a state, the tensor `workers` contains their IDs, int64 [t], and each tensor `rows.NAME`
+        contains their states with the name NAME, [t, width].
         """
         if not self.initial:
             return {}
@@ -242,7 +241,7 @@ class WorkerStates:
     def resume(self, saved: Mapping[str, Tensor]) -> None:
         """Replace all worker states by the states in `saved`, which `tensors` returned.
 
-        Raises RecordError if they do not fit this run.
+        Raises RecordError if `saved` does not fit this run.
         """
         self._places = {}
         if not self.initial:

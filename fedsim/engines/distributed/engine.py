@@ -31,7 +31,7 @@ from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line
 
 
 class InRank(InProcess):
-    """Backend of the engine `distributed`, for this process, which is one of several ranks."""
+    """Backend of the engine `distributed` in this process, which is one of several ranks."""
 
     def __init__(self, group: RankGroup, threads: int) -> None:
         super().__init__(threads)
@@ -61,8 +61,7 @@ class DistributedEngine(Engine):
         torchrun ... run_experiment.py engine=distributed
 
     Each rank trains some of the workers and updates a part of the global model. The ranks run on CPUs or GPUs, on one
-    or
-    several machines. Results agree with the engine `serial` up to rounding.
+    or several machines. Results agree with the engine `serial` up to rounding.
     """
 
     traits = EngineTraits(frozenset({"distributed"}), stacks=True, ranks=True)

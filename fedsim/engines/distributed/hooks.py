@@ -1,13 +1,13 @@
-"""Communication hooks: how ranks exchange the gradients that they average.
+"""Communication hooks: how ranks exchange gradients to average them.
 
-A hook starts the exchange of one bucket of gradients, and returns a Future of the mean over the ranks, which it also
-writes to the bucket. The hooks are those of PyTorch's DistributedDataParallel. They take two positional parameters:
+A hook starts to average one bucket of gradients over the ranks. It returns a Future of the mean, which is also written
+to the bucket. As in PyTorch's DistributedDataParallel, a hook takes two positional parameters:
 
     state   result of the hook's method `start(process_group, seed)` at the start of the run, or the process group if
             the hook has no such method
     bucket  a `Bucket`: this rank's contribution to the mean, multiplied by the number of ranks
 
-The fields of a hook are its configuration.
+The dataclass fields of a hook are its settings.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class CommunicationHook(Component):
-    """Way to average gradients over the ranks, like a communication hook of PyTorch's DistributedDataParallel."""
+    """Method of averaging gradients over the ranks: a communication hook as in DistributedDataParallel."""
 
     function: Any
 
@@ -122,20 +122,20 @@ class PowerSGD:
 
     Let M be the gradient [o, i] of a weight with o outputs and i inputs, plus the error of the last compression (a
     convolution's weight is flattened to [out channels, rest]). The ranks sum P = M Q and orthogonalise P, then average
-    Q = M^T P. The result is P Q^T, a matrix of low rank r. Two consecutive all-reduces send r (o + i) numbers instead
-    of o i. Biases are sent uncompressed.
+    Q = M^T P. The averaged gradient is P Q^T, a matrix of low rank r. Two consecutive all-reduces send r (o + i)
+    numbers instead of o i. Biases are sent uncompressed.
 
     Names, meanings and defaults are those of PyTorch's `PowerSGDState`:
 
     - matrix_approximation_rank is the rank r.
     - Before step start_powerSGD_iter of the run, all gradients are sent uncompressed.
-    - A matrix is compressed only if this saves at least a factor of min_compression_rate.
+    - A matrix is compressed only if it becomes smaller by at least the factor min_compression_rate.
     - use_error_feedback adds the error of the last compression to the next gradient.
     - warm_start reuses Q of the last step instead of drawing a new one.
     - orthogonalization_epsilon prevents NaN for a gradient of zeros if r is 1 or 2.
 
-    Each rank stores its own compression error [d] and the factors P and Q for the whole run: d (1 + 1 / the
-    compression rate) numbers. Constraint: start_powerSGD_iter >= 2 with error feedback or a warm start.
+    For the whole run, each rank stores its compression error, d numbers, and the factors P and Q, d / c numbers for a
+    compression rate c. Constraint: start_powerSGD_iter >= 2 with error feedback or a warm start.
     """
 
     matrix_approximation_rank: Positive = 1

@@ -1,9 +1,9 @@
 """Synchronous SGD with the rule `mean` on several ranks, like PyTorch's DistributedDataParallel.
 
-All workers of a rank share two flat vectors (rows): their modules' parameters are views of the global row, and their
-gradients accumulate in one gradient row, which the ranks average. Each worker's loss is multiplied by the worker's
-share in the mean. During the backward pass of the last worker, each bucket of gradients is sent as soon as it is
-complete. Per-worker gradients are not stored.
+All workers of a rank share two flat vectors [d]. Their modules' parameters are views of the global parameters, and
+their gradients accumulate in one gradient vector, which the ranks average. Each worker's loss is multiplied by the
+worker's share in the mean. During the backward pass of the last worker, each bucket of gradients is sent as soon as all
+its gradients are computed. Per-worker gradients are not stored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BUCKET = 25 * 2**20  # bytes; default of DistributedDataParallel
 class BucketSender:
     """Averages gradients over the ranks during the backward pass, one group of parameters (bucket) at a time.
 
-    A bucket is sent as soon as all its gradients are complete.
+    A bucket is sent as soon as all its gradients are computed.
 
     Args:
         row: flat gradient vector [d].
@@ -59,14 +59,14 @@ class BucketSender:
         self._sent: list[Mean] = []
 
     def watch(self, module: nn.Module) -> nn.Module:
-        """Register gradient hooks on the module, which send each complete bucket. Return the module."""
+        """Register gradient hooks on the module that send each bucket once it is complete. Return the module."""
         for name, parameter in module.named_parameters():
             if name in self._bucket_of:
                 parameter.register_post_accumulate_grad_hook(partial(self._complete, name))
         return module
 
     def begin(self) -> None:
-        """Begin a step: in the next backward pass, buckets are sent."""
+        """Start sending buckets. Call this method before the last backward pass of a step."""
         self._missing, self._sent = [set(names) for names in self._names], []
 
     def finish(self) -> list[Mean]:
@@ -95,7 +95,7 @@ class BucketSender:
 
 
 class ParallelTrainer(RowTrainer):
-    """Trainer of one rank, which trains the rank's workers one after another."""
+    """Trainer that trains a rank's workers one after another, and averages gradients during the backward pass."""
 
     def __init__(self, *arguments: Any, ranks: RankGroup) -> None:
         super().__init__(*arguments)
@@ -141,7 +141,7 @@ class ParallelTrainer(RowTrainer):
         return AggregationStats(shares.tolist())
 
     def _mean_gradient(self, step: int, shares: Mapping[int, float]) -> Tensor:
-        """Return the weighted mean [d] of the gradients of all workers, the same in all ranks.
+        """Return the weighted mean gradient [d] of all workers of all ranks. It is the same in all ranks.
 
         The next call overwrites the returned tensor.
 

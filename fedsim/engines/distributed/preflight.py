@@ -27,7 +27,7 @@ Claims = dict[str, dict[str, Any]]  # a rank's versions, experiment and data dig
 class Preflight:
     """Check before a run that all ranks have the same software versions, experiment and data.
 
-    Each rank takes part once: it calls `settle`, or `fail` if it has raised an error before.
+    Each rank takes part once: it calls `settle`, or `fail` if an error occurs before the check.
 
     Attributes:
         settled: whether this rank has taken part in the check.
@@ -66,7 +66,9 @@ class Preflight:
 
 
 def difference_of(claims: list[Claims]) -> list[str]:
-    """Return an error message about the first rank that differs from rank 0, in a list; an empty list if all agree.
+    """Return an error message about the first rank that differs from rank 0.
+
+    The message is in a list, which is empty if all ranks agree.
 
     Args:
         claims: software versions, settings and data hashes of each rank.

@@ -1,4 +1,4 @@
-"""The group of ranks of this process, and their communication by `torch.distributed`."""
+"""Connection of this rank to the other ranks, by `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ def no_heartbeats() -> int:
 
 
 class RankGroup:
-    """Communication of this rank with the other ranks: a PyTorch process group with timeouts and short error messages.
+    """Connection of this rank to the other ranks: a PyTorch process group with timeouts and short error messages.
 
-    A process has one instance, which `join` creates. All ranks must call the methods that communicate, in the same
-    order.
+    A process has one instance, which `join` creates. All ranks must call the communicating methods in the same order.
 
     Attributes:
         index, count: index of this rank, and number of ranks.
@@ -237,7 +236,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Return a context in which this process ends soon after another rank fails, instead of waiting forever."""
+        """Return a context in which this process exits soon after another rank fails, instead of waiting forever."""
         self.require_usable()
         self._watchdog.on_duty = True
         try:
@@ -253,13 +252,13 @@ class RankGroup:
     def give_up(self, why: str) -> str:
         """Tell the other ranks that this rank ends because of the failure `why`.
 
-        Returns the reason of the rank that failed first, which may be another rank.
+        Returns the failure that a rank reported first: `why`, or the failure of another rank.
         """
         self._spoilt = self._spoilt or why
         return self._watchdog.say(why)
 
     def cause(self) -> str | None:
-        """Return the reason why another rank has failed; None if no failure is known."""
+        """Return why another rank has failed; None if no failure is known."""
         return self._watchdog.find_cause()
 
     def end_program(self, code: int) -> None:

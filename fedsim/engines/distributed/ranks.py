@@ -1,4 +1,4 @@
-"""The group of ranks. Each rank stores the rows of the workers that it trains, and its slice of the optimizer state."""
+"""Group of ranks. Each rank stores the rows of the workers that it trains, and a part of the optimizer state."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ T = TypeVar("T")
 class Ranks(Group):
     """Group of ranks (processes without shared memory); see `Group` for the methods.
 
-    Each rank stores only the updates of the workers that it trains, and the optimizer state of a part of the global
+    Each rank stores only the updates of the workers that it trains, and the optimizer state for a part of the global
     parameters.
 
     Args:
         ranks: connection to the other ranks.
         task: run to compute.
-        shared: tensors of this rank. The constructor adds the optimizer states of its part of the parameters.
+        shared: tensors of this rank. The constructor adds the optimizer states for this rank's part of the parameters.
     """
 
     divided = True
@@ -66,14 +66,14 @@ class Ranks(Group):
         return [(place, row) for row, place in enumerate(assignments[self.index])]
 
     def by_rank(self, slots: Sequence[int]) -> list[list[int]]:
-        """Return, for each rank, the `slots` (positions of workers in the cohort) whose updates it stores."""
+        """Return, for each rank, the `slots` (positions of workers in the cohort) whose updates the rank stores."""
         held: list[list[int]] = [[] for _ in range(self.count)]
         for slot in slots:
             held[self._places[slot][0]].append(slot)
         return held
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:
-        """Return where each worker's update is stored: its index in the tensor of the rank that stores it.
+        """Return the index of each worker's update in the tensor of the rank that stores the update.
 
         `slots` are positions of workers in the cohort.
         """
@@ -135,7 +135,7 @@ class Ranks(Group):
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[list[Any]]:
-        """Return a context for work that only rank 0 does, whose results are sent to all ranks; see `Group`."""
+        """Return a context for work that only rank 0 does. Its results are sent to all ranks; see `Group`."""
         told: list[Any] = []
         error = None
         try:
@@ -208,14 +208,14 @@ class RankWorkerStates(WorkerStates):
     """Worker states that one rank stores between rounds.
 
     With P ranks, rank r stores the states of the workers whose ID mod P is r. All ranks must call each method at the
-    same
-    time.
+    same time.
 
     Args:
         initial: state of a worker before its first round: a flat tensor for each name.
-        group: ranks, with the assignment of the workers to ranks.
+        group: group of ranks, which assigns the workers to the ranks that train them.
         ranks: connection to the other ranks.
-        limit: bytes of states above which this rank stores them in files; None for no limit.
+        limit: maximum bytes of all states in this rank's memory; None for no limit. Above it, states are stored in
+            files.
         folder: folder of these files; None for the system's folder for temporary files.
     """
 
@@ -278,11 +278,11 @@ class RankWorkerStates(WorkerStates):
         super().resume(saved)
 
     def _exchanged(self, cohort: Sequence[int], slots: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-        """Return which worker states this rank exchanges with each other rank before and after a round.
+        """Return which worker states this rank exchanges with each rank before and after a round.
 
-        Returns two lists with one entry per rank: the workers that this rank trains and that rank stores, and the
-        workers
-        that this rank stores and that rank trains. Workers are given by their positions in the cohort.
+        A worker may be trained by one rank, while its state is stored by another. Returns two lists with one entry for
+        each rank r: workers trained here whose states r stores, and workers trained by r whose states are stored here.
+        Workers are given by their positions in the cohort.
         """
         index, count = self._ranks.index, self._ranks.count
         held = self._group.by_rank(slots)

@@ -1,4 +1,4 @@
-"""This process's rank as set by torchrun, srun or mpirun, and the rendezvous of the ranks."""
+"""The rank of this process, which torchrun, srun or mpirun sets, and the rendezvous of the ranks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def _address(environ: Mapping[str, str], count: int, local_count: str | None) -> tuple[str, int]:
-    """Return the host and port where the ranks connect, from the variables of torchrun or SLURM.
+    """Return the host and port where the ranks connect, according to the launcher's environment variables.
 
     Args:
         environ: environment variables.
@@ -182,7 +182,7 @@ def meeting_address(init: str, place: RankInfo) -> tuple[str, int]:
 
 
 def _listen(host: str, port: int) -> int:
-    """Return the file descriptor of a socket that accepts connections only at the address of `host`."""
+    """Open a socket that accepts connections only at the address of `host`, and return its file descriptor."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     address = LOOPBACK if host == "localhost" else host, port
     return socket.create_server(address, family=family, backlog=2_048).detach()

@@ -1,4 +1,4 @@
-"""Detection of failed ranks. Each rank regularly writes a heartbeat to the key-value store that all ranks use."""
+"""Detection of failed ranks. Each rank regularly writes a heartbeat to a key-value store that all ranks share."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Watchdog(threading.Thread):
         return not self.is_alive()
 
     def silences(self) -> Callable[[], str | None]:
-        """Return a function that detects failures while this rank waits; call it once per `interval`.
+        """Return a function that detects failures while this rank waits. Call the function once per `interval`.
 
         The function returns an error message if another rank or the store has failed, and None otherwise.
         """
@@ -79,7 +79,7 @@ class Watchdog(threading.Thread):
         return look
 
     def say(self, cause: str) -> str:
-        """Tell the other ranks why this rank ends. Return the reason of the rank that ended first."""
+        """Tell the other ranks why this rank ends. Return the cause that a rank reported first."""
         self._note = cause
         self._ask()
         return self.cause or cause
@@ -98,7 +98,7 @@ class Watchdog(threading.Thread):
         return self.cause
 
     def _ask(self) -> None:
-        """Ask the thread to exchange heartbeats now, and wait at most a second for it."""
+        """Ask the thread to exchange heartbeats now, and wait at most one second until it has done so."""
         asked, deadline = self._asked, time.monotonic() + ANSWER
         self._wake.set()
         while self._answered <= asked and time.monotonic() < deadline:
@@ -121,9 +121,9 @@ class Watchdog(threading.Thread):
             self._wake.wait(self.interval)
 
     def _exchange(self) -> str | None:
-        """Write this rank's heartbeat, and read the heartbeats of all ranks.
+        """Write this rank's heartbeat to the store, and read the heartbeats of all ranks.
 
-        Returns why a rank has failed, as an error message; None without a failure.
+        Returns an error message that says why a rank has failed; None without a failure.
         """
         store, before = self._store, self.pulses
         self._ticks += 1

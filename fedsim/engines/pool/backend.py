@@ -80,7 +80,7 @@ class InPool(Backend):
         return True
 
     def replace_processes(self) -> None:
-        """Replace all processes by new ones that begin the current task again."""
+        """Replace all processes by new ones that begin the current task again; see `Backend`."""
         self._pool.close()
         release_memory(self.shared.server.row.device)
         self._pool = self._new_pool()

@@ -1,9 +1,10 @@
 """Context of one process in a pool: its index in the group, its heartbeats and the barrier.
 
 The lock of a `multiprocessing.Barrier` is never released if its owner is killed, and the other processes then hang
-beyond their timeout. The barrier of this module has no locks. Each process has a line of counters in shared memory that
-only this process writes: it increments its own arrivals, then polls the arrivals of the other processes. The parent
-detects dead and silent processes by their heartbeats, and sets a flag that ends the wait.
+beyond their timeout. The barrier of this module uses no locks between processes. Each process has its own counters in
+shared memory, which only this process writes. At the barrier, it increments its counter of arrivals, then polls the
+counters of the other processes. The parent detects dead and silent processes by their heartbeats, and then sets a flag
+that ends the wait.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MIN_LOOKS = 10  # minimum number of heartbeat checks within a timeout
 
 
 class AbortedError(RuntimeError):
-    """Error in a process of a pool when its current call is aborted, because another process has failed."""
+    """Error that ends the current call of a process in a pool, because another process has failed."""
 
 
 class HeartbeatTable:
@@ -71,7 +72,7 @@ class HeartbeatTable:
         self._cells[LINE * index + place] = value
 
     def heartbeat(self, index: int) -> None:
-        """Count a heartbeat of process `index`, which calls this method. Raises AbortedError after `abort`."""
+        """Count a heartbeat of the calling process `index`. Raises AbortedError if `abort` has been called."""
         self._cells[LINE * index + HEARTBEATS] += 1
         if self.aborted:
             raise AbortedError("aborted")
@@ -82,7 +83,7 @@ class HeartbeatTable:
         self.write(index, ROUND, 0)
 
     def progress(self, index: int) -> tuple[int, int]:
-        """Return how often process `index` has waited for the other processes, and whether it waits now (1 or 0)."""
+        """Return how often process `index` has arrived at the barrier, and whether it waits for others (1 or 0)."""
         return self.read(index, ARRIVALS), self.read(index, WAITING)
 
     def single_worker(self, index: int) -> int | None:
@@ -91,7 +92,7 @@ class HeartbeatTable:
         return worker if worker >= 0 else None
 
     def consequence(self, index: int) -> str:
-        """Return text for an error message that says which data the death of process `index` may have corrupted.
+        """Return which data the death of process `index` may have corrupted, as text for an error message.
 
         The text is empty if the process was not writing to shared data.
         """
@@ -186,7 +187,7 @@ class Barrier:
             os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
 
     def _fence(self) -> None:
-        """Make all writes to shared memory visible to other processes, on processors that need this."""
+        """Make all writes to shared memory visible to other processes (a memory barrier)."""
         for _ in range(2):
             with self._fence_lock:
                 pass
@@ -194,7 +195,7 @@ class Barrier:
 
 @dataclass
 class ProcessContext:
-    """What one process of a group needs to work with the others.
+    """Connection of one process to the other processes of its group.
 
     Attributes:
         monitored: heartbeat table of a process that has no group but is monitored by its parent; None otherwise.
@@ -202,7 +203,7 @@ class ProcessContext:
         table: heartbeats of the group.
         barrier: barrier of the group.
         send: function that sends a picklable object to the parent during a call; see `ProcessPool.begin`.
-        state: values by name that a call stores for later calls.
+        state: values, by name, that one call stores for later calls.
     """
 
     monitored: ClassVar[HeartbeatTable | None] = None
@@ -232,19 +233,21 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def working_on(self, worker: int, round: int) -> Iterator[None]:
-        """Return a context that records that this process trains `worker` in `round`, for error messages."""
+        """Return a context in which error messages say that this process trains `worker` in `round`."""
         self.table.write(self.index, WORKER, worker)
         self.table.write(self.index, ROUND, round)
         yield
         self.table.write(self.index, WORKER, NO_WORKER)
 
     def working_on_several(self, round: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context that records that this process trains several workers in `round`, for error messages."""
+        """Return a context in which error messages say that this process trains several workers in `round`."""
         return self.working_on(SEVERAL_WORKERS, round)
 
     @contextlib.contextmanager
     def holding(self, held: int) -> Iterator[None]:
-        """Return a context that records that this process holds a lock or writes to shared data, for error messages.
+        """Return a context in which this process is recorded as holding a lock or writing to shared data.
+
+        Error messages use this record if the process dies.
 
         Args:
             held: what the process holds: the constant LOCK or SHARED_ROW.
@@ -255,7 +258,7 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Return a context that records that this process waits for other processes.
+        """Return a context in which this process is recorded as waiting for other processes.
 
         At its end, the context raises AbortedError if the parent has aborted the call.
         """

@@ -1,7 +1,8 @@
-"""Process pool whose processes all execute each call together.
+"""Process pool in which every process executes every call.
 
-The parent sends each call through pipes, and waits for the pipes and for the processes themselves, so it notices the
-death of a process at once. Functions, arguments and results go through the pipes. Large tensors are in shared memory.
+The parent sends each call through pipes. It then waits for the pipes and for the processes themselves, and thus notices
+the death of a process at once. Functions, arguments and results go through the pipes. Large tensors are in shared
+memory.
 """
 
 from __future__ import annotations
@@ -45,16 +46,15 @@ START_TIMEOUT = 120.0  # seconds for a process to import PyTorch and send its fi
 class ProcessPool:
     """Pool of processes that all execute the same call. Use it in a `with` block, or call `close`.
 
-    If a process fails, the pool is closed and WorkerError is raised: its subclass ProcessLostError if the process died
-    or
-    hangs.
+    If a process fails, the pool is closed and WorkerError is raised. If the process died or hangs, the error is the
+    subclass ProcessLostError.
 
     Args:
         processes: number of processes.
         threads: number of threads that PyTorch uses in each process; None for PyTorch's default.
         timeout: seconds without a heartbeat after which a process counts as hanging.
         start_method: "spawn", or "fork" (which is used only where it is safe).
-        instead: advice in error messages, such as a setting that starts no processes.
+        instead: alternative that error messages recommend, such as a setting that starts no processes.
         called: format string that names a process in error messages, such as "process {}", where {} is its index.
         daemon: as in multiprocessing: the processes cannot have children, and Python terminates them at exit.
 
@@ -169,7 +169,7 @@ class ProcessPool:
         return self._message is None and not self._starting
 
     def expect_heartbeats(self, timeout: float) -> None:
-        """From now on, a process that sends no heartbeat for `timeout` seconds counts as hanging."""
+        """Restart the timers: from now on, a process without a heartbeat for `timeout` seconds counts as hanging."""
         self._silent_seconds = timeout
         self._silences = [HeartbeatTimeout(self._table, index, timeout) for index in range(self.count)]
 
@@ -225,7 +225,7 @@ class ProcessPool:
             raise WorkerError(f"{where}: {content}")
 
     def _silence(self, pending: list[int]) -> ProcessLostError:
-        """Return the error to raise if none of the processes `pending` sends heartbeats."""
+        """Return the error to raise if the processes `pending` have all stopped sending heartbeats."""
         index = min(pending, key=self._table.progress)
         if index in self._starting:
             return self._lost(index, f"has not started within {self._silent_seconds:g} s")
@@ -253,7 +253,7 @@ class ProcessPool:
         Args:
             index: index of the process.
             why: what happened, such as "was killed by SIGKILL".
-            activity: what the process was doing.
+            activity: text that says what the process was doing.
             hint: text at the end of the message.
         """
         self._children[index].process.kill()

@@ -1,4 +1,4 @@
-"""Repetition of work after the loss of a process, up to a maximum number of retries."""
+"""Repetition of work after a process has died, up to a maximum number of retries."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def announce(
     """Warn that a process has died and is replaced, and record the event.
 
     Args:
-        loss: error for the dead process.
+        loss: error that reports the dead process.
         attempt: number of the failed attempt, from 1.
         retries: maximum number of repetitions.
         note: function that records the event; None to record nothing.

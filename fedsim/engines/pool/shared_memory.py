@@ -2,8 +2,8 @@
 
 An unnamed in-memory file (memfd_create) is limited only by main memory. PyTorch would use /dev/shm, which has a size
 limit of its own (64 MB by default in a container), and a write beyond this limit kills the process. An unnamed file
-also cannot be left behind if its processes are killed. All tensors that are shared together are in one file, so each
-process needs one file descriptor, not one per tensor.
+also disappears if its processes are killed. All tensors that are shared in one call are in one file, so each process
+needs one file descriptor instead of one per tensor.
 """
 
 from __future__ import annotations

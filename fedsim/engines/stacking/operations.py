@@ -1,8 +1,9 @@
-"""Operations on a stack of rows: under `torch.func.vmap`, or on the merged batch of all rows.
+"""Operations on a stack of k models: under `torch.func.vmap`, or on one merged batch of all models' samples.
 
-`torch.func.vmap` vectorises each operation of a forward pass over the rows of a stack. `SUBSTITUTES` replace operations
-whose batching rules are slow or wrong. On a merged batch, [rows * batch, ...], each call has less overhead: operations
-without parameters run unchanged, and `OPERATIONS` apply each row's parameters, a stack [k, ...], to that row's samples.
+`torch.func.vmap` vectorises each operation of a forward pass over the models. The functions in `SUBSTITUTES` replace
+operations that are slow or wrong under `vmap`. On a merged batch [k * batch, ...], each call has less overhead.
+Operations without parameters run unchanged. The functions in `OPERATIONS` apply the parameters of each model, from a
+stack [k, ...], to the samples of this model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DROPOUT_CALLS_VARY = "the model's dropout calls differ between forward passes"
 
 
 def not_stackable(reason: str) -> ExperimentError:
-    """Return an ExperimentError that says why several models cannot be computed together."""
+    """Return an ExperimentError that says why the model cannot be trained in stacks."""
     return ExperimentError(
         f'engine = "batched": the model cannot be trained in stacks of workers: {reason}; use engine=spawn'
     )
@@ -64,9 +65,7 @@ class PreparedDropout(DropoutMode):
 
 
 class VmapOverrides(PreparedDropout):
-    """Context in which some PyTorch functions are replaced by versions that are faster or correct under
-    `torch.func.vmap`.
-    """
+    """Context that replaces PyTorch functions for which `torch.func.vmap` is slow or wrong."""
 
     def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         return SUBSTITUTES.get(function, function)(*args, **kwargs)
@@ -79,7 +78,7 @@ def _vmapped_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 class EmbeddingOptions(NamedTuple):
-    """Optional arguments of `F.embedding`, in their order."""
+    """Optional arguments of `F.embedding`, in the order of its signature."""
 
     padding_idx: int | None = None
     max_norm: float | None = None
@@ -116,21 +115,19 @@ def _vmapped_embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
 
 
 def _vmapped_group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute F.group_norm under vmap, also for channels_last inputs, for which PyTorch fails."""
+    """Compute F.group_norm under vmap. Unlike in PyTorch, inputs may be channels_last."""
     return F.group_norm(input.contiguous(), *args, **kwargs)
 
 
 def _vmapped_average_pool(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute F.adaptive_avg_pool2d under vmap, also for channels_last inputs, for which PyTorch is slow."""
+    """Compute F.adaptive_avg_pool2d under vmap. Unlike PyTorch, this is also fast for channels_last inputs."""
     return F.adaptive_avg_pool2d(input.contiguous(), *args, **kwargs)
 
 
 def _vmapped_batch_norm(
     input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute F.batch_norm under vmap, also if inputs and running statistics have different dtypes, where PyTorch
-    fails.
-    """
+    """Compute F.batch_norm under vmap. Unlike in PyTorch, inputs and running statistics may differ in dtype."""
     wide = input if running_mean is None else input.to(running_mean.dtype)
     return F.batch_norm(wide, running_mean, running_var, *args, **kwargs).to(input.dtype)
 
@@ -145,7 +142,7 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class _VmappedLinear(torch.autograd.Function):
-    """`F.linear` that is fast under `torch.func.vmap`."""
+    """Version of `F.linear` that is fast under `torch.func.vmap`."""
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -172,7 +169,7 @@ class StackedLinear(torch.autograd.Function):
     """Linear layer with separate weights for each of k models.
 
     Shapes: input [k, batch, i], weight [k, o, i], bias [k, o], output [k, batch, o], for i inputs and o outputs. If
-    `products` is a list, the weight gradient is appended to it as an OuterProductGrad instead of being computed.
+    `products` is a list, the weight gradient is not computed, but appended to the list as an OuterProductGrad.
     """
 
     @staticmethod
@@ -205,7 +202,7 @@ class StackedLinear(torch.autograd.Function):
 
 
 class Options(NamedTuple):
-    """Arguments of F.conv1d, F.conv2d and F.conv3d that follow the bias, in their order."""
+    """Arguments after the bias of F.conv1d, F.conv2d and F.conv3d, in the order of their signatures."""
 
     stride: Any = 1
     padding: Any = 0
@@ -216,7 +213,7 @@ class Options(NamedTuple):
 def stacked_convolution(
     convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> Tensor:
-    """Convolve each model's samples with its own kernels, for k models at once.
+    """Convolve each model's samples with the model's own kernels, for k models at once.
 
     Args:
         convolution: F.conv1d, F.conv2d or F.conv3d.
@@ -262,13 +259,13 @@ WAYS: dict[str, Callable[..., Tensor]] = {"one by one": one_by_one, "grouped": g
 
 
 class NotMergeableError(Exception):
-    """Error for a model that cannot compute the samples of several workers in one batch."""
+    """Error for a model whose batches, from several workers, cannot be merged into one batch."""
 
 
 class DataDependenceCheck(OperationCheck):
     """Context that raises NotMergeableError if the shape of a result depends on the values in a batch.
 
-    For example, a mixture of experts selects samples by a mask; it is then unknown to which worker a sample belongs.
+    For example, a mixture of experts selects samples by a mask. The worker of each selected sample is then unknown.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -282,16 +279,15 @@ class DataDependenceCheck(OperationCheck):
 class MergedBatch(PreparedDropout):
     """Context for a forward pass of k models on one batch that contains the samples of all of them.
 
-    Functions with parameters, such as F.linear, use each model's parameters for its own samples. A function that does
-    not
-    support this raises NotMergeableError.
+    Functions with parameters, such as F.linear, apply each model's parameters to the samples of this model. Functions
+    that do not support this raise NotMergeableError.
 
     Args:
         factors: scaled dropout masks [k, batch, ...], one for each dropout call, in call order.
         stacks: parameters and buffers of the k models, [k, ...] each.
         size: total number of samples, k * batch.
-        products: for each tensor in `stacks`, a list that receives its gradient as an OuterProductGrad, or None to
-            compute the gradient.
+        products: for each tensor in `stacks`, a list that receives the tensor's gradient as an OuterProductGrad, or
+            None to compute the gradient.
     """
 
     def __init__(
@@ -318,22 +314,22 @@ class MergedBatch(PreparedDropout):
         return OPERATIONS[function](self, *args, **kwargs)
 
     def is_stack(self, value: object) -> bool:
-        """Whether `value` contains parameters or buffers of all k models."""
+        """Whether `value` is one of the tensors `stacks`: parameters or buffers [k, ...] of the k models."""
         return id(value) in self._places
 
     def require(self, holds: bool) -> None:
-        """Raise NotMergeableError if `holds` is false."""
+        """Raise NotMergeableError unless the condition `holds` is true."""
         if not holds:
             raise NotMergeableError
 
     def require_stacks(self, input: Tensor, *stacks: Tensor | None) -> None:
-        """Raise NotMergeableError unless `stacks` are parameters, and `input` samples, of all models."""
+        """Raise NotMergeableError unless `stacks` are parameters of all models and `input` their samples."""
         for stack in stacks:
             if stack is not None:
                 self.require(self.is_stack(stack) and (len(stack) == 1 or len(input) % self._size == 0))
 
     def products_of(self, weight: Tensor) -> list[OuterProductGrad] | None:
-        """Return the list that receives the gradient of `weight` as an OuterProductGrad; None if it is computed."""
+        """Return the list for the OuterProductGrad of `weight`; None if the gradient of `weight` is computed."""
         return self._products[self._places[id(weight)]] if self._products else None
 
     def _has_stack(self, value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Properties of a model that stacking depends on, measured on a few samples."""
+"""Trial run of a model on a few samples, which decides whether and how the model is trained in stacks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the larges
 
 @dataclass(frozen=True)
 class StackingProbe:
-    """Properties of a model, found by a trial run, that decide how several such models are computed together.
+    """Result of a model's trial run, which decides how several such models are computed together.
 
     Attributes:
         dropouts: dropout calls of a forward pass, in call order.
         coupled: whether a sample's output depends on the other samples of the batch, as with BatchNorm.
         merged: whether the batches of k workers can be merged into one batch [k * batch, ...]; otherwise
             `torch.func.vmap` is used.
-        sample_bytes: memory per sample for the activations that the backward pass needs.
+        sample_bytes: bytes per sample of the activations that are saved for the backward pass.
     """
 
     dropouts: tuple[Dropout, ...]
@@ -93,9 +93,9 @@ class ProbeResult(NamedTuple):
 
     Attributes:
         outputs: outputs of the model.
-        buffers: buffers of the model after the pass, as a flat vector.
-        dropouts: dropout calls of the pass.
-        sample_bytes: memory per sample for the activations that the backward pass needs.
+        buffers: buffers of the model after the forward pass, as a flat vector.
+        dropouts: dropout calls of the forward pass, in call order.
+        sample_bytes: bytes per sample of the activations that are saved for the backward pass.
     """
 
     outputs: Tensor
@@ -105,7 +105,11 @@ class ProbeResult(NamedTuple):
 
 
 class Trials:
-    """Trial runs of a task's model, which find out whether several such models can be computed together."""
+    """Trial runs of a task's model, which find out whether several such models can be computed together.
+
+    Attributes:
+        count: number of training samples in most trial runs.
+    """
 
     def __init__(self, task: RunTask, shared: SharedState) -> None:
         self._task, self._train, self.count = task, shared.data.train, min(SAMPLES, len(shared.data.train))
@@ -150,10 +154,10 @@ class Trials:
         return ProbeResult(outputs.detach(), buffers, tuple(recording.dropouts), sum(saved.values()) // len(inputs))
 
     def is_coupled(self, together: ProbeResult) -> bool:
-        """Whether a sample's output depends on the rest of its batch, as with BatchNorm.
+        """Whether a sample's output depends on the other samples of the batch, as with BatchNorm.
 
         Args:
-            together: result of `run` on the first `count` samples.
+            together: result of `run` on the first `count` training samples.
         """
         inputs, targets = self.samples(self.count)
         try:
@@ -181,7 +185,7 @@ class Trials:
     def depends_on_position(self, together: ProbeResult) -> bool:
         """Whether a sample's output depends on its position in the batch, so that batches cannot be merged.
 
-        `together` is the result of `run` on the first `count` samples.
+        `together` is the result of `run` on the first `count` training samples.
         """
         inputs, targets = self.samples(self.count)
         rolled = self.run((inputs.roll(1, 0), targets.roll(1, 0)))
@@ -196,10 +200,10 @@ class Trials:
         return True
 
     def compare_gradients(self, dropouts: tuple[Dropout, ...], precision: Precision = FULL, *, merged: bool) -> None:
-        """Raise ExperimentError if two models that are computed together get other gradients than each model alone.
+        """Raise ExperimentError if computing two models together changes their gradients or buffers.
 
         Args:
-            dropouts: dropout calls of a forward pass.
+            dropouts: dropout calls of a forward pass, in call order.
             precision: precision of the forward pass. In reduced precision, nothing is compared.
             merged: whether to merge the batches of the two models instead of using `torch.func.vmap`.
         """
@@ -276,9 +280,7 @@ class Trials:
 
 
 def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
-    """Return the gradient of two weight matrices [2, o, i] as an OuterProductGrad. Other gradients are returned
-    unchanged.
-    """
+    """Return a gradient [2, o, i] of two weight matrices as an OuterProductGrad, and other gradients unchanged."""
     if gradient.ndim != 3:
         return gradient
     return OuterProductGrad(

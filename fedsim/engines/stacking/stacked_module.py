@@ -1,4 +1,4 @@
-"""StackedModule: a module that is computed for the parameters of many workers at once."""
+"""StackedModule: a module that computes the models of many workers at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FeatureTerm(NamedTuple):
     """Loss term that compares a model's features with those of other models; see `ClientAlgorithm.feature_loss`.
 
     Attributes:
-        points: parameters of the other models: for each of them, a tensor [k, d] with one copy per worker.
+        points: parameters of the other models. Each tensor [k, d] contains one other model for each of k workers.
         loss: function that takes the features [k, batch, f] of k models and a list of the features of the other models,
             and returns the loss of each sample, [k, batch].
     """
@@ -64,7 +64,7 @@ class StackedModule:
         return [view_of(rows, entry) for entry in self.layout.parameters]
 
     def unpack_buffers(self, rows: Tensor) -> list[Tensor]:
-        """Return a copy [k, ...] of each of the module's buffers from flat vectors `rows` [k, b]."""
+        """Return a tensor [k, ...] for each of the module's buffers, copied from the flat vectors `rows` [k, b]."""
         views = [view_of(rows, entry) for entry in self.layout.buffers]
         return [
             (view if dtype.is_floating_point else view.round()).to(dtype, copy=True)
@@ -72,7 +72,7 @@ class StackedModule:
         ]
 
     def pack_buffers(self, buffers: Sequence[Tensor], rows: Tensor) -> Tensor:
-        """Copy buffers [k, ...] to flat vectors `rows` [k, b], and return `rows`. Inverse of `unpack_buffers`."""
+        """Copy buffers [k, ...] to the flat vectors `rows` [k, b], and return `rows`. Reverses `unpack_buffers`."""
         for entry, buffer in zip(self.layout.buffers, buffers, strict=True):
             view_of(rows, entry).copy_(buffer)
         return rows
@@ -98,9 +98,8 @@ class StackedModule:
             weights: weight of each sample in the loss, [k, batch]: 1 / (number of samples in the batch), or 0 for
                 padding.
             factors: scaled dropout masks [k, batch, ...], one for each dropout call, in call order.
-            leave_products: size in bytes from which a parameter's gradient is returned as an OuterProductGrad, if
-                possible;
-                None to compute all gradients.
+            leave_products: minimum size in bytes of parameters whose gradients are returned as an OuterProductGrad,
+                if possible; None to compute all gradients.
             term: loss term that is added to the per-sample losses.
         """
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
@@ -128,7 +127,7 @@ class StackedModule:
     def _features(
         self, parameters: list[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
     ) -> Tensor:
-        """Return the features [k, batch, f] of k models with other `parameters` on the same batches."""
+        """Return the features [k, batch, f] of k other models, which have `parameters`, on the same batches."""
         stacks = parameters, [buffer.clone() for buffer in buffers], inputs.clone(), list(factors)
         *_, features = self._forward(stacks, records=True)
         return self._precision.widened(features)
@@ -136,7 +135,10 @@ class StackedModule:
     def _forward(
         self, stacks: Stacks, products: Sequence[list[OuterProductGrad] | None] = (), *, records: bool
     ) -> list[Any]:
-        """Run the k models. Return a list: outputs [k, batch, ...], new buffers, and features if `records` is true."""
+        """Run k models. Return [outputs, new buffers], or [outputs, new buffers, features] if `records` is true.
+
+        Outputs have the shape [k, batch, ...].
+        """
         parameters, buffers, inputs, factors = stacks
         with self._precision.forward(inputs.device):
             if not self._merged:
@@ -162,7 +164,7 @@ class StackedModule:
         return [outputs, [module.get_buffer(name) for (module, name), *_ in self._buffers], *features]
 
     def _outputs(self, inputs: Tensor, records: bool) -> list[Tensor]:
-        """Run the module, and return a list: its outputs, and its features if `records` is true."""
+        """Run the module. Return [outputs], or [outputs, features] if `records` is true."""
         if not records:
             return [self._module(inputs)]
         with recorded_features(self._module) as recorded:
@@ -170,7 +172,7 @@ class StackedModule:
         return [outputs, recorded.of(len(inputs))]
 
     def _hold(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-        """Replace the module's parameters and buffers by these tensors."""
+        """Replace the module's parameters and buffers by the given tensors."""
         for places, tensor in zip(self._parameters, parameters, strict=True):
             for module, name in places:
                 module._parameters[name] = tensor  # type: ignore[assignment]  # setattr would require an nn.Parameter
@@ -191,7 +193,7 @@ def _places(module: nn.Module, tensor: Tensor) -> Places:
 
 
 def view_of(rows: Tensor, entry: Entry) -> Tensor:
-    """Return a view [k, ...] of one parameter or buffer in the flat vectors `rows` [k, d]."""
+    """Return a view [k, ...] of one parameter or buffer (`entry`) in the flat vectors `rows` [k, d]."""
     return rows[:, entry.span].unflatten(1, entry.shape) if entry.shape else rows[:, entry.offset]
 
 
@@ -204,7 +206,7 @@ def _total(parameter: Tensor, gradient: Tensor | None, products: list[OuterProdu
 
 
 def _owned(gradients: Sequence[Tensor | OuterProductGrad]) -> list[Tensor | OuterProductGrad]:
-    """Return the gradients, with copies of those that share memory or are not contiguous."""
+    """Return the gradients. Gradients that share memory or are not contiguous are copied."""
     owned, seen = list[Tensor | OuterProductGrad](), set[int]()
     for gradient in gradients:
         if isinstance(gradient, Tensor):

@@ -28,15 +28,15 @@ Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (inputs, 
 
 
 class WorkItem(NamedTuple):
-    """A worker, and the part of its round that a trainer must train.
+    """A worker, and the steps of its round that a trainer must train.
 
     Attributes:
-        slot: index of the worker's row, which contains its parameters.
+        slot: index of the row that contains the worker's parameters.
         worker: worker ID.
         round: number of the worker's round.
         steps: number of steps to train, from the first step of the round; None for all steps of the round.
-        step: number of the step (from 0) to train only this step; None to train several steps.
-        ends: whether the worker's round ends, so that the client algorithm's `finish` is called.
+        step: if only one step is trained, the number of this step in the round, from 0; otherwise None.
+        ends: whether the worker's round ends after these steps. The client algorithm's `finish` is then called.
     """
 
     slot: int
@@ -48,7 +48,7 @@ class WorkItem(NamedTuple):
 
     @property
     def moment(self) -> tuple[int, ...]:
-        """(round,), or (round, step) if only one step is trained. Random numbers depend on it."""
+        """Key for random numbers: (round,), or (round, step) if only one step is trained."""
         return (self.round,) if self.step is None else (self.round, self.step)
 
 
@@ -57,7 +57,7 @@ class RoundIterator:
 
     Attributes:
         round: number of the round.
-        steps_done: number of batches that have been returned.
+        steps_done: number of batches that the iterator has returned so far.
         alter: function that augments or poisons the samples of a batch; None to leave them unchanged.
     """
 
@@ -98,8 +98,7 @@ class BatchSource:
         """Return the number of steps of a worker in `round`.
 
         For the server's own samples in synchronous SGD, the number is `sys.maxsize`: the server trains until the last
-        worker
-        has finished.
+        worker has finished.
         """
         if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
@@ -152,10 +151,9 @@ class BatchSource:
             yield from positions.split(self._task.schedule.batch_size)
 
     def epochs(self, worker: int, round: int) -> Iterator[Tensor]:
-        """Yield a worker's shuffled sample indices, int64 [samples], for one epoch after another. The sequence does not
-        end.
+        """Yield a worker's shuffled sample indices, int64 [samples], for one epoch after another, without end.
 
-        With `drop_last`, samples that do not fill the last batch are left out.
+        With `drop_last`, an incomplete last batch is left out.
         """
         epoch = 0
         while True:
@@ -165,7 +163,7 @@ class BatchSource:
             epoch += len(orders)
 
     def announce(self, members: Sequence[WorkItem]) -> None:
-        """Say which workers are trained next, so that their samples can be shuffled all at once."""
+        """Announce which workers are trained next, so that the samples of all of them can be shuffled at once."""
         self._coming = [(member.worker, member.round) for member in members if not member.step]
         self._drawn = {}
 
@@ -176,7 +174,7 @@ class BatchSource:
         return [self._drawn.pop(epoch) for epoch in wanted]
 
     def _take_coming(self) -> Iterator[Epoch]:
-        """Yield the next epochs to be shuffled, as (worker, round, epoch)."""
+        """Remove the next epochs to be shuffled from the announced ones, and yield each as (worker, round, epoch)."""
         room = SAMPLES_AT_ONCE
         while self._coming:
             worker, round = self._coming[0]
@@ -207,9 +205,7 @@ class BatchSource:
         return {epoch: order[:count] for epoch, order, count in zip(wanted, positions, counts, strict=True)}
 
     def shards_of(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Return the sample indices of all `workers` in one tensor, and a list of the positions where each worker's
-        begin.
-        """
+        """Return one tensor of sample indices, and the position in this tensor where each worker's indices begin."""
         of_workers = [worker for worker in workers if worker != self.root]
         root = self._shared.data.root.to(self._task.device)
         if not of_workers:
@@ -225,7 +221,7 @@ class BatchSource:
     def samples_seen(self, worker: int, round: int, batch_size: int, purpose: str = "losses") -> Batches:
         """Yield batches that contain each training sample of a worker once, without augmentation.
 
-        `purpose` is a name on which random numbers depend.
+        Different names `purpose` give different random numbers.
         """
         return _altered(self.shard(worker).batches(batch_size), self.alteration_of_view(worker, round, purpose))
 
@@ -239,10 +235,9 @@ class BatchSource:
         return self._alteration(worker, round, self._task.experiment.data.transforms, ("augment", "poison"))
 
     def alteration_of_view(self, worker: int, round: int, purpose: str) -> Alteration | None:
-        """Return the function that transforms and poisons a worker's batches, without augmentation; None if they do not
-        change.
+        """Return the function that transforms and poisons a worker's batches, without augmentation.
 
-        `purpose` is a name on which random numbers depend.
+        Returns None if the batches do not change. Different names `purpose` give different random numbers.
         """
         return self._alteration(worker, round, (), (f"{purpose}_view", f"{purpose}_poison"))
 
@@ -255,7 +250,7 @@ class BatchSource:
             worker: worker ID.
             round: number of the round.
             augment: augmentations to apply.
-            purposes: two names, on which the random numbers of transforms and of poisoning depend.
+            purposes: two names that select the random numbers of the transforms and of the poisoning.
         """
         task, attack, classes = self._task, self._task.experiment.attack.component, self._shared.data.classes
         view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
@@ -288,7 +283,7 @@ class BatchSource:
 
         Args:
             taken: argument names of the transform or attack. Only "draws", "generator" and "rng" are random arguments.
-            purpose, round, worker: what the random numbers depend on.
+            purpose, round, worker: name, round and worker ID that seed the random numbers.
         """
         drawn, sources = (self._task.experiment.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
         if "draws" in taken:
@@ -301,9 +296,9 @@ class BatchSource:
 
 
 def _altered(batches: Iterable[tuple[Tensor, Tensor]], alter: Alteration | None, first: int = 0) -> Batches:
-    """Yield the batches, each changed by `alter`, which takes inputs, targets and the number of the step.
+    """Yield the batches after calling `alter(inputs, targets, step)` on each. If `alter` is None, they do not change.
 
-    The first batch has the number `first`. If `alter` is None, the batches do not change.
+    The step of the first batch is `first`.
     """
     for step, (inputs, targets) in enumerate(batches, first):
         yield alter(inputs, targets, step) if alter else (inputs, targets)

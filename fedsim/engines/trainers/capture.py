@@ -1,4 +1,4 @@
-"""Capture of computations as CUDA graphs, after a trial run that rejects operations a graph does not support."""
+"""Capture of computations as CUDA graphs. A trial run first rejects operations that a graph does not support."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def can_capture(device: torch.device) -> bool:
 class GraphPool:
     """Captures CUDA graphs on one device. The graphs share memory, so only one may run at a time.
 
-    Results that must remain until the next replay have to be written to tensors that were allocated before the capture.
+    A replay overwrites this memory. Graphs must therefore write results to tensors allocated before the capture.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,8 +43,7 @@ class GraphPool:
         """Capture a call of `run` as a CUDA graph, and return a function that replays it.
 
         `run` is called several times before the capture, and must use the same tensors each time. Raises
-        ExperimentError if
-        `run` uses an operation that a CUDA graph does not support.
+        ExperimentError if `run` uses an operation that a CUDA graph does not support.
         """
         require_capturable(run, self.device)
         return self.record(run)

@@ -1,4 +1,4 @@
-"""Start and end of a worker's local training: loading and storing of messages and worker state."""
+"""Start and end of a worker's local training, where messages and worker state are loaded and stored."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ Index = int | slice | Tensor  # selects rows in the `SharedState`: one slot, or 
 
 
 class ClientRounds:
-    """Code that runs before and after the local training of each worker.
-
-    Each method takes one worker's parameters [d], or the parameters [k, d] of k workers.
-    """
+    """Start and end of local training, for one worker (rows [d]) or for a stack of k workers (rows [k, d])."""
 
     def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._task, self._algorithm, self._shared, self._batch_source = task, task.algorithm, shared, batch_source
@@ -63,13 +60,11 @@ class ClientRounds:
         self._keep(worker.kept, index)
 
     def buffers_beside(self) -> Tensor | None:
-        """Return the buffers [cohort, b] of personal models that are trained in addition to the global model; None
-        without them.
-        """
+        """Return the buffers [cohort, b] of personal models that workers train in addition; None if there are none."""
         return self._shared.cohort.kept.get(PERSONAL_BUFFERS) if self._algorithm.personal_beside else None
 
     def send_gradients(self, index: Index) -> None:
-        """Replace the gradients of some workers by what the client algorithm sends instead.
+        """Replace workers' gradients, in place, by the values that the client algorithm sends instead.
 
         `index` selects the workers in the tensors of the cohort.
         """

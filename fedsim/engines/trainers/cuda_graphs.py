@@ -1,8 +1,9 @@
-"""Local steps of a stack of rows, captured as CUDA graphs and replayed (the setting `cuda_graphs`).
+"""Local steps of a stack of workers, captured as CUDA graphs and replayed (the setting `cuda_graphs`).
 
 For a small model, launching kernels takes longer than running them. Replaying a graph launches all kernels of several
 steps at once, without running Python. A graph always uses the same memory, so everything that a step reads or writes is
-in permanent tensors (`CapturedSteps`). These include the batches of many steps, from which a device counter selects.
+in permanent tensors (`CapturedSteps`). These tensors contain the batches of many steps. A step counter on the device
+selects the batches of the next steps.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
 
 
 class Graph(NamedTuple):
-    """Size of a captured CUDA graph, which trains several workers for a few steps.
+    """Size of a CUDA graph that trains several workers for one or more steps.
 
     Attributes:
         rows: maximum number of workers.
         steps: number of steps that one replay runs.
-        masked: whether some workers may have no batch; a mask then keeps their parameters unchanged.
+        masked: whether some workers may have no batch left. A mask then keeps their parameters unchanged.
     """
 
     rows: int
@@ -70,12 +71,12 @@ class Graph(NamedTuple):
 
 
 def graphs_of(rows: int, steps: int, unmasked: int) -> Iterator[Graph]:
-    """Yield graphs that together run `steps` training steps.
+    """Yield the graphs to replay, in order, for `steps` training steps.
 
     Args:
         rows: number of workers in each graph.
         steps: total number of steps.
-        unmasked: number of steps at the beginning in which all workers have a batch.
+        unmasked: number of initial steps in which all workers have a batch, so that no mask is needed.
     """
     for masked, count in ((False, unmasked), (True, steps - unmasked)):
         for length in STEPS_OF_GRAPHS:
@@ -88,21 +89,21 @@ def sizes_of_stacks(width: int, usual: Iterable[int]) -> list[int]:
     """Return the numbers of workers for which graphs may be captured, ascending.
 
     Args:
-        width: largest number of workers that are trained at once.
-        usual: frequent numbers of workers. The result also contains all powers of two below `width`.
+        width: maximum number of workers that are trained at once.
+        usual: frequent numbers of workers. The result also contains `width` and all powers of two below `width`.
     """
     return sorted({*usual, *(2**power for power in range((width - 1).bit_length())), width})
 
 
 class CapturedSteps:
-    """CUDA graphs that train several workers at once, and the memory that the graphs use.
+    """CUDA graphs that train several workers at once, and the tensors that the graphs use.
 
     Args:
         task, shared: run and its tensors.
         module: module that computes the models of all workers at once.
         dropouts: dropout calls in a forward pass of the model.
         sizes: numbers of workers for which graphs may be captured, ascending.
-        usual: frequent numbers of workers, for which a graph is captured now. Others are captured when they are needed.
+        usual: frequent numbers of workers, for which a graph is captured now. Other graphs are captured when needed.
         client_rounds: object whose methods start and end the workers' local training.
 
     Raises the same errors as `GraphPool.capture`.
@@ -149,7 +150,7 @@ class CapturedSteps:
             self._capture(graph)
 
     def train(self, stack: Stack, heartbeat: Callable[[], None]) -> None:
-        """Train a stack of workers for a round by replaying graphs. Call `prepare_for` before.
+        """Train a stack of workers for a round by replaying graphs. Call `prepare_for` first.
 
         `heartbeat` is called before each replay.
         """
@@ -212,7 +213,7 @@ class CapturedSteps:
             self._samples[:steps, members:] = 0
 
     def _take_steps(self, graph: Graph) -> None:
-        """Run the training steps that are captured as `graph`."""
+        """Run the training steps of `graph`. A call of this method is captured and then replayed."""
         rows, batch = graph.rows, self._positions.shape[2]
         places = (self._step_number + self._ahead[: graph.steps]).remainder_(
             self._steps
@@ -240,7 +241,7 @@ class CapturedSteps:
 
 
 class CUDAGraphCache:
-    """CUDA graphs of a trainer, or the reason (`refusal`) why it uses none.
+    """CUDA graphs of a trainer, or the reason (`refusal`) why the trainer uses none.
 
     Args:
         make: function that captures the first graphs and returns them.
@@ -267,7 +268,7 @@ class CUDAGraphCache:
 
     @contextlib.contextmanager
     def _refusing_after_failures(self) -> Iterator[None]:
-        """Return a context in which an error only causes a warning, and CUDA graphs are no longer used."""
+        """Return a context in which an error is not raised, but disables CUDA graphs, with a warning if `warns`."""
         try:
             yield
         except Exception as error:

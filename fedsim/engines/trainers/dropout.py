@@ -1,9 +1,9 @@
 """Dropout with counter-based random numbers: a mask is a function of (seed, round, worker, step, layer).
 
 Masks therefore do not depend on the engine. The Philox key is derived from (seed, "layers", round, worker). The counter
-contains the step in the worker's round and the number of the dropout call in the forward pass (the layer). Element
-number sample * elements_per_sample + element is kept if its random word is below round((1 - p) * 2^32). See
-`fedsim.core.philox`.
+contains the step in the worker's round and the number of the dropout call in the forward pass (the layer). The elements
+of all samples of a batch are numbered consecutively. Each element has a random 32-bit word, and is kept if this word is
+below round((1 - p) * 2^32). See `fedsim.core.philox`.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Dropout:
 
 
 class DropoutMode(TorchFunctionMode):
-    """Context that replaces each dropout call by a multiplication with given factors.
+    """Context that replaces each dropout call by a multiplication with a scaled mask, called factors.
 
-    The factors are a dropout mask with the values 0 and 1 / (1 - p).
+    The scaled mask has the values 0 and 1 / (1 - p).
 
     Args:
-        factors_of: `factors_of(dropout, samples)` returns the factors [samples, ...] of a dropout call, or None to
-            omit its dropout.
+        factors_of: `factors_of(dropout, samples)` returns the factors [samples, ...] for a dropout call, or None to
+            omit dropout in this call.
     """
 
     def __init__(self, factors_of: Callable[[Dropout, int], Tensor | None]) -> None:
@@ -87,7 +87,7 @@ class DropoutMode(TorchFunctionMode):
         return inputs if factors is None else multiplied(inputs, factors, inplace)
 
     def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call a function that is not dropout, and return its result. Subclasses may replace it."""
+        """Call a function that is not dropout, and return its result. Subclasses may replace the function."""
         return function(*args, **kwargs)
 
 
@@ -137,10 +137,10 @@ def dropout_factors(
         keys: random seed of each of k workers, int64 [k]; see `layer_key`.
         first_step: number of the first step in the worker's round; int, or int64 [] or [k] on the same device.
         steps: number of steps.
-        batch: number of samples; a smaller batch uses the first factors.
+        batch: number of samples in a batch; a smaller batch uses the factors of the first samples.
         dropouts: dropout calls of a forward pass, in call order.
         dtype: dtype of the factors.
-        first_layer: number of the first of these dropout calls among all dropout calls of a forward pass.
+        first_layer: position of `dropouts[0]` among all dropout calls of a forward pass, from 0.
     """
     if not dropouts:
         return []
@@ -200,12 +200,12 @@ class FactorsAhead:
 
 
 class RowDropout:
-    """Dropout of workers that are trained one after another.
+    """Dropout masks for workers that are trained one after another.
 
     Attributes:
-        round: dropout of the worker whose forward pass is running; None outside of a forward pass.
+        round: masks of the worker whose forward pass is running; None outside of a forward pass.
         module_calls: number of dropout calls made by modules such as nn.Dropout.
-        by_modules: whether such modules make all dropout calls of the model; set when `calls` is computed.
+        by_modules: whether such modules make all dropout calls of the model. The value is set when `calls` is computed.
     """
 
     def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
@@ -214,7 +214,7 @@ class RowDropout:
         self.round: RoundDropout | None = None
 
     def new_module(self) -> nn.Module:
-        """Return a new model whose dropout layers (such as nn.Dropout) take their masks from this object."""
+        """Return a new model whose dropout modules (such as nn.Dropout) get their masks from this object."""
         model = self._task.new_module()
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in FUNCTIONS:
@@ -226,7 +226,7 @@ class RowDropout:
     def calls(self) -> tuple[Dropout, ...]:
         """Dropout calls of a training forward pass, in call order.
 
-        The tuple is empty if they cannot be determined; dropout then uses PyTorch's random generator.
+        The tuple is empty if the calls cannot be determined. Dropout then uses PyTorch's random generator.
         """
         train, self.module_calls = self._shared.data.train, 0
         inputs, targets = train.gather(torch.arange(min(self._task.schedule.batch_size, len(train))))
@@ -246,7 +246,7 @@ class RowDropout:
     def of(self, worker: int, round: int, steps: int | None = None) -> RoundDropout:
         """Return the dropout masks of a worker in a round.
 
-        `steps` is the number of steps; by default, as many as the worker trains in this round.
+        `steps` is the number of steps. The default is the number of steps that the worker trains in this round.
         """
         task, batch_source = self._task, self._batch_source
         steps = batch_source.steps(worker, round) if steps is None else steps
@@ -258,7 +258,7 @@ class RoundDropout:
     """Dropout masks of one worker in one round, for workers that are trained one after another.
 
     Args:
-        of_rows: dropout of the process, with the recorded dropout calls.
+        of_rows: object that contains the model's dropout calls, common to all workers of the process.
         key: random seed of the worker in the round, int64 [1]; see `layer_key`.
         steps: maximum number of steps.
         batch: maximum number of samples in a batch.
@@ -303,7 +303,7 @@ class RoundDropout:
 
 
 class _DropoutModule(nn.modules.dropout._DropoutNd):
-    """Dropout layer that uses the mask of the current worker and step."""
+    """Dropout module that uses the mask of the current worker and step."""
 
     of_rows: RowDropout
     function: Callable[..., Tensor]

@@ -1,4 +1,4 @@
-"""RowModule: a module that computes one flat parameter vector (row) after another."""
+"""RowModule: a module whose parameters are replaced by one flat parameter vector (row) after another."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RowModule:
 
     @contextmanager
     def lent(self) -> Iterator[nn.Module]:
-        """Return a context that provides the module for user code. At the end, its parameters are copied back.
+        """Return a context that provides the module for user code. At the end, parameters are copied back to the row.
 
         Raises ExperimentError if names or shapes of parameters have changed.
         """
@@ -74,9 +74,9 @@ class RowModule:
         self._rows = row, gradient
 
     def store(self, buffers: Tensor) -> None:
-        """Copy the module's buffers to the flat vector `buffers` [b]. (The parameters need no copy.)
+        """Copy the module's buffers to the flat vector `buffers` [b]. (The parameters are views and need no copy.)
 
-        Raises ExperimentError if the training has replaced a parameter or changed a frozen one.
+        Raises ExperimentError if the training has replaced a parameter or changed a frozen parameter.
         """
         assert self._rows is not None
         loose = self.layout.unbound(self.module, *self._rows)
@@ -99,7 +99,7 @@ class RowModule:
         self.layout.read_buffers(self.module, out=buffers)
 
     def changed(self) -> bool:
-        """Whether attributes or non-persistent buffers of the module have changed since it was created."""
+        """Whether attributes or non-persistent buffers differ from those of a new module."""
         return differ(self._start, self.module)
 
 

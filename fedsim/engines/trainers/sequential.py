@@ -45,14 +45,14 @@ class Trainer(Protocol):
     def train(self, members: Sequence[WorkItem]) -> None:
         """Train each worker of `members` on its own samples.
 
-        Training starts from the parameters in the worker's row, which also receives the result.
+        Training starts from the parameters in the worker's row, and writes the trained parameters to the same row.
         """
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
         """Compute each worker's mean gradient over all its samples, at the parameters in the worker's row."""
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> Any:
-        """Begin a round of synchronous SGD for these workers. Their rows will contain gradients."""
+        """Begin a round of synchronous SGD for the given workers. Their rows will contain gradients."""
 
     def gradients(self, step: int) -> None:
         """Compute the gradient of the global model on each worker's next batch, and write it to the worker's row.
@@ -76,7 +76,7 @@ class SyncParticipant:
         loss_sum: sum of the losses of all samples so far.
         samples: number of samples so far.
         batch: batch of the current step.
-        draws: whether the model may use PyTorch's global random generators, which then must be seeded.
+        draws: whether the model may use PyTorch's global random generators. They are then seeded before each step.
     """
 
     member: WorkItem
@@ -89,7 +89,7 @@ class SyncParticipant:
     draws: bool = True
 
     def count(self, loss: Tensor) -> None:
-        """Count the current batch, which has the mean loss `loss`."""
+        """Add the current batch, which has the mean loss `loss`, to `loss_sum` and `samples`."""
         self.loss_sum.add_(loss, alpha=self.batch_size)
         self.samples += self.batch_size
 
@@ -219,7 +219,7 @@ class RowTrainer:
             return self._objective(participant.module.module, inputs, targets)
 
     def gradient(self, participant: SyncParticipant, step: int) -> Tensor:
-        """Compute the gradient on the participant's next batch, write it to its row, and return the mean loss."""
+        """Write the gradient on the participant's next batch to the worker's row, and return the mean loss."""
         slot = participant.member.slot
         participant.batch = next(participant.batches)
         loss = self._loss_of(participant, step)
@@ -230,7 +230,7 @@ class RowTrainer:
         return loss.detach()
 
     def seed_layers(self, member: WorkItem, round: int, *step: int) -> None:
-        """Seed PyTorch's global random generators for a worker's forward passes."""
+        """Seed PyTorch's global random generators for a worker's forward passes in a round (or in one `step`)."""
         seed_everything(self._task.device, self._task.experiment.seed, "forward", round, member.worker, *step)
 
     def _dropout_of(self, member: WorkItem) -> RoundDropout:
@@ -244,7 +244,7 @@ class RowTrainer:
 
 
 class PointModules:
-    """Modules that compute gradients and features at other parameters than those of the trained model.
+    """Modules for gradients and features at points (parameter vectors) that differ from the trained parameters.
 
     Args:
         make: function that returns a new module.
@@ -256,19 +256,19 @@ class PointModules:
 
     @cached_property
     def room(self) -> tuple[Tensor, Tensor]:
-        """Tensors [d] for the parameters and the gradient of one of the modules."""
+        """Two reusable tensors [d], for the parameters and the gradient of one of the modules."""
         return torch.empty_like(self._shared.server.row), torch.empty_like(self._shared.server.row)
 
     @cached_property
     def buffers(self) -> Tensor:
-        """Tensor [b] for the buffers of one of the modules."""
+        """Reusable tensor [b] for the buffers of one of the modules."""
         return torch.empty_like(self._shared.server.buffers)
 
     def at(self, number: int, point: Tensor, gradient: Tensor, buffers: Tensor) -> RowModule:
         """Return one of the modules, with its parameters, gradients and buffers set to these flat vectors.
 
         Args:
-            number: number of the module, from 0. Missing modules are created.
+            number: number of the module, from 0. A module that does not exist yet is created.
             point: parameters [d]. The module's parameters become views of this tensor.
             gradient: gradients [d]. The gradients of the module's parameters become views of this tensor.
             buffers: buffers [b], which are copied.
@@ -292,7 +292,7 @@ class LocalSteps:
         state: state of the client algorithm.
         dropout: dropout masks of the worker in the round.
         points: modules for gradients and features at other parameters.
-        buffers_beside: buffers [b] of a personal model that is trained in addition; None without one.
+        buffers_beside: buffers [b] of a personal model that the worker trains in addition; None if there is none.
         steps: number of client algorithm steps so far.
         accumulated: number of batches since the last client algorithm step.
     """
@@ -321,7 +321,7 @@ class LocalSteps:
     def backward(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None) -> Tensor:
         """Compute the mean loss of a batch, add its gradient to the parameters' `.grad`, and return the detached loss.
 
-        The argument `loss` is ignored.
+        The argument `loss` is ignored, because the experiment defines the loss function.
         """
         self._batch = inputs, targets
         masks = partial(self.dropout.at, self._batch_number, len(inputs))
@@ -385,7 +385,7 @@ class LocalSteps:
 
 
 class RoundBatches:
-    """Iterable over the batches (inputs, targets) of a round, for a user's training function. It can be read only once.
+    """Batches (inputs, targets) of a round, for a user's training function. They can be iterated only once.
 
     Args:
         batches: batches of the round.

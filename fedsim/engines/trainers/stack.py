@@ -21,8 +21,8 @@ STEPS_AT_A_TIME = 256  # number of steps whose sample positions are copied to th
 class StepBatch(NamedTuple):
     """Batches of m workers that are trained together, for one training step or several steps.
 
-    With several steps, all tensors have a leading dimension [steps, ...], and a worker that has finished has batches of
-    size 0.
+    With several steps, all tensors have an additional first dimension [steps, ...]. Workers that have finished have
+    batches of size 0.
 
     Attributes:
         step: number of the (first) step, counted from 0 at the start of the workers' training.
@@ -42,11 +42,11 @@ class StepBatch(NamedTuple):
 
     @property
     def places(self) -> slice | list[int]:
-        """Index of these workers in a tensor of the stack: a slice if they are consecutive, otherwise a list."""
+        """Index of the m workers in a tensor of the stack: a slice if they are consecutive, otherwise a list."""
         return self.members if isinstance(self.members, list) else slice(self.members.start, self.members.stop)
 
     def part(self, index: Any, step: int, members: range | list[int]) -> StepBatch:
-        """Return the batches that `index` selects.
+        """Return some of the batches as a StepBatch.
 
         Args:
             index: index of the selected steps, workers, or both.
@@ -57,12 +57,12 @@ class StepBatch(NamedTuple):
         return StepBatch(step, members, *parts)
 
     def by_step(self) -> Iterator[StepBatch]:
-        """Yield the batches of each step as a StepBatch, without workers that have finished."""
+        """Yield one StepBatch for each step, without workers that have finished."""
         for step, active in enumerate((self.sizes > 0).sum(1).tolist()):
             yield self.part((step, slice(active)), self.step + step, range(active))
 
     def by_size(self) -> Iterator[StepBatch]:
-        """Yield the batches of each batch size as a StepBatch, without padding."""
+        """Yield one StepBatch for each batch size, with all batches of this size, without padding."""
         for size in np.unique(self.sizes).tolist():
             places = np.flatnonzero(self.sizes == size).tolist()
             cut = self._replace(positions=self.positions[:, :size], weights=self.weights[:, :size])
@@ -159,7 +159,7 @@ class Stack:
 
     @property
     def layer_keys(self) -> list[int]:
-        """Random seed for the dropout of each worker."""
+        """Random seed for each worker's dropout masks in the round."""
         return [layer_key(self._task.experiment.seed, member.round, member.worker) for member in self.members]
 
     def dropout_factors(self, dropouts: Sequence[Dropout], *, after: bool = False) -> FactorsAhead:
@@ -167,7 +167,7 @@ class Stack:
 
         Args:
             dropouts: dropout calls of a forward pass, in call order.
-            after: whether to return masks for further steps after the last step of each worker.
+            after: whether to return masks for additional steps, after the last step of each worker's round.
         """
         task = self._task
         first_steps = self.steps if after else [member.step or 0 for member in self.members]
@@ -194,13 +194,13 @@ class Stack:
     def alterations_of_view(self, purpose: str) -> list[Alteration | None]:
         """Return, for each worker, a function that transforms and poisons its batches without augmentation, or None.
 
-        `purpose` is a name on which random numbers depend.
+        Different names `purpose` give different random numbers.
         """
         source = self._batch_source
         return [source.alteration_of_view(member.worker, member.round, purpose) for member in self.members]
 
     def count(self, step_batch: StepBatch, losses: Tensor) -> None:
-        """Count the batches of `step_batch`, which have the mean losses `losses` [m]."""
+        """Add samples and losses of one step to the sums of the round. `losses` [m] are the mean losses."""
         sums = self._loss_sum[step_batch.places]
         sums.addcmul_(losses, step_batch.counts)
         if isinstance(step_batch.places, list):  # `sums` is a copy
@@ -208,11 +208,11 @@ class Stack:
         self._samples[step_batch.places] += step_batch.sizes
 
     def count_samples(self, block: StepBatch) -> None:
-        """Count the samples in several steps. `add_losses` adds their losses."""
+        """Add the samples of several steps to the sums of the round. `add_losses` adds their losses."""
         self._samples[: block.sizes.shape[1]] += block.sizes.sum(0)
 
     def add_losses(self, sums: Tensor) -> None:
-        """Add `sums` [k], the sum of the losses of several batches of each worker."""
+        """Add losses to the sums of the round. `sums` [k] are each worker's losses, summed over samples."""
         self._loss_sum += sums
 
     def mean_losses(self) -> Tensor:
@@ -224,9 +224,9 @@ class Stack:
 
         Args:
             start: number of the first step.
-            positions: positions of samples in the data set, int64 [n], on the device.
-            begins: first index into `positions` of each batch, int64 [steps, m].
-            sizes: number of samples of each batch, int64 [steps, m]; 0 if the worker has finished.
+            positions: indices of samples in the data set, int64 [n], on the device.
+            begins: for each batch, the index into `positions` where its samples begin, int64 [steps, m].
+            sizes: number of samples in each batch, int64 [steps, m]; 0 if the worker has finished.
         """
         device = self._task.device
         table = torch.from_numpy(np.stack([begins * (sizes > 0), sizes])).to(device)

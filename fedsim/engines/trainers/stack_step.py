@@ -1,4 +1,4 @@
-"""One local step of a stack of workers, also used in CUDA graphs."""
+"""One local training step of a stack of workers, with or without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -43,15 +43,14 @@ class Batch(NamedTuple):
 
 @dataclass
 class StackState:
-    """Parameters, client algorithm state and buffers of k workers that are trained together. A step changes them in
-    place.
+    """State of k workers that are trained together. Each training step changes it in place.
 
     Args:
         module: module that computes all k models at once.
         rows: [k, d], parameters of each worker as a flat vector.
         algorithm_state: state of the client algorithm by name, as returned by `algorithm.start(rows)`, [k, d] each.
         buffers: buffers of the workers' models, [k, ...] each.
-        buffers_beside: buffers of personal models that are trained in addition, [k, ...] each.
+        buffers_beside: buffers of personal models that the workers train in addition, [k, ...] each.
         places: positions of the k workers in the whole stack: a slice, or an index tensor on the device.
     """
 
@@ -86,11 +85,11 @@ class StackState:
         return StackState(self.module, self.rows[places], state, buffers, beside, places)
 
     def take_back(self, theirs: StackState, *, moved: bool) -> None:
-        """Copy the state of some workers back to this state after a step.
+        """After a step, copy the state of some workers back to this object.
 
         Args:
             theirs: state of some workers, as returned by `of`.
-            moved: whether to copy parameters and algorithm state too, not only buffers.
+            moved: whether to copy parameters and algorithm state as well as buffers.
         """
         copied = isinstance(theirs.places, Tensor)
         if copied:
@@ -106,7 +105,7 @@ class StackState:
                 self.state_of(name)[theirs.places] = tensor
 
     def part(self, entry: Entry) -> tuple[Tensor, State]:
-        """Return views of one parameter, and of its part of the algorithm state by name."""
+        """Return a view of one parameter, and views of the algorithm state for this parameter, by name."""
         if entry not in self._parts:
             state = {name: _view_of_state(tensor, entry, self.rows) for name, tensor in self.algorithm_state.items()}
             self._parts[entry] = view_of(self.rows, entry), state
@@ -114,9 +113,7 @@ class StackState:
         return rows, dict(state)
 
     def state_of(self, name: str) -> Tensor:
-        """Return the tensor [k, d] `name` of the client algorithm's state, for k workers. If it does not exist, create
-        zeros.
-        """
+        """Return the state tensor `name` [k, d] of the client algorithm. If it does not exist, create it with zeros."""
         if name not in self.algorithm_state:
             self.algorithm_state[name] = torch.zeros_like(self.rows)
             self._parts.clear()
@@ -124,9 +121,9 @@ class StackState:
 
 
 def _view_of_state(tensor: Tensor, entry: Entry, rows: Tensor) -> Tensor:
-    """Return a view of the part of a state tensor [k, d] that belongs to one parameter.
+    """Return a view of the columns of a state tensor [k, d] that concern one parameter.
 
-    A state tensor [k, 1] has one number per worker, and is reshaped so that it broadcasts with the parameter.
+    A state tensor [k, 1] has one number per worker. It is reshaped so that it broadcasts with the parameter.
 
     Args:
         tensor: state tensor.
@@ -144,7 +141,7 @@ def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class StackStep:
-    """Function that trains several workers for one step: gradients and the client algorithm's update."""
+    """Function that trains several workers for one step: it computes gradients and updates the parameters."""
 
     def __init__(self, task: RunTask, module: StackedModule) -> None:
         self._task, self._module = task, module
@@ -178,9 +175,9 @@ class StackStep:
         return losses
 
     def _whole_rows(self, algorithm: ClientAlgorithm, state: StackState, batch: Batch) -> Tensor:
-        """Make a step of a client algorithm that needs all parameters at once; see `ClientAlgorithm.step_rows`.
+        """Train for one step with a client algorithm that needs all parameters at once.
 
-        Returns the mean loss of each worker, [m].
+        See `ClientAlgorithm.step_rows`. Returns the mean loss of each worker, [m].
         """
 
         def gradient_at(points: Tensor) -> Tensor:
@@ -200,7 +197,7 @@ class StackStep:
         return losses
 
     def clipped_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the losses [m] and the gradients [m, d], clipped to `local.clip_norm`. Update buffers in place."""
+        """Return losses [m] and gradients [m, d] clipped to `local.clip_norm`. Buffers are updated in place."""
         losses, gradients = self.whole_gradients(state, batch, active)
         clip_rows(gradients, self._task.experiment.local.clip_norm)
         return losses, gradients
@@ -221,7 +218,7 @@ class StackStep:
                 gradient.add_to(total)
 
     def _parts(self, gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-        """Return pairs (columns in the rows, gradient of these columns): the argument `parts` of `move`."""
+        """Return the argument `parts` of `move`: pairs (columns in the rows, gradient of these columns)."""
         entries = self._module.layout.parameters
         return list(zip(entries, gradients, strict=True)) if self._on_cpu else joined(entries, gradients)
 
@@ -249,9 +246,8 @@ class StackStep:
             state: state of the workers. The buffers of active workers are updated in place.
             batch: data of the step.
             active: bool [m], true for the active workers; None for all.
-            leave_products: size in bytes from which a parameter's gradient is returned as an OuterProductGrad, if
-                possible;
-                None to compute all gradients.
+            leave_products: minimum size in bytes of parameters whose gradients are returned as an OuterProductGrad,
+                if possible; None to compute all gradients.
         """
         buffers = list(state.buffers)
         term = self._feature_term(state)
@@ -290,12 +286,12 @@ def joined(entries: Sequence[Entry], gradients: Sequence[Tensor | OuterProductGr
 
 
 def side_by_side(stacks: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors [m, ...] to one matrix [m, columns]."""
+    """Flatten tensors [m, ...], and concatenate them to one matrix [m, columns]."""
     return torch.cat([stack.unsqueeze(-1).flatten(1) for stack in stacks], 1)
 
 
 def move(algorithm: ClientAlgorithm, state: StackState, parts: Sequence[Part], moving: Tensor | None = None) -> None:
-    """Apply the client algorithm's step to the parameters of m workers, in place.
+    """Apply the client algorithm's step to the parameters of m workers, part by part, in place.
 
     Args:
         algorithm: client algorithm.
@@ -316,7 +312,7 @@ def move(algorithm: ClientAlgorithm, state: StackState, parts: Sequence[Part], m
 
 
 def move_rows(algorithm: ClientAlgorithm, state: StackState, gradients: Tensor, moving: Tensor | None = None) -> None:
-    """Apply the client algorithm's step to the parameters of m workers, in place.
+    """Apply the client algorithm's step to all parameters of m workers at once, in place.
 
     Args:
         algorithm: client algorithm.

@@ -32,8 +32,7 @@ class StackTrainer:
     """Trainer that trains several workers at once (a stack of at most `width` workers).
 
     Short batches are padded with samples of weight 0. With BatchNorm, batches are not padded, and only workers with
-    equal
-    batch sizes are computed together.
+    equal batch sizes are computed together.
     """
 
     def __init__(
@@ -116,9 +115,7 @@ class StackTrainer:
         self._gradient_states = []
 
     def _stacks(self, members: Sequence[WorkItem]) -> list[Stack]:
-        """Split workers into as few stacks of at most `width` workers as possible, sorted by descending number of
-        steps.
-        """
+        """Sort workers by descending number of steps, and split them into as few stacks as `width` allows."""
         if not members:
             return []
         members = sorted(members, key=lambda member: -self._batch_source.steps_of(member))
@@ -185,7 +182,9 @@ class StackTrainer:
         *,
         moves: bool = False,
     ) -> Iterator[tuple[StepBatch, StackState, Batch]]:
-        """Yield the groups of workers that are computed together in a step, each with its state and data.
+        """Yield each group of workers that is computed together in a step: its batches, its state and its data.
+
+        After the caller has trained a group, the state of the group is copied back to `state`.
 
         Args:
             stack: stack of workers.
@@ -194,7 +193,7 @@ class StackTrainer:
             factors: scaled dropout masks for these workers, [k, batch, ...] for each dropout call.
             alterations: for each worker of the stack, a function that alters its batch, or None to keep it. By default,
                 the functions of training are used.
-            moves: whether to copy parameters and algorithm state back too, not only buffers.
+            moves: whether to copy back parameters and algorithm state as well as buffers.
         """
         for part in whole.by_size() if self._probe.coupled else [whole]:
             self._process.heartbeat()
