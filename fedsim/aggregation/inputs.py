@@ -152,7 +152,7 @@ def screened(
         return inputs, []
     if len(bad) == len(inputs.updates):
         raise DivergedError(
-            f"all {len(bad)} updates hold NaN or infinity", "the step size is the likely cause, so reduce local.lr"
+            f"all {len(bad)} updates hold NaN or infinity", "reduce local.lr, or remove NaN from the data"
         )
     assert inputs.workers is not None
     weighted = [row for row in bad if inputs.weights is None or inputs.weights[row] > 0]

@@ -58,8 +58,8 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
 
     Returns two TensorData (train, test), each with inputs [n, ...] and targets [n] (class labels) or [n, ...].
 
-    Raises DataError if files can be neither found nor downloaded, if the training or test set is empty, if a target is
-    not a finite number, or if a label is negative.
+    Raises DataError if files can be neither found nor downloaded, if the training or test set is empty, if targets
+    are NaN or infinite, or if a label is negative.
 
     >>> train, test = fedsim.load_dataset("mnist5k")
     >>> inputs, targets = train.gather(torch.arange(3))
@@ -88,7 +88,7 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
                 "must be at least 0"
             )
         if data.targets.is_floating_point() and not data.targets.isfinite().all():
-            raise DataError(f"data.name = {show(name)}: the {part} set contains a target that is not a finite number")
+            raise DataError(f"data.name = {show(name)}: the {part} set has targets that are NaN or infinite")
     return train, test
 
 

@@ -224,6 +224,8 @@ def as_tensor_data(data: Any) -> TensorData:
         samples = [as_pair(data[index], index) for index in range(len(data))]
         inputs = _stacked([_as_tensor(sample[0], f"the input of sample {n}") for n, sample in enumerate(samples)])
         targets = torch.from_numpy(as_targets([sample[1] for sample in samples]))
+    if inputs.layout != torch.strided or inputs.is_complex():
+        raise DataError(f"the inputs must be a dense tensor of real numbers, not {inputs.layout} of {inputs.dtype}")
     ids = id_columns(getattr(data, "ids", None))
     if inputs.dtype == torch.uint8:
         return TensorData(inputs, targets, scale=1 / 255, ids=ids)

@@ -21,6 +21,7 @@ from fedsim.core.registry import Imported
 from fedsim.core.rows import Layout
 from fedsim.core.training import check_outputs
 from fedsim.data import TensorData
+from fedsim.data.tensors import compact
 from fedsim.engines import Engine, RunTask
 from fedsim.engines.memory import memory_needed
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show, show_bytes
@@ -164,11 +165,10 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     experiment, place = task.experiment, task.experiment.model.setting
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
-    tokens = "" if inputs.is_floating_point() else f"; the data has {classes} tokens, see model.classes"
     check_targets = getattr(experiment.task.component, "check_targets", lambda targets: None)
     try:
         check_targets(targets)
-        with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}{tokens}"):
+        with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}{_remedy(train)}"):
             outputs = check_outputs(task.new_module(), inputs, targets, experiment.task.component, classes=classes)
             _check_outputs_in_training(task, inputs, outputs)
     except DataError as error:
@@ -186,6 +186,17 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
         table.component(outputs, targets)
     if task.precision.autocast is not None:
         _check_autocast(task, inputs, targets)
+
+
+def _remedy(train: TensorData) -> str:
+    """Return the end of the error message for a model that does not work on the inputs of a data set."""
+    if train.inputs.is_floating_point() or train.dtype.is_floating_point:
+        return ""
+    most = int(compact(train.inputs).max())
+    return (
+        f"; the inputs are integers up to {most}: convert numbers to floating point, and for tokens, use a model with "
+        f"{most + 1} of them, such as model.classes={most + 1}"
+    )
 
 
 def _check_outputs_in_training(task: RunTask, inputs: Tensor, outputs: object) -> None:

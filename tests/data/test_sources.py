@@ -110,8 +110,9 @@ def unknown_target(root):
     return samples, samples
 
 
-def test_a_target_that_is_not_finite_is_an_error():
-    with pytest.raises(
-        DataError, match=r":unknown_target\": the training set contains a target that is not a finite number$"
-    ):
+def test_unusable_samples_are_an_error():
+    with pytest.raises(DataError, match=r":unknown_target\": the training set has targets that are NaN or infinite"):
         fedsim.load_dataset(f"{__name__}:unknown_target")
+    inputs, targets = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
+    with pytest.raises(DataError, match="must be a dense tensor of real numbers, not torch.sparse_coo"):
+        fedsim.load_dataset(((inputs.to_sparse(), targets), (inputs, targets)))
