@@ -1,8 +1,8 @@
 """The virtual clock: a discrete-event simulation of asynchronous workers, with bit-identical results when repeated.
 
 The result of a work item depends only on the worker's start model, not on when it is computed. So the clock delays
-training until the first started work item arrives. Then it trains in one call, in parallel or stacked, all
-started work items whose results are certain to be used.
+training until the first started work item arrives. Then it trains in one call, in parallel or stacked, all started
+work items whose results are certain to be used.
 """
 
 from __future__ import annotations
