@@ -63,7 +63,7 @@ class NestedForm:
 
     @property
     def columns(self) -> list[str]:
-        """Key paths of the tensors that are aggregated (floating-point tensors without duplicates), in order."""
+        """Key paths of the tensors that are aggregated, in order: floating-point tensors, with tied ones only once."""
         return [place for place, tensor in self.entries.items() if _counts(tensor) and place not in self.shared]
 
     def row(self, update: Any, place: str) -> Any:

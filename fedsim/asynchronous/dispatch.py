@@ -101,7 +101,7 @@ class Scheduler:
         self._busy.discard(item.worker)
 
     def release(self, item: WorkItem) -> None:
-        """Mark the worker of a cancelled work item as idle. Its next work item is the same one."""
+        """Mark the worker of a cancelled work item as idle. The worker will repeat this work item."""
         self._busy.discard(item.worker)
 
     def steps(self, item: WorkItem) -> int:

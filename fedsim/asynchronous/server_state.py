@@ -24,7 +24,7 @@ from fedsim.errors import ExperimentError
 class GradientOnly(ClientAlgorithm):
     """Client algorithm for workers that send gradients.
 
-    A step takes no SGD step. It writes the gradient to the worker's row, which then contains what the worker sends.
+    `step` writes the gradient to the worker's row, instead of taking an SGD step. The row is what the worker sends.
     """
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:

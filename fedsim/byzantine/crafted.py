@@ -112,8 +112,8 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
     """Return mean - g * dev with the largest g >= 0 that keeps the result near every honest update (min-max attack).
 
     The distance of the result from each honest update x_i must not exceed the distance that `bound` allows (Shejwalkar
-    and Houmansadr 2021). g is computed exactly: for every i, the quadratic equation |x_i - mean + g dev|^2 = (allowed
-    distance)^2 is solved for g. The result uses the smallest of the larger roots.
+    and Houmansadr 2021). g is computed exactly. For every i, |x_i - mean + g dev|^2 = (allowed distance)^2 is a
+    quadratic equation with two roots. g is the minimum of the larger roots over all i.
 
     Args:
         honest: updates of the h honest workers, [h, d].

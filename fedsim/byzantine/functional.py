@@ -90,7 +90,7 @@ def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) 
 
 
 def _with_honest(honest: Tensor, n_byzantine: int, aggregate: Callable[[Tensor], Tensor]) -> Aggregate:
-    """Return a function that aggregates the honest updates together with the Byzantine updates, its argument."""
+    """Return a function of the Byzantine updates that aggregates them together with the honest updates."""
     h, d = honest.shape
     matrix = torch.cat([honest, honest.new_zeros(n_byzantine, d)])
 

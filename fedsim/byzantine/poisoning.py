@@ -99,7 +99,7 @@ class Backdoor:
         )
 
     def goal(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """Return copies with the patch of all samples whose label is not `target`, and `target` as their labels."""
+        """Return all samples whose label is not `target`, with the patch added, and `target` as the label of each."""
         self._require_class(classes)
         changed = targets != self.target
         return self._triggered(inputs[changed]), torch.full_like(targets[changed], self.target)

@@ -63,7 +63,7 @@ def _too_far(distances: Tensor, diameter: float) -> list[int]:
 
 
 def _coverable(edges: list[int], budget: int, alive: int) -> bool:
-    """Whether removing at most `budget` points can remove all edges between the points `alive` of a graph.
+    """Whether at most `budget` points cover all edges between the points `alive` of a graph (vertex cover).
 
     Sets of points are integers: bit i of `alive` is set if it contains point i. edges[i] is the set of neighbours of
     point i.
