@@ -1,7 +1,7 @@
 """Attacks that know the honest updates and stay close to them. Some are tuned against the aggregation rule.
 
-All attackers send the same update, which is computed in float64. Tuned attacks (`opt_...`) scale their deviation by the
-factor that moves the result of the aggregation rule farthest from the honest mean.
+All attackers send the same update, which is computed in float64. Tuned attacks (`opt_...`) search for the factor z or
+eps that moves the result of the aggregation rule farthest from the honest mean.
 """
 
 from __future__ import annotations
