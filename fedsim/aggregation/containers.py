@@ -19,7 +19,7 @@ Entries = dict[str, Tensor]  # tensors of one update by key path, such as "['lay
 
 
 class MatrixForm:
-    """Remembers that updates were passed as one tensor or array [n, d], so that results can have the same type.
+    """Format of updates that were passed as one tensor or array [n, d]. Converts results to the same type.
 
     Args:
         is_array: whether results are NumPy arrays instead of tensors.
@@ -44,14 +44,14 @@ class MatrixForm:
 
 @dataclass(frozen=True)
 class NestedForm:
-    """Remembers the structure of updates that were passed as dicts or lists of tensors.
+    """Format of updates that were passed as dicts or lists of tensors. Converts results to the same structure.
 
     Attributes:
         first: first update. Results have the same structure.
-        entries: tensors of the first update, by their path of keys.
+        entries: tensors of the first update, by key path such as "['layer.weight']".
         name: name of the first update in error messages.
-        shared: for each tensor that shares memory with an earlier tensor (such as tied weights), the path of the
-            earlier tensor.
+        shared: maps the key path of each tensor that shares memory with an earlier tensor (such as tied weights) to
+            the key path of the earlier tensor.
         stacked: whether the updates are one dict of stacked tensors [n, ...] instead of a list.
     """
 
@@ -63,7 +63,7 @@ class NestedForm:
 
     @property
     def columns(self) -> list[str]:
-        """Paths of the floating-point tensors that are aggregated, in order."""
+        """Key paths of the tensors that are aggregated, in order: floating-point tensors, with tied ones only once."""
         return [place for place, tensor in self.entries.items() if _counts(tensor) and place not in self.shared]
 
     def row(self, update: Any, place: str) -> Any:
@@ -76,7 +76,7 @@ class NestedForm:
         return self.flat(_entries_like(self, update, place)) if has_tensors(update) else update
 
     def flat(self, entries: Entries, lead: tuple[int, ...] = ()) -> Tensor:
-        """Flatten the floating-point tensors, of shapes [*lead, ...], and concatenate them to one tensor [*lead, d]."""
+        """Flatten and concatenate the floating-point tensors, of shapes [*lead, ...]. Returns a tensor [*lead, d]."""
         like = [self.entries[place] for place in self.columns]
         dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in like))
         parts = [entries[place].reshape(*lead, -1).to(like[0].device, dtype) for place in self.columns]
@@ -111,15 +111,15 @@ Form = MatrixForm | NestedForm
 
 
 def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Form]:
-    """Convert updates to a matrix [n, d]. Returns the matrix, and an object that gives results the original form.
+    """Convert updates to a matrix [n, d]. Returns the matrix, and an object that converts results back.
 
     Args:
         updates: a tensor or array [n, d]; a list of n updates (tensors or arrays of any shape, or dicts or lists of
             these, such as a state_dict); or a dict of stacked tensors [n, ...].
         place: name of the updates in error messages.
-        like: form that the updates must have; None: any form.
+        like: format that the updates must have. None: any format.
 
-    Raises ExperimentError if the updates have different entries. The message names the entry.
+    Raises ExperimentError if the updates have different keys or shapes. The message names the first difference.
     """
     if isinstance(updates, np.ndarray):
         return _tensor(updates, place), MatrixForm(is_array=True)
@@ -162,7 +162,7 @@ def checked_matrix(updates: Any, place: str) -> Tensor:
 
 
 def has_tensors(value: Any) -> bool:
-    """Whether a value is a tensor or array, or a dict or list that contains tensors or arrays."""
+    """Whether a value is a tensor or array, or a dict or list whose first element is a tensor or array."""
     leaves = pytree.tree_leaves(value)
     return bool(leaves) and isinstance(leaves[0], (Tensor, np.ndarray))
 
@@ -197,9 +197,10 @@ def _tensor(value: Any, place: str) -> Tensor:
 
 
 def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> Entries:
-    """Return the tensors of an update by their path of keys.
+    """Return the tensors of an update as a dict by key path.
 
-    Raises ExperimentError unless they have the names and shapes of `form`, apart from the first `skip` dimensions.
+    Raises ExperimentError unless the key paths and shapes are those of `form`. The first `skip` dimensions of each
+    tensor are not compared.
     """
     entries = _entries(update, place)
     if missing := [where for where in form.entries if where not in entries]:
@@ -220,7 +221,10 @@ def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> E
 
 
 def _shared(all_entries: list[Entries]) -> dict[str, str]:
-    """Find tensors that share memory, such as tied weights. Returns the earlier tensor for each later one."""
+    """Find tensors that share memory in all updates, such as tied weights.
+
+    Returns a dict from the key path of each duplicate to the key path of the tensor that comes first.
+    """
     seen: dict[Any, str] = {}
     pairs = {where: seen.setdefault(_memory(tensor), where) for where, tensor in all_entries[0].items()}
     return {

@@ -85,7 +85,7 @@ def aggregate(
 
 
 def _pipeline(rule: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:
-    """Return an object that applies the rule with these parameters."""
+    """Return a pipeline that applies the rule with these parameters."""
     if type(rule) is str and ":" not in rule and all(type(value) in PLAIN for value in params.values()):
         return _registered(rule, **params)
     return make_pipeline(resolve(rule, params))
@@ -131,8 +131,8 @@ def checked_nonfinite(nonfinite: Any) -> Nonfinite:
 def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0, **params: Any) -> Any:
     """Apply one or more pre-aggregators to `updates` [n, d]. Returns the transformed updates [m, d].
 
-    Arguments and errors are those of `aggregate`. A list of n updates gives a list of m updates. A dict of tensors
-    [n, ...] gives a dict of tensors [m, ...].
+    Arguments and errors are the same as for `aggregate`. For a list of n updates, the result is a list of m updates.
+    For a dict of tensors [n, ...], it is a dict of tensors [m, ...].
 
     >>> fedsim.pre_aggregate(torch.tensor([[0.0], [1.0], [9.0]]), "nnm", f=1)
     tensor([[0.5000],
@@ -149,7 +149,7 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
 def checked_weights(weights: Tensor | Sequence[float] | None, n: int, pipeline: Pipeline) -> Tensor | None:
     """Return weights as a float64 tensor [n] on the CPU.
 
-    If `weights` is None, returns None, or ones if the rule requires weights.
+    If `weights` is None, returns ones if the rule requires weights, otherwise None.
 
     Raises ExperimentError if the weights are invalid or the rule does not support weights.
     """

@@ -1,4 +1,4 @@
-"""Inputs of one aggregation, and the screening for rows that contain NaN or infinity."""
+"""Inputs of one aggregation, and the check for rows that contain NaN or infinity."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class AggregationInputs:
     Weights and losses must be on the CPU, even if the updates are on another device.
 
     Attributes:
-        moment: (round,) or (round, step). Together with `seed`, it determines random draws.
+        moment: (round,) or (round, step). Seeds the random draws together with `seed`.
         state: state that the rule returned in the previous aggregation, or None.
         weight_total: divisor of a weighted average. None: the sum of the weights.
-        local_lr: learning rate of the client algorithm, or None if it has none. 0.1 in `fedsim.aggregate`.
+        local_lr: learning rate of the client algorithm, or None if it has none. `fedsim.aggregate` uses 0.1.
         excluded: number of updates that were excluded because they are not finite. They count as Byzantine.
-        gram: distances of the updates (`Gram`) if computed before.
-        reduce: function that returns the sum or the maximum of a tensor over all processes, if each process has only
-            some columns of the updates.
+        gram: distances of the updates (`Gram`), if already computed.
+        reduce: function that computes the sum or maximum of a tensor over all processes. Needed if each process has
+            only some columns of the updates.
         metrics: dict to which the rule adds numbers.
 
     >>> inputs = fedsim.aggregation.AggregationInputs(torch.tensor([[1.0], [3.0]]))
@@ -87,7 +87,7 @@ class AggregationInputs:
         return LazyRows(self.updates, gram=None if known is None else lambda: known, reduce=self.reduce)
 
     def f_for(self, stage: RuleStage) -> int | None:
-        """Return how many Byzantine updates a rule must still tolerate: its parameter f minus the excluded updates.
+        """Return how many Byzantine updates a rule must still tolerate: f minus the number of excluded updates.
 
         Returns None if the rule has no parameter f.
         """
@@ -109,12 +109,12 @@ class AggregationInputs:
         return value
 
     def values_of_columns(self, rows: LazyRows, part: Tensor, stage: RuleStage) -> Callable[[str], Any]:
-        """Return a function from the name of an input (such as "weights") to its value, for one block of columns.
+        """Return a function that maps the name of an input, such as "weights", to its value for a block of columns.
 
         Args:
             rows: all updates that are aggregated, [n, d].
             part: block of columns of the updates, [n, columns].
-            stage: rule that treats each column separately.
+            stage: columnwise rule for which the inputs are needed.
         """
 
         def value_of(name: str) -> Any:
@@ -136,14 +136,16 @@ class AggregationInputs:
 def screened(
     inputs: AggregationInputs, nonfinite: Nonfinite, bad: list[int] | None = None
 ) -> tuple[AggregationInputs, list[int]]:
-    """Find updates with NaN or infinity. Returns the inputs without these updates, and their positions.
+    """Remove updates that contain NaN or infinity. Returns the remaining inputs and the positions of these updates.
 
     Args:
         inputs: inputs of an aggregation.
-        nonfinite: what to do with such updates: "error", "exclude" or "keep".
-        bad: positions of these updates, if known. Required if `inputs.updates` has only some of the columns.
+        nonfinite: what to do with updates that are not finite: "error", "exclude" or "keep".
+        bad: positions of the updates that are not finite, if known. Required if `inputs.updates` has only some of the
+            columns.
 
-    Raises DivergedError if no update is finite, or if `nonfinite` is "error" and such an update has a weight > 0.
+    Raises DivergedError if no update is finite, or if `nonfinite` is "error" and an update that is not finite has a
+    weight > 0. With "keep", nothing is checked or removed.
     """
     if nonfinite == "keep":
         return inputs, []

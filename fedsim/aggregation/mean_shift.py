@@ -1,4 +1,4 @@
-"""Mean-shift clustering of a few points (Comaniciu and Meer 2002), which finds the number of clusters itself."""
+"""Mean-shift clustering of a few points (Comaniciu and Meer 2002). The number of clusters need not be known."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def bandwidth_of(points: np.ndarray) -> float:
 def mean_shift(points: np.ndarray, bandwidth: float) -> np.ndarray:
     """Return the cluster label [n] of each point [n, features]: 0, 1, ..., or -1 for a point that is near no centre.
 
-    A candidate centre starts in the middle of each grid cell that contains points, and moves repeatedly to the mean of
-    the points within the bandwidth until it converges. Of several centres within the bandwidth of each other, only the
-    one with the most points is kept. A point belongs to the nearest centre within the bandwidth. Cost: n distances for
-    each cell and step.
+    The points are divided into grid cells. In each cell that contains points, a candidate centre starts. It moves
+    repeatedly to the mean of the points within `bandwidth`, until it converges. If several centres are within
+    `bandwidth` of each other, only the one with the most points is kept. A point belongs to the nearest centre within
+    `bandwidth`. Cost: n distances for each cell and step.
 
     >>> mean_shift(np.array([[0.0], [0.1], [5.0], [0.2]]), 1.0)
     array([0, 0, 1, 0])
@@ -48,9 +48,9 @@ def mean_shift(points: np.ndarray, bandwidth: float) -> np.ndarray:
 
 
 def _climb(points: np.ndarray, centre: np.ndarray, bandwidth: float) -> tuple[int, np.ndarray] | None:
-    """Move a cluster centre [features] until it converges. Returns the number of points near it, and the centre.
+    """Move a cluster centre [features] until it converges.
 
-    Returns None if no points are near.
+    Returns the number of points within `bandwidth` and the centre, or None if there are no such points.
     """
     for _ in range(MAX_STEPS + 1):
         near = points[_distances(centre[None], points)[0] <= bandwidth]

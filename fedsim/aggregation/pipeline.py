@@ -27,8 +27,8 @@ class AggregationResult:
 
     Attributes:
         update: aggregated update, [d].
-        shares: coefficient of each worker's update in the result, float64 [n]. None if the result is not a linear
-            combination of the updates.
+        shares: coefficient of each worker's update in the result, float64 [n]. None if the result is not known to be a
+            linear combination of the updates.
         state: state that the rule needs in the next aggregation.
     """
 
@@ -74,14 +74,14 @@ class Pipeline:
 
     @property
     def linear_by_weights(self) -> bool:
-        """Whether the result is a linear combination of the updates that depends only on their weights."""
+        """Whether the result is a linear combination of the updates whose coefficients depend only on the weights."""
         return (
             self.columnwise and self.rule.linear and self.rule.accepts.keys() <= {"updates", "weights", "weight_total"}
         )
 
     @property
     def by_parts(self) -> bool:
-        """Whether each process can aggregate some of the columns."""
+        """Whether the columns can be divided among processes, because no input contains whole updates."""
         of_rule = self.rule.accepts.keys() - ({"updates"} if self.rule.columnwise else set())
         return not any(WHOLE & accepts for accepts in (*(stage.accepts.keys() for stage in self.pre), of_rule))
 
@@ -109,7 +109,7 @@ class Pipeline:
             return AggregationResult(rows.row(result), rows.shares(result), state)
 
     def rows(self, inputs: AggregationInputs) -> LazyRows:
-        """Return what the rule is applied to: the updates, or the result of the pre-aggregators."""
+        """Return the rows to which the rule is applied: the updates, or the result of the pre-aggregators."""
         rows = inputs.rows()
         for stage in self.pre:
             result = stage(partial(inputs.value_of, rows=rows, stage=stage), inputs.f_for(stage))
@@ -123,7 +123,7 @@ class Pipeline:
         return rows
 
     def by_columns(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor:
-        """Apply a rule that treats each column separately, one block of columns after another. Returns [d]."""
+        """Apply a columnwise rule to one block of columns after another. Returns [d]."""
         updates, (n, d) = inputs.updates, inputs.updates.shape
         shares = None if updates.device.type == "cpu" else self._linear_shares(rows, inputs)
         if shares is not None:
@@ -140,13 +140,13 @@ class Pipeline:
     def of_columns(
         self, part: Tensor, rows: LazyRows, inputs: AggregationInputs, shares: Tensor | None = None
     ) -> Tensor:
-        """Apply a rule that treats each column separately to one block of columns. Returns [columns].
+        """Apply a columnwise rule to one block of columns. Returns [columns].
 
         Args:
             part: block of columns, [n, columns].
             rows: all rows that are aggregated, [n, d].
             inputs: inputs of the aggregation.
-            shares: coefficient of each row [n], if known. On a GPU these are used instead of a call of the rule.
+            shares: coefficients [n] of the rows in the result, if known. On a GPU, they replace a call of the rule.
         """
         if shares is not None and part.device.type != "cpu":
             return combine(shares, part)
@@ -154,7 +154,7 @@ class Pipeline:
         return check_result(result, self.rule, part, part.shape[1:])
 
     def shares(self, inputs: AggregationInputs) -> Tensor | None:
-        """Return the coefficient of each update in the result, [n]; None if unknown."""
+        """Return the coefficients [n] of the updates in the result of a columnwise rule, or None if unknown."""
         return self._linear_shares(inputs.rows(), inputs) if self.columnwise else None
 
     def _linear_shares(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor | None:
@@ -167,7 +167,7 @@ class Pipeline:
     def dry_run(self, n: int, local_lr: float | None = 1.0, weights: Tensor | None = None) -> None:
         """Raise ExperimentError if the rule cannot aggregate n updates, for example because it needs n >= 2f + 3.
 
-        The check tries built-in rules on random updates, and calls no code of the user.
+        Only built-in rules are checked, by applying them to random updates, and only for n <= 500.
 
         Args:
             n: number of updates.
@@ -196,8 +196,8 @@ def check_result(
 
     Args:
         result: what the rule or pre-aggregator returned.
-        stage: rule or pre-aggregator.
-        rows: rows to which it was applied.
+        stage: the rule or pre-aggregator.
+        rows: rows to which `stage` was applied. The error message contains their shape.
         shape: required shape of the result.
         expected: description of the required result, for the error message.
     """

@@ -1,4 +1,4 @@
-"""Create a pipeline from the names and parameters of its stages."""
+"""Create a pipeline from the names and parameters of its rule and pre-aggregators."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def resolve(
         stages: a rule, or a list of pre-aggregators followed by a rule. Each is a name, "package.module:function", or a
             table with the key `rule` and parameters.
         params: parameters by name. The rule and each pre-aggregator receive the parameters that they have.
-        place: table of the experiment that contains `params`, for error messages.
-        beside: other keys of this table, for hints in error messages.
-        background: further parameters by name, which are ignored if unknown. A value of zero does not replace a
-            default.
+        place: name of the experiment's table that contains `params`, for error messages.
+        beside: other keys of this table, for spelling suggestions in error messages.
+        background: parameters by name that are used if `params` does not contain them. Unknown names are ignored, and
+            a zero does not replace a default value.
 
-    Returns a list of (component, checked parameters), in which the rule is last.
+    Returns a list of pairs (component, checked parameters), with the rule last.
 
     Raises ExperimentError with one line per problem.
 
@@ -81,9 +81,9 @@ def resolve(
 
 
 def as_table(stage: Any, where: str) -> dict[str, Any]:
-    """Return a rule or pre-aggregator as a dict of its settings, in which the key `rule` has its name.
+    """Return a rule or pre-aggregator as a dict that contains its name (key `rule`) and its parameters.
 
-    `where` is the setting to name in error messages.
+    `where` is the name of the setting in error messages.
     """
     table = {"rule": stage} if isinstance(stage, str) else stage
     table = with_key(table, "rule", where) if isinstance(table, dict) else table
@@ -93,7 +93,10 @@ def as_table(stage: Any, where: str) -> dict[str, Any]:
 
 
 def _registration(name: str, where: str, registry: Registry) -> Registration:
-    """Find a rule or pre-aggregator by its name. Raises ExperimentError if it does not exist."""
+    """Look up a rule or pre-aggregator by its name. Raises ExperimentError if it does not exist.
+
+    `where` is the name of the setting in error messages.
+    """
     if name not in registry.names():
         if name in rule.names():
             remedy = f"a rule must be last; the pre-aggregators are {', '.join(registry.names())}"
@@ -105,7 +108,7 @@ def _registration(name: str, where: str, registry: Registry) -> Registration:
 
 
 def make_pipeline(resolved: Sequence[tuple[Registration, dict[str, Any]]]) -> Pipeline:
-    """Return an object that applies the rule and pre-aggregators that `resolve` returned.
+    """Return a pipeline of the pre-aggregators and the rule that `resolve` returned.
 
     >>> fedsim.aggregation.make_pipeline(fedsim.aggregation.resolve("krum", {"f": 1})).rule.f
     1

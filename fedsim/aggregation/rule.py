@@ -25,8 +25,8 @@ inputs by name. Its keyword-only parameters are its configuration:
               their keys. Not available to columnwise rules
 
 A rule returns a row [d], or a LinearCombination of the rows, whose coefficients are recorded. A pre-aggregator returns
-rows [m, d], or a LinearCombination with coefficients [m, n]. A pre-aggregator that is also registered as a rule returns
-the mean of its rows when it is used as a rule.
+rows [m, d], or a LinearCombination with coefficients [m, n]. Some pre-aggregators are also registered as rules. As a
+rule, a pre-aggregator returns the mean of its rows.
 
 `@rule(name, columnwise=True)` declares that each coordinate of the result depends only on this coordinate of the
 updates. Such a rule is applied to blocks of columns in several processes. `rng` and `draws` are seeded again for every
@@ -72,8 +72,8 @@ class LinearCombination:
     Attributes:
         coefficients: coefficient of each update, float64 on the CPU: [n] for one row, [m, n] for m rows.
         base: row [d] that is added. None: zero.
-        then: function that a rule applies to its m rows, from [m, columns] to [columns], separately for each column.
-            None: their mean.
+        then: function that combines the m rows into the result of a rule, separately for each column. It maps
+            [m, columns] to [columns]. None: the mean.
 
     >>> def first_two(updates):
     ...     return fedsim.aggregation.LinearCombination(torch.tensor([0.5, 0.5, 0.0]).double())
@@ -120,24 +120,24 @@ class RuleStage(Component):
         """Call the rule or pre-aggregator, and return its result.
 
         Args:
-            value_of: function from the name of an input, such as "weights", to its value.
-            f: value that replaces the parameter `f`; None: unchanged.
+            value_of: function that maps the name of an input, such as "weights", to its value.
+            f: value that replaces the parameter `f`. None: unchanged.
         """
         inputs = {name: value_of(name) for name in self.accepts}
         return self.function(**inputs) if f is None else self.function(**inputs, f=f)
 
 
 def average_of(chosen: Tensor, n: int) -> LinearCombination:
-    """Return the mean of the updates at the positions `chosen` among n updates."""
+    """Return the mean of the updates at the positions `chosen`. n is the number of all updates."""
     coefficients = np.zeros(n)
     coefficients[chosen.numpy()] = 1 / len(chosen)
     return LinearCombination(torch.from_numpy(coefficients))
 
 
 def require(holds: bool, rule: str, constraint: str, **numbers: float) -> None:
-    """Raise ExperimentError unless `holds` is true.
+    """Raise ExperimentError unless `holds` is true, that is, unless `constraint` is satisfied.
 
-    The message contains the rule, the violated constraint (such as "2f < n") and the values of its variables.
+    The message contains the rule, the constraint (such as "2f < n") and the values `numbers` of its variables.
     """
     if not holds:
         values = ", ".join(f"{name} = {value}" for name, value in numbers.items())

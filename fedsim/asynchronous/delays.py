@@ -2,14 +2,14 @@
 
     seconds = gradients * step_seconds * slowdown[worker] * noise(worker, unit) + latency + bytes / bandwidth
 
-`gradients` is the number of mini-batch gradients that the client algorithm computes: with `sgd` one for each local
-step, see `ClientAlgorithm.gradients`. For a work item without communication, the terms latency and bytes / bandwidth
-are omitted. `unit` numbers the work items of a worker from 0.
+`gradients` is the number of mini-batch gradients that the client algorithm computes, which is one per local step for
+`sgd` (see `ClientAlgorithm.gradients`). For a work item without communication, the terms latency and bytes / bandwidth
+are omitted. `unit` is the number of the work item, counted from 0 for each worker.
 
 A component of the registry `slowdown` is a function `(n_workers, rng, *, parameters) -> [n_workers]` that returns
 positive factors, drawn once per run. A worker with factor 2 takes twice as long as a worker with factor 1.
 
-A component of the registry `noise` is a function that returns factors of at least 0, [size], for the work items
+A component of the registry `noise` is a function that returns factors >= 0, [size], one for each of the work items
 start, ..., start + size - 1 of one worker. Its positional parameters may have these names:
 
     rng        a NumPy generator for these work items of this worker
@@ -47,7 +47,7 @@ def check_factors(place: str, values: Any, size: int, unit: str, first: int = 0)
         place: name of the component, for error messages.
         values: factors that the component returned.
         size: expected number of factors.
-        unit: text for error messages that describes one factor, such as "worker {}". {} becomes the factor's number.
+        unit: format string that describes a factor in error messages, such as "worker {}". {} is the factor's number.
         first: number of the first factor.
     """
     factors = np.asarray(values, dtype=np.float64)
@@ -83,7 +83,10 @@ class SlowdownDistribution(Component):
 
 @dataclass(frozen=True)
 class DurationNoise(Component):
-    """Random variation of the workers' durations (setting `clock.noise`). Call the object to draw factors."""
+    """Random factors by which durations on the virtual clock vary (setting `clock.noise`).
+
+    Call the object to draw factors.
+    """
 
     def __call__(self, seed: int, worker: int, start: int, size: int, n_workers: int) -> np.ndarray:
         """Draw random factors for the durations of a worker's next `size` steps or rounds, float64 [size].
@@ -91,7 +94,7 @@ class DurationNoise(Component):
         Args:
             seed: random seed.
             worker: ID of the worker.
-            start: number of steps or rounds that the worker has started before; a multiple of `size`.
+            start: number of steps or rounds that the worker has started before. Must be a multiple of `size`.
             size: number of factors.
             n_workers: number of workers.
 
@@ -247,8 +250,9 @@ def shifted_exponential(
 ) -> np.ndarray:
     """Draw shifted exponential noise factors with mean 1: shift + (1 - shift) E with E ~ Exp(1).
 
-    This is the straggler model of Lee et al. 2018 and Dutta et al. 2018. With shift 0, the k-th fastest of n workers
-    with rate mu finishes after (H_n - H_(n-k)) / mu on average, where H_n = 1 + 1/2 + ... + 1/n.
+    This is the straggler model of Lee et al. 2018 and Dutta et al. 2018. With shift 0, durations are exponential. The
+    k-th fastest of n workers then finishes after (H_n - H_(n-k)) / mu on average, where mu is the rate and
+    H_n = 1 + 1/2 + ... + 1/n.
 
     Args:
         shift: smallest factor, from 0 (exponential distribution) to 1 (no noise: every factor is 1).
@@ -323,7 +327,7 @@ def trace(
 
 @functools.cache
 def _read_trace(path: str, folder: str) -> np.ndarray:
-    """Read a text file of noise factors, and return them as an array [columns, table rows]."""
+    """Read a text file of noise factors. Returns the transposed table, an array [columns, table rows]."""
     where = f"clock.noise.path = {show(path)}"
     try:
         text = read_bounded(Path(folder, os.path.expanduser(path)), MOST_TRACE_BYTES).decode("utf-8-sig")
@@ -353,16 +357,16 @@ CACHED_BLOCKS = 2**15  # less than 100 MB
 class Delays:
     """Simulated durations of the workers' steps or rounds, in virtual seconds.
 
-    The random variation depends only on the seed, the worker, and how many steps or rounds the worker has started. All
+    The noise factors depend only on the seed, the worker, and how many steps or rounds the worker has started. All
     asynchronous policies are therefore compared under the same delays.
 
     Args:
         slowdowns: slowdown factor of each worker, [n_workers], positive.
-        noise: object that draws the random variation.
+        noise: draws the noise factors.
         seed: random seed.
         base: seconds per mini-batch gradient if slowdown and noise factor are 1.
-        latency: seconds for one communication with the server.
-        bandwidth: bytes per second between worker and server; None: infinite.
+        latency: seconds added to each step or round that communicates with the server.
+        bandwidth: bytes per second between worker and server. None: infinite.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Scheduling of asynchronous work, on the virtual clock and in races.
 
 A work item is one local step or one round of local training by one worker. At most `cohort` workers train at the same
-time, each in a slot, whose number is also the index of the worker's row. The scheduler decides which worker gets a free
-slot and which work item is next. The dispatcher starts work items and hands their results to the policy.
+time. Each occupies a slot, and the slot number is the index of the worker's row. The scheduler decides which worker
+gets a free slot, and which work item is next. The dispatcher starts work items and passes their results to the policy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Counts = list[tuple[Number, Number]]  # (worker, count)
 
 
 class CheckpointModel(BaseModel):
-    """Base class for data that is stored in checkpoints. Types are checked, and unknown keys are refused."""
+    """Base class for data that is stored in checkpoints. Wrong types and unknown keys raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -42,7 +42,7 @@ class SchedulerState(CheckpointModel):
 
     Attributes:
         done: number of finished work items (steps or rounds) of each worker.
-        drawn: number of random draws of a worker so far.
+        drawn: number of times that a worker was drawn at random so far.
     """
 
     done: Counts
@@ -52,16 +52,16 @@ class SchedulerState(CheckpointModel):
 class Scheduler:
     """Decides which worker trains next, and for how many steps.
 
-    A work item is what a worker computes before it sends a result: one step or one round. If fewer workers train at the
-    same time than exist, the next worker is drawn at random from the idle workers.
+    A work item is what a worker computes before it sends a result: one step or one round. If not all workers train at
+    the same time, the next worker is drawn at random from the idle workers.
 
     Args:
         seed: seed for the draws.
         n_workers: number of workers.
         slots: number of workers that train at the same time.
         work: what a work item is: one step ("gradient") or one round of local training ("model").
-        schedule: numbers of local steps and batch sizes.
-        sizes: function from a worker's ID to its number of samples.
+        schedule: determines each worker's batch size and number of local steps.
+        sizes: function that maps a worker's ID to its number of samples.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Scheduler:
         return cls(experiment.seed, experiment.workers, experiment.cohort_size, work, task.schedule, sizes)
 
     def next_item(self, slot: int, steps: int | None = None) -> WorkItem:
-        """Choose a worker, mark it as busy, and return what it computes next.
+        """Choose a worker for a free slot, mark it as busy, and return its next work item.
 
         Args:
             slot: position of the worker among the workers that train at the same time.
-            steps: number of local steps; None: the scheduled number.
+            steps: number of local steps. None: the scheduled number.
         """
         worker = slot if self._slots == self.n_workers else self._draw()
         self._busy.add(worker)
@@ -101,7 +101,7 @@ class Scheduler:
         self._busy.discard(item.worker)
 
     def release(self, item: WorkItem) -> None:
-        """Mark the worker of cancelled work as idle. The worker will start the same work again."""
+        """Mark the worker of a cancelled work item as idle. The worker will repeat this work item."""
         self._busy.discard(item.worker)
 
     def steps(self, item: WorkItem) -> int:
@@ -119,7 +119,7 @@ class Scheduler:
         return algorithm.gradients(self.steps(item), self._schedule.batches_of_all(self._sizes(item.worker)))
 
     def samples(self, item: WorkItem) -> int:
-        """Return the number of samples that a work item trains on, counting repeated samples each time."""
+        """Return the number of samples in all mini-batches of a work item. Repeated samples count each time."""
         size, schedule = self._sizes(item.worker), self._schedule.of(item.worker, item.round)
         if item.step is not None:
             return schedule.batch_size_at(item.step, size)
@@ -161,13 +161,13 @@ class RoundStats:
     """Statistics of one round of asynchronous training.
 
     Attributes:
-        samples: number of training samples in the results that arrived, by worker.
-        staleness: for each staleness, the number of results that have it.
-        loss_sum: sum of the training losses.
+        samples: maps each worker's ID to the number of training samples in its results that arrived.
+        staleness: maps each staleness to the number of results with this staleness.
+        loss_sum: sum of the training losses of all samples.
         loss_samples: number of samples in `loss_sum`.
         up, down: number of models or gradients that workers sent (up) and received (down).
         discarded: number of cancelled results.
-        excluded: ID of the worker of each result that was excluded because of NaN or infinity.
+        excluded: for each result that was excluded because of NaN or infinity, the ID of its worker.
     """
 
     samples: Counter[int] = field(default_factory=Counter)
@@ -181,7 +181,7 @@ class RoundStats:
 
     @property
     def train_loss(self) -> float:
-        """The mean training loss per sample; NaN if all results were excluded."""
+        """Mean training loss per sample, or NaN if all results were excluded."""
         return self.loss_sum / self.loss_samples if self.loss_samples else math.nan
 
     def add(self, stats: RoundStats) -> None:
@@ -197,9 +197,9 @@ class DispatcherState(CheckpointModel):
 
     Attributes:
         scheduler: state of the scheduler.
-        in_flight: work that has started, but whose results have not arrived at the server.
-        untrained: slots of this work whose result has not been computed yet.
-        nonfinite: slots of this work whose result contains NaN or infinity.
+        in_flight: work items that have started, but whose results have not arrived at the server.
+        untrained: slots of the work items in flight whose results have not been computed yet.
+        nonfinite: slots of the work items in flight whose results contain NaN or infinity.
         arrivals: number of results that have arrived since the start of the run.
     """
 
@@ -211,7 +211,7 @@ class DispatcherState(CheckpointModel):
 
 
 class Dispatcher:
-    """Starts the workers' training, and hands each result to the asynchronous policy.
+    """Starts the workers' training, and passes each result to the asynchronous policy.
 
     A slot is the position of a worker among the workers that train at the same time.
 
@@ -221,8 +221,8 @@ class Dispatcher:
         train: function that trains the workers in the given slots. It replaces each worker's start model by the result.
 
     Attributes:
-        in_flight: work that has started but not arrived, by slot, in the order of the starts.
-        untrained: slots of this work whose result has not been computed yet.
+        in_flight: work items that have started but not arrived, by slot, in the order of the starts.
+        untrained: slots in flight whose results have not been computed yet.
         arrivals: number of results that have arrived since the start of the run.
         stats: statistics of the current round.
     """
@@ -241,11 +241,11 @@ class Dispatcher:
         self.round, self.stats = round, RoundStats()
 
     def dispatch(self, slot: int, steps: int | None = None) -> WorkItem:
-        """Let a worker start its next step or round, and return a description of this work.
+        """Let a worker start its next step or round. Returns the work item, which describes this step or round.
 
         Args:
             slot: position of the worker among the workers that train at the same time.
-            steps: number of local steps; None: the number that the policy or the schedule defines.
+            steps: number of local steps. None: the number that the policy or the schedule defines.
         """
         server, policy = self.server, self.policy
         item = self.scheduler.next_item(slot, steps)
@@ -260,7 +260,7 @@ class Dispatcher:
         return item
 
     def train(self, slots: Iterable[int]) -> None:
-        """Compute the results of several workers together, unless they have been computed before.
+        """Train several workers together. Workers whose results have already been computed are skipped.
 
         `slots` are the positions of the workers among the workers that train at the same time.
         """
@@ -279,11 +279,11 @@ class Dispatcher:
         return self.policy.cancels and self.server.staleness(slot) > 0
 
     def receive(self, slot: int, staleness: int | None = None) -> None:
-        """Hand a worker's result to the policy, and count it in the statistics.
+        """Pass a worker's result to the policy, and add it to the statistics.
 
         Args:
             slot: position of the worker among the workers that train at the same time.
-            staleness: staleness of the result; None: the number of updates since the worker read the global model.
+            staleness: staleness of the result. None: the number of updates since the worker read the global model.
         """
         server, stats, item = self.server, self.stats, self.in_flight.pop(slot)
         unit = int(server.units[slot]) - 1
@@ -312,7 +312,7 @@ class Dispatcher:
         self.stats.discarded += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the state between two rounds as a JSON-serializable dict, without tensors."""
+        """Return the state after a round as a JSON-serializable dict. Tensors are not included."""
         return {
             "scheduler": self.scheduler.state(),
             "in_flight": list(self.in_flight.values()),
@@ -340,6 +340,9 @@ class Dispatcher:
 
 
 def nonfinite_error(round: int, place: str) -> DivergedError:
-    """Return the error for a worker's result that contains NaN or infinity. `place` describes the result."""
+    """Return the error for a worker's result that contains NaN or infinity.
+
+    `place` describes the result in the message, for example "the gradient of worker 3".
+    """
     remedy = "reduce local.lr, or exclude such results with aggregate.nonfinite=exclude"
     return DivergedError(f"{place} contains NaN or infinity", remedy, round)

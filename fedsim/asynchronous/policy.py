@@ -40,7 +40,7 @@ class Arrival(NamedTuple):
     Attributes:
         slot: position of the worker among the workers that train at the same time.
         worker: ID of the worker.
-        unit: number of earlier steps or rounds that were started at this position.
+        unit: number of steps or rounds that were started in this slot before this one.
         staleness: number of updates of the global model since the worker read it.
     """
 
@@ -86,10 +86,10 @@ class Policy(ABC):
         return frozenset(["shared"] if self.work == "gradient" else [])
 
     def check(self, n_workers: int) -> None:  # noqa: B027
-        """Raise ExperimentError if `n_workers` workers at the same time do not suit the policy."""
+        """Raise ExperimentError if the policy's settings do not allow `n_workers` concurrent workers."""
 
     def start(self, server: ServerState) -> State:
-        """Return the policy's initial state, as tensors by name."""
+        """Return the policy's initial state, a dict of tensors."""
         return {}
 
     def may_start(self, server: ServerState, slot: int) -> bool:
@@ -97,7 +97,7 @@ class Policy(ABC):
         return True
 
     def local_steps(self, server: ServerState, slot: int, scheduled: int) -> int | None:
-        """Return the number of local steps of worker number `slot` in its next round; None means `scheduled` steps."""
+        """Return the number of local steps of worker number `slot` in its next round. None means `scheduled`."""
         return None
 
     def pull(self, server: ServerState, slot: int) -> None:
@@ -109,24 +109,27 @@ class Policy(ABC):
         """Use a worker's result: update the global model, or keep the result for a later update."""
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
-        """Return the number of the second worker whose model `take` changes, or None if there is none.
+        """Return the slot of the second worker whose model `take` changes, or None if there is none.
 
         Args:
             server: state of the server.
-            slot: number of the worker whose result `take` receives.
+            slot: slot of the worker whose result `take` receives.
             unit: number of steps or rounds that this worker started before.
         """
         return None
 
     def on_departure(self, server: ServerState) -> None:  # noqa: B027
-        """Called when workers have left or returned; `server.alive` contains the workers that are there now."""
+        """Called after workers have left or returned. `server.alive` contains the slots of the present workers."""
 
     def buffered(self, server: ServerState) -> int:
         """Return the number of results that have arrived but have not changed the global model yet."""
         return 0
 
     def publish(self, server: ServerState) -> None:  # noqa: B027
-        """Copy the model that is to be tested to `server.global_row`, if the policy keeps it elsewhere."""
+        """Compute the global model and write it to `server.global_row`. Called at the end of each round.
+
+        Only needed if the policy does not keep the global model up to date, for example in decentralized training.
+        """
 
     def traffic(self, unit: int) -> tuple[int, int]:
         """Return how many models or gradients a worker sends and receives for a step or round: (sent, received).
@@ -136,7 +139,10 @@ class Policy(ABC):
         return 1, 1
 
     def arrivals_needed(self, server: ServerState) -> int | None:
-        """Return how many of the next results will certainly be used, because they cannot be cancelled. None: all."""
+        """Return how many of the next results to arrive are certain to be used. None: all.
+
+        The other results may be cancelled by an update of the global model.
+        """
         return None
 
 
@@ -148,7 +154,7 @@ policy = Registry("policy", base=Policy)
 class Synchronous(Policy):
     """Synchronous training as a policy, for comparison with asynchronous policies.
 
-    On the virtual clock, a round (with `sync = "gradients"`, a step) takes as long as its slowest worker.
+    On the virtual clock, each round takes as long as its slowest worker. With `sync = "gradients"`, each step does.
 
     >>> Synchronous().in_rounds
     True

@@ -1,4 +1,4 @@
-"""The server's state in an asynchronous run: the global model, its version, and the operations for policies."""
+"""The server's state in an asynchronous run: the global model, its number of updates, and operations for policies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from fedsim.errors import ExperimentError
 
 
 class GradientOnly(ClientAlgorithm):
-    """Client algorithm for workers that send gradients. A step replaces the model by the gradient."""
+    """Client algorithm for workers that send gradients.
+
+    `step` writes the gradient to the worker's row, instead of taking an SGD step. The row is what the worker sends.
+    """
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         rows.copy_(gradients)
@@ -47,12 +50,12 @@ class ServerState:
         stepper: client algorithm that takes steps along gradients on the server's models.
         step_state: optimizer state of `stepper` for the global model, tensors [d].
         worker_step_states: optimizer state of `stepper` for each worker's model, tensors [n, d].
-        counts: int64 [1 + 3 n] on the CPU: the number of updates of the global model; then for each slot the number of
-            updates when its worker read the model, the number of started steps or rounds, and whether the worker is
-            there (1) or has left (0).
+        counts: int64 [1 + 3 n] on the CPU. It contains the number of updates of the global model, followed by three
+            values for each slot: the number of updates when its worker last read the model, the number of started
+            steps or rounds, and whether the worker is present (1) or has left (0).
         step_seconds: seconds per local step of each worker, float64 [n] on the CPU.
-        policy_state: tensors that the policy keeps.
-        tables: embedding tables; a step changes only their rows with a nonzero gradient.
+        policy_state: tensors that the policy keeps between arrivals.
+        tables: positions of embedding tables, of which a step changes only the rows with a nonzero gradient.
     """
 
     def __init__(self, task: RunTask, shared: SharedState, worker_states: WorkerStates) -> None:
@@ -78,7 +81,7 @@ class ServerState:
         self.policy_state = policy.start(self)
 
     def attach(self, shared: SharedState) -> None:
-        """Connect this object with the memory of the engine. Must be called again after unpickling."""
+        """Set the attributes that are views of other tensors. Must be called again after unpickling."""
         n, counts = self.n, self.counts.numpy()
         self.shared = shared
         self.rows, self.global_row = list(shared.cohort.rows), shared.server.row
@@ -100,7 +103,7 @@ class ServerState:
 
     @property
     def version(self) -> int:
-        """The number of updates of the global row so far."""
+        """Number of updates of the global model so far."""
         return int(self._version[0])
 
     @version.setter
@@ -109,7 +112,7 @@ class ServerState:
 
     @property
     def alive(self) -> np.ndarray:
-        """The positions (slots) of the workers that have not left."""
+        """Positions (slots) of the workers that have not left."""
         return np.flatnonzero(self.alive_mask)
 
     def revive_all(self) -> None:
@@ -128,12 +131,12 @@ class ServerState:
         self.read[slot] = self._version[0]
 
     def keep_model(self, slot: int) -> None:
-        """Let worker number `slot` continue with its own model, at first a copy of the initial global model."""
+        """Let worker number `slot` continue with its own model, which begins as a copy of the initial global model."""
         if self.read[slot] < 0:
             self.read[slot] = self._version[0]
 
     def begin(self, slot: int, worker: int) -> None:
-        """Prepare the training of `worker`: load its start model and the state that it keeps between rounds."""
+        """Prepare the training of `worker` in `slot`: load its start model, and the state from its previous rounds."""
         if self.models is not self.rows:
             self.rows[slot].copy_(self.models[slot])
         self.worker_states.load([worker], self.shared.cohort.worker_rows, [slot])
@@ -141,7 +144,7 @@ class ServerState:
             self.shared.cohort.buffers[slot] = self.shared.server.buffers
 
     def end(self, slot: int, worker: int) -> None:
-        """Store the state that a worker keeps between rounds, and let the client algorithm receive its messages."""
+        """Save a worker's state for its next round, and pass its messages to the client algorithm's server part."""
         shared = self.shared
         self.worker_states.save([worker], shared.cohort.worker_rows, [slot])
         if shared.cohort.messages:
@@ -153,9 +156,9 @@ class ServerState:
         return int(self._version[0] - self.read[slot])
 
     def step(self, gradient: Tensor, slot: int | None = None) -> None:
-        """Take a step on the global model along a gradient [d], which may be overwritten.
+        """Take a step on the global model along `gradient` [d]. The gradient may be overwritten.
 
-        The step uses the optimizer state of worker number `slot`; None: an optimizer state shared by all workers.
+        The step uses the optimizer state of worker number `slot`. None: the optimizer state shared by all workers.
         """
         if self.tables:
             step_where_touched(self.stepper, self.global_row, gradient, self.tables)
@@ -165,11 +168,11 @@ class ServerState:
         self.increment_version()
 
     def step_replica(self, slot: int, gradient: Tensor) -> None:
-        """Take a step on the server's copy of a worker's model along a gradient [d], which may be overwritten."""
+        """Take a step on the server's copy of a worker's model along `gradient` [d], which may be overwritten."""
         self.stepper.step(self.replicas[slot], gradient, self._worker_state(slot))
 
     def update(self, update: Tensor) -> None:
-        """Update the global model with the server optimizer, along an aggregated update [d]."""
+        """Let the server optimizer update the global model along an aggregated update [d]."""
         self.optimizer.step(self.global_row, update, self.shared.server.states["parameters"])
         self.increment_version()
 
@@ -178,7 +181,7 @@ class ServerState:
         self._version[0] += 1
 
     def mean(self, slots: Sequence[int]) -> Tensor:
-        """Return the mean [d] of the workers' models or gradients in `slots`."""
+        """Return the mean [d] of the rows (models or gradients) of the workers in `slots`."""
         slots = sorted(slots)
         rows = self.shared.cohort.rows if slots == list(range(self.n)) else self.shared.cohort.rows[slots]
         blocks = column_blocks(rows.shape[1], n=len(rows), device=rows.device)
@@ -196,20 +199,20 @@ class ServerState:
 
         Args:
             slots: positions of the workers.
-            share: weight of the mean, from 0 to 1; None: the fraction of all present workers that `slots` contains.
+            share: weight of the mean, from 0 to 1. None: the fraction of the present workers that are in `slots`.
         """
         if self.has_buffers:
             share = min(1.0, len(slots) / len(self.alive)) if share is None else share
             self.move_buffers(self.shared.cohort.buffers[list(slots)].mean(0), share)
 
     def move_buffers(self, target: Tensor, share: float) -> None:
-        """Move the server's buffers towards `target`, which has weight `share`, unless buffers are "frozen"."""
+        """Set the server's buffers to (1 - share) * buffers + share * target, unless `buffers = "frozen"` is set."""
         if self.has_buffers and self.buffers != "frozen":
             self.shared.server.buffers.lerp_(target, share)
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:
-        """This object's own tensors by name."""
+        """Tensors by name that this object has created, without the engine's tensors."""
         tensors = {"replicas": self.replicas, "counts": self.counts, "step_seconds": self.step_seconds}
         states = {
             "shared": self.step_state,
@@ -220,7 +223,7 @@ class ServerState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors by name that a checkpoint of an asynchronous run needs in addition to the tensors of the engine."""
+        """Tensors by name that a checkpoint of an asynchronous run contains in addition to the engine's tensors."""
         cohort = self.shared.cohort
         in_flight = {"rows": cohort.rows, "buffers": cohort.buffers, "train_loss": cohort.train_loss}
         for key, state in (("kept", cohort.kept), ("messages", cohort.messages), ("received", cohort.received)):
@@ -235,10 +238,10 @@ Tables = tuple[tuple[int, int, int], ...]  # per embedding: offset in the flat r
 
 
 def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
-    """Return where the embedding tables of a model are in its flat parameter vector.
+    """Return the positions of a model's embedding tables in its flat parameter vector.
 
-    Returns () if the client algorithm, because of momentum or weight decay, also changes parameters whose gradient is
-    zero. Raises ExperimentError in this case if an embedding has sparse=True.
+    Returns () if the client algorithm also changes parameters whose gradient is zero, because of momentum or weight
+    decay. In this case, raises ExperimentError if an embedding has sparse=True.
     """
     embeddings = {
         f"{path}.weight" if path else "weight": embedding
@@ -258,7 +261,7 @@ def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
 
 
 def step_where_touched(algorithm: Stepper, row: Tensor, gradient: Tensor, tables: Tables) -> None:
-    """Take a step along a gradient [d], but do not write rows of embedding tables whose gradient is zero.
+    """Take a step along a gradient [d], but leave embedding vectors whose gradient is zero untouched in memory.
 
     Processes that train at the same time then overwrite fewer of each other's changes.
     """

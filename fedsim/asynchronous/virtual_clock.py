@@ -1,7 +1,8 @@
 """The virtual clock: a discrete-event simulation of asynchronous workers, with bit-identical results when repeated.
 
-A result depends only on the worker's start model. So the clock delays training until the first result in flight
-arrives, and then computes all work in flight in one call, in parallel or stacked.
+The result of a work item depends only on the worker's start model, not on when it is computed. So the clock delays
+training until the first started work item arrives. Then it trains in one call, in parallel or stacked, all started
+work items whose results are certain to be used.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class ClockState(CheckpointModel):
     Attributes:
         dispatcher: state of the dispatcher.
         now: virtual seconds since the start.
-        pending: (time, slot) of each future event, which is an arrival or a departure.
-        idle: slots of idle workers that have not asked the policy yet whether they may start.
-        waiting: slots of idle workers that may not start yet.
-        asked_at: number of updates of the global model when the waiting workers last asked.
+        pending: (time, slot) of each future event. An event is the arrival of a result or the departure of a worker.
+        idle: slots of idle workers for which the policy has not been asked yet whether they may start.
+        waiting: slots of idle workers that the policy did not allow to start.
+        asked_at: number of updates of the global model when the policy was last asked about the waiting workers.
         leaving: slots of the workers whose next event is their departure.
         started: number of started steps or rounds of each worker.
     """
@@ -63,12 +64,12 @@ class VirtualClock:
     Args:
         server: state of the server, with the policy.
         scheduler: decides which worker trains next.
-        duration: function that returns how many seconds a worker's step or round takes. Its arguments are the step or
-            round, how many of these its worker started before, and (sent, received), the numbers of models or
-            gradients.
+        duration: function that returns how many virtual seconds a work item (a step or round) takes. Its arguments are
+            the work item, the number of work items that the worker started before, and the numbers of models or
+            gradients (sent, received).
         train: function that trains the workers in the given slots.
-        departures: virtual seconds at which workers leave, by slot. Their unfinished work is lost.
-        total_items: number of arrivals after which the run ends.
+        departures: maps slots to the virtual seconds at which their workers leave. Unfinished work is lost.
+        total_items: number of results after whose arrival the run ends.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class VirtualClock:
         self._started: Counter[int] = Counter()  # work items, by worker
 
     def run_round(self, round: int) -> None:
-        """Simulate until the server has received as many results as `round` synchronous rounds would send."""
+        """Simulate until the server has received as many results as in `round` synchronous rounds."""
         enough = round * self.dispatcher.scheduler.total_items_per_round()
         while self.dispatcher.arrivals < enough:
             self.advance()
@@ -111,7 +112,7 @@ class VirtualClock:
         return self.dispatcher.arrivals - arrivals
 
     def state(self) -> dict[str, Any]:
-        """Return the state between two rounds as a JSON-serializable dict, without tensors."""
+        """Return the state after a round as a JSON-serializable dict. Tensors are not included."""
         return {
             "dispatcher": self.dispatcher.state(),
             "now": self.now,
@@ -124,7 +125,7 @@ class VirtualClock:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state, except for tensors. Raises ValueError if it does not belong to this run."""
+        """Restore a saved state, except for tensors. Raises ValueError if the state is invalid for this run."""
         saved = ClockState.model_validate(state)
         self.dispatcher.resume(saved.dispatcher)
         in_flight, alive = sorted(self.dispatcher.in_flight), set(self._server.alive.tolist())
@@ -161,7 +162,7 @@ class VirtualClock:
         heappush(self._events, (self.now + seconds, slot))
 
     def _next_slots(self) -> list[int]:
-        """Advance to the next event, and return the slots of all workers with an event at this time, ascending."""
+        """Advance to the time of the next event. Returns the slots of all events at this time, in ascending order."""
         self.now, slot = heappop(self._events)
         slots = [slot]
         while self._events and self._events[0][0] == self.now:
@@ -171,7 +172,7 @@ class VirtualClock:
     def _arrive(self, slot: int, arriving: Sequence[int]) -> None:
         """Process an event: worker number `slot` leaves, or its result arrives.
 
-        `arriving` contains the slots of all workers with an event at this time.
+        `arriving` contains the slots of all events at the current time.
         """
         dispatcher = self.dispatcher
         if slot in self._leaving:
@@ -186,9 +187,10 @@ class VirtualClock:
         dispatcher.receive(slot)
 
     def _certain_arrivals(self, arriving: Sequence[int]) -> list[int]:
-        """Return the slots of all workers whose results will certainly be used, earliest result first.
+        """Return the slots of the work in flight whose results are certain to be used.
 
-        `arriving` contains the slots of all workers with an event at the current time.
+        If not all results are certain to be used, the slots are in the order of arrival. `arriving` contains the slots
+        of all events at the current time.
         """
         in_flight, count = self.dispatcher.in_flight, self._policy.arrivals_needed(self._server)
         remaining = self._total_items - self.dispatcher.arrivals

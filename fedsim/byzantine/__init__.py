@@ -1,4 +1,4 @@
-"""Attacks of Byzantine workers, on the updates that they send or on the data that they train on."""
+"""Attacks of Byzantine workers, which change the updates that they send or the data that they train on."""
 
 from fedsim.byzantine import basic, coupled, crafted, poisoning  # noqa: F401  (registers the attacks)
 from fedsim.byzantine.base import Attackers, AttackStrategy, Goal, Poison, attack_strategy

@@ -11,18 +11,18 @@ parameters are its configuration:
     rng          NumPy generator, seeded for this attack and round, for small numbers of draws
     draws        Draws, seeded for this attack and round, for random tensors of length d on the device of the updates
     last         aggregated update of the previous round, [d], or None in the first round
-    aggregate    function that returns the result [d] of the aggregation rule on the honest and the Byzantine updates.
+    aggregate    function that applies the aggregation rule to the honest and the Byzantine updates, and returns [d].
                  Its argument is the Byzantine updates: [b, d], or one update [d] for all attackers, which is faster
     workers      IDs of the h honest workers, in the order of the rows of `honest`
     state        dict of tensors that the attack returned in the previous round, {} in the first one. An attack that
                  accepts `state` returns (updates, next state)
 
-An attack on data is a frozen dataclass. Its fields are its configuration, calling it returns the updates to send as
-above, and its method `poison` changes training batches (see `Poison`). An optional method `goal` defines the success
-rate of the attack (see `Goal`).
+An attack on data is a frozen dataclass. Its fields are its configuration. Its method `poison` changes training batches
+(see `Poison`), and its method `__call__` returns the updates to send, as above. An optional method `goal` defines the
+success rate of the attack (see `Goal`).
 
-An attack that has no effect for some numbers of workers is a frozen dataclass with a method `weakness(n, f)`. It
-returns a line of text if the attack has no effect with f Byzantine workers among n, otherwise None. Runs and
+An attack that has no effect for some numbers of workers is a frozen dataclass with a method `weakness(n, f)`. The
+method returns a line of text if the attack has no effect with f Byzantine workers among n, otherwise None. Runs and
 `fedsim.attack` show this line as a warning.
 """
 
@@ -46,24 +46,24 @@ POISON_INPUTS = "inputs", "targets", "classes", "draws", "rng"
 class Poison(Protocol):
     """Interface of an attack's method `poison`, which changes the training batches of Byzantine workers.
 
-    The method receives the inputs that its parameters name: `inputs` [batch, ...], `targets` int64 [batch], the number
-    of `classes`, and `draws` and `rng` for random numbers.
+    Its parameters may have these names: `inputs` [batch, ...], `targets` int64 [batch], `classes` (number of classes),
+    `draws` (random tensors) and `rng` (NumPy generator).
     """
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return the changed batch (inputs, targets). The arguments themselves must not be changed."""
+        """Return the changed batch (inputs, targets). The arguments must not be changed in place."""
 
 
 class Goal(Protocol):
     """Interface of an attack's method `goal`, which defines what the attacker wants the global model to predict.
 
-    The attack's success rate is the accuracy of the global model on the samples and labels that the method returns.
+    The success rate of the attack is the accuracy of the global model on the samples and labels that `goal` returns.
     """
 
     def __call__(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """Return the samples of a test batch that matter to the attacker, and the labels that the attacker wants.
+        """Return the samples of a test batch that count for the success rate, and the labels that the attacker wants.
 
-        The result may contain no samples.
+        A sample may be changed, for example by a backdoor's patch. The result may contain no samples.
         """
 
 
@@ -81,9 +81,9 @@ class AttackStrategy(Component):
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> AttackStrategy:
-        """Create the attack from a registered component and its parameters.
+        """Create the attack from a registered attack and its parameters.
 
-        Raises ExperimentError if its method `poison` has an unknown parameter.
+        Raises ExperimentError if the attack's method `poison` has an unknown parameter.
         """
         poison = getattr(registration.target, "poison", None)
         try:
@@ -106,7 +106,7 @@ class AttackStrategy(Component):
     def alters_rows(self) -> bool:
         """Whether the attackers send something other than their trained updates.
 
-        An attack can set the attribute `alters_rows`. Otherwise the result is false for attacks that only change data.
+        An attack can set the attribute `alters_rows`. Otherwise the result is false for attacks with a method `poison`.
         """
         return getattr(self.function, "alters_rows", self.poison is None)
 
@@ -115,12 +115,12 @@ class AttackStrategy(Component):
         """Whether the attack needs at least one honest update.
 
         An attack can set the attribute `needs_honest`. Otherwise the result is true if the attack has an input
-        `honest`.
+        called `honest`.
         """
         return getattr(self.function, "needs_honest", "honest" in self.accepts)
 
     def weakness(self, n: int, f: int) -> str | None:
-        """Return why the attack has no effect with f Byzantine workers among n, as text; None if it has an effect."""
+        """Return a warning if the attack has no effect with f Byzantine workers among n, otherwise None."""
         method = getattr(self.function, "weakness", None)
         line = method(n, f) if method and f else None
         return line and f"{self.name}: {line}"
@@ -142,14 +142,15 @@ class AttackStrategy(Component):
         Args:
             honest: updates of the h honest workers, [h, d].
             own_updates: updates that the b Byzantine workers computed by training, [b, d].
-            seed: seed of random draws, together with `moment`.
-            moment: (round,) or (round, step).
+            seed: seed of random draws.
+            moment: (round,) or (round, step). Seeds the random draws together with `seed`.
             last: aggregated update of the previous round, [d], or None.
-            aggregate: function from the Byzantine updates to the result of the aggregation rule, for tuned attacks.
+            aggregate: function that maps the Byzantine updates to the result of the aggregation rule. Required by
+                attacks that are tuned against the rule.
             workers: IDs of the honest workers. None: 0 to h - 1.
             state: state that the attack returned in the previous round.
 
-        Returns the updates, a new tensor [b, d], and the next state.
+        Returns the updates that the Byzantine workers send (a new tensor [b, d]) and the next state.
 
         Raises ExperimentError if the attack cannot be computed from its inputs.
         """
@@ -191,8 +192,8 @@ class Attackers:
 
     Attributes:
         fixed: IDs of the workers that are Byzantine in every round.
-        drawn: (seed, number of workers, number of Byzantine workers) if each round draws its own Byzantine workers;
-            otherwise None.
+        drawn: (seed, number of workers, number of Byzantine workers) if the Byzantine workers are drawn again in every
+            round, otherwise None.
         start_round: first round with an attack. In earlier rounds, Byzantine workers behave like honest ones.
     """
 
@@ -211,13 +212,13 @@ class Attackers:
 
 
 def draw_attackers(seed: int, workers: int, count: int, *round: int) -> list[int]:
-    """Draw the Byzantine workers of a run, or of one `round`. Returns their IDs in ascending order.
+    """Draw the Byzantine workers of a run, or of one round. Returns their IDs in ascending order.
 
     Args:
         seed: seed of the draw.
         workers: number of workers.
         count: number of Byzantine workers.
-        round: number of the round, if each round draws anew.
+        round: number of the round, if the Byzantine workers are drawn again in every round. Otherwise omitted.
     """
     return sorted(numpy_generator(seed, "attackers", *round).permutation(workers)[:count].tolist())
 

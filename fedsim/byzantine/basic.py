@@ -1,4 +1,4 @@
-"""Simple attacks, which do not use knowledge of the aggregation rule."""
+"""Simple attacks that do not depend on the aggregation rule."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def gaussian(own_updates: Tensor, draws: Draws, *, std: NonNegativeFloat = 1.0) 
 
 @attack_strategy("nan")
 def nan(own_updates: Tensor) -> Tensor:
-    """Return updates of NaN, as a broken worker sends, to test how NaN is handled.
+    """Return updates that contain only NaN, like those of a broken worker, to test how NaN is treated.
 
     Returns a tensor of the shape of `own_updates` [b, d]. Cost: one pass over the result.
 
@@ -89,7 +89,7 @@ def nan(own_updates: Tensor) -> Tensor:
 
 @attack_strategy("inf")
 def inf(own_updates: Tensor) -> Tensor:
-    """Return updates of +infinity, as after an overflow, to test how infinity is handled.
+    """Return updates that contain only +infinity, as after an overflow, to test how infinity is treated.
 
     Returns a tensor of the shape of `own_updates` [b, d]. Cost: one pass over the result.
 

@@ -1,4 +1,4 @@
-"""Attacks that depend on earlier rounds, from which they keep a state in float64."""
+"""Attacks that depend on earlier rounds. They keep a state between rounds, in float64."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def mimic(
 ) -> tuple[Tensor, State]:
     """Return a copy of one honest worker's update, which thereby gets a higher weight (Karimireddy et al. 2022).
 
-    With `warmup` = 0, the attackers copy the honest worker at position `epsilon`. Otherwise they choose the worker: in
-    the first `warmup` aggregations they estimate the direction z in which the honest updates x_i differ most, and the
-    mean m of these updates, with running averages:
+    With `warmup` = 0, the attackers copy the honest worker at position `epsilon`. Otherwise they choose the worker
+    themselves. In the first `warmup` aggregations they estimate the direction z in which the honest updates x_i differ
+    most, and the mean m of these updates, with running averages:
 
         m <- (t m + mean_i x_i) / (t + 1)
         z <- t z + sum_i (x_i - m) <x_i - m, z>, divided by its norm
 
-    t counts the aggregations from 0, and z starts as a random direction. Each honest worker has a score: the absolute
+    t counts the aggregations from 0, and z starts as a random direction. The score of honest worker i is the absolute
     value of the sum of <z, x_i> over the aggregations of the warm-up so far. In every round, also during the warm-up,
     the attackers copy the honest worker of the cohort with the highest score.
 
     Args:
         honest: updates of the h honest workers, [h, d].
         workers: IDs of the h honest workers.
-        state: direction z [d], mean m [d], sums of <z, x_i> for workers 0 to w - 1 [w], and t.
+        state: direction z [d], mean m [d], sums of <z, x_i> by worker ID, and t.
         draws: draws the first direction.
         epsilon: position of the honest update to copy, 0 <= epsilon < h, if `warmup` = 0.
-        warmup: number of aggregations in which the worker to copy is estimated, >= 0.
+        warmup: number of aggregations in which z and m are estimated, >= 0.
 
     Returns the update [d] that all attackers send, and the next state. Raises ExperimentError if epsilon >= h. Cost: a
     copy for each attacker, and four passes over the honest updates in each aggregation of the warm-up.
@@ -65,7 +65,7 @@ def mimic(
 
 
 def _direction_of(honest: Tensor, workers: list[int], state: State, draws: Draws) -> State:
-    """Return the next state of `mimic`, after one more round of the warm-up."""
+    """Return the state of `mimic` after one more aggregation of the warm-up."""
     mean = mean_of(honest)
     if not state:
         direction = draws.normal(len(mean), dtype=mean.dtype)
@@ -96,8 +96,8 @@ def time_coupled(
     """Return small deviations from the honest mean that add up over the rounds (Karimireddy et al. 2021).
 
     Each coordinate of the result is mean - z sign(s) std of the honest updates, where s is the sum of the honest means
-    up to this round. As with `alie`, the result is near the mean in each round. The deviations of all rounds point
-    against the path of the model, which a rule without memory cannot detect.
+    up to this round. As with `alie`, the result is near the mean in each round. But all deviations point against the
+    direction in which the model has moved so far. A rule that does not remember earlier rounds cannot detect this.
 
     Args:
         honest: updates of the h honest workers, [h, d], h >= 2.

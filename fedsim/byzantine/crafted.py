@@ -1,7 +1,7 @@
 """Attacks that know the honest updates and stay close to them. Some are tuned against the aggregation rule.
 
-All attackers send the same update, which is computed in float64. Tuned attacks search for the factor that moves the
-result of the aggregation rule farthest from the honest mean.
+All attackers send the same update, which is computed in float64. Tuned attacks (`opt_...`) search for the factor z or
+eps that moves the result of the aggregation rule farthest from the honest mean.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ALittleIsEnough:
     """A-little-is-enough attack: in each coordinate, mean + sign * z * std of the honest updates (Baruch et al. 2019).
 
     Args:
-        z: number of standard deviations. None: `z_max(n, f)` for the n workers of the cohort, f of them Byzantine. For
-            some n and f (10 and 2, 8 and 2, 5 and 1) z_max is 0, so that the attack has no effect and a warning is
-            shown. z_max may be negative.
+        z: number of standard deviations. None: `z_max(n, f)`, where f of the n workers in the cohort are Byzantine.
+            z_max may be negative. For some n and f (10 and 2, 8 and 2, 5 and 1) it is 0. The attack then has no
+            effect, and a warning is shown.
         sign: direction of the deviation, -1 or 1.
         ddof: 0 or 1. The variance is a sum of squares divided by h - ddof, for h honest workers.
 
@@ -68,8 +68,9 @@ class ALittleIsEnough:
 def z_max(n: int, f: int) -> float:
     """Return the default z of the attack `alie` for f Byzantine workers among n.
 
-    z is Phi^-1((n - f - s) / (n - f)) with s = floor(n / 2 + 1) - f, the number of honest workers that the attackers
-    need for a majority. About s honest updates are farther than z standard deviations from the mean.
+    z is Phi^-1((n - f - s) / (n - f)). Here s = floor(n / 2 + 1) - f is the number of honest workers that the attackers
+    need for a majority. About s honest updates deviate from the mean by more than z standard deviations in the
+    direction of the attack.
 
     Raises ExperimentError unless 0 < s < n - f.
 
@@ -111,16 +112,16 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
     """Return mean - g * dev with the largest g >= 0 that keeps the result near every honest update (min-max attack).
 
     The distance of the result from each honest update x_i must not exceed the distance that `bound` allows (Shejwalkar
-    and Houmansadr 2021). g is computed exactly. For every i, |x_i - mean + g dev|^2 equals the allowed squared distance
-    at two values of g. The largest allowed g is the minimum over i of the larger value.
+    and Houmansadr 2021). g is computed exactly. For every i, |x_i - mean + g dev|^2 = (allowed distance)^2 is a
+    quadratic equation with two roots. g is the minimum of the larger roots over all i.
 
     Args:
         honest: updates of the h honest workers, [h, d].
         dev: direction of the deviation: "unit" for mean / |mean|, "sign" for the signs of the mean, or "std" for the
             standard deviation of each coordinate. If the direction is zero, the result is the mean.
-        bound: allowed distance. For each honest update, take its distance to the farthest other honest update. "max",
-            as in the paper, allows the largest of these distances, and "min" the smallest. If the mean itself is
-            farther from an honest update than "min" allows, the result is the mean.
+        bound: allowed distance. For each honest update, take its distance to the farthest other honest update. "max"
+            (as in the paper) allows the largest of these distances, "min" the smallest. If the mean itself is farther
+            from an honest update than "min" allows, the result is the mean.
 
     Returns the update [d] that all attackers send. Cost: one matrix product [h, d] x [d, h] in float64.
 
@@ -149,17 +150,17 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
 def min_sum(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") -> Tensor:
     """Return mean - g * dev with the largest g that keeps the result near the honest updates (min-sum attack).
 
-    The sum of squared distances from the result to all honest updates x_i must not exceed the same sum for the honest
-    update that `bound` chooses (Shejwalkar and Houmansadr 2021). The sum is
-    sum_i |x_i - mean|^2 + h g^2 |dev|^2 for the result, and sum_i |x_i - mean|^2 + h |x_k - mean|^2 for the honest
-    update x_k. Hence g = |x_k - mean| / |dev| for the update x_k that `bound` chooses.
+    The sum of squared distances from the result to all honest updates x_i must not exceed the same sum for one honest
+    update x_k, which `bound` chooses (Shejwalkar and Houmansadr 2021). The sum is
+    sum_i |x_i - mean|^2 + h g^2 |dev|^2 for the result, and sum_i |x_i - mean|^2 + h |x_k - mean|^2 for x_k. Hence
+    g = |x_k - mean| / |dev|.
 
     Args:
         honest: updates of the h honest workers, [h, d].
         dev: direction of the deviation: "unit" for mean / |mean|, "sign" for the signs of the mean, or "std" for the
             standard deviation of each coordinate. If the direction is zero, the result is the mean.
-        bound: allowed sum. For each honest update, take its sum of squared distances to all honest updates. "max", as
-            in the paper, allows the largest of these sums, and "min", as in the paper's code, the smallest.
+        bound: allowed sum. For each honest update, take its sum of squared distances to all honest updates. "max" (as
+            in the paper) allows the largest of these sums, "min" (as in the paper's code) the smallest.
 
     Returns the update [d] that all attackers send. Cost: two passes over the honest updates.
 
@@ -203,7 +204,7 @@ def opt_alie(
 
     Args:
         honest: updates of the h honest workers, [h, d].
-        aggregate: function from the update [d] that all attackers send to the result [d] of the aggregation rule.
+        aggregate: function that maps the update [d] that all attackers send to the result [d] of the aggregation rule.
         evaluations: number of calls of the rule, >= 2.
         sign: direction of the deviation, -1 or 1.
         ddof: 0 or 1. The variance is a sum of squares divided by h - ddof.
@@ -229,7 +230,7 @@ def opt_ipm(honest: Tensor, aggregate: Aggregate, *, evaluations: Evaluations = 
 
     Args:
         honest: updates of the h honest workers, [h, d].
-        aggregate: function from the update [d] that all attackers send to the result [d] of the aggregation rule.
+        aggregate: function that maps the update [d] that all attackers send to the result [d] of the aggregation rule.
         evaluations: number of calls of the rule, >= 2.
 
     Returns the update [d] that all attackers send. Raises ExperimentError if `fedsim.attack` is called without
@@ -251,9 +252,10 @@ def _farthest(
     aggregate: Aggregate,
     evaluations: int,
 ) -> Tensor:
-    """Return the update start + x direction [d] that moves the aggregate farthest from `mean` if all attackers send it.
+    """Return the update start + x * direction [d], with x >= 0 tuned against the aggregation rule.
 
-    The best x >= 0 is searched for with `evaluations` calls of `aggregate`.
+    x is chosen by `line_search` with `evaluations` calls of `aggregate`, so that the result of the rule is as far as
+    possible from `mean` if all attackers send this update.
     """
 
     def row(x: float) -> Tensor:
@@ -269,9 +271,9 @@ def _farthest(
 def line_search(height: Callable[[float], float], evaluations: int) -> float:
     """Search for the x >= 0 with the largest `height(x)`, and return the best x that was tried.
 
-    The search tries 0, then 1, 2, 4, ... while the height increases, then golden sections around the best x. It finds
-    the maximum of a function that rises and then falls (or only falls), and a local maximum of other functions. A
-    height that is not finite counts as minus infinity. Of equal heights, the first one wins.
+    The search tries 0, then 1, 2, 4, ... as long as the height increases, and then uses golden-section search around
+    the best x. It finds the maximum of a function that rises and then falls (or only falls), and a local maximum of
+    other functions. A height that is not finite counts as minus infinity. Of equal heights, the first one is chosen.
 
     >>> round(fedsim.byzantine.crafted.line_search(lambda x: -abs(x - 3), 40), 3)
     3.0

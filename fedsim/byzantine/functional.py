@@ -1,4 +1,4 @@
-"""Function that computes the updates of an attack without an experiment."""
+"""Function that computes the updates of Byzantine workers without an experiment."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def attack(
             `own_updates`, `last` and the result have the same structure.
         n_byzantine: number b of Byzantine workers, >= 0.
         name: a registered attack, "package.module:function", or a function.
-        own_updates: updates that the b Byzantine workers computed by training, [b, d]. None: copies of the honest
-            updates, in turn.
+        own_updates: updates that the b Byzantine workers computed by training, [b, d]. None: copies of the first b
+            honest updates (starting again with the first if b > h).
         last: aggregated update of the previous round (for free_rider), [d].
-        aggregate: aggregation rule (for opt_alie and opt_ipm): a function from all updates [h + b, d], honest
-            updates first, to [d].
+        aggregate: aggregation rule (for opt_alie and opt_ipm), as a function that maps all updates [h + b, d], honest
+            updates first, to the aggregate [d].
         seed: seed of random draws.
         params: parameters of the attack.
 
@@ -90,7 +90,7 @@ def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) 
 
 
 def _with_honest(honest: Tensor, n_byzantine: int, aggregate: Callable[[Tensor], Tensor]) -> Aggregate:
-    """Return a function from the Byzantine updates to the aggregate of the honest and the Byzantine updates."""
+    """Return a function of the Byzantine updates that aggregates them together with the honest updates."""
     h, d = honest.shape
     matrix = torch.cat([honest, honest.new_zeros(n_byzantine, d)])
 

@@ -1,4 +1,4 @@
-"""Attacks on data, in which Byzantine workers train on changed batches."""
+"""Attacks on data: Byzantine workers train on changed batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LabelFlipping:
         return inputs, classes - 1 - targets
 
     def goal(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """Return the samples whose label changes when it is flipped, and their flipped labels."""
+        """Return the samples whose flipped label differs from their label, and their flipped labels."""
         flipped = classes - 1 - targets
         changed = flipped != targets
         return inputs[changed], flipped[changed]
@@ -50,9 +50,8 @@ class Backdoor:
     """Backdoor attack: Byzantine workers train on images with a patch and a fixed label (Bagdasaryan et al. 2020).
 
     The patch is a square in one corner of the image (Gu et al. 2017). The attackers send their updates multiplied by
-    gamma. gamma = n / b is model replacement. With the mean of n updates and a server learning rate of 1, b attackers
-    with equal updates then replace the global model by their own model, apart from the contribution of the honest
-    updates.
+    gamma. With gamma = n / b (model replacement), the mean of n updates and a server learning rate of 1, b attackers
+    with equal updates replace the global model by their own model, apart from the contribution of the honest updates.
 
     Args:
         size: side length of the patch in pixels.
@@ -63,7 +62,7 @@ class Backdoor:
             rounded up or down at random.
         gamma: factor of the updates, > 0.
 
-    Returns updates [b, d] for trained updates [b, d]. Raises ExperimentError if the inputs are not images, if the patch
+    Returns the multiplied updates [b, d]. Raises ExperimentError if the inputs are not images, if the patch
     does not fit into them, or if `target` is not a class. Cost: a copy of each batch, and one pass over the updates.
 
     >>> attack = fedsim.byzantine.attack_strategy.get("backdoor").target(size=1, poisoned=1.0, target=7)
@@ -89,7 +88,7 @@ class Backdoor:
         return own_updates * self.gamma
 
     def poison(self, inputs: Tensor, targets: Tensor, classes: int, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Add the patch to a random fraction of the samples of a batch, and set their label to `target`."""
+        """Return a batch in which a random fraction of the samples has the patch and the label `target`."""
         self._require_class(classes)
         fraction, whole = math.modf(self.poisoned * len(targets))
         count = whole + (draws.uniform() < fraction)
@@ -100,7 +99,7 @@ class Backdoor:
         )
 
     def goal(self, inputs: Tensor, targets: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-        """Return all samples with another label than `target`, with the patch, and `target` as their new label."""
+        """Return all samples whose label is not `target`, with the patch added, and `target` as the label of each."""
         self._require_class(classes)
         changed = targets != self.target
         return self._triggered(inputs[changed]), torch.full_like(targets[changed], self.target)

@@ -1,7 +1,7 @@
 """Statistics of the honest updates, computed in float64 over blocks of columns.
 
-Because of the blocks, float32 updates [h, d] are not copied as a whole on a CPU. The statistics need memory for a few
-vectors [d] and one block.
+On a CPU, only one block of the updates [h, d] at a time is converted to float64. The statistics therefore need memory
+for a few vectors [d] and one block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def blocks_of(honest: Tensor, centre: Tensor | None = None) -> Iterator[tuple[sl
 
 
 def mean_of(honest: Tensor) -> Tensor:
-    """Return the mean [d] of the honest updates, in float64."""
+    """Return the mean [d] of the honest updates, in float64 if the device supports it."""
     mean = _wide_row(honest)
     for columns, block in blocks_of(honest):
         mean[columns] = block.mean(0)
@@ -38,9 +38,10 @@ def mean_of(honest: Tensor) -> Tensor:
 
 
 def mean_and_std(honest: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
-    """Return the mean [d] and the standard deviation [d] of each coordinate of the honest updates, in float64.
+    """Return the mean [d] and the standard deviation [d] of each coordinate of the honest updates.
 
-    For h honest updates, the variance is divided by h - ddof. Raises ExperimentError unless h > ddof.
+    Both are float64 if the device supports it. The variance of h updates is a sum of squares divided by h - ddof.
+    Raises ExperimentError unless h > ddof.
     """
     h = len(honest)
     if 0 < h <= ddof:

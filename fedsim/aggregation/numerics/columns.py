@@ -1,8 +1,8 @@
 """Blocks of columns of a matrix [n, d], and sums over columns in double precision.
 
-All functions work on blocks of columns. On a CPU a block fits into the caches, but is wide enough that calls cost less
-than arithmetic. On a GPU each block costs kernel launches, so there are as few blocks as the memory allows: a rule
-needs up to WORKING bytes for each number of its input, and may use at most SHARE of the device's memory.
+All functions work on blocks of columns. On a CPU a block fits into the caches, but is wide enough that function calls
+cost less than arithmetic. On a GPU each block costs kernel launches, so there are as few blocks as the memory allows:
+a rule needs up to WORKING bytes per input value, and may use at most the fraction SHARE of the device's memory.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LINE = 64  # on a GPU, blocks begin at multiples of this number of columns
 
 
 def column_blocks(d: int, index: int = 0, count: int = 1, *, n: int = 1, device: torch.device = CPU) -> Iterator[slice]:
-    """Yield slices of d columns: the columns that process number `index` of `count` processes aggregates.
+    """Yield the column slices that process number `index` of `count` processes aggregates, for d columns in total.
 
-    The slices of all processes together cover range(d). On a GPU they are as large as the memory allows for `n`
+    The slices of all processes together cover range(d). On a GPU, slices are as large as the memory allows for `n`
     updates.
 
     >>> list(fedsim.aggregation.column_blocks(40_000))
@@ -72,9 +72,10 @@ def small_blocks(updates: Tensor) -> Iterator[slice]:
 
 
 def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield small blocks of columns of `updates` [n, d]: a slice, and a copy [n, columns] in double precision.
+    """Yield small blocks of columns of `updates` [n, d], as pairs (slice, copy [n, columns] in double precision).
 
-    The copy is float32 on devices without double precision. It may be changed, and is valid only until the next copy.
+    On devices without double precision, the copy is float32. The caller may change it. The next iteration overwrites
+    it.
     """
     n, d = updates.shape
     widest = min(d, block_size(updates))
@@ -91,7 +92,7 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def sampled_columns(updates: Tensor) -> Tensor:
-    """Return a sample of 512 columns of `updates` [n, d], or all columns if d <= 512."""
+    """Return 512 columns of `updates` [n, d], in evenly spaced groups, or all columns if d <= 512."""
     n, d = updates.shape
     runs = SAMPLED // RUN
     if d <= SAMPLED:
@@ -117,17 +118,17 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def keep_own(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-    """Return `values` unchanged. Used instead of a sum or maximum over processes if there is only one process."""
+    """Return `values` unchanged, which is their sum or maximum over all processes if there is only one process."""
     return values
 
 
 def squared_norms(updates: Tensor) -> Tensor:
-    """Return the squared norm of each of n updates, [n], in double precision if the device supports it."""
+    """Return the squared norms [n] of n updates, in double precision if the device supports it."""
     return squared_distances_to(updates, None)
 
 
 def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
-    """Return the squared distance of each of n updates from a point [d] (None: zero), [n].
+    """Return the squared distances [n] of n updates from a point [d] (None: zero).
 
     The result is in double precision if the device supports it.
     """
@@ -146,12 +147,12 @@ def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
 
 
 def norms(updates: Tensor) -> Tensor:
-    """Return the norm of each of n updates, float64 [n] on the CPU. A norm is infinite if its square overflows."""
+    """Return the norms of n updates, float64 [n] on the CPU. A norm is infinite if its square overflows."""
     return distances_to(updates, None)
 
 
 def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
-    """Return the distance of each of n updates from a point [d] (None: zero), float64 [n] on the CPU.
+    """Return the distances of n updates from a point [d] (None: zero), float64 [n] on the CPU.
 
     A distance is infinite if its square overflows.
     """
@@ -159,7 +160,7 @@ def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
 
 
 def products_with(updates: Tensor, vector: Tensor) -> Tensor:
-    """Return the inner product of each of n updates with `vector` [d], [n], in double precision if supported."""
+    """Return the inner products [n] of n updates with `vector` [d], in double precision if the device supports it."""
     total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
     with alone_if_few(len(updates)):
         for block, rows in wide_blocks(updates):

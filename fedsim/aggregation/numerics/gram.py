@@ -29,20 +29,18 @@ TIED = 1e-12  # maximum relative difference of two sums that count as equal
 
 
 class Gram:
-    """Distances and inner products of all pairs of updates.
+    """Distances and inner products of all pairs of rows z_i, which are the updates x_j or linear combinations of them.
 
-    With a matrix M, the updates x_j are first replaced by their linear combinations z_i = sum_j M_ij x_j, called rows.
-    All results are float64 on the CPU, and precise even if all updates are far from zero or one is an outlier: an
-    update with a small norm, the centre, is first subtracted from all. Cost: one matrix product [n, d] x [d, n] in
-    float64.
+    With a matrix M, z_i = sum_j M_ij x_j. All results are float64 on the CPU. They are precise even if all updates are
+    far from zero or one is an outlier, because an update with a small norm (the centre) is first subtracted from all
+    updates. Cost: one matrix product [n, d] x [d, n] in float64.
 
     Args:
-        updates: updates x of the n workers, [n, d].
+        updates: updates x_j of the n workers, [n, d].
         mixing: matrix M [m, n]. None: the rows are the updates.
-        basis: inner products of the n centred updates and of the centre itself, [n + 1, n + 1]. None: they are
-            computed.
-        reduce: function that sums a tensor over all processes, if each process has only some of the columns. All
-            processes must then read the same properties in the same order.
+        basis: inner products of the n centred updates and the centre itself, [n + 1, n + 1], if already computed.
+        reduce: function that sums a tensor over all processes. Needed if each process has only some of the columns.
+            All processes must then read the same properties in the same order.
 
     Raises ExperimentError if the squares of finite updates overflow.
 
@@ -64,9 +62,9 @@ class Gram:
         return Gram(self._updates, mixing, self._basis, self._reduce)
 
     def extended(self, updates: Tensor) -> Gram:
-        """Return the `Gram` of `updates` [n', d], which begin with the n updates of this object.
+        """Return the `Gram` of `updates` [n', d], whose first n rows are the updates of this object.
 
-        Only what the additional updates need is computed.
+        Only inner products with the additional updates are computed.
         """
         return Gram(updates, basis=_products(updates, self._reduce, self._basis), reduce=self._reduce)
 
@@ -97,7 +95,7 @@ class Gram:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Inner products [m, m] of the m rows after one of the rows, near the middle, is subtracted from all."""
+        """Inner products [m, m] of all pairs of rows, after a row near the middle is subtracted from all rows."""
         squares = self.squared_distances.numpy()
         nearness = np.sort(squares, axis=1)[:, (len(self) - 1) // 2]
         # Of two rows, the one nearer the centre is chosen, because the other one may be an outlier.
@@ -112,7 +110,7 @@ class Gram:
         return torch.from_numpy(np.where(inexact, self._products_from(middle), from_distances))
 
     def _products_from(self, row: int) -> np.ndarray:
-        """Return the inner products [m, m] of the m rows after the row at position `row` is subtracted from all."""
+        """Return the inner products [m, m] of all pairs of rows, after the row at position `row` is subtracted."""
         if self._mixing is None:
             known = self._basis[:-1, :-1].numpy()
             to_row = known[row]
@@ -123,7 +121,7 @@ class Gram:
 
     @cached_property
     def _reach(self) -> np.ndarray:
-        """Distance of each of the m rows from the centre, [m]."""
+        """Distances [m] of the rows from the centre, the update that is subtracted from all updates."""
         if self._mixing is None:
             squares = self._basis.numpy().diagonal()[:-1]
         else:
@@ -154,13 +152,16 @@ class Gram:
         return self.squared_distances.sqrt()
 
     def distances_to(self, coefficients: np.ndarray) -> np.ndarray:
-        """Return the distances [m] of all rows from the point sum_i a_i z_i. The coefficients a [m] sum to one."""
+        """Return the distances [m] of all rows z_i from the point sum_i a_i z_i.
+
+        The coefficients a [m] must sum to one.
+        """
         pulled = times(self.offsets, coefficients)
         squared_norms = self.offsets.numpy().diagonal()
         return np.sqrt(np.maximum(squared_norms - 2 * pulled + coefficients @ pulled, 0))
 
     def _recompute(self, result: Tensor, pairs: list[list[int]]) -> None:
-        """Compute the squared distances of some pairs of rows again, more precisely, and write them to `result`."""
+        """Recompute the squared distances of some pairs (i, j) of rows more precisely, and write them to `result`."""
         first_equal: dict[int, int] = {}
         for i, pairs_of_i in groupby(pairs, lambda pair: pair[0]):
             others = [] if i in first_equal else [j for _, j in pairs_of_i if j not in first_equal]
@@ -174,14 +175,14 @@ class Gram:
             result[j, j] = result[i, j] = result[j, i] = 0
 
     def _squared_differences(self, i: int, others: list[int]) -> list[float]:
-        """Return the squared distance of row i from each of the rows `others`."""
+        """Return the squared distances of row i from the rows at the positions `others`."""
         if not others:
             return []
         totals = torch.stack([self._squared_difference(i, j) for j in others]).cpu().double()
         return self._reduce(totals, "sum").tolist()
 
     def _squared_difference(self, i: int, j: int) -> Tensor:
-        """Return the squared distance of rows i and j, over the columns that this process has."""
+        """Return the squared distance of rows i and j, over the columns of this process only."""
         updates, wide = self._updates, wide_dtype(self._updates.device)
         total = torch.zeros((), dtype=wide, device=updates.device)
         weights = self._coordinates[i, :-1] - self._coordinates[j, :-1]
@@ -207,12 +208,14 @@ def require_no_overflow(products: Tensor, updates: Tensor, reduce: Reduce = keep
 
 
 def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> Tensor:
-    """Return the inner products of the centred updates and of the centre itself, float64 [n + 1, n + 1].
+    """Return the inner products of the n centred updates and the centre itself, float64 [n + 1, n + 1].
+
+    The centre is an update with a small norm, which is subtracted from all updates.
 
     Args:
         updates: updates of the n workers, [n, d].
         reduce: function that sums a tensor over all processes, if each process has only some of the columns.
-        known: inner products of the first updates, if computed before.
+        known: result of this function for the first updates, if already computed.
     """
     n, first, wide = len(updates), 0 if known is None else len(known) - 1, wide_dtype(updates.device)
     if known is None:
@@ -247,7 +250,10 @@ def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> T
 
 
 def _add_products(total: Tensor, rows: Tensor) -> None:
-    """Add the inner products of the last m of n rows with all n rows to `total` [m, n], in place."""
+    """Add the inner products between the last m rows and all n rows to `total` [m, n], in place.
+
+    Most entries above the diagonal of the [n, n] product are omitted, because the product is symmetric.
+    """
     if len(rows) <= FEW_ROWS and rows.device.type == "cpu" and len(total) == len(rows):
         _add_few_products(total.numpy(), rows.numpy())
         return
@@ -258,7 +264,7 @@ def _add_products(total: Tensor, rows: Tensor) -> None:
 
 
 def _add_few_products(total: np.ndarray, rows: np.ndarray) -> None:
-    """Add the inner products of all pairs of a few rows to `total` [n, n], in place; fast for small n."""
+    """Add the inner products of all pairs of n rows to `total` [n, n], in place. Fast for small n."""
     n, width = rows.shape
     parts = math.ceil(width / min(512, UNSHARED // n**2))
     step = width // parts
@@ -279,7 +285,7 @@ def times(matrix: Tensor, values: np.ndarray) -> np.ndarray:
 def stable_order(values: Tensor) -> Tensor:
     """Return the indices that sort `values` [..., n] in ascending order along the last dimension.
 
-    Values that differ only by rounding are ties, which keep their order.
+    Values that differ only by rounding count as equal, and keep their order.
     """
     numbers = values.numpy()
     order = numbers.argsort(axis=-1, kind="stable")

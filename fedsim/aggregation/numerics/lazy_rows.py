@@ -16,15 +16,15 @@ from fedsim.system.devices import to_device
 
 
 class LazyRows:
-    """Linear combinations of the workers' updates, M @ updates [m, d], which are computed only when needed.
+    """The matrix product M @ updates [m, d], whose rows are computed only when needed.
 
     Args:
         updates: updates of the n workers, or the result of a pre-aggregator, [n, d].
-        mixing: matrix M [m, n], float64. None: the updates themselves.
+        mixing: matrix M [m, n], float64. None: the rows are the updates themselves.
         gram: function that returns the distances of the rows (`Gram`).
         reduce: function that sums a tensor over all processes, if each process has only some of the columns.
-        are_combinations: whether the result is a linear combination of the workers' updates. False if a pre-aggregator
-            has computed `updates` in an unknown way.
+        are_combinations: whether each row is a known linear combination of the workers' updates. False if a
+            pre-aggregator has returned `updates` as a tensor.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LazyRows:
         )
 
     def replaced(self, rows: Tensor) -> LazyRows:
-        """Return other rows [m, d], which a pre-aggregator has computed, in this form."""
+        """Return `rows` [m, d], which a pre-aggregator has computed, as `LazyRows` with the dtype of the updates."""
         return LazyRows(rows.to(self._updates.dtype), are_combinations=False)
 
     def block(self, columns: slice | None = None) -> Tensor:
@@ -79,7 +79,7 @@ class LazyRows:
         return self._as_factors(self._mixing)
 
     def _as_factors(self, matrix: Tensor) -> Tensor:
-        """Convert `matrix` to the device of the updates, and to their dtype or float32."""
+        """Move `matrix` to the device of the updates, and convert it to their dtype (at least float32)."""
         dtype = torch.promote_types(self._updates.dtype, torch.float32)
         return to_device(matrix.to(dtype), self._updates.device)
 
@@ -97,7 +97,7 @@ class LazyRows:
         return result
 
     def _rows_of(self, matrix: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return a function that computes matrix [m, n] @ block for a block of updates [n, columns].
+        """Return a function that multiplies `matrix` [m, n] by a block of the updates [n, columns].
 
         Updates whose coefficients are all 0 are skipped, so they may contain NaN.
         """
@@ -110,7 +110,10 @@ class LazyRows:
         return lambda block: (factors @ block[chosen].to(factors.dtype)).to(block.dtype)
 
     def shares(self, combination: LinearCombination) -> Tensor | None:
-        """Return the coefficient [n] of each update in a linear combination of these rows; None if unknown."""
+        """Return the coefficients [n] of the workers' updates in a linear combination of these rows.
+
+        Returns None if they are unknown.
+        """
         if not self.are_combinations:
             return None
         coefficients = self._of_updates(combination.coefficients)

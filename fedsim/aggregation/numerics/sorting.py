@@ -1,7 +1,8 @@
 """Order statistics of each column: sorted values, the median, and the mean of the values nearest a point.
 
-On a CPU, a few rows are sorted by a sorting network, whose comparators compute the minimum and the maximum of two rows
-for all columns of a block. More rows are sorted by NumPy, one column after another. Other devices use PyTorch's sort.
+On a CPU, the columns of matrices with few rows are sorted by a sorting network. Each of its comparators computes the
+minimum and the maximum of two rows, for all columns at once. With more rows, NumPy sorts one column after another.
+Other devices use PyTorch's sort.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ BY_NUMPY = (torch.float32, torch.float64)  # NumPy's sort of short columns is ve
 def map_sorted_columns(
     updates: Tensor, function: Callable[[Tensor, Tensor], Tensor], needed: Iterable[int] | None = None
 ) -> Tensor:
-    """Sort each column of `updates` [n, d], and apply `function` to all blocks of columns. Returns [d].
+    """Sort each column of `updates` [n, d], and apply `function` to one block of columns after another. Returns [d].
 
     Args:
         updates: updates of the n workers, [n, d].
         function: maps the sorted values [m, columns] and the unsorted block [n, columns] to [columns].
-        needed: the m positions in ascending order that `function` needs. None: all n.
+        needed: which m of the n sorted values `function` needs, as positions in ascending order. None: all.
     """
     places = tuple(range(len(updates)) if needed is None else needed)
     return map_columns(updates, lambda block: function(sorted_columns(block, places), block))
 
 
 def sorted_columns(block: Tensor, needed: tuple[int, ...]) -> Tensor:
-    """Sort each column of `block` [n, columns], NaN last, and return the values at the m `needed` positions.
+    """Sort each column of `block` [n, columns] in ascending order, NaN last.
 
-    Returns a new tensor [m, columns].
+    Returns the values at the m `needed` positions, as a new tensor [m, columns].
     """
     if block.device.type != "cpu" or block.dtype not in BY_NUMPY:
         return _some(block.t().sort(dim=1).values.t(), needed)
@@ -64,10 +65,10 @@ Comparator = tuple[int, int, int | None, int | None]
 
 @functools.lru_cache(maxsize=256)
 def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], list[int]]:
-    """Return a sorting network (a fixed list of comparisons that sorts n values).
+    """Return a sorting network: a fixed list of comparisons that sorts n values (merge exchange, Batcher 1968).
 
-    Comparisons that do not affect the `needed` positions are left out. The second result is where the values of these
-    positions end. The network is merge exchange (Batcher 1968).
+    Comparisons that do not affect the `needed` sorted positions are omitted. The second result contains, for each
+    needed position, the index of the row in which the network leaves its value.
     """
     pairs, wanted = [], set(needed)
     for low, high in reversed(list(_merge_exchange(n))):
@@ -128,14 +129,14 @@ def middle(ascending: Tensor) -> Tensor:
 
 
 def mean_nearest(ascending: Tensor, block: Tensor, centre: Tensor, keep: int) -> Tensor:
-    """Return the mean of the `keep` values nearest the centre, separately for each column: [columns].
+    """Return the mean [columns] of the `keep` values nearest the centre, separately for each column.
 
     Of equally near values, those in the first rows are chosen.
 
     Args:
-        ascending: sorted values of `block`, [n, columns], which are overwritten.
+        ascending: sorted values of `block`, [n, columns]. They are overwritten.
         block: values, [n, columns].
-        centre: point in each column, [columns].
+        centre: centre of each column, [columns].
         keep: number of values to average.
     """
     n = len(ascending)
@@ -155,6 +156,6 @@ def mean_nearest(ascending: Tensor, block: Tensor, centre: Tensor, keep: int) ->
 
 
 def _mean_of_first(values: Tensor, centre: Tensor, keep: int) -> Tensor:
-    """Return the mean of the `keep` values nearest the centre, for each column."""
+    """Return the mean of the `keep` values nearest the centre, separately for each column, by sorting the distances."""
     order = (values - centre).abs_().argsort(dim=0, stable=True)[:keep]
     return values.gather(0, order).mean(0)

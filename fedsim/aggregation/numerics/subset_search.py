@@ -1,4 +1,7 @@
-"""Bounded search for the n - f of n points with the smallest diameter, or with the smallest maximal variance."""
+"""Search for the n - f of n points with the smallest diameter or the smallest maximal variance in any direction.
+
+Searches that would take too long raise an error.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def least_diameter(distances: Tensor, f: int) -> list[int]:
     If several sets have the same diameter, the lexicographically first one is returned.
 
     Args:
-        distances: distances of all pairs of points, or an increasing function of these, symmetric [n, n].
+        distances: distances (or squared distances) of all pairs of points, symmetric [n, n].
         f: number of points to exclude.
 
     Raises ExperimentError if the search could need more than 2^20 branches.
@@ -54,15 +57,16 @@ def least_diameter(distances: Tensor, f: int) -> list[int]:
 
 
 def _too_far(distances: Tensor, diameter: float) -> list[int]:
-    """For each point, return the points that are farther away than `diameter`, as the bits of an integer."""
+    """Return one integer per point i, in which bit j is set if point j is farther than `diameter` from point i."""
     far = distances > diameter * (1 + TIED)
     return [sum(1 << j for j in row.nonzero().flatten().tolist()) for row in far]
 
 
 def _coverable(edges: list[int], budget: int, alive: int) -> bool:
-    """Whether removing at most `budget` of the points `alive` removes all edges of a graph.
+    """Whether at most `budget` points cover all edges between the points `alive` of a graph (vertex cover).
 
-    The bits of `alive` are points. The bits of edges[i] are the neighbours of point i.
+    Sets of points are integers: bit i of `alive` is set if it contains point i. edges[i] is the set of neighbours of
+    point i.
     """
     if budget < 0:
         return False
@@ -97,9 +101,9 @@ def least_covariance(squared_distances: Tensor, f: int) -> list[int]:
 
 
 def _top_eigenvalues(squared_distances: Tensor, subsets: Tensor) -> Tensor:
-    """Return the largest eigenvalue of the centred Gram matrix of each of several subsets of points, [count].
+    """Return the largest eigenvalue of the centred Gram matrix for each subset of points, [count].
 
-    `subsets` [count, m] contains the positions of the points in each subset.
+    Each line of `subsets` [count, m] contains the positions of the m points in a subset.
     """
     squares = squared_distances[subsets.unsqueeze(2), subsets.unsqueeze(1)]
     to_all = squares.mean(2)

@@ -1,4 +1,4 @@
-"""Choose between one thread and several threads of PyTorch."""
+"""Limit PyTorch to one thread for small amounts of data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEW_ROWS = 32  # maximum number of rows for which a block of columns is too litt
 
 
 def alone_if_small(numbers: int) -> contextlib.AbstractContextManager[None]:
-    """Return a context that limits PyTorch to one thread if the updates are small.
+    """Return a context manager that limits PyTorch to one thread if the updates are small.
 
     `numbers` is the total number of values in the updates.
     """
@@ -25,7 +25,7 @@ def alone_if_small(numbers: int) -> contextlib.AbstractContextManager[None]:
 
 
 def alone_if_few(rows: int) -> contextlib.AbstractContextManager[None]:
-    """Return a context that limits PyTorch to one thread if there are few updates.
+    """Return a context manager that limits PyTorch to one thread if there are few updates (`rows`).
 
     With few updates, several threads would mostly wait for each other.
     """

@@ -44,8 +44,8 @@ def mean(updates: Tensor, weights: Tensor | None = None, weight_total: float | N
 def weighted_mean(updates: Tensor, weights: Tensor, weight_total: float | None = None) -> Tensor:
     """Return the weighted mean of the updates, sum_k p_k x_k, as in FedAvg (McMahan et al. 2017).
 
-    p_k is the weight of update x_k divided by the sum of all weights. Weights by inverse probability are divided by 1
-    instead, which gives the estimator of Horvitz and Thompson (1952).
+    p_k is the weight of update x_k divided by the sum of all weights. With `aggregate.weights =
+    "inverse_probability"`, the divisor is 1 instead, which gives the estimator of Horvitz and Thompson (1952).
 
     Args:
         updates: updates of the n workers, [n, d].
@@ -77,12 +77,12 @@ def qfedavg(
 ) -> LinearCombination:
     """Average the updates with higher weights for workers with a higher loss (q-FedAvg, Li et al. 2020).
 
-    The paper is "Fair resource allocation in federated learning". Let x_k be the update and F_k the loss of worker k at
-    the global model. With g_k = -x_k / lr and h_k = q F_k^(q-1) |g_k|^2 + F_k^q / lr, the result is
+    The paper is "Fair resource allocation in federated learning". Let x_k be the update of worker k, and F_k its loss
+    at the global model. With g_k = -x_k / lr and h_k = q F_k^(q-1) |g_k|^2 + F_k^q / lr, the result is
     -sum_k F_k^q g_k / sum_k h_k. q = 0 is the mean.
 
-    With sync = "gradients" the rule is q-FedSGD: g_k is the gradient that worker k sends, and the result is
-    sum_k F_k^q g_k / sum_k h_k / lr, along which the client algorithm steps with the learning rate lr.
+    With sync = "gradients" the rule is q-FedSGD. g_k is the gradient that worker k sends, and the result is
+    sum_k F_k^q g_k / sum_k h_k / lr. The client algorithm takes a step with learning rate lr along this result.
 
     Args:
         updates: workers' updates, or gradients with sync = "gradients", [n, d].

@@ -17,9 +17,9 @@ from fedsim.errors import ExperimentError
 
 
 def clip_factors(lengths: Tensor, c: float) -> Tensor:
-    """Return the factor min(1, c / length) for each length [n], which is 1 for a length of 0.
+    """Return the factors min(1, c / length) that clip updates with these norms (`lengths` [n]) to the norm c.
 
-    Raises ExperimentError for an infinite length.
+    The factor of a zero norm is 1. Raises ExperimentError for an infinite norm.
     """
     values = lengths.numpy()
     beyond = np.isinf(values)
@@ -39,7 +39,7 @@ def _clipped_share(factors: Tensor) -> float:
 def norm_clipping(
     updates: Tensor, metrics: dict[str, Any], *, c: Annotated[Positive, Field(examples=[1.0])]
 ) -> LinearCombination:
-    """Clip each update x to norm c: x min(1, c / |x|). The rule is the mean of the clipped updates (Sun et al. 2019).
+    """Clip each update x to norm c: x min(1, c / |x|) (Sun et al. 2019). As a rule, return the mean of the results.
 
     Args:
         updates: updates of the n workers, [n, d].
@@ -64,9 +64,9 @@ def norm_clipping(
 @rule("arc")
 @pre_aggregator("arc")
 def arc(updates: Tensor, *, f: Count) -> LinearCombination:
-    """Clip the updates with the largest norms (adaptive robust clipping, Allouah et al. 2025). The rule is their mean.
+    """Clip the updates with the largest norms (adaptive robust clipping, Allouah et al. 2025).
 
-    The k = floor(2f (n - f) / n) updates with the largest norms are scaled to the norm of the next-largest one.
+    The k = floor(2f (n - f) / n) updates with the largest norms are scaled down to the (k + 1)-th largest norm.
 
     Args:
         updates: updates of the n workers, [n, d].
@@ -99,8 +99,8 @@ def centered_clipping(
 ) -> LinearCombination:
     """Average the updates after clipping their distances from a centre (centered clipping, Karimireddy et al. 2021).
 
-    Each iteration moves the centre v: v += mean_k of (x_k - v) min(1, tau / |x_k - v|). v starts at the result of the
-    previous round, or at `start` in the first round and without `last`.
+    Each iteration moves the centre v: v += mean_k of (x_k - v) min(1, tau / |x_k - v|). v starts at `last`, the result
+    of the previous round, or at `start` if `last` is None (in the first round).
 
     Args:
         updates: updates x_k of the n workers, [n, d].
@@ -142,8 +142,8 @@ def geometric_median(
     """Return the geometric median of the updates, computed as in RFA (smoothed Weiszfeld, Pillutla et al. 2022).
 
     The geometric median z minimizes sum_k a_k |z - x_k|, where a_k is the normalised weight of update x_k. Each
-    iteration moves z to the mean of the updates with weights a_k / max(nu, |z - x_k|), until z moves by less than
-    tol |z|.
+    iteration moves z to the weighted mean of the updates, with weights a_k / max(nu, |z - x_k|). The iterations stop
+    when z moves by at most tol |z|.
 
     Args:
         gram: distances and inner products of the updates [n, d], n >= 1.

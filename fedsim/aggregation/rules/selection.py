@@ -81,9 +81,9 @@ def krum_scores(squared_distances: Tensor, f: int) -> Tensor:
 def bulyan(gram: Gram, *, f: Count) -> LinearCombination:
     """Select updates with repeated Krum, then average each coordinate around its median (El Mhamdi et al. 2018).
 
-    Krum selects theta = n - 2f updates one after another. When n' updates are left, their scores count the n' - f - 2
-    nearest neighbours (at least one). Each coordinate of the result is the mean of the theta - 2f selected values
-    nearest their median.
+    Krum selects theta = n - 2f updates one after another. When n' updates are left, a Krum score is the sum of squared
+    distances to the n' - f - 2 nearest neighbours (at least one). Each coordinate of the result is the mean of the
+    theta - 2f selected values nearest the median of the selected values.
 
     Args:
         gram: distances and inner products of the updates [n, d].
@@ -109,7 +109,7 @@ def bulyan(gram: Gram, *, f: Count) -> LinearCombination:
 
 
 def _picked_by_krum(squared_distances: Tensor, f: int, count: int) -> Tensor:
-    """Return which `count` of the n updates repeated Krum selects, bool [n]."""
+    """Select `count` of the n updates by repeated Krum. Returns a mask, bool [n]."""
     n = len(squared_distances)
     others = squared_distances.clone().fill_diagonal_(math.inf).sort(dim=1)
     left = torch.ones(n, dtype=torch.bool)
@@ -124,7 +124,7 @@ def _picked_by_krum(squared_distances: Tensor, f: int, count: int) -> Tensor:
 
 @rule("mda")
 def mda(gram: Gram, *, f: Count) -> LinearCombination:
-    """Average the n - f updates with the smallest diameter (minimum diameter averaging, El Mhamdi et al. 2021).
+    """Average the set of n - f updates with the smallest diameter (minimum-diameter averaging, El Mhamdi et al. 2021).
 
     The diameter of a set is its largest pairwise distance. Of sets with equal diameters, the lexicographically first
     one is averaged.
@@ -146,10 +146,10 @@ def mda(gram: Gram, *, f: Count) -> LinearCombination:
 
 @rule("smea")
 def smea(gram: Gram, *, f: Count) -> LinearCombination:
-    """Average the n - f updates with the smallest maximal variance in any direction (Allouah et al. 2023).
+    """Average the set of n - f updates with the smallest maximal variance in any direction (Allouah et al. 2023).
 
-    Smallest maximum eigenvalue averaging chooses the set of n - f updates whose empirical covariance has the smallest
-    maximal eigenvalue. Of sets with equal eigenvalues, the lexicographically first one is averaged. The paper is
+    Smallest maximum eigenvalue averaging (SMEA) chooses the set whose empirical covariance has the smallest maximal
+    eigenvalue. Of sets with equal eigenvalues, the lexicographically first one is averaged. The paper is
     "Robust Distributed Learning: Tight Error Bounds and Breakdown Point under Data Heterogeneity", NeurIPS 2023.
 
     Args:

@@ -79,7 +79,7 @@ def dnc(
     c: Positive = 1.0,
     iterations: PositiveInt = 1,
 ) -> LinearCombination:
-    """Average without the updates farthest along the top singular vector (DnC, Shejwalkar and Houmansadr 2021).
+    """Average the updates except those farthest along the top singular vector (DnC, Shejwalkar and Houmansadr 2021).
 
     Each iteration of divide-and-conquer draws b coordinates (all if d <= b), centres the updates, and keeps the
     n - floor(c f) updates with the smallest squared projections on the top right singular vector. The result is the
@@ -119,7 +119,7 @@ def dnc(
 
 
 def _centred_products(updates: Tensor, columns: Tensor) -> Tensor:
-    """Return the inner products of the centred updates, over the given columns only: float64 [n, n]."""
+    """Return the inner products of the updates minus their mean, over the given columns only: float64 [n, n]."""
     n, wide = len(updates), wide_dtype(updates.device)
     products = torch.zeros(n, n, dtype=wide, device=updates.device)
     for part in _parts(updates, columns):
@@ -136,7 +136,10 @@ def _parts(updates: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
 
 
 def _ascending(along: Tensor) -> Tensor:
-    """Return the indices that sort the squared projections `along` [n] in ascending order. Ties keep their order."""
+    """Return the indices that sort the squared projections `along` [n] in ascending order.
+
+    Values that differ only by rounding count as equal, and keep their order.
+    """
     values = along.numpy()
     order = values.argsort(kind="stable")
     ascending, top = values[order], values.max()
@@ -152,10 +155,10 @@ def signguard(
 ) -> LinearCombination:
     """Average the updates with typical norms and signs, clipped to the median norm (SignGuard, Xu et al. 2022).
 
-    An update passes the norm filter if its norm is between 0.1 and 3 times the median norm. For the sign filter, the
-    shares of positive, zero and negative values in a random `fraction` of the coordinates are clustered by mean shift,
-    and the updates in the largest cluster pass. The result is the mean of x min(1, median norm / |x|) over the updates
-    x that pass both filters.
+    An update passes the norm filter if its norm is between 0.1 and 3 times the median norm. The sign filter counts
+    positive, zero and negative values in a random `fraction` of the coordinates, and clusters the updates by these
+    counts (mean shift). The updates in the largest cluster pass. The result is the mean of x min(1, median norm / |x|)
+    over the updates x that pass both filters.
 
     Args:
         updates: updates of the n workers, [n, d], n >= 1, d >= 1.
@@ -194,7 +197,7 @@ def _sign_shares(updates: Tensor, columns: Tensor) -> Tensor:
 
 
 def _largest_cluster(features: Tensor) -> Tensor:
-    """Return which of the n points `features` [n, 3] are in the largest cluster, bool [n]."""
+    """Return a mask of the points in the largest cluster, bool [n]. The rows of `features` [n, 3] are the points."""
     points = features.numpy()
     bandwidth = bandwidth_of(points)
     if bandwidth < EQUAL_POINTS:  # most points are equal

@@ -1,4 +1,4 @@
-"""Rules that weight workers by how much they are trusted."""
+"""Rules that give more weight to workers that are trusted more."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def foolsgold(
     """Average with low weights for workers whose past updates were similar to each other (FoolsGold, Fung et al. 2020).
 
     H_k is the sum of all updates of worker k so far. The similarity of two workers is cs_ij = cos(H_i, H_j), with
-    cs_ii = 0, and v_i = max_j cs_ij. In the pardoning step, cs_ij is multiplied by v_i / v_j if v_j > v_i. The weight
-    of worker i is computed from a_i = 1 - max_j cs_ij in four steps: clip to [0, 1], divide by the largest a (values
-    below 1e-12 count as 0), replace by logit(a) + 1/2, and clip to [0, 1] again. The result is the mean of the updates
-    with these weights, or zero if all weights are zero.
+    cs_ii = 0. Let v_i = max_j cs_ij. In the pardoning step, cs_ij is multiplied by v_i / v_j if v_j > v_i. The weight
+    of worker i is computed from a_i = 1 - max_j cs_ij in four steps: clip a_i to [0, 1], divide it by the largest a
+    (values below 1e-12 count as 0), replace it by logit(a_i) + 1/2, and clip it to [0, 1] again. The result is the
+    weighted mean of the updates, or zero if all weights are zero.
 
     Args:
         updates: updates of the n workers, [n, d], n >= 2.
         workers: IDs of the n workers.
-        state: sums of past updates by worker. None: only the current updates are compared.
+        state: sum of past updates of each worker. None: only the current updates are compared.
 
     Returns the weighted mean [d] and the next state. Cost: an [n, d] history, and one n x n x d matrix product.
 
@@ -78,9 +78,9 @@ def foolsgold(
 def _with_history(
     updates: Tensor, workers: list[int], state: dict[str, Tensor] | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the sum of all updates of each worker so far, [n, d], and the next state.
+    """Return the sums [n, d] of all updates that each worker has sent so far, and the next state.
 
-    If `state` is None, returns the current updates and an empty state.
+    If `state` is None, return the current updates and an empty state.
     """
     if state is None:
         return updates, {}

@@ -16,7 +16,10 @@ from fedsim.errors import ExperimentError
 
 
 class OwnModels(Policy):
-    """Base class for policies in which each worker keeps its own model and its own optimizer state (momentum)."""
+    """Base class for policies in which each worker keeps its own model and its own optimizer state (momentum).
+
+    The server stores these models as `ServerState.replicas`.
+    """
 
     @property
     def needs_replicas(self) -> bool:
@@ -32,13 +35,13 @@ class OwnModels(Policy):
 class ElasticAveraging(OwnModels):
     """Elastic averaging SGD: every `period` steps, worker i's model x_i and the global model W move towards each other.
 
-    Zhang et al. 2015. An exchange computes e = alpha (x_i - W), x_i -= e, W += e. Unlike in the paper, the next
-    gradient is computed at the new x_i, not at the old one.
+    Zhang et al. 2015. This exchange computes e = alpha (x_i - W), x_i -= e, W += e. Unlike in the paper, the next
+    gradient is computed at the new x_i, not at the old x_i.
 
     Args:
-        alpha: strength of an exchange, from 0 to 1; None: 0.9 / workers, as in the paper.
+        alpha: strength of an exchange, from 0 to 1. None: 0.9 / workers, as in the paper.
         period: number of local steps between two exchanges.
-        synchronous: whether workers wait for each other, and all exchange at once with the same W.
+        synchronous: whether all workers wait for each other, and then exchange with the same W.
 
     >>> ElasticAveraging(period=4).traffic(unit=3)  # the fourth step sends x_i and receives W
     (1, 1)
@@ -95,7 +98,7 @@ class ElasticAveraging(OwnModels):
 @policy("eamsgd")
 @dataclass(frozen=True)
 class ElasticAveragingMomentum(ElasticAveraging):
-    """Elastic averaging with momentum: `easgd` in which each worker keeps a momentum buffer.
+    """Elastic averaging with momentum: the policy `easgd`, but each worker keeps a momentum buffer.
 
     Zhang et al. 2015, with `local.momentum = 0.99` and `local.nesterov = true`.
 
@@ -119,7 +122,7 @@ def complete(slot: int, n: int) -> list[int]:
 def exponential(slot: int, n: int) -> list[int]:
     """Return the neighbours of worker number `slot` on an exponential graph of n workers.
 
-    They are the workers at distances 1, 2, 4, ... on a ring.
+    The neighbours are the workers at distances 1, 2, 4, ... on a ring, in both directions.
     """
     steps = [2**k for k in range(n.bit_length()) if 2**k < n]
     return sorted({(slot + sign * step) % n for step in steps for sign in (-1, 1)} - {slot})
@@ -130,9 +133,9 @@ GRAPHS = {"ring": ring, "complete": complete, "exponential": exponential}
 
 @dataclass(frozen=True)
 class Pairwise(OwnModels):
-    """Base class for policies in which a worker averages its model with that of a random neighbour.
+    """Base class for policies in which a worker averages its model with the model of a random neighbour.
 
-    The mean of all workers' models is tested.
+    The global model, which is tested, is the mean of all workers' models.
     """
 
     locking = "pair"
@@ -149,10 +152,10 @@ class Pairwise(OwnModels):
             server.shared.cohort.buffers[slot] = server.policy_state["buffers"][slot]
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
-        """Return the number of a random neighbour of worker number `slot`; None if all neighbours have left.
+        """Return the slot of a random neighbour of worker number `slot`, or None if all neighbours have left.
 
-        The draw depends only on the seed, on the worker, and on `unit`, the number of steps that the worker has started
-        before.
+        The draw depends only on the seed, the worker, the neighbours that have not left, and `unit`, the number of
+        steps that the worker has started before.
         """
         neighbours = [other for other in GRAPHS[self.graph](slot, server.n) if server.alive_mask[other]]
         if not neighbours:
@@ -160,7 +163,7 @@ class Pairwise(OwnModels):
         return neighbours[int(numpy_generator(server.seed, "neighbour", slot, unit).integers(len(neighbours)))]
 
     def average(self, server: ServerState, arrival: Arrival) -> None:
-        """Average the models of a worker and its partner, and give the average to both."""
+        """Replace the models of a worker and its partner by their average."""
         slot, partner = arrival.slot, self.partner(server, arrival.slot, arrival.unit)
         buffers = server.policy_state["buffers"]
         if server.has_buffers:

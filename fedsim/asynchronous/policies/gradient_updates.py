@@ -21,7 +21,7 @@ from fedsim.errors import ExperimentError
 @policy("hogwild")
 @dataclass(frozen=True)
 class Hogwild(Policy):
-    """Hogwild: each arriving gradient is applied to the global model at once, without any lock. Recht et al. 2011.
+    """Hogwild: each arriving gradient immediately changes the global model, without any lock. Recht et al. 2011.
 
     In a race, processes change the same global model at the same time, and may overwrite each other's changes. On the
     virtual clock, nothing is overwritten, but gradients are stale because of the delays.
@@ -67,9 +67,9 @@ class ASGD(Policy):
     """Asynchronous SGD (Downpour): W -= lr g when a worker's gradient g arrives. Dean et al. 2012.
 
     Args:
-        n_fetch: a worker reads the global model W only before every n_fetch-th step. In between, it takes its steps on
-            its own copy.
-        n_push: a worker sends its gradients' sum after every n_push steps.
+        n_fetch: number of steps from one read of the global model W to the next. In between, a worker takes its steps
+            on its own copy of W.
+        n_push: number of steps after which a worker sends the sum of its gradients.
 
     >>> [ASGD(n_fetch=2, n_push=3).traffic(unit) for unit in range(4)]  # (sent, received) of each step
     [(0, 1), (0, 0), (1, 1), (0, 0)]
@@ -116,8 +116,8 @@ class StalenessAware(Policy):
     """Staleness-aware SGD: W -= lr / max(1, tau) g for a gradient g with staleness tau. Zhang et al. 2016.
 
     Args:
-        softsync: the n of n-softsync, from 1 to the number of workers. Each step uses the mean of floor(workers / n)
-            gradients, each divided by its staleness. None: one step per gradient.
+        softsync: n in the paper's n-softsync, from 1 to the number of workers. Each step uses the mean of
+            floor(workers / n) gradients, each divided by max(1, tau). None: one step per gradient.
 
     >>> StalenessAware(softsync=5).check(n_workers=4)
     Traceback (most recent call last):
@@ -154,15 +154,16 @@ class StalenessAware(Policy):
 @policy("dc_asgd")
 @dataclass(frozen=True)
 class DelayCompensated(Policy):
-    """Delay-compensated ASGD: steps along g + lam g*g*(W - W_read) for a gradient g computed at W_read.
+    """Delay-compensated ASGD: the server takes a step along g + lam g*g*(W - W_read). Zheng et al. 2017.
 
-    W_read is the global model that the worker read; W is the global model when g arrives. Zheng et al. 2017.
+    The worker has read the global model W_read, and computed the gradient g there. W is the global model when g
+    arrives.
 
     Args:
-        lam: strength of the compensation, at least 0; 0 is `asgd`.
-        adaptive: whether lam is divided elementwise by sqrt(v + 1e-7), with v = m v + (1 - m) g*g per worker
-            (DC-ASGD-a). Otherwise lam is constant (DC-ASGD-c).
-        m: decay rate of v, 0 <= m < 1; only used with `adaptive`.
+        lam: strength of the compensation, at least 0. 0 is `asgd`.
+        adaptive: whether lam is divided elementwise by sqrt(v + 1e-7), where each worker's running mean square is
+            v = m v + (1 - m) g*g (DC-ASGD-a). Otherwise lam is constant (DC-ASGD-c).
+        m: decay rate of v, 0 <= m < 1. Only used with `adaptive`.
 
     >>> DelayCompensated(m=0.5)
     Traceback (most recent call last):
@@ -200,14 +201,14 @@ class DelayCompensated(Policy):
 @policy("ssp")
 @dataclass(frozen=True)
 class StaleSynchronous(Policy):
-    """Stale synchronous parallel: `asgd` in which a worker more than s steps ahead of the slowest worker waits.
+    """Stale synchronous parallel: `asgd`, but workers more than s steps ahead of the slowest worker wait for it.
 
     Ho et al. 2013. The gradients of waiting workers are buffered. Before the next worker reads the global model, the
-    server takes one step along the mean of the buffered gradients. With s = 0 these are the steps of
+    server takes one step along the mean of the buffered gradients. With s = 0 the steps are the same as with
     `sync = "gradients"`.
 
     Args:
-        s: maximum number of steps that a worker may be ahead; 0 is synchronous SGD, "inf" is `asgd`.
+        s: maximum number of steps that a worker may be ahead. 0 is synchronous SGD, "inf" is `asgd`.
 
     >>> StaleSynchronous(s="inf")
     StaleSynchronous(s='inf')
@@ -257,14 +258,14 @@ class StaleSynchronous(Policy):
 
 
 class FirstK(Policy):
-    """Base class for policies in which a step uses the mean of the first k gradients to arrive.
+    """Base class for policies in which the server takes each step along the mean of the first k gradients to arrive.
 
-    A worker whose gradient has arrived waits until this step is taken.
+    A worker whose gradient has arrived waits until the server has taken the step.
     """
 
     @abstractmethod
     def needed(self, n_workers: int) -> int:
-        """Return the number of gradients that one step averages if `n_workers` workers train at the same time."""
+        """Return k, the number of gradients per step, if `n_workers` workers train at the same time."""
 
     def start(self, server: ServerState) -> State:
         return {"arrived": torch.zeros(server.n, dtype=torch.int64)}
@@ -291,10 +292,12 @@ class FirstK(Policy):
 @policy("k_async")
 @dataclass(frozen=True)
 class KAsync(FirstK):
-    """K-async SGD: each step uses the mean of the next k gradients; the other workers continue. Dutta et al. 2018.
+    """K-async SGD: each step uses the mean of the next k gradients. Dutta et al. 2018.
+
+    The other workers continue their work.
 
     Args:
-        k: number of gradients per step; 1 is `asgd`.
+        k: number of gradients per step. 1 is `asgd`.
 
     >>> KAsync(k=2).needed(n_workers=5)
     2
@@ -317,8 +320,8 @@ class KAsync(FirstK):
 class KSync(KAsync):
     """K-sync SGD: each step uses the mean of the first k gradients and cancels the other workers' work.
 
-    Dutta et al. 2018. With n workers whose durations are exponential with rate mu, a step takes (H_n - H_(n-k)) / mu on
-    average, where H_n = 1 + 1/2 + ... + 1/n.
+    Dutta et al. 2018. If the durations of n workers are exponentially distributed with rate mu, a step takes
+    (H_n - H_(n-k)) / mu on average, where H_n = 1 + 1/2 + ... + 1/n.
 
     Args:
         k: number of gradients per step.
@@ -333,9 +336,9 @@ class KSync(KAsync):
 @policy("backup_workers")
 @dataclass(frozen=True)
 class Backup(FirstK):
-    """Synchronous SGD with backup workers: a step does not wait for the slowest workers but cancels their work.
+    """Synchronous SGD with backup workers: a step does not wait for the slowest workers, and cancels their work.
 
-    Chen et al. 2016. Each step uses the mean of the gradients that have arrived.
+    Chen et al. 2016. With n workers, each step uses the mean of the first n - backups gradients.
 
     Args:
         backups: number of workers that a step does not wait for.

@@ -72,15 +72,16 @@ class FedAsync(Policy):
 @policy("fedbuff")
 @dataclass(frozen=True)
 class FedBuff(Policy):
-    """FedBuff: the server optimizer steps along the mean of k buffered model deltas, weighted by (1 + tau)^-exponent.
+    """FedBuff: the server optimizer takes a step along the weighted sum of k buffered model deltas, divided by k.
 
-    Nguyen et al. 2022. A delta with staleness tau is a worker's trained model minus its start model. The paper's
-    concurrency is the key `cohort`. Each step also updates the server's BatchNorm statistics B:
-    B += sum s_i (b_i - B) / k, where b_i are the statistics and s_i the weight of the i-th worker in the buffer.
+    Nguyen et al. 2022. A delta is a worker's trained model minus its start model. With staleness tau it has the weight
+    (1 + tau)^-exponent. The paper's concurrency is the setting `cohort`. Each step also updates the server's BatchNorm
+    statistics B: B += sum s_i (b_i - B) / k, where the i-th delta in the buffer has the weight s_i, and b_i are the
+    statistics of its worker.
 
     Args:
-        k: number of deltas in the buffer; None: the number of concurrent workers.
-        exponent: staleness exponent, at least 0; 0 weights all deltas equally.
+        k: number of deltas in the buffer. None: the number of concurrent workers.
+        exponent: staleness exponent, at least 0. 0 weights all deltas equally.
 
     >>> FedBuff(k=10).uses_server_optimizer
     True
@@ -121,17 +122,17 @@ class FedBuff(Policy):
 @policy("async_local_sgd")
 @dataclass(frozen=True)
 class AsyncLocalSGD(Policy):
-    """Asynchronous local SGD: steps along pseudo-gradients g = W_read - x with delayed Nesterov momentum.
+    """Asynchronous local SGD: steps along pseudo-gradients g = W_read - x with delayed Nesterov momentum m.
 
     Liu et al. 2024. W_read is the global model that a worker started from, and x is its trained model. Most arrivals
-    take a step W -= lr (g / n + c beta m). Every n-th arrival instead updates the momentum, m = beta m + (sum of the
-    last n g) / n, and then takes the step W -= lr (g / n + (1 - c n + c) beta m). So n arrivals together apply the
+    cause a step W -= lr (g / n + c beta m). Every n-th arrival first updates the momentum, m = beta m + (sum of the
+    last n g) / n, and then causes the step W -= lr (g / n + (1 - c n + c) beta m). So n arrivals together apply the
     momentum once.
 
     Args:
         lr: outer learning rate, at least 0.
         beta: momentum factor, 0 <= beta < 1.
-        n: number of arrivals between two momentum updates; None: the number of concurrent workers.
+        n: number of arrivals between two momentum updates. None: the number of concurrent workers.
         c: share of the momentum that each arrival applies between two momentum updates, 0 <= c <= 1/n.
         dylu: whether slow workers take fewer local steps (dynamic local updates). A worker whose steps take r times as
             long as the fastest worker's takes 1/r of the scheduled steps, at least one.

@@ -1,4 +1,4 @@
-"""Races without locks: all modules' parameters are views of the shared global row, which other processes change."""
+"""Races without locks: the parameters of each process's modules are views of one global row in shared memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fedsim.system.devices import synchronize
 class HogwildWorker(RaceWorker):
     """Training of some workers in one process of a race without locks.
 
-    Each worker computes its gradient at the current global model, which other processes may be changing, and changes
-    the global model at once.
+    Each worker computes a gradient at the current global model and immediately changes the global model. Other
+    processes may be changing it at the same time.
     """
 
     def _set_up(self) -> None:
@@ -42,7 +42,7 @@ class HogwildWorker(RaceWorker):
             synchronize(self._executor.task.device)
 
     def _steps(self, participant: SyncParticipant, result: ProcessResult) -> Iterator[int]:
-        """Run one worker's round. Yields after each step."""
+        """Run one worker's round. Yields the step number after each step, so that workers can take turns."""
         slot, round, stats = participant.member.slot, participant.member.round, result.stats
         for step in range(self._executor.batch_source.steps(slot, round)):
             with self._process.working_on(slot, round):
@@ -58,7 +58,7 @@ class HogwildWorker(RaceWorker):
         stats.loss_samples += participant.samples
 
     def _step(self, participant: SyncParticipant, step: int, result: ProcessResult) -> None:
-        """Compute a worker's gradient, and let the policy change the global model by it."""
+        """Compute a worker's gradient, and pass it to the policy, which changes the global model."""
         server, process, stats, measures = self._server, self._process, result.stats, result.measures
         member, module, ended = participant.member, participant.module, self._writes_ended
         slot, buffers, gradient = member.slot, server.shared.cohort.buffers, server.rows[member.slot]

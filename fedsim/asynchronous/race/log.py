@@ -35,7 +35,7 @@ class LogEntry(NamedTuple):
             its round and is absent until the round ends).
         worker: ID of the worker.
         steps: number of local steps if the policy sets it, else 0.
-        begun, taken: positions of the start and of the arrival in the order of all events.
+        begun, taken: event numbers of the start and of the arrival. All starts and arrivals in a round are numbered.
         read, applied: number of updates of the global model before the start and before the arrival.
     """
 
@@ -52,10 +52,10 @@ COLUMNS = ("run", "round", *LogEntry._fields)
 
 
 def to_csv(experiment: Mapping[str, Any], rounds: Iterable[tuple[int, int, np.ndarray]]) -> bytes:
-    """Return the contents of the log file of a race, in CSV format.
+    """Return the contents of a race's log file, in CSV format.
 
     Args:
-        experiment: the resolved experiment.
+        experiment: all settings of the race, as nested dicts.
         rounds: triples (run, round, entries), one for each round of each repetition of the race. `entries` is an
             integer array with one line per entry and one column per field of `LogEntry`.
     """
@@ -72,8 +72,8 @@ def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int
 
     Args:
         path: the log file, or the run folder that contains it.
-        experiment: the resolved experiment that repeats the race.
-        run: number of the race's repetition, from 1.
+        experiment: all settings of the experiment that repeats the race, as nested dicts.
+        run: which repetition of the race to read, from 1.
 
     Raises ExperimentError if the file cannot be read, or is the log of a different experiment.
     """

@@ -17,8 +17,8 @@ class Event(NamedTuple):
     """The start or the arrival of a worker's step or round in a logged race.
 
     Attributes:
-        number: position of the event in the order of the race.
-        starts: whether it is a start.
+        number: event number, which determines the order of the events.
+        starts: whether the event is a start (true) or an arrival (false).
         entry: log entry of the step or round.
     """
 
@@ -69,7 +69,7 @@ class LoggedOrder:
         self._server.revive_all()
 
     def state(self) -> dict[str, Any]:
-        """Return the state between two rounds as a JSON-serializable dict, without tensors."""
+        """Return the state after a round as a JSON-serializable dict. Tensors are not included."""
         return self.dispatcher.state()
 
     def resume(self, state: Mapping[str, Any]) -> None:

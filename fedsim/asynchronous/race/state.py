@@ -25,10 +25,10 @@ except ImportError:  # Windows
 
 
 class Locks:
-    """Numbered locks between processes. A lock is released even if the process that holds it is killed.
+    """Numbered locks between processes. If a process is killed, its locks are released.
 
-    `acquire` takes several locks in ascending order, to avoid deadlocks. The locks do not work between threads of one
-    process.
+    `acquire` acquires several locks in ascending order, to avoid deadlocks. The locks do not work between threads of
+    one process.
 
     Attributes:
         taken: number of locks that this process acquired.
@@ -89,10 +89,10 @@ class RaceState:
     """Locks and counters that all processes of a race share, for n workers that train at the same time.
 
     Attributes:
-        loss_counters: counters that detect lost updates, float64 [n, COORDINATES]. A worker adds 1 to them with every
-            update. A missing addition at the end means that another process has overwritten it.
-        slots: int64 [n, LINE]. For each worker, the number of begun and of ended updates, the number of additions to
-            `loss_counters`, and the worker's status.
+        loss_counters: counters that detect lost updates, float64 [n, COORDINATES]. With every update, 1 is added to all
+            values of a counter. If a sum is too small at the end, another process has overwritten some additions.
+        slots: int64 [n, LINE]. The first columns contain for each worker the number of begun updates, the number of
+            ended updates, the number of additions to `loss_counters`, and the worker's status.
         events: int64 [1], number of starts and arrivals so far.
         locks: the locks of the server and of the workers.
     """
@@ -105,22 +105,22 @@ class RaceState:
         share([self.loss_counters, self.slots, self.events])
 
     def clear(self) -> None:
-        """Set all counters to zero before a round."""
+        """Set all counters and statuses to zero before a round."""
         for tensor in (self.loss_counters, self.slots, self.events):
             tensor.zero_()
 
     def column(self, column: int) -> np.ndarray:
-        """Return one column of `slots`, with one number for each worker, int64 [n]."""
+        """Return a view of one column of `slots`, with one value per worker, int64 [n]."""
         return self.slots.numpy()[:, column]
 
     def add(self, slot: int, counters: Sequence[int] = (0,)) -> None:
-        """Count an update by worker number `slot`: add 1 to the `counters` with these numbers."""
+        """Count an update by worker number `slot`: add 1 to each of the given `counters` (rows of `loss_counters`)."""
         for counter in counters:
             self.loss_counters[counter].add_(1.0)
         self.slots.numpy()[slot, ADDED] += len(counters)
 
     def lost(self) -> float:
-        """Return an estimate of the number of updates that were lost because another process has overwritten them."""
+        """Return an estimate of how many updates were lost because another process has overwritten them."""
         return int(self.column(ADDED).sum()) - float(self.loss_counters.sum()) / COORDINATES
 
 
@@ -130,10 +130,10 @@ class Measures:
 
     Attributes:
         updates: number of results that were used.
-        overlapped: number of gradients for which another process changed the global model during the computation.
-        locks_taken, locks_waited, lock_seconds: number of acquired locks, number of locks with waiting time, and this
-            time in total.
-        held_back: number of times that a worker's round ended early, because no other worker could make progress.
+        overlapped: number of gradients during whose computation another process changed the global model.
+        locks_taken, locks_waited, lock_seconds: number of acquired locks, number of locks for which a process had to
+            wait, and total waiting time.
+        held_back: number of times that a worker's round ended early, because no worker could make progress.
         seconds: duration in the slowest process.
     """
 
@@ -146,7 +146,7 @@ class Measures:
     seconds: float = 0.0
 
     def add(self, measures: Measures) -> None:
-        """Add the measurements of another process or run. Of `seconds`, the maximum is kept."""
+        """Add the measurements of another process or run to this object. `seconds` becomes the maximum of both."""
         longest = max(self.seconds, measures.seconds)
         for measure in fields(self):
             setattr(self, measure.name, getattr(self, measure.name) + getattr(measures, measure.name))

@@ -1,4 +1,4 @@
-"""One process's part of a race: what the process's workers do during a round."""
+"""Training of one process's workers during a round of a race."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RaceWorker(ABC):
         executor: object that trains workers in this process.
         server: state of the server, in shared memory.
         race_state: locks and counters that all processes share.
-        slots: positions (among the workers that train at the same time) of this process's workers.
+        slots: positions of this process's workers among the workers of all processes.
     """
 
     def __init__(self, executor: Executor, server: ServerState, race_state: RaceState, slots: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class RaceWorker(ABC):
         self._set_up()
 
     def race(self, run: int, round: int) -> ProcessResult:
-        """Train this process's workers for one round, and return the results. Waits until all processes are ready.
+        """Wait until all processes are ready, then train this process's workers for one round. Returns the results.
 
         `run` is the number of the race's repetition.
         """
@@ -79,11 +79,11 @@ class RaceWorker(ABC):
         return result
 
     def progress(self) -> Progress:
-        """Return which work is done, as one pair (number, state) for each repetition of the race."""
+        """Return how much work each worker has finished: a pair (run, scheduler state) per repetition of the race."""
         return [(run, scheduler.state()) for run, scheduler in self._schedulers.items()]
 
     def resume(self, progress: Progress) -> None:
-        """Restore saved progress. `progress` contains the workers of all processes."""
+        """Restore the progress of this process's workers. `progress` contains the workers of all processes."""
         self._schedulers.clear()
         for run, state in progress:
             done = [(worker, count) for worker, count in state["done"] if worker in self._slots]
@@ -111,7 +111,7 @@ class LockedRaceWorker(RaceWorker):
     """Training of some workers in one process of a race with locks.
 
     The locks protect the global model when a worker reads it and when a result arrives. A worker that may not start
-    waits for another worker. If no worker can make progress, the round ends early, and the remaining work is done in
+    waits for other workers. If no worker can make progress, the round ends early. The remaining work is then done in
     the next round.
     """
 
@@ -140,7 +140,7 @@ class LockedRaceWorker(RaceWorker):
                 sleep = min(2 * sleep, LONGEST_SLEEP)
 
     def _work(self, slot: int) -> bool:
-        """Let worker number `slot` train. Returns False if its round is over, or if it may not start yet."""
+        """Run one step or round of worker number `slot`. Returns False if its round is over or it may not start yet."""
         with self._locked(slot):
             if not self._may_start(slot):
                 return False
@@ -203,13 +203,13 @@ class LockedRaceWorker(RaceWorker):
         synchronize(self._executor.task.device)
 
     def _partner(self, slot: int) -> tuple[int, ...]:
-        """Return the number of the second worker whose model changes, as a tuple. Empty if there is none."""
+        """Return a tuple with the slot of the second worker whose model changes, or () if there is none."""
         partner = self._policy.partner(self._server, slot, int(self._server.units[slot]) - 1) if self._pair else None
         return () if partner is None else (partner,)
 
     @contextlib.contextmanager
     def _locked(self, *slots: int) -> Iterator[None]:
-        """Hold the locks that the policy needs: the lock of the server, or the locks of the workers `slots`."""
+        """Context manager that holds the locks that the policy needs: the server's lock, or those of the `slots`."""
         numbers, locks = [1 + slot for slot in slots] if self._pair else [SERVER_LOCK], self._race_state.locks
         try:
             with self._process.waiting():
@@ -224,14 +224,14 @@ class LockedRaceWorker(RaceWorker):
 
         Args:
             kind: kind of the entry (see `LogEntry`).
-            item: the step or round.
-            begun: number of the event at which it started.
+            item: the worker's step or round.
+            begun: event number of its start.
         """
         taken = begun if kind == LEFT else self._event()
         read, version = int(self._server.read[item.slot]), self._server.version
         self._entries.append(LogEntry(kind, item.worker, item.steps or 0, begun, taken, read, version))
 
     def _event(self) -> int:
-        """Return the number of the next event. The caller must hold the server's lock."""
+        """Count a new event (a start or arrival), and return its number. The caller must hold the server's lock."""
         self._events[0] += 1
         return int(self._events[0])
