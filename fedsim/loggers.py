@@ -43,7 +43,7 @@ Log = Callable[[int, Mapping[str, float]], object]  # arguments: round, and its 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What a logger is told about a run before the first round.
+    """Facts about a run that a logger receives before the first round.
 
     Attributes:
         name: name of the run.

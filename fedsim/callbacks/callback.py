@@ -30,7 +30,7 @@ class CurrentRun:
         folder: writer of the run's records. None without records, and in processes other than rank 0.
         rounds: object that executes the rounds.
         recorded: whether the run writes records.
-        ended: if the run is continued after it had ended early: the reason why it had ended. Otherwise None.
+        ended: reason why an earlier part of the run ended early, if the run is continued after that. Otherwise None.
         on_request: whether a user-defined callback has ended the run.
     """
 
@@ -45,7 +45,7 @@ class CurrentRun:
 
     @property
     def facts(self) -> RunFacts:
-        """What is known before the first round, such as the number of samples per worker."""
+        """Facts that are known before the first round, such as the number of samples per worker."""
         return self.rounds.facts
 
     def model(self) -> nn.Module:

@@ -52,7 +52,7 @@ class Checkpoints(Callback):
 
 
 def _choices_of(run: CurrentRun) -> dict[str, Any]:
-    """Return the settings that affect rounding errors, so that a run is continued with the same settings."""
+    """Return the settings that affect rounding errors, with which a continued run must be computed as well."""
     chosen = {"engine": run.experiment.engine, **run.facts.how}
     return {key: chosen[key] for key in ("engine", "processes", "threads", "width") if key in chosen}
 
@@ -62,8 +62,8 @@ class CheckpointFolder:
 
     Args:
         folder: folder of the run, or None to write no checkpoints.
-        every: number of rounds between two checkpoints; 0: no checkpoints; None: chosen so that checkpoints take at
-            most 1 % of the run time. There is always a checkpoint after the last round, except with 0.
+        every: number of rounds between two checkpoints, with another checkpoint after the last round; 0: no
+            checkpoints; None: chosen so that checkpoints take at most 1 % of the run time.
         keep: number of checkpoints to keep. Older ones are removed.
     """
 

@@ -1,4 +1,4 @@
-"""Callbacks that end a run early (table `stop`, or divergence) and then test single workers."""
+"""Callbacks that end a run early (table `stop`, or divergence) and then test individual workers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class StopEarly(Callback):
 
 
 class FinalWorkerTests(Callback):
-    """Callback that tests the single workers after the last round of a run that ended early."""
+    """Callback that tests individual workers after the last round of a run that ends early."""
 
     def __init__(self, run: CurrentRun) -> None:
         self._run = run
 
     def on_start(self, run: CurrentRun) -> None:
-        """Test the single workers if a run that is continued has no more rounds."""
+        """Test individual workers if a resumed run had already ended early without these tests."""
         if run.stopped and not any(name.startswith("global_worker_") for name in run.history[-1].metrics):
             self._test(run.history[-1])
             if run.folder and (tests := run.rounds.tests_after(run.history[-1].round)):

@@ -101,7 +101,7 @@ def _warn(failure: str, error: Exception) -> None:
 
 
 def _logged_run(experiment: Experiment, folder: RunFolder | None, done: int) -> LoggedRun:
-    """Return what the loggers are told about a run.
+    """Return the facts about a run that its loggers receive.
 
     `done` is the number of rounds that were finished before the run was continued.
     """

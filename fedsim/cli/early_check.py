@@ -1,4 +1,4 @@
-"""Check keys and names before PyTorch is imported, because most mistakes are there and the import takes seconds.
+"""Check keys and names before PyTorch is imported: they contain most mistakes, and the import takes seconds.
 
 The check reads keys and components from fedsim's source code. Values and their combinations are left to the check of
 the experiment itself. If an experiment imports a component, all its components are left to that check, because an
@@ -92,8 +92,8 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
         place: dotted key of the table, "" for the whole experiment.
         tables: the whole experiment.
 
-    An item is the error message, and whether it is about a component. The message is None for an import path, because
-    the imported module may define more components.
+    Each item is a pair: the error message, and whether it is about a component. The message is None for an import path,
+    because the imported module may define more components.
     """
     if table.kind and table.is_name(values):
         values = {table.named_by: values}

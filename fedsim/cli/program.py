@@ -62,7 +62,7 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
 
 
 def _import_everything() -> None:
-    """Import all modules that commands need. Meanwhile, the terminal shows a message."""
+    """Import all modules that commands need, and show a message in the terminal during the import."""
     show_line = "torch" not in sys.modules and sys.stderr.isatty()
     if show_line:
         print("importing PyTorch", end="\r", file=sys.stderr, flush=True)

@@ -38,7 +38,7 @@ def flower_partition(
         fedsim run partition=fedsim.integrations.flower_datasets:flower_partition \\
             partition.partitioner=DirichletPartitioner partition.alpha=0.5
 
-    The partitioner receives a data set with the columns "label" and, if `ids` are known, "id".
+    The partitioner receives a data set with the columns "label", "index" and, if `ids` are known, "id".
 
     Args:
         labels: class label of every sample, [n].
@@ -49,8 +49,8 @@ def flower_partition(
         arguments: arguments of this class. The defaults are: `num_partitions` is the number of workers, `seed` is drawn
             from the seed of the partition, and `partition_by` is "label".
 
-    Returns one index array per worker. Raises ExperimentError for an unknown class, invalid arguments, or a partitioner
-    that splits columns, or whose number of partitions is not the number of workers.
+    Returns one index array per worker. Raises ExperimentError if the class is unknown, if its arguments are invalid, or
+    if the partitioner splits columns or does not return one partition per worker.
     """
     names = [name for name in flwr_datasets.partitioner.__all__ if name != "Partitioner"]
     where = f"partition.partitioner = {show(partitioner)}"

@@ -4,8 +4,8 @@ A processor is a pure function from an update [d] to an update [d]. Its position
 name, and must not be changed. Its keyword-only parameters are its configuration:
 
     update   update of one worker, or its gradient with sync = "gradients", [d]
-    draws    Draws on the device of the update, seeded by (seed, round, worker), the position in the chain, and the step
-             with sync = "gradients"
+    draws    Draws on the device of the update, seeded by (seed, round, worker), by the position in the chain and, with
+             sync = "gradients", by the step
     metrics  dict to which the processor may add numbers or one-element tensors. Their means over all updates of a round
              are recorded under their keys
 
@@ -35,7 +35,7 @@ class UpdateProcessor(Component):
     """Processor with its parameters.
 
     Attributes:
-        error_feedback: whether each worker adds the accumulated errors of the processor to its next update.
+        error_feedback: whether each worker adds the error that the processor made (the residual) to its next update.
     """
 
     error_feedback: bool = False

@@ -1,1 +1,1 @@
-"""Writing and reading the files of a run: the run folder, its rounds, TensorBoard files."""
+"""Write and read the files of a run: the run folder, the records of its rounds, and TensorBoard files."""

@@ -22,7 +22,7 @@ OPENING, CLOSING, QUOTES = "[{", "]}", "\"'"
 
 
 def axes_of_tables(tables: Any, place: str = "comparison") -> Axes:
-    """Return the values to compare from a [comparison] table: a list of values for each dotted key.
+    """Read a [comparison] table, and return the list of values to compare for each dotted key.
 
     `place` is the name of the table in error messages.
     """
@@ -68,9 +68,9 @@ def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
 
 
 def apply_words(axes: Axes, words: Iterable[str], changes: Iterable[Change] = ()) -> tuple[Axes, Axes, list[Change]]:
-    """Combine the values to compare from a [comparison] table with the `key=value` words of a command line.
+    """Combine `axes` from a [comparison] table with the `key=value` words of a command line, which take precedence.
 
-    Returns all values to compare, the values from the words, and the changes to make in all runs.
+    Returns (all axes, axes given by the words, settings to change in all runs). `changes` is added to the last.
     """
     word_axes, others = split_words(words)
     in_all = [*map(parse_word, others), *changes]
@@ -97,9 +97,9 @@ def split_at_commas(text: str) -> list[str]:
 
 
 def changes_of(key: str, value: Any) -> list[Change]:
-    """Return the changes to an experiment that set the key `key` to a value.
+    """Return the changes that set `key` to `value` in an experiment.
 
-    If the value is a dict, each of its keys is changed.
+    If `value` is a dict, there is one change for each of its keys.
     """
     keys = key.split(".")
     if not isinstance(value, dict):
@@ -141,9 +141,12 @@ def shape_of(axes: Axes) -> str:
 
 
 def with_points(line: str, points: list[dict[str, Any]], total: int) -> str:
-    """Return an error message that starts with the first of the combinations (`points`) that have this error.
+    """Prefix the error message `line` with the first combination of values in which the error occurs.
 
-    No combination is named if all have the error. `total` is the number of all combinations.
+    Args:
+        line: error message.
+        points: combinations in which the error occurs. If these are all combinations, there is no prefix.
+        total: number of all combinations.
     """
     if len(points) == total:
         return line
@@ -197,7 +200,7 @@ def _checked(key: str, values: Any, place: str) -> list[Any]:
 
 
 def _is_json(value: Any, *, exact: bool = False) -> bool:
-    """Whether `value` can be written as JSON. With `exact`, subclasses of str, bool, int and float do not count."""
+    """Whether `value` can be written as JSON. With `exact`, subclasses of str, bool, int and float are refused."""
     if isinstance(value, list):
         return all(_is_json(item, exact=exact) for item in value)
     if isinstance(value, dict):

@@ -60,7 +60,7 @@ class EarlyStopping:
     def require_number(self, record: RoundRecord, *, by_function: bool = False) -> None:
         """Raise ExperimentError if the record does not contain the metric.
 
-        `by_function`: whether a user-defined function trains the model, which may return no train loss.
+        `by_function`: whether a user-defined function trains the model. It may have returned no training loss.
         """
         first, *name = self._metric.path
         if by_function and first == "train_loss" and self._metric.read(record) is None:
@@ -96,7 +96,7 @@ def divergence(record: RoundRecord) -> str | None:
 
 
 def stored_stop(experiment: Mapping[str, Any]) -> Stop:
-    """Return the settings for early stopping of a stored experiment."""
+    """Return the early-stopping settings (`stop.*`) of a stored experiment."""
     try:
         return Stop.model_validate(experiment.get("stop", {}))
     except ValidationError:

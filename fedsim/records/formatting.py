@@ -66,7 +66,7 @@ def prepared(value: Any) -> str:
 
 
 def flatten(table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return all values of nested dicts as pairs of dotted key and text."""
+    """Return all values of nested dicts as pairs (dotted key, value as text)."""
     return [(key, prepared(value)) for key, value in leaves_of(table)]
 
 
@@ -106,7 +106,7 @@ def size(value: float | None) -> str:
 
 
 def amount(value: float | None) -> str:
-    """Return a number as text with four significant digits. Digits before the decimal point are always kept."""
+    """Return a number as text with four significant digits, or as a whole number from 1000, such as "12,346"."""
     if value is None:
         return MISSING
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

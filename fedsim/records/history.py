@@ -80,7 +80,7 @@ def read_history(folder: Path) -> list[RoundRecord]:
 
 
 def with_nan_losses(record: RoundRecord) -> RoundRecord:
-    """Replace missing losses in a record by NaN, because JSON files cannot store NaN."""
+    """Replace missing losses in a record by NaN, which JSON files store as null."""
     losses = {key: math.nan for key in ("test_loss", "train_loss") if record[key] is None}
     return replace(record, **losses) if losses else record
 
@@ -115,7 +115,7 @@ def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
 
 
 def noted_stop(folder: Path, round: int) -> str | None:
-    """Return why the run ended early after this round, according to its `events.jsonl`, or None if it did not."""
+    """Return why the run in `folder` ended early after `round`, as noted in `events.jsonl`, or None if it did not."""
     if not is_file(folder / EVENTS):
         return None
     reason = None
@@ -137,7 +137,7 @@ def first_problem(error: ValidationError) -> str:
 def read_file(path: Path, most: int) -> bytes:
     """Return the content of a file.
 
-    Raises RecordError if the file cannot be read, has more than `most` bytes, or is a link out of its folder.
+    Raises RecordError if the file cannot be read, has more than `most` bytes, or links to a file outside its folder.
     """
     try:
         return read_bounded(path, most, inside=path.parent)

@@ -85,7 +85,7 @@ def places_on(scale: str, progress: Sequence[Progress], history: Sequence[RoundR
 
 
 def _sent_by_each(record: RoundRecord, experiment: Mapping[str, Any]) -> Sequence[int] | None:
-    """Return how many results each worker sends in a synchronous round, or None if unknown."""
+    """Return how many results each worker of the cohort sends in a synchronous round, or None if unknown."""
     cohort, sync, first = record.cohort, experiment.get("sync"), experiment.get("gradient_rounds")
     if not (sync == "gradients" or (sync == "post_local" and isinstance(first, int) and record.round <= first)):
         return [1] * len(cohort)
@@ -110,8 +110,8 @@ def run_metrics(
     Args:
         history: the records of the run.
         progress: the totals after each round (see `progress_of`).
-        target: test accuracy (or test loss) to reach. If set, the results `..._to_target`, such as `rounds_to_target`,
-            say when the run reached it. They are None if it did not.
+        target: test accuracy (or test loss) to reach. If set, the results include `rounds_to_target` and similar
+            totals when the run first reached the target. They are None if it did not.
     """
     last, at, score = history[-1], progress[-1], score_in(history)
     numbers = {score.key: score.read(last), score.key.replace("test_", "best_"): best_score(history)}
@@ -141,7 +141,7 @@ def best_score(history: Sequence[RoundRecord]) -> float | None:
 
 
 def component_metrics(record: RoundRecord) -> dict[str, float | None]:
-    """Return the additional numbers in a record, such as those of metrics, by keys such as "metrics.drift"."""
+    """Return the numbers in a record that components added, by keys such as "metrics.drift"."""
     return {f"metrics.{name}": value for name, value in record.metrics.items()}
 
 
@@ -165,9 +165,9 @@ def mean_or_none(values: Iterable[float | None], digits: int = 8) -> float | Non
 
 
 def round_rows(history: Sequence[RoundRecord]) -> list[dict[str, float]]:
-    """Return the numbers of each round as a dict, by the dotted keys of `metrics.jsonl`.
+    """Return one dict of numbers per round, whose keys are the dotted keys of `metrics.jsonl`.
 
-    All dicts have the same keys. NaN stands for missing numbers.
+    All dicts have the same keys. Missing numbers are NaN.
 
     >>> round_rows([RoundRecord(round=1, test_accuracy=0.5, test_loss=0.7, train_loss=0.8, metrics={"f1": 0.25})])
     [{'round': 1, 'test_accuracy': 0.5, 'test_loss': 0.7, 'train_loss': 0.8, 'metrics.f1': 0.25}]
@@ -186,6 +186,6 @@ def round_rows(history: Sequence[RoundRecord]) -> list[dict[str, float]]:
 def to_frame(rows: Sequence[Mapping[str, Any]], purpose: str) -> DataFrame:
     """Return a list of dicts as a pandas DataFrame.
 
-    Raises MissingPackageError if pandas is not installed. `purpose` says in the message what pandas is needed for.
+    Raises MissingPackageError if pandas is not installed. The message says for which `purpose` it is needed.
     """
     return import_extra("pandas", extra="pandas", purpose=purpose).DataFrame(rows)

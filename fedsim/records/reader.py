@@ -1,7 +1,7 @@
 """Read run folders and the file `comparison.json`.
 
 A folder may be untrusted or belong to an unfinished run. Optional files may be missing, and the last line of the
-metrics may be incomplete. Any other damage raises an error that names its place.
+metrics may be incomplete. Any other damage raises an error that names the damaged file.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ class Run:
     """A finished, unfinished or failed run, read from its folder.
 
     Attributes:
-        folder: folder of the records, or None if the records are not kept.
+        folder: run folder, or None if no records are written.
         experiment: the experiment, with all defaults, as nested dicts.
         history: one record per round.
         torn: whether the last line of the metrics file is incomplete.
         id: ID of the run in a comparison, else "".
         point: in a comparison, the run's value for each compared setting.
-        place: in a comparison, the index of each of these values.
+        place: in a comparison, the index of each of these values among the compared values.
         failure: first line of the reason why the run failed, or None if it did not fail.
         target: test result to reach, or None.
         counts: whether an unfinished run is treated as finished.
@@ -115,9 +115,9 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path, **in_comparison: Any) -> Run:
-        """Read the run in a folder. Missing files count as empty.
+        """Read the run in a folder. Missing files are treated as empty.
 
-        `in_comparison` sets further attributes, such as `id`, of a run that belongs to a comparison.
+        `in_comparison` contains further attributes, such as `id`, for a run that is part of a comparison.
 
         Raises RecordError if a file is damaged.
         """
@@ -219,7 +219,7 @@ class Run:
 
     @cached_property
     def workers(self) -> WorkerResults | None:
-        """Return the newest test results of the single workers, or None if no worker was tested."""
+        """Return the newest test results of the individual workers, or None if no worker was tested."""
         table = newest_table(self.folder, len(self.history)) if self.folder else None
         return read_csv(table) if table else None
 
@@ -243,9 +243,9 @@ def places_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
 
 
 def read_comparison_file(path: Path, objects: Iterable[ObjectName] = ()) -> ComparisonFile:
-    """Return the content of a `comparison.json`.
+    """Return the content of a `comparison.json` file.
 
-    Python objects are stored only by name. `objects` are the objects that replace these names.
+    The file contains only the names of Python objects. `objects` are the objects to insert for these names.
     """
     file = _validated(ComparisonFile, path, MOST_COMPARISON_BYTES)
     if problem := problem_with_words(file.model_dump()):

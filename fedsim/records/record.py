@@ -1,7 +1,7 @@
 """Records of rounds: one schema for `metrics.jsonl`, the terminal, TensorBoard, reports and comparisons.
 
-To add a number to all of these, declare a field with a `Metric`. Components need no field: their numbers in
-`RoundRecord.metrics` are shown under their names.
+To add a number to all of these, declare a field annotated with a `Metric`. Numbers that components record need no
+field: they are in `RoundRecord.metrics`, and are shown under their names.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Metric:
         column: heading in the terminal's table, or "" to leave the number out.
         tag: name in TensorBoard, or "" to leave the number out.
         chart: whether the report has a chart of the number.
-        path: names of the fields that lead to the number in a record, set by `metrics_in`.
+        path: field names from the record to the number, such as ("asynchronous", "updates").
     """
 
     label: str
@@ -85,14 +85,14 @@ class Metric:
         return value if value is not None and math.isfinite(value) else None
 
     def named(self, name: str) -> Metric:
-        """Return the metric of one number in a field that is a dict of numbers. `name` is its key."""
+        """For a field that is a dict of numbers, return the metric of the number with the key `name`."""
         words = {part: getattr(self, part).format(name) for part in ("label", "column", "tag")}
         better = better_called(name) if self.better == "by name" else self.better
         return replace(self, **words, better=better, path=(*self.path, name))
 
 
 def better_called(name: str) -> Literal["higher", "lower"] | None:
-    """Return whether higher or lower values of a number are better, judged by its name. None if neither is.
+    """Return whether higher or lower values of a number are better, judging by its name, or None if neither is.
 
     Lower is better for losses, errors and measures of inequality. For most other numbers, higher is better.
 
@@ -168,7 +168,7 @@ class RaceRecord(Record):
     updates: Count | None = None
     """Number of updates in the round."""
     updates_lost: Number = None
-    """Number of updates that another process overwrote, estimated with a shared counter. 0 with a lock."""
+    """Number of updates that another process overwrote, estimated with a shared counter. 0 if locks are used."""
     lost_fraction: Annotated[Number, Metric("Updates lost (fraction)", "lower", share=True)] = None
     """`updates_lost` / `updates`."""
     torn_reads: Annotated[Number, Metric("Torn reads (fraction)", "lower", share=True)] = None
@@ -180,7 +180,7 @@ class RaceRecord(Record):
     lock_seconds: Number = None
     """Total time in seconds that the processes waited for locks."""
     held_back: Count | None = None
-    """Number of times that a worker could not end its round because no other worker was left to release it."""
+    """Number of times that a waiting worker ended its round early, because no other worker could make progress."""
 
 
 @record_class
@@ -214,7 +214,7 @@ class RoundRecord(Record):
     )
     """Loss on the samples held out by `data.validation_fraction`, or None without such samples."""
     train_loss: Annotated[Number, Metric("Train loss", "lower", column="train loss", tag="train/loss")] = None
-    """Training loss averaged over the samples of the cohort during training, without excluded workers."""
+    """Loss during training, averaged over the samples of all workers in the cohort that were not excluded."""
     attack_success: Annotated[Number, Metric("Attack success", "lower", share=True, tag="attack/success")] = None
     """Success rate of a targeted attack on the global model, between 0 and 1 (a lower rate is a better defence). None
     if the attack has no such measure."""
@@ -300,9 +300,9 @@ Declared = TypeVar("Declared", bound=type[Record])
 
 
 def _declared(record_type: Declared, path: tuple[str, ...] = ()) -> list[Metric]:
-    """Return the metrics that are declared in a record class.
+    """Return the metrics of the fields of a record class.
 
-    `path` has the names of the fields that lead to such an object in a RoundRecord.
+    `path` is () for RoundRecord, or the name of the RoundRecord field that contains the record.
     """
     hints = get_type_hints(record_type, include_extras=True)
     return [

@@ -37,7 +37,7 @@ class Row:
 
     Attributes:
         point: the compared values, by key.
-        place: the index of each of these values.
+        place: the index of each of these values among the values of its setting.
         runs: the run of each seed (see `Run`), finished or not.
         metric: the metric by which the runs are compared, such as the test accuracy.
         chosen: values that were chosen by `tune` and `worst`.
@@ -63,19 +63,19 @@ class Row:
 
     @cached_property
     def metrics(self) -> dict[str, Estimate | None]:
-        """Return the mean of each result over the seeds, by name, such as `test_accuracy`."""
+        """Return the mean over the seeds of each result, such as `test_accuracy`, by name."""
         names = dict.fromkeys(name for run in self.finished for name in run.metrics)
         by_name = {name: [run.metrics.get(name) for run in self.finished] for name in names}
         return {name: estimate([value for value in values if value is not None]) for name, values in by_name.items()}
 
     @cached_property
     def score(self) -> Estimate | None:
-        """Mean over the seeds of the compared metric after the last round, or None if no run has it."""
+        """Final value of the compared metric, averaged over the seeds, or None if no run has this metric."""
         return estimate(list(self._scores.values()))
 
     @property
     def accuracy(self) -> Estimate | None:
-        """Mean test accuracy after the last round. None if there is none, or if runs are compared by another metric."""
+        """Mean test accuracy after the last round, or None if unknown or if the runs are compared by another metric."""
         return self.score if self.metric.key == "test_accuracy" else None
 
     @property
@@ -96,7 +96,7 @@ class Row:
 
     @property
     def difference(self) -> Estimate | None:
-        """Mean difference between the result of this table row and the result of the baseline, for equal seeds.
+        """Mean difference between the results of this table row and of the baseline, paired by seed.
 
         The baseline is the first value of the first compared setting. Returns None for the baseline itself.
         """
@@ -151,9 +151,9 @@ class Group(list[Row]):
 
     @cached_property
     def tied(self) -> list[Row]:
-        """Return the table rows that are not significantly different from the best one, best first.
+        """Return the other table rows that are not significantly different from the best one, in descending order.
 
-        The 95 percent interval of their difference to the best one includes 0.
+        For these, the 95 percent interval of the difference to the best table row includes 0.
         """
         gaps = {row: row.difference_to(self.ranked[0]) for row in self.ranked[1:]}
         return [row for row, gap in gaps.items() if gap and gap.includes(0.0)]
@@ -171,7 +171,7 @@ def rows_of(runs: Iterable[Any], axes: Sequence[str], by: str | None = None, cho
         runs: the runs, as `Run` objects.
         axes: keys of the compared settings, without the seed.
         by: name of the metric to compare. None: the test accuracy or loss.
-        chosen: keys of the settings whose values were chosen.
+        chosen: keys of the settings whose values `tune` and `worst` have chosen.
     """
     runs, together = list(runs), dict[tuple[int, ...], list[Any]]()
     for run in runs:
@@ -223,7 +223,7 @@ class MeanCurve:
 
 
 def mean_curve(runs: Iterable[Any], metric: Metric, scale: str) -> MeanCurve | None:
-    """Return the mean over several runs of a metric as a curve, or None if there are no common x values.
+    """Return the curve of a metric, averaged over several runs, or None if the runs have no common x values.
 
     `scale` names the x axis, such as "round".
     """
@@ -267,7 +267,7 @@ def value_curves(rows: Iterable[Row], key: str) -> list[list[Row]]:
 
 
 def mean_over_values(curve: Iterable[Row], key: str) -> MeanCurve | None:
-    """Return the mean final results as a curve over the values of the setting `key`, or None if there are none."""
+    """Return the curve of the mean final result over the values of the setting `key`, or None without results."""
     known = [(row.point[key], score.values) for row in curve if (score := row.score) and row.is_complete(score)]
     if not known:
         return None
@@ -276,12 +276,12 @@ def mean_over_values(curve: Iterable[Row], key: str) -> MeanCurve | None:
 
 
 class BreakingPoint(NamedTuple):
-    """The value of a numeric setting from which the mean test result misses the target.
+    """The smallest value of a numeric setting from which on all mean test results miss the target.
 
     Attributes:
-        breaks_at: the smallest value from which all results miss the target, or None if the largest value reaches it.
+        breaks_at: the breaking point, or None if the largest value reaches the target.
         reached_at: largest value that reaches the target, or None.
-        missed_below: smaller values than `reached_at` that miss the target.
+        missed_below: values below `reached_at` that nevertheless miss the target.
         no_result: values with a failed run, which are otherwise ignored.
     """
 
@@ -303,7 +303,7 @@ class BreakingPoint(NamedTuple):
 
 
 def breaking_point(curve: Iterable[Row], key: str, test: Metric, target: float) -> BreakingPoint:
-    """Return the value of the setting `key` from which the test result misses the target.
+    """Return the breaking point: the value of the setting `key` from which on all results miss the target.
 
     Args:
         curve: one table row for each value of the setting.
@@ -362,11 +362,11 @@ class ComparisonSettings:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings that are not None, by name."""
+        """The settings that are not None, as a dict."""
         return {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
 
     def known_on(self, axes: Container[str]) -> ComparisonSettings:
-        """Return a copy without `tune` and `worst` if these are not among the compared settings `axes`."""
+        """Return a copy without `tune` or `worst` if the setting that it names is not in `axes`."""
         tune, worst = (axis if axis in axes else None for axis in (self.tune, self.worst))
         return replace(self, tune=tune, worst=worst)
 
@@ -386,7 +386,9 @@ class ComparisonSettings:
         return [axis for axis in axes if axis != SEED and axis not in self.headings]
 
     def heat_axes(self, axes: Sequence[str]) -> tuple[str, str] | None:
-        """Return the settings on the vertical and the horizontal axis of the heat map, or None without a choice."""
+        """Return the settings on the vertical and horizontal axes of the heat map.
+
+        Returns None if `heatmap` is not set, or does not name two different compared settings other than the first."""
         down, _, across = (self.heatmap or "").partition(",")
         return (down, across) if down != across and {down, across} <= set(self.compared(axes)[1:]) else None
 
@@ -409,7 +411,7 @@ class ComparisonSettings:
         return left, tuned
 
     def validated(self, candidate: Row) -> Row:
-        """Return the runs of a table row by which `tune` judges it: those of the worst case, or all without `worst`."""
+        """Return the runs by which `tune` judges a candidate: those of its worst case, or all runs without `worst`."""
         cases = rows_of(candidate.runs, [] if self.worst is None else [self.worst])
         return min(cases, key=validated_quality)
 

@@ -101,9 +101,9 @@ class RunFolder:
             raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}{remedy(folder, error)}") from error
 
     def begin(self, experiment: Experiment, history: Sequence[RoundRecord] = (), **facts: Any) -> None:
-        """Write the experiment, facts about the machine, and the rounds so far (`history`) of a run that is continued.
+        """Write the experiment, facts about the machine, and the records of earlier rounds (`history`) if resumed.
 
-        `facts` are stored with those about the machine.
+        `facts` are stored together with the facts about the machine.
         """
         environment = {**describe_environment(), **facts}
         if self.resumes:
@@ -121,7 +121,7 @@ class RunFolder:
             self.event(kind, **event)
 
     def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
-        """Return the stored facts about the machine, with an added entry that says that the run was continued."""
+        """Return the stored facts about the machine, with a new entry about the continuation of the run."""
         first = self.environment()
         if not first:
             return environment
@@ -202,7 +202,7 @@ class RunFolder:
         self.write(RACE_LOG, csv)
 
     def workers(self, results: WorkerResults) -> None:
-        """Write the test results of single workers after a round."""
+        """Write the test results of individual workers after a round."""
         self.write(WORKERS.format(round=results.round), workers_csv(results).encode())
 
     def write(self, name: str, content: bytes) -> None:

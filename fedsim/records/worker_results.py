@@ -1,4 +1,4 @@
-"""Write, read and draw the test results of single workers in a run folder."""
+"""Write, read and draw the test results of individual workers in a run folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": 
 
 
 def workers_csv(results: WorkerResults) -> str:
-    """Return the test results of single workers as a CSV table with one line per worker."""
+    """Return the test results of individual workers as a CSV table with one line per worker."""
     scores = {"loss": results.loss, "accuracy": results.accuracy}
     columns = {
         f"{model}_{quantity}": scores[quantity][model]
@@ -54,9 +54,9 @@ def read_csv(path: Path) -> WorkerResults:
 
 
 def newest_table(folder: Path, most: int | None = None) -> Path | None:
-    """Return the path of the newest test results of single workers in the folder of a run, or None.
+    """Return the path of the newest CSV table of test results of individual workers, or None if there is none.
 
-    `most` is the last round to consider.
+    Tables of rounds after `most` are ignored.
     """
     tables = sorted(path for path in folder.glob("workers-*.csv") if re.fullmatch(r"workers-\d{5,9}", path.stem))
     usable = [path for path in tables if most is None or _round_of(path) <= most]
@@ -68,7 +68,7 @@ def _round_of(path: Path) -> int:
 
 
 def workers_line(results: WorkerResults) -> str:
-    """Return one line with the mean test result of all workers, and of the worst 10 percent, for each model.
+    """Return one line of text: for each model, the mean test result of all workers and of the worst 10 percent.
 
     Example: "4 workers: global model 0.6525 (worst 10 percent 0.0625), personal model 0.8252 (worst 10 percent 0.6565)"
     """

@@ -20,7 +20,7 @@ FEW_LINES = 4  # with at most this number of lines, the spread of curves is show
 
 
 def comparison_page(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the variables of the HTML page of a comparison, and the figures of each of its charts."""
+    """Return the variables of the HTML page of a comparison, and the lists of figures of its charts."""
     compared, rows, score, test = comparison.compared, comparison.rows, comparison.metric, comparison.test
     labels = {axis: [fmt.label(value) for value in values] for axis, values in comparison.axes.items()}
     axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
@@ -91,7 +91,7 @@ def _value_menus(compared: Sequence[str], against: Sequence[str]) -> list[tuple[
         compared: keys of the compared settings.
         against: keys of the numeric settings, each of which has its own chart.
 
-    A menu is a pair: the index of its setting, and whether it starts with a single value instead of all values.
+    A menu is a pair: the index of its setting, and whether a single value is selected at first instead of all.
     """
     if not against:
         return []
@@ -137,9 +137,9 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def breaking_texts(comparison: Comparison) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return as text from which value of a numeric setting the test result misses the target.
+    """Return the breaking points as text: the values of numeric settings from which on the target is missed.
 
-    Each item is a pair: the name of the setting, and a list of pairs (name of a line in the chart, value as text).
+    Each item is a pair: the name of a setting, and a list of pairs (name of a line in its chart, breaking point).
     """
     texts = []
     for key, points in breaking_points(comparison).items():

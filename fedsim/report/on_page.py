@@ -1,4 +1,4 @@
-"""Charts of the HTML report as plotly figures: curves, heat maps, time per phase and tests of single workers."""
+"""Charts of the HTML report as plotly figures: curves, heat maps, time per phase and tests of individual workers."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def _line_figure(
         names: names of the lines.
         x_axis: plotly settings of the x axis.
         y_axis: plotly settings of the y axis.
-        lines: figures with the same text share their legend: a line hidden in one is hidden in all.
+        lines: name of a group of figures. A line that a reader hides in one of them is hidden in all of them.
         when: the choices in the menus for which the figure is shown.
     """
     traces = [trace for line, name in zip(chart.lines, names, strict=True) for trace in _traces(chart, line, name)]
@@ -629,7 +629,7 @@ def with_color_bar(layout: dict[str, Any], title: str) -> dict[str, Any]:
 
 
 def rounded(value: float | None, unit: str = "") -> float | None:
-    """Return a number rounded for plotting."""
+    """Return a number rounded for plotting. Numbers with a unit keep more digits."""
     if value is None or isinstance(value, int):
         return value
     return float(fmt.number(value)) if unit == "" else float(f"{value:.8g}")

@@ -32,7 +32,7 @@ FACTS = {
 
 
 def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the variables of the HTML page of a run, and the figures of each of its charts."""
+    """Return the variables of the HTML page of a run, and the lists of figures of its charts."""
     weights, partition = on_page.weights_heat_map(run), on_page.partition_heat_map(run.partition)
     charts = {"curves-chart": on_page.run_curves(run), "time-chart": [on_page.run_time(run)]}
     if weights:

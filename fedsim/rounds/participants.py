@@ -34,7 +34,7 @@ def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shar
 def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards | None]:
     """Return (training samples of each worker, local test samples of each worker).
 
-    The local test samples are None if the experiment does not test single workers.
+    The local test samples are None if the experiment does not test individual workers.
     """
     chosen, labels = experiment.partition, train.sample_targets.cpu()
     shards = partition_shards(labels, experiment.workers, chosen.name, experiment.seed, ids=train.ids, **chosen.params)
@@ -95,7 +95,7 @@ def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
 
 
 class ReportCheck:
-    """Check that the aggregation rule can aggregate the workers of a round, from which some may have dropped out."""
+    """Check that the aggregation rule can aggregate the updates of a round, even if some workers have dropped out."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment

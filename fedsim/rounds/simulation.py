@@ -70,7 +70,7 @@ class Simulation(Executor):
         self.check_reports = ReportCheck(experiment)
 
     def run_round(self, round: int) -> Round | None:
-        """Run one round, counted from 1. Return (record of the round, test results of single workers).
+        """Run one round, counted from 1. Return (record of the round, test results of individual workers).
 
         The test results are None if no workers are tested. Processes that keep no records return None instead of the
         pair.
@@ -144,9 +144,9 @@ class Simulation(Executor):
         """Aggregate the updates of the workers, and update the global model. Return statistics of the aggregation.
 
         Args:
-            context: workers that take part.
+            context: workers whose updates are aggregated, with their weights.
             mine: workers that this process trains, each as a `WorkItem`.
-            sent: number and size of the sent updates, to which this method adds.
+            sent: receives the number and size of the updates that the workers send.
         """
         task, group, round = self.task, self.group, context.moment[0]
         in_parameters = task.sync_in(round) == "parameters"
@@ -167,7 +167,9 @@ class Simulation(Executor):
         return stats
 
     def aggregate_each_step(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
-        """Train a round of synchronous SGD, and return the statistics of all its aggregations.
+        """Train a round of synchronous SGD, with a single check for NaN and infinity at its end if possible.
+
+        Returns the statistics of all aggregations of the round.
 
         Args:
             cohort: IDs of all workers of the round.
@@ -181,7 +183,9 @@ class Simulation(Executor):
         return stats
 
     def steps_of_round(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
-        """Run all steps of a round of synchronous SGD, and return the statistics of all its aggregations.
+        """Run all steps of a round of synchronous SGD: compute gradients, aggregate them, and update the global model.
+
+        Returns the statistics of all aggregations of the round.
 
         Args:
             cohort: IDs of all workers of the round.
@@ -209,8 +213,7 @@ class Simulation(Executor):
         """Run all steps of a round of synchronous SGD, and check for NaN and infinity only at its end.
 
         Returns the statistics of all aggregations. If the check fails, or after any error, the state before the round
-        is
-        restored, and the result is None.
+        is restored, and the result is None.
         """
         had_last = self.aggregator.has_last
         before = {name: rows.clone() for name, rows in self.shared.cohort.worker_rows.items()}
@@ -299,7 +302,7 @@ class Simulation(Executor):
         Args:
             mine: workers that this process trains, each as a `WorkItem`.
             context: workers that take part in the aggregation. Other workers are skipped.
-            sent: number, size and metrics of the sent updates, to which this method adds.
+            sent: receives the number, size and metrics of the processed updates.
         """
         task, rows, active = self.task, self.shared.cohort.rows, set(context.workers)
         sent_columns = task.algorithm.personal_columns.others(rows.shape[1])
@@ -397,9 +400,9 @@ class Simulation(Executor):
         self.clock.pass_round(gradients, update_bytes=sent.nbytes / sent.count, in_step=in_step)
 
     def evaluate_workers(self, round: int, *, now: bool = False) -> WorkerResults | None:
-        """Test the models of single workers on their own test samples, if the experiment tests workers in this round.
+        """Test the models of individual workers on their own test samples, if such tests are due in this round.
 
-        With `now`, test them in any round. Returns None if there are no tests. The tests overwrite the cohort's rows.
+        With `now`, they are always due. Returns None if there are no tests. The tests overwrite the cohort's rows.
         """
         experiment, settings = self.task.experiment, self.task.experiment.worker_evaluation
         due = now or round % settings.every == 0 or round == experiment.rounds
@@ -444,7 +447,7 @@ class Simulation(Executor):
         return tested
 
     def global_losses(self, workers: Sequence[int], round: int) -> np.ndarray:
-        """Return the mean loss of the global model on the training samples of each of k `workers`, float64 [k]."""
+        """Return the mean loss of the global model on each worker's training samples, float64 [k] for k `workers`."""
         losses, row, buffers = torch.zeros(len(workers)).double(), self.shared.server.row, self.shared.server.buffers
         mine = range(self.group.index, len(workers), self.group.count)
         for place in mine:
@@ -491,9 +494,7 @@ class Simulation(Executor):
         return row + buffer_bytes(task, shared) + message_bytes(task, shared)[0]
 
     def bytes_to_others(self, round: int, drawn: Cohort) -> int:
-        """Return the number of bytes received by workers that send no update in `round`, such as those that dropped
-        out.
-        """
+        """Return the bytes received by workers that send no update in `round`, for example because they dropped out."""
         only_loss = set(drawn.candidates) - {*drawn.workers, *drawn.dropped}
         model_bytes = self.shared.server.row.nbytes + buffer_bytes(self.task, self.shared)
         return len(drawn.dropped) * self.received_bytes(round) + len(only_loss) * model_bytes
@@ -509,8 +510,7 @@ class Simulation(Executor):
         """Return the state of this process for a checkpoint: (facts, rule, columns).
 
         `facts` has JSON types, `rule` has the states of the rule and the attack by name, and `columns` has the
-        optimizer
-        states that are divided among the ranks.
+        optimizer states that are divided among the ranks.
         """
         clock = {"clock": self.clock.state()} if self.clock else {}
         rule = {name: tensor.cpu().numpy() for name, tensor in self.aggregator.rule_state().items()}
@@ -570,7 +570,7 @@ def mean_loss(losses: Tensor, samples: Sequence[int]) -> float:
 
 
 def metrics_of(results: WorkerResults | None) -> dict[str, float]:
-    """Return the metrics, by name, of tests of single workers. If there were no tests, return an empty dict."""
+    """Return the metrics of tests of individual workers, by name. The dict is empty if there were no tests."""
     return results.metrics() if results else {}
 
 

@@ -33,9 +33,9 @@ COPIES_OF_MODEL = 3  # minimum: the global parameters, one worker's parameters, 
 
 @contextlib.contextmanager
 def _errors_of_user_code(line_of: Callable[[str], str]) -> Iterator[None]:
-    """Return a context that turns an exception in the user's own code into an ExperimentError.
+    """Return a context that turns exceptions in user code into ExperimentErrors.
 
-    `line_of` is a function from the exception's message to the message of the ExperimentError.
+    `line_of` receives the message of an exception, and returns the message of the ExperimentError.
     """
     try:
         yield
@@ -104,7 +104,7 @@ def _check_parameters(place: str, task: RunTask) -> None:
     """Raise ExperimentError if the copies of the model that a run needs do not fit into memory.
 
     Args:
-        place: setting of the model, for the error message.
+        place: name of the model setting, for the error message.
         task: description of the run.
     """
     if isinstance(task.experiment.model.component, Imported):
@@ -200,7 +200,7 @@ def _remedy(train: TensorData) -> str:
 
 
 def _check_outputs_in_training(task: RunTask, inputs: Tensor, outputs: object) -> None:
-    """Raise ExperimentError if the model returns another type in training than in tests, such as GoogLeNet does."""
+    """Raise ExperimentError if the model returns different types in training and in tests, as GoogLeNet does."""
     try:
         with torch.no_grad(), preserve_random_state(task.device):
             in_training = task.new_module().train()(inputs)
@@ -252,7 +252,7 @@ def check_local_work(task: RunTask, train: TensorData, sizes: Mapping[int, int])
 
 
 def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
-    """Raise ExperimentError if a worker has a batch of one sample, on which the model cannot be trained.
+    """Raise ExperimentError if a worker has a batch of one sample and the model cannot be trained on one sample.
 
     `sizes` contains the number of training samples of each worker, by ID.
     """
@@ -301,7 +301,7 @@ def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
 
 
 def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Raise ExperimentError if too few workers have samples left in the last step of a round for the rule."""
+    """Raise ExperimentError if so few workers have samples left in the last step of a round that the rule fails."""
     experiment = task.experiment
     partial = len(sizes) > experiment.cohort_size or experiment.sampling.client_dropout
     if not experiment.rounds_of_gradients or partial or "now" in experiment.sampling.component.accepts:

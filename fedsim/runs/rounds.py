@@ -33,7 +33,7 @@ class Rounds:
         engine: engine that computes the run.
         run_round: function that runs one round (counted from 1) and returns its record.
         facts: facts about the run that are known before the first round.
-        tests: latest results of tests of single workers; None if there are none.
+        tests: latest results of tests of individual workers; None if there are none.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Rounds:
             return RoundRecord(round=round, diverged=error.problem, **tested.fields())
 
     def tests_after(self, round: int) -> WorkerResults | None:
-        """Return the results of tests of single workers after `round`; None if there were none."""
+        """Return the results of tests of individual workers after `round`; None if there were none."""
         return self.tests if self.tests and self.tests.round == round else None
 
     def model(self) -> nn.Module:

@@ -50,10 +50,10 @@ class Replayed:
         update: aggregated update [d].
         shares: coefficient of each worker's update in the result, by worker ID; None if the result is not a linear
             combination of the updates.
-        byzantine_share: fraction of the coefficients (absolute values) that belongs to Byzantine workers; None if
-            `shares` is None.
+        byzantine_share: sum of the absolute coefficients of Byzantine workers, divided by that of all workers; None
+            if `shares` is None.
         distance: Euclidean distance between the aggregated update and the mean of the honest updates.
-        angle: angle between these two, in degrees; NaN if one of them is zero.
+        angle: angle between these two vectors, in degrees; NaN if one of them is zero.
         seconds: time that the rule took.
     """
 

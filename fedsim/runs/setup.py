@@ -101,7 +101,8 @@ def _with_data(
 ) -> tuple[RunTask, TensorData, TensorData, Shards, np.ndarray | None, Shards | None, TensorData]:
     """Load the data of a run, divide it among the workers, and check it.
 
-    Returns the task with its Byzantine workers, followed by the data for `SharedState.allocate`.
+    Returns (task with its Byzantine workers, training samples, test samples, shards, indices of the server's samples,
+    local test samples of the workers, validation samples).
     """
     data = experiment.data
     on_setup(f"loading the data set {show(data.name)}")

@@ -40,11 +40,11 @@ def can_fork() -> bool:
 
 
 def start_process(serve: Callable[..., object], *arguments: Any, name: str, daemon: bool, fork: bool = False) -> Child:
-    """Start a process, inside `signals_deferred`.
+    """Start a child process. Call this function inside `signals_deferred`.
 
     Args:
         serve: main function of the process, called as `serve(pipe, *arguments)` with a Connection. It must call
-            `init_child_process` and then answer the messages of a Channel until it is dismissed.
+            `init_child_process` and then answer the messages from a Channel until `receive` returns None.
         arguments: objects that can be pickled, or that multiprocessing can pass to a starting process.
         name: name of the process.
         daemon: as in multiprocessing: the process cannot have children, and Python ends it at exit.
@@ -89,7 +89,7 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def describe_failed_start(exitcode: int | None, instead: str) -> str:
-    """Return text that follows the name of a process and says why it ended before it started to work.
+    """Describe why a process ended while it started, as text that follows the name of the process.
 
     The text recommends `instead`, a setting that needs no processes.
 
@@ -107,8 +107,8 @@ def describe_failed_start(exitcode: int | None, instead: str) -> str:
 def require_importable_main(instead: str) -> None:
     """Check that child processes can import the main program when they start.
 
-    Raises WorkerError, which recommends the setting `instead`, if the program is not a file. See
-    `exit_if_imported_by_child`.
+    Raises WorkerError, which recommends the setting `instead`, if the program does not come from a file. If a child
+    process calls this function during the import, it exits (see `exit_if_imported_by_child`).
     """
     exit_if_imported_by_child()
     path = getattr(sys.modules["__main__"], "__file__", None) or ""

@@ -149,7 +149,7 @@ def usable_cores() -> int:
 
 
 def _cgroups() -> list[Path]:
-    """Return the control groups (version 2) from the container of this process down to its own group."""
+    """Return the folders of the control groups (version 2) from the container down to the group of this process."""
     groups = [CGROUP]
     with contextlib.suppress(OSError, StopIteration):
         lines = OWN_CGROUP.read_text().splitlines()
@@ -220,7 +220,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def device_of_rank(name: str, local_rank: int) -> torch.device:
-    """Return the device for one of several processes on a host, which distribute the GPUs among themselves.
+    """Return the device of process number `local_rank` on a host. GPUs are assigned to the processes in turn.
 
     If `name` includes a device number, all processes use this device.
     """

@@ -79,7 +79,7 @@ def append_atomically(file: io.FileIO, path: Path, content: bytes) -> None:
 def require_unchanged(file: io.FileIO, path: Path, when: str) -> None:
     """Raise RecordError if another program removed, replaced or changed the file that is open for appending.
 
-    `when` is a part of the error message.
+    `when` completes the error message, such as "after round 3".
     """
     with contextlib.suppress(OSError):
         status = os.stat(path)
@@ -111,7 +111,7 @@ def remedy(path: Path, error: OSError, needed: int | None = None) -> str:
 
 
 def require_space(folder: Path, needed: float, purpose: str) -> None:
-    """Raise RecordError, with `purpose`, unless `needed` bytes are free in the file system of a folder."""
+    """Raise RecordError unless `needed` bytes are free in the file system of a folder. The message names `purpose`."""
     free = free_space(folder)
     if needed > free:
         raise RecordError(
@@ -121,7 +121,9 @@ def require_space(folder: Path, needed: float, purpose: str) -> None:
 
 
 def free_space(path: Path) -> float:
-    """Return the bytes free for this user in the file system of a path, which may not exist (infinite if unknown)."""
+    """Return the bytes free for this user in the file system of `path` (infinite if unknown).
+
+    The path itself need not exist."""
     with contextlib.suppress(OSError, StopIteration):
         existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         usage = shutil.disk_usage(existing)
@@ -140,7 +142,7 @@ def locked(folder: Path, by_whom: str) -> Iterator[None]:
 
     Args:
         folder: the folder.
-        by_whom: possible holder of the lock for the error message, such as `another comparison`.
+        by_whom: program that may hold the lock, for the error message, such as "another comparison".
 
     Raises RecordError if the folder is already locked.
     """

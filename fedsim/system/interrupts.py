@@ -70,7 +70,9 @@ def _raise_once(number: int, frame: object) -> None:
 
 
 def _raise_again(hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Handle an exception in a destructor, which Python would ignore: send its signal again, or else call `hook`."""
+    """Handle an exception in a destructor, where Python cannot propagate it.
+
+    KeyboardInterrupt and Terminated: send the signal again a little later. Other exceptions: call `hook`."""
     global _first
     if not issubclass(unraisable.exc_type, (KeyboardInterrupt, Terminated)):
         hook(unraisable)
@@ -81,7 +83,7 @@ def _raise_again(hook: Callable[[Any], object], unraisable: Any) -> None:
 
 
 def _exit(number: int, frame: object = None) -> None:
-    """End the program at once, and print "interrupted" unless a first signal was already handled."""
+    """End the program at once. Print "interrupted" if this is the first signal."""
     if _first is None:
         os.write(2, b"interrupted\n")
     os._exit(128 + number)

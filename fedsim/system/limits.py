@@ -68,7 +68,7 @@ def limit_hint(error: OSError) -> str:
 
 
 def describe_os_error(error: Exception) -> str | None:
-    """Describe a system error (file, memory, thread, device) with its limit in one line, or None for other errors."""
+    """Describe a system error (file, memory, thread or device) and its limit in one line. None for other errors."""
     if isinstance(error, OSError):
         place = "" if error.filename is None else f"{error.filename}: "
         return f"{place}{error.strerror or one_line(error)}{limit_hint(error)}"
@@ -89,7 +89,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def format_failure(error: Exception) -> str:
-    """Format an exception as one line followed by its traceback (only the user's own files, if there are any)."""
+    """Format an exception as one line and its traceback, shortened to the frames in the user's own files if any."""
     if is_out_of_memory(error):
         return describe_os_error(error) or ""
     shown = traceback.TracebackException.from_exception(error)

@@ -106,7 +106,9 @@ class Channel:
         self._connection.send_bytes(DISMISSED)
 
     def receive(self) -> ReceivedMessage | None:
-        """Return the next message, or None after `dismiss`. Raise EOFError or OSError if the other end is closed."""
+        """Return the next message, or None if the other end called `dismiss`.
+
+        Raises EOFError or OSError if the other end is closed."""
         data = self._connection.recv_bytes()
         if data == DISMISSED:
             return None
@@ -135,13 +137,13 @@ class Channel:
 
 
 class _File:
-    """Placeholder for a file in a pickled message: the index of the file."""
+    """Placeholder for a file in a pickled message. It contains the index of the file."""
 
     def __init__(self, index: int) -> None:
         self._index = index
 
     def detach(self) -> int:
-        """Placeholder for a file in a pickled message."""
+        """Return a new descriptor of the file. Called while the message is unpickled."""
         return os.dup(_received.get()[self._index])
 
 

@@ -66,9 +66,9 @@ def import_torchvision() -> Any:
 
 
 def download(dataset: str, root: Path, arguments: Sequence[Mapping[str, Any]]) -> None:
-    """Download the torchvision data set with this class name to `root`.
+    """Download a torchvision data set to `root`.
 
-    The class is constructed once with each element of `arguments`.
+    The class `torchvision.datasets.<dataset>` is constructed once with each element of `arguments`.
 
     Files are copied to `root` only after all of them are downloaded. Raises DataError on failure.
     """

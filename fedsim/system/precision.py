@@ -147,7 +147,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def cast_for_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast tensors to the dtype that autocast would use. Without autocast, return them unchanged."""
+    """Cast floating-point tensors to the dtype of autocast. Without autocast, and for float64, nothing changes."""
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not torch.is_autocast_enabled(device):
         return tensors

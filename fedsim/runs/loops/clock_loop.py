@@ -77,7 +77,7 @@ class ClockLoop:
         self._source.resume(state.facts["clock"])
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Return an empty dict, because asynchronous runs have no tests of single workers."""
+        """Return an empty dict, because asynchronous runs have no tests of individual workers."""
         return {}
 
     def finish(self) -> None:

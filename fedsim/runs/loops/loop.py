@@ -31,7 +31,7 @@ class Loop(Protocol):
         """Restore a snapshot that the method `state` returned for the same experiment."""
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Test the models of single workers after `round`, and return the metrics by name.
+        """Test the models of individual workers after `round`, and return the metrics by name.
 
         The dict is empty if the experiment has no such tests.
         """
@@ -54,7 +54,7 @@ def loop_of(
         task: description of the run.
         engine: engine that is ready for the first round.
         keep_log: function that receives the contents of a race's log file; None to keep no log.
-        keep_results: function that receives the results of tests of single workers; None to keep none.
+        keep_results: function that receives the results of tests of individual workers; None to keep none.
     """
     if isinstance(engine, SpawnEngine) and experiment.mode == "race":
         return RaceLoop(experiment, task, engine, keep_log)

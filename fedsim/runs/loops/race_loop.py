@@ -124,7 +124,7 @@ class RaceLoop:
         self._log = [(run, round, entries[str(k)].numpy()) for k, (run, round) in enumerate(state.facts["log"])]
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Return an empty dict, because races have no tests of single workers."""
+        """Return an empty dict, because races have no tests of individual workers."""
         return {}
 
     def finish(self) -> None:
@@ -167,7 +167,7 @@ class RaceLoop:
         return self._engine.backend.run(_call_worker, method, *arguments)
 
     def _switch_to(self, run: int) -> None:
-        """Save the state of the race's current repetition, and load that of repetition number `run`."""
+        """Save the state of the current repetition of the race, and load the state of repetition `run`."""
         if run == self._current:
             return
         tensors = self._tensors().values()

@@ -22,7 +22,7 @@ class SynchronousLoop:
     Args:
         task: description of the run.
         engine: engine that is ready for the first round.
-        keep_results: function that receives the results of tests of single workers; None to keep none.
+        keep_results: function that receives the results of tests of individual workers; None to keep none.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SynchronousLoop:
         return record
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Test the models of single workers after `round`, and return the metrics by name."""
+        """Test the models of individual workers after `round`, and return the metrics by name."""
         return self._keep(self._engine.backend.run(_evaluate_now, round)[0])
 
     def _keep(self, results: WorkerResults | None) -> dict[str, float]:
