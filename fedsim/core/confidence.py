@@ -94,9 +94,9 @@ def mean_and_half_width(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def on_common_grid(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Interpolate n curves (x ascending, y). Return their common x values [points] and the values there [n, points].
+    """Interpolate n curves (x, y) at common x values. Return these x values [points] and the y values [n, points].
 
-    The common x values are all x values in the range that every curve covers.
+    x is ascending in each curve. The common x values are those of all curves, in the range that every curve covers.
     """
     first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     points = np.unique(np.concatenate([x for x, _ in curves]))
@@ -152,7 +152,9 @@ def f_tail(x: float, numerator: int, denominator: int) -> float:
 
 @functools.cache
 def studentized_range_quantile(candidates: int, confidence: float = 0.95) -> float:
-    """Return the quantile of the range (maximum minus minimum) of `candidates` standard normal values.
+    """Return the number that the range of `candidates` standard normal values does not exceed with given `confidence`.
+
+    The range is the maximum minus the minimum.
 
     >>> round(studentized_range_quantile(3), 3)
     3.314

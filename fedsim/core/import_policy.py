@@ -1,7 +1,7 @@
 """Import components by path, and decide what an experiment file may import: importing a module runs its code.
 
 Import paths in Python code and on the command line come from the user and are always imported. Inside the block
-`untrusted_config(file)`, an import path that only the file contains is imported if
+`untrusted_config(file)`, an import path in the file that the user has not also passed is imported only if
 
 - the user allows it (`--allow-imports`, `allow_imports=True`), or
 - the file lies directly in the working directory, and the path leads to a function or class that a module in the
@@ -55,11 +55,11 @@ _source: ContextVar[UntrustedSource | None] = ContextVar("fedsim_untrusted_sourc
 
 @contextlib.contextmanager
 def untrusted_config(file: Path | None, trusted: Iterable[Any] = (), *, allowed: bool = False) -> Iterator[None]:
-    """Inside the `with` block, an experiment file can import only modules in the working directory.
+    """Allow an experiment file to import only modules in the working directory, inside the `with` block.
 
     Args:
         file: experiment file, which may come from somebody else. None: there is no file, and nothing is restricted.
-        trusted: settings that the user passed in addition to the file, which may import any module.
+        trusted: settings that the user passed in addition to the file. Their import paths may name any module.
         allowed: whether the user allows all imports.
     """
     source = None if file is None or allowed else UntrustedSource(file, frozenset(_strings(trusted)))
@@ -113,7 +113,7 @@ def _require_local(target: Any) -> None:
 
 
 def _file_is_here() -> bool:
-    """Whether the experiment file lies directly in the working directory, and not in a subfolder."""
+    """Whether the untrusted experiment file lies directly in the working directory, and not in a subfolder."""
     source = _source.get()
     return source is not None and source.file.resolve().parent == Path.cwd().resolve()
 

@@ -29,11 +29,11 @@ def leaves_of(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def problem_with_words(value: Any, place: str = "", *, any_text: bool = False) -> str | None:
-    """Return an error message if a setting is too large, too deeply nested or has a key that is too long, else None.
+    """Return an error message for a setting that is too large, too deeply nested or not printable, otherwise None.
 
     Args:
         value: a setting, or nested tables of settings.
-        place: dotted key of the value, with which the error message starts.
+        place: dotted key of the value, for the error message.
         any_text: whether to accept characters that control a terminal, for values that are only shown in a report.
     """
     waiting = [(place, value, 0)]

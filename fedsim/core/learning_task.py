@@ -261,8 +261,8 @@ class NextToken:
     its number of samples, as for all tasks. Cost: a few passes over the outputs.
 
     Args:
-        ignore: target value that does not count, such as padding. If all targets of a batch have this value, its loss
-            is 0.
+        ignore: target value that is ignored, such as padding. If all targets of a batch have this value, the loss of
+            the batch is 0.
 
     >>> task = fedsim.core.learning_task.NextToken()
     >>> outputs, targets = torch.zeros(1, 3, 4), torch.tensor([[0, 3, -100]])

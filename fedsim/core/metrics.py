@@ -64,7 +64,14 @@ class OutputMetric(Component):
     def of(
         cls, registration: Registration, params: dict[str, Any], *, label: str | None = None, **settings: Any
     ) -> OutputMetric:
-        """Create the metric from checked parameters. `label`: name in the records (default: the metric's name)."""
+        """Create the metric.
+
+        Args:
+            registration: the metric.
+            params: its parameters, already checked.
+            label: name in the records. None: the name of the metric.
+            settings: ignored.
+        """
         return super().of(
             registration,
             params,
@@ -236,7 +243,7 @@ def r2(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _counted(outputs: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
-    """Return the outputs [m, classes] and targets [m], without the targets that equal `ignore`."""
+    """Return the outputs [m, classes] and targets [m] of all predictions whose target is not `ignore`."""
     if targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
         raise ExperimentError(
             f"the metric needs outputs [..., classes] and integer targets [...], not outputs {list(outputs.shape)} "

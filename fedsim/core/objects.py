@@ -1,7 +1,8 @@
 """Names for Python objects in experiments: functions, classes, modules, pairs of data sets.
 
 An experiment stores a name for each object, because TOML, JSON and comparisons need text. The name is the object's
-import path if it has one, otherwise a note such as `<MyNet>`. In Python, the name has the object as an attribute.
+import path if it has one, otherwise a note such as `<MyNet>`. In memory, the name is an `ObjectName`, a string with the
+object as an attribute.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a value may be a data set: an object, a pair of arrays (inputs, targets), or a list of samples."""
+    """Whether a value may be a data set: a pair (inputs, targets), a list of samples, or another non-callable object."""
     if not isinstance(value, (tuple, list)):
         return _is_object(value) and not callable(value)
     arrays = all(isinstance(part, (Tensor, np.ndarray)) or (_is_object(part) and not callable(part)) for part in value)

@@ -155,9 +155,9 @@ def _pairs(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shuffles(stream: Stream, sizes: Tensor, begins: Tensor, n_blocks: int) -> tuple[Tensor, Tensor]:
-    """Return one random permutation of range(size) per stream, concatenated: the permutations of `permutations`.
+    """Return one random permutation of range(size) per stream, all in one tensor.
 
-    This is faster than `permutations` if the sizes differ.
+    The permutations equal those of `permutations`, but are computed faster if the sizes differ.
 
     Args:
         stream: keys and steps of shape [streams].
@@ -189,7 +189,7 @@ def shuffles(stream: Stream, sizes: Tensor, begins: Tensor, n_blocks: int) -> tu
 
 
 def _in_parts(stream: Stream, numbers: Tensor, layers: Tensor | None = None) -> Iterator[tuple[slice, Words]]:
-    """Yield parts of each stream's random integers, to save memory: a slice of `numbers`, and its random integers.
+    """Compute random integers in parts, to save memory. Yield pairs of a slice of `numbers` and its random integers.
 
     Args:
         stream: one or several streams.

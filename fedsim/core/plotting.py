@@ -37,8 +37,8 @@ class FigureStyle:
         file: matplotlib style file. None: the user's settings.
         titled: whether the figure has a title. Figures in papers have a caption instead.
         dpi: resolution of PNG files.
-        widths: widths in inches of a figure with one panel and of a figure with several panels. The legend is then
-            above the panels. None: wide enough for the panels and a legend beside them.
+        widths: figure width in inches for one panel, and for several panels. The legend is above the panels. None:
+            the figure is wide enough for its panels, with the legend beside them.
     """
 
     file: Path | None = None
@@ -55,7 +55,7 @@ class FigureStyle:
             yield
 
     def describe(self, figure: Figure, title: str, remark: str, fontsize: str = "medium") -> None:
-        """Show `title` and `remark` above the figure if `titled` is true, and store both as the figure's label."""
+        """Store `title` and `remark` as the figure's label, and show them above the figure if `self.titled` is true."""
         figure.set_label(f"{title}. {remark}.".replace("\n", "; "))
         if self.titled:
             figure.suptitle(f"{title}\n{remark}", fontsize=fontsize, wrap=True)
@@ -67,7 +67,10 @@ STYLES = {"paper": PAPER, "screen": SCREEN}
 
 
 def line_style(index: int, points: int = 1) -> dict[str, Any]:
-    """Return colour, dashes and markers of line number `index` as keyword arguments of `Axes.plot`."""
+    """Return colour, dashes and markers of line number `index` as keyword arguments of `Axes.plot`.
+
+    `points`: number of points in the line. In long lines, only some points get a marker.
+    """
     from matplotlib import rcParams
 
     spacing = -(-points // MARKS)  # number of points between two markers
@@ -124,7 +127,7 @@ def grid_shape(count: int, most: int) -> tuple[int, int]:
 
 
 def show_dollars(figure: Figure) -> None:
-    """Escape dollar signs in the texts of a figure, because matplotlib would read formulas between them."""
+    """Escape dollar signs in the texts of a figure, because matplotlib typesets text between them as formulas."""
     from matplotlib.axis import Axis
     from matplotlib.text import Text
     from matplotlib.ticker import FuncFormatter

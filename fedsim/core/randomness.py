@@ -75,7 +75,7 @@ class Draws:
         return moved
 
     def steps(self) -> Callable[[int], Draws]:
-        """Return a function from a training step's number (>= 0) to a source of random tensors for this step.
+        """Return a function that maps the number of a training step (>= 0) to the random tensors' source for this step.
 
         The numbers of a step do not depend on earlier steps.
         """

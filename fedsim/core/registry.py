@@ -46,7 +46,7 @@ class Registration:
         target: function, class, or instance of a dataclass.
         takes: inputs that the simulator passes to the component: a dict from name to whether the input is required.
         siblings: all registered components of the same kind.
-        imported: whether `name` is an import path or stands for an object.
+        imported: whether `name` is an import path or the name of a Python object.
     """
 
     kind: str
@@ -158,7 +158,7 @@ class Component:
 
 
 class Imported:
-    """A component that is not registered, but given by an import path or as an object, with its parameters."""
+    """An unregistered component with its parameters. The component is an import path or the name of an object."""
 
     def __init__(self, path: str, params: dict[str, Any]) -> None:
         self._path, self._params = path, params
@@ -247,7 +247,7 @@ class Registry:
         return list(self._components)
 
     def get(self, name: Any, place: str = "") -> Registration:
-        """Return the component with a registered name or import path, or the given object as a component.
+        """Return the component for a registered name, an import path, or a Python object such as a function.
 
         `place`: key of the setting, for error messages. Raises ExperimentError if there is no such component.
         """

@@ -30,7 +30,7 @@ class Entry:
 
     @property
     def span(self) -> slice:
-        """The slice of the row that holds the values."""
+        """The slice of the row that contains the parameter or buffer."""
         return slice(self.offset, self.offset + math.prod(self.shape))
 
 
@@ -133,7 +133,7 @@ class ColumnSpans:
 
     @classmethod
     def of_entries(cls, entries: Iterable[Entry]) -> ColumnSpans:
-        """Return the columns that these parameters take in a row, in the same order."""
+        """Return the columns that contain these parameters in a row, in the order of `entries`."""
         spans: list[tuple[int, int]] = []
         for span in (entry.span for entry in entries):
             start = spans.pop()[0] if spans and spans[-1][1] == span.start else span.start

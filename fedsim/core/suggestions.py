@@ -109,7 +109,7 @@ def _hint(
 
 
 def _settings_of_component(name: str) -> list[str]:
-    """Return the settings that select the component `name`, such as `local.algorithm=scaffold`, one for each key."""
+    """Return one setting such as `local.algorithm=scaffold` for each key that can select the component `name`."""
     settings: dict[str, str] = {}
     for text in VOCABULARY.keys_of_component(name):
         for key in text.removesuffix(FIRST_STAGE).split(", "):
@@ -166,7 +166,7 @@ def as_list(text: str) -> str:
 
 
 class Configurable(Protocol):
-    """What error messages need to know of a component: its name and its parameters."""
+    """Interface of components in error messages: a name and the names of the parameters."""
 
     @property
     def name(self) -> str: ...
@@ -219,7 +219,7 @@ def parameter_errors(
 
     Args:
         values: parameters by name.
-        components: components that the parameters may belong to.
+        components: selected components. The parameters of any of them are known.
         kind: kind of the components, such as `aggregation rule`.
         siblings: all registered components of this kind, for hints.
         place: dotted key of the table that contains the parameters.

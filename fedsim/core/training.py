@@ -77,7 +77,7 @@ class Objective:
         return self.task.loss(self.precision.widened(outputs), targets, reduction)
 
     def losses(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Return the losses [k, batch] of the samples in k batches. (losses * weights).sum(1) are the mean losses.
+        """Return one loss per sample, [k, batch], scaled such that (losses * weights).sum(1) are the k mean losses.
 
         Args:
             outputs: model outputs of each batch, [k, batch, ...].

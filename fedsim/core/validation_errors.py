@@ -59,7 +59,10 @@ def explain(
 
 
 def _hint(value: Any, wanted: Sequence[str]) -> str:
-    """Return a hint that says how to write a list or several values, or "" if none is needed."""
+    """Return a hint on how to write a list, or how to compare several values, or "" if neither applies.
+
+    `wanted`: the accepted kinds of values, such as "a list".
+    """
     has_comma = isinstance(value, str) and "," in value
     if wanted == ["a list"] or (has_comma and "a list" in wanted):
         return (
@@ -93,7 +96,7 @@ def _requirement(message: str) -> str:
 
 
 def _keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """Return the keys of the table of `model` at the given location."""
+    """Return the keys of a nested table. `location` is the path to this table from `model`: ("local", "schedule")."""
     for part in (part for part in location if part and isinstance(part, str)):
         annotation = model.model_fields[part].annotation
         models = (each for each in (annotation, *get_args(annotation)) if isinstance(each, type))
