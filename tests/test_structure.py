@@ -24,7 +24,7 @@ FLOORS = (  # from lowest to highest; a package may import itself and packages o
     ("server",),
     ("byzantine",),
     ("integrations",),
-    ("processing",),
+    ("processing", "privacy"),
     ("engines",),
     ("asynchronous",),
     ("config",),

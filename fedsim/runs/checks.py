@@ -62,6 +62,18 @@ def check_model(task: RunTask) -> None:
         )
 
 
+def check_privacy(task: RunTask) -> None:
+    """Raise ExperimentError if the model sends unprotected buffers, or if epsilon cannot be computed."""
+    experiment, buffers = task.experiment, Layout.of(task.new_module()).buffers
+    if experiment.privacy.component.active and buffers and experiment.buffers != "frozen":
+        raise ExperimentError(
+            f"buffers = {show(experiment.buffers)}: buffers of the model ({buffers[0].name}, ...) would be sent without "
+            f"noise, because {experiment.privacy.setting} protects only updates; use buffers=frozen, or another model"
+        )
+    if experiment.releases is not None:
+        experiment.releases.epsilon(experiment.rounds, experiment.privacy.delta, experiment.privacy.accountant)
+
+
 def check_client_algorithm(task: RunTask) -> None:
     """Raise ExperimentError if the client algorithm cannot be combined with another setting."""
     experiment = task.experiment

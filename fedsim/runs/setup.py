@@ -135,6 +135,7 @@ def task_of(experiment: Experiment, device: torch.device) -> RunTask:
     checks.check_model(task)
     task = replace(task, algorithm=algorithm.for_model(task.new_module()))
     checks.check_client_algorithm(task)
+    checks.check_privacy(task)
     return task
 
 

@@ -143,6 +143,18 @@ CASES = {
 
 CHAIN = [{"name": "clip", "max_norm": 0.2}, {"name": "gaussian_noise", "std": 0.01}, {"name": "top_k", "k": 500}]
 PROCESSED = {
+    "private updates, processed, under attack": {
+        **{**ATTACKED, "cohort": 5, "attack": {"name": "sign_flipping", "fraction": 0.3, "scale": 3.0}},
+        **{"processors": ["qsgd"], "privacy": {"mechanism": "central", "clip": 0.3, "noise": 0.1}},
+    },
+    "privacy whose norm adapts": {
+        **{"workers": 7, "cohort": 2, "rounds": 4, "sampling": "poisson", "partition": "tests.components:uneven"},
+        "privacy": {"mechanism": "adaptive", "clip": 0.3, "noise": 0.05, "lr": 1.0},
+    },
+    "privacy of the workers, with a rule on whole rows": {
+        **{"workers": 5, "privacy": {"mechanism": "local", "clip": 0.3, "noise": 0.1}},
+        "aggregate": {"rule": "krum", "f": 1},
+    },
     "processed updates": {"processors": CHAIN, "workers": 5, "cohort": 3, "partition": "tests.components:uneven"},
     "processed gradients": {"processors": CHAIN, "partition": "tests.components:uneven"},
     "updates quantized after an attack": {
