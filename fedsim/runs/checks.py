@@ -67,8 +67,8 @@ def check_privacy(task: RunTask) -> None:
     experiment, buffers = task.experiment, Layout.of(task.new_module()).buffers
     if experiment.privacy.component.active and buffers and experiment.buffers != "frozen":
         raise ExperimentError(
-            f"buffers = {show(experiment.buffers)}: buffers of the model ({buffers[0].name}, ...) would be sent without "
-            f"noise, because {experiment.privacy.setting} protects only updates; use buffers=frozen, or another model"
+            f"buffers = {show(experiment.buffers)}: workers would send buffers ({buffers[0].name}, ...) without noise, "
+            f"because {experiment.privacy.setting} protects only updates; use buffers=frozen, or another model"
         )
     if experiment.releases is not None:
         experiment.releases.epsilon(experiment.rounds, experiment.privacy.delta, experiment.privacy.accountant)
