@@ -353,7 +353,8 @@ def exchanges(algorithm: ClientAlgorithm) -> bool:
 def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
     """Whether an algorithm needs several local steps per round, so that `sync = "gradients"` is impossible."""
     row = torch.zeros(2)
-    needs = (algorithm.uses_start_row, not algorithm.element_wise, algorithm.full_gradient, algorithm.has("correct"))
+    needs = [algorithm.uses_start_row, not algorithm.element_wise, algorithm.full_gradient, algorithm.has("correct")]
+    needs.append(algorithm.sample_noise is not None)
     state = algorithm.worker_state(row) and not algorithm.alters_gradients
     return any(needs) or any((state, algorithm.server_state(row), algorithm.message(row)))
 

@@ -289,6 +289,7 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
         f"with sync={experiment.sync} the gradients of each batch are averaged": experiment.rounds_of_gradients,
         "only works with synchronous rounds": not experiment.in_rounds,
         f"{show(local.algorithm)} computes several gradients per batch": not local.component.element_wise,
+        f"{show(local.algorithm)} adds noise to each batch": local.component.sample_noise is not None,
     }
     by_function = isinstance(experiment.local.component, TrainFunction)
     if local.accumulate > 1 and not by_function and (reason := next((r for r, holds in reasons.items() if holds), "")):

@@ -189,6 +189,12 @@ class LocalPrivacy(Mechanism):
     by_replacement: ClassVar[bool] = True
 
 
+def clip_factors(rows: Tensor, max_norm: float) -> Tensor:
+    """Return the factor, at most 1, that scales each of `rows` [..., d] to a norm below `max_norm`, [...]."""
+    norms = torch.linalg.vector_norm(rows, dim=-1, dtype=wide_dtype(rows.device))
+    return (max_norm * (1 - MARGIN) / norms).clamp(max=1)
+
+
 def clip_update(update: Tensor, max_norm: float) -> Tensor:
     """Scale an update to an L2 norm of at most `max_norm`, in place.
 
@@ -198,12 +204,12 @@ def clip_update(update: Tensor, max_norm: float) -> Tensor:
         update: update of a worker, [d].
         max_norm: maximum norm, > 0.
 
-    Returns whether the norm has been larger, as a tensor [].
+    Returns whether the update has been scaled, as a tensor [].
 
     >>> update = torch.tensor([3.0, 4.0])
     >>> fedsim.privacy.clip_update(update, 1.0), update
     (tensor(True), tensor([0.6000, 0.8000]))
     """
-    norm = torch.linalg.vector_norm(update, dtype=wide_dtype(update.device))
-    update.mul_((max_norm * (1 - MARGIN) / norm).clamp(max=1))
-    return norm > max_norm
+    factor = clip_factors(update, max_norm)
+    update.mul_(factor)
+    return factor < 1

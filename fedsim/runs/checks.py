@@ -23,8 +23,11 @@ from fedsim.core.training import check_outputs
 from fedsim.data import TensorData
 from fedsim.engines import Engine, RunTask
 from fedsim.engines.memory import memory_needed
+from fedsim.engines.stacking.operations import NOT_STACKABLE, NOT_STACKED
+from fedsim.engines.stacking.probe import Trials
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show, show_bytes
 from fedsim.system.devices import free_memory
+from fedsim.system.precision import full_precision
 
 PROBE_SAMPLES = 8
 COPIES_OF_MODEL = 3  # minimum: the global parameters, one worker's parameters, and the module
@@ -72,6 +75,29 @@ def check_privacy(task: RunTask) -> None:
         )
     if experiment.releases is not None:
         experiment.releases.epsilon(experiment.rounds, experiment.privacy.delta, experiment.privacy.accountant)
+
+
+def check_sample_gradients(task: RunTask, train: TensorData) -> None:
+    """Raise ExperimentError if the client algorithm needs a gradient for each sample, which the model does not have."""
+    if task.algorithm.sample_noise is None:
+        return
+    place = (
+        f"{task.experiment.model.setting}: has no gradient for each sample, which {task.experiment.local.setting} needs"
+    )
+    trials = Trials(task, train.to(task.device, task.dtype))
+    with preserve_random_state(task.device), full_precision(task.device):
+        try:
+            together = trials.run(trials.samples(trials.count))
+            coupled = trials.is_coupled(together)
+            trials.compare_gradients(together.dropouts, merged=False)
+        except ExperimentError as error:
+            reason = error.lines[0].removeprefix(NOT_STACKABLE).removesuffix(NOT_STACKED)
+            raise ExperimentError(f"{place}: {reason}; use another model") from error
+    if coupled:
+        raise ExperimentError(
+            f"{place}: the output for a sample depends on the other samples of its batch, as with BatchNorm; use "
+            "another model, for example with GroupNorm"
+        )
 
 
 def check_client_algorithm(task: RunTask) -> None:
