@@ -6,7 +6,6 @@ an attack or processors may have lengthened updates, sum, noise of the server.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -46,8 +45,8 @@ class PrivateRounds:
         self._group, self._task, self._shared = group, task, shared
         self.mechanism = task.experiment.privacy.component
         self.clip = self.mechanism.clip
-        self._clip_of_round = self.clip
-        self._releases, self._numbers = task.experiment.releases, dict[str, float]()
+        self._clip_of_round, self._clipped, self._updates = self.clip, 0, 0
+        self._releases = task.experiment.releases
 
     def at_workers(self, sent: Sequence[WorkItem], round: int) -> None:
         """Clip the updates that this process's workers send, and add the noise of the workers, in place."""
@@ -81,11 +80,14 @@ class PrivateRounds:
 
     def metrics(self, round: int) -> dict[str, float]:
         """Return the numbers to record after `round`, by name: epsilon so far, and numbers about clipping."""
-        if self._releases is None:
-            return {}
-        privacy = self._task.experiment.privacy
-        epsilon = self._releases.epsilon(round, privacy.delta, privacy.accountant)
-        return ({"epsilon": epsilon} if math.isfinite(epsilon) else {}) | self._numbers
+        metrics, privacy = dict[str, float](), self._task.experiment.privacy
+        if self._releases is not None and self._releases.noise:
+            metrics["epsilon"] = self._releases.epsilon(round, privacy.delta, privacy.accountant)
+        if self._updates:
+            metrics["clipped_updates"] = self._clipped / self._updates
+        if self.mechanism.adapts:
+            metrics["clip_norm"] = self._clip_of_round
+        return metrics
 
     def state(self) -> dict[str, Any]:
         """Return the state between two rounds, in JSON types, for a checkpoint."""
@@ -106,10 +108,8 @@ class PrivateRounds:
 
     def _count(self, round: int, clipped: int, updates: int) -> None:
         """Note the numbers of clipped updates and of all updates, and compute the maximum norm of the next round."""
-        experiment, self._clip_of_round = self._task.experiment, self.clip
-        self._numbers = {"clipped_updates": clipped / updates} if updates else {}
-        if self.mechanism.adapts:
-            self._numbers["clip_norm"] = self.clip
+        experiment = self._task.experiment
+        self._clip_of_round, self._clipped, self._updates = self.clip, clipped, updates
         self.clip = self.mechanism.next_clip(
             self.clip, clipped, updates, experiment.expected_updates, experiment.seed, round
         )

@@ -306,7 +306,7 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("processed gradients", "an adaptive server"),
     ("private updates, processed, under attack", "server momentum"),
     ("privacy whose norm adapts", "drawn local work"),
-    ("personal parameters", "privacy of the workers, with a rule on whole rows"),
+    ("privacy of the workers, with a rule on whole rows",),
     ("clipped gradients of samples",),
     ("workers with the highest losses", "fedsam"),
     ("unbiased weights, and workers that do not report",),

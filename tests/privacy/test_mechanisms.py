@@ -11,7 +11,6 @@ import torch
 import fedsim
 from fedsim.core.randomness import Draws, numpy_generator
 from fedsim.privacy import clip_update, privacy_mechanism
-from fedsim.processing import processor
 from fedsim.system.precision import PRECISIONS
 
 D = 7850  # number of parameters of the model "logistic"
@@ -31,7 +30,6 @@ def watched_mean(updates, weights, weight_total=None):
 watched_mean.columnwise = watched_mean.linear = True
 
 
-@processor("longer_for_tests")
 def longer(update):
     return 3 * update
 
@@ -188,7 +186,7 @@ def test_attackers_see_clipped_updates_and_the_server_clips_theirs(tiny_experime
 
 def test_processors_follow_the_clipping_of_the_workers(tiny_experiment):
     tables = {**tiny_experiment, **FLAT, "aggregate": "tests.privacy.test_mechanisms:watched_mean"}
-    tables |= {"processors": ["longer_for_tests"]}
+    tables |= {"processors": ["tests.privacy.test_mechanisms:longer"]}
     received.clear()
     fedsim.run({**tables, "privacy": central(0.01)})
     assert all(0.0099 < norm <= 0.01 for norm in received[-1])  # clipped again
