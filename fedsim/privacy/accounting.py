@@ -43,6 +43,10 @@ SAMPLED: dict[Sampling, Callable[..., Any]] = {
 }
 
 
+class UnsupportedSamplingError(ExperimentError):
+    """Error for an accountant that does not support the sampling of an experiment."""
+
+
 @dataclass(frozen=True)
 class Releases:
     """Noisy sums that each round of an experiment releases.
@@ -150,7 +154,7 @@ def _epsilon(releases: Releases, rounds: int, delta: float, accountant: str) -> 
     relation = library.NeighboringRelation[releases.relation if sampling else "ADD_OR_REMOVE_ONE"]
     account = ACCOUNTANTS[accountant](relation, partial(_epsilon, releases, rounds, delta, "rdp"))
     if not account.supports(event):
-        raise ExperimentError(
+        raise UnsupportedSamplingError(
             f'privacy.accountant = "{accountant}": does not support cohorts of fixed size that are drawn without '
             "replacement; use privacy.accountant=rdp, or sampling.name=poisson"
         )

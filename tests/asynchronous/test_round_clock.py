@@ -85,8 +85,8 @@ def test_a_round_takes_as_long_as_its_backward_passes(policy, case, monkeypatch)
     local = {"epochs": 2, "batch_size": 3, **LOCAL[case]}
     if "personal" in client_algorithm.get(local["algorithm"]).parameters.model_fields:
         local["personal"] = ["*.bias"]
-    # The statistics of pFedMe's personal model take one more forward pass, which the clock does not charge. BatchNorm has no
-    # gradients of single samples, which DP-SGD needs.
+    # The statistics of pFedMe's personal model take one more forward pass, which the clock does not charge. BatchNorm
+    # has no gradients of single samples, which DP-SGD needs.
     model = "2nn" if local["algorithm"] in ("dp_sgd", "pfedme") else "tests.models:Normalised"
     result = fedsim.run(
         **{"engine": "serial", "workers": 1, "rounds": 2, "mode": "clock", "policy": policy, "local": local},
