@@ -27,7 +27,7 @@ def privacy_plan(experiment: Experiment, target: float | None = None) -> list[tu
 
     >>> experiment = fedsim.Experiment(workers=100, privacy={"mechanism": "central", "clip": 1.0, "noise": 4.0})
     >>> dict(privacy_plan(experiment))["epsilon (pld)"]
-    '3.09'
+    '3.34'
     """
     releases, delta, rounds = experiment.releases, experiment.privacy.delta, experiment.rounds
     if releases is None:

@@ -231,7 +231,7 @@ class Poisson:
     Draws: one `rng.binomial` and those of `uniform`. Cost: O(k log k), independent of the number of workers.
 
     >>> Poisson()(1000, 2, np.random.default_rng(0))
-    (array([ 40, 269]), array([0.002, 0.002]))
+    (array([269, 510]), array([0.002, 0.002]))
     """
 
     def __call__(self, n_workers: int, size: int, rng: np.random.Generator) -> Chosen:
