@@ -165,7 +165,7 @@ class DPSGD(LocalSGD):
         noise: noise multiplier z, >= 0. With 0, gradients are only clipped.
         lr, momentum, weight_decay, nesterov, dampening: parameters of SGD (see `sgd`).
 
-    Cost: that of `sgd`, with a gradient [d] of each sample in memory (at most 128 MB at once), and d random numbers per
+    Cost: that of `sgd`, with a gradient [d] of each sample in memory (at most 32 MB at once), and d random numbers per
     step.
 
     >>> fedsim.clients.DPSGD(lr=0.1, clip=1.0, noise=1.1).sample_noise

@@ -1,7 +1,7 @@
 """Differential privacy: mechanisms that clip updates and add noise, and the privacy budget that they spend."""
 
 from fedsim.privacy.accounting import ACCOUNTANTS, Releases, UnsupportedSamplingError
-from fedsim.privacy.mechanisms import Mechanism, clip_factors, clip_update, privacy_mechanism
+from fedsim.privacy.mechanisms import Mechanism, clip_factors, clip_update, privacy_mechanism, row_norms
 
 __all__ = [
     "ACCOUNTANTS",
@@ -11,4 +11,5 @@ __all__ = [
     "clip_factors",
     "clip_update",
     "privacy_mechanism",
+    "row_norms",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,29 +12,34 @@ from fedsim.clients.algorithm import SampleNoise
 from fedsim.core.randomness import Draws
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.task import RunTask
-from fedsim.privacy import clip_factors
+from fedsim.privacy import clip_factors, row_norms
 
-MOST_BYTES = 2**27  # memory for the gradients of samples that are computed at once
+MOST_BYTES = 2**25  # memory for the gradients of samples that are computed at once
 
 Moment = tuple[int, int, int]  # round, worker and step, on which the noise of a batch depends
 
 
 class SampleGradients:
-    """Computes private gradients of k workers. A sample's model is one of the models of a `StackedModule`.
+    """Computes private gradients of k workers. Each sample has one of the models of a `StackedModule`.
 
     Args:
-        task: run to compute.
+        seed: seed of the experiment.
         sample_noise: maximum norm and noise.
+        module: module that computes the models.
     """
 
-    def __init__(self, task: RunTask, sample_noise: SampleNoise) -> None:
-        self._seed, self._noise = task.experiment.seed, sample_noise
-        self.module = StackedModule(task.new_module, task.objective)
+    def __init__(self, seed: int, sample_noise: SampleNoise, module: StackedModule) -> None:
+        self._seed, self._noise, self.module = seed, sample_noise, module
 
     @classmethod
-    def of(cls, task: RunTask) -> SampleGradients | None:
-        """Return the object for the client algorithm of a task, or None if the algorithm takes ordinary gradients."""
-        return None if task.algorithm.sample_noise is None else cls(task, task.algorithm.sample_noise)
+    def of(cls, task: RunTask, module: StackedModule | None = None) -> SampleGradients | None:
+        """Return the object for the client algorithm of a task, or None if the algorithm takes ordinary gradients.
+
+        `module` computes the models. None: a new module that uses `torch.func.vmap`.
+        """
+        if (sample_noise := task.algorithm.sample_noise) is None:
+            return None
+        return cls(task.experiment.seed, sample_noise, module or StackedModule(task.new_module, task.objective))
 
     def __call__(
         self,
@@ -70,9 +76,11 @@ class SampleGradients:
             sample_losses, parts = self.module.gradients(
                 parameters, of_models, alone_inputs, alone_targets, ones, masks
             )
-            gradients = torch.cat([part.reshape(k * count, -1) for part in parts], 1)  # type: ignore[union-attr]
-            scale = clip_factors(gradients, self._noise.clip).to(rows.dtype).view(k, count) * weights[:, places]
-            means += torch.bmm(scale.unsqueeze(1), gradients.view(k, count, d)).squeeze(1)
+            flat = [part.reshape(k * count, -1) for part in cast(list[Tensor], parts)]
+            norms = torch.stack([row_norms(part) for part in flat]).norm(dim=0)
+            scale = clip_factors(norms, self._noise.clip).to(rows.dtype).view(k, 1, count) * weights[:, None, places]
+            for entry, part in zip(self.module.layout.parameters, flat, strict=True):
+                means[:, entry.span] += torch.bmm(scale, part.view(k, count, -1)).squeeze(1)
             losses += (sample_losses.view(k, count) * weights[:, places]).sum(1)
         std = self._noise.noise * self._noise.clip * weights.amax(1, keepdim=True)
         return losses, means.addcmul_(self._draw(moments, means), std)

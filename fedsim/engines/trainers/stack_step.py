@@ -150,7 +150,7 @@ class StackStep:
     """Function that trains several workers for one step: gradients and the client algorithm's update."""
 
     def __init__(self, task: RunTask, module: StackedModule) -> None:
-        self._task, self._module, self._samples = task, module, SampleGradients.of(task)
+        self._task, self._module, self._samples = task, module, SampleGradients.of(task, module)
         self._on_cpu = task.device.type == "cpu"
         self._left_of_rows = 0 if self._on_cpu else None  # `leave_products` for gradients that are copied into rows
 
