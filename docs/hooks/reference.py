@@ -32,6 +32,7 @@ KINDS = {  # page title of each kind of component
     "schedules": "Learning-rate schedules",
     "sampling": "Sampling of cohorts",
     "processors": "Processors of updates",
+    "privacy": "Privacy mechanisms",
     "policies": "Asynchronous policies",
     "slowdowns": "Slowdowns of workers",
     "noises": "Noise of the time of work",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import keyword
+import math
 import platform
 import re
 import sys
@@ -121,6 +122,29 @@ def replay(
         )
         results = replay_rules(stored, chosen)
         print(replay_json(stored, results) if json else replay_table(stored, results, terminal_columns()))
+
+
+def privacy(
+    context: typer.Context,
+    words: Words = None,
+    target_epsilon: Annotated[
+        float | None, typer.Option(help="Also show which noise this epsilon needs.", show_default=False)
+    ] = None,
+    allow_imports: AllowImports = False,
+) -> None:
+    """Show which epsilon an experiment costs, before it runs."""
+    with errors_as_lines(quick=True):
+        source, overrides = source_and_overrides(words or [], context)
+        check_names_of_run(source, overrides)
+        if target_epsilon is not None and not 0 < target_epsilon < math.inf:
+            raise ExperimentError(f"--target-epsilon = {target_epsilon:g}: must be greater than 0 and finite")
+    with errors_as_lines():
+        from fedsim.config.load import load_experiment
+        from fedsim.runs.privacy_plan import privacy_plan
+
+        experiment = load_experiment(source, overrides, allow_imports=allow_imports)
+        for topic, text in privacy_plan(experiment, target_epsilon):
+            _print(topic, text)
 
 
 def report(

@@ -1,4 +1,4 @@
-"""The program `fedsim` with the commands `run`, `compare`, `replay`, `report`, `plot`, `list`, `doctor` and `new`."""
+"""The program `fedsim`: `run`, `compare`, `replay`, `report`, `plot`, `privacy`, `list`, `doctor` and `new`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fedsim.cli.commands import doctor, list_command, new, plot, replay, report, run
+from fedsim.cli.commands import doctor, list_command, new, plot, privacy, replay, report, run
 from fedsim.cli.compare_command import compare
 from fedsim.cli.program import errors_as_lines, run_program
 from fedsim.cli.words import WORDS_LIKE_OPTIONS
@@ -53,6 +53,7 @@ app.command(context_settings=WORDS_LIKE_OPTIONS)(compare)
 app.command()(replay)
 app.command()(report)
 app.command()(plot)
+app.command(context_settings=WORDS_LIKE_OPTIONS)(privacy)
 app.command()(doctor)
 app.command()(new)
 app.command("list")(list_command)

@@ -5,6 +5,7 @@ from fedsim.clients.adaptive import Adagrad, Adam, AdamW
 from fedsim.clients.algorithm import (
     ClientAlgorithm,
     GradientAt,
+    SampleNoise,
     WorkerFacts,
     WorkerRound,
     exchanges,
@@ -25,10 +26,11 @@ from fedsim.clients.corrections import FedDyn, FedNova, Mime, MimeLite, Scaffold
 from fedsim.clients.lr_schedules import LRSchedule, lr_schedule
 from fedsim.clients.personal import FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
 from fedsim.clients.personal_models import APFL, Ditto, PerFedAvg, PFedMe
-from fedsim.clients.sgd import SGD, FedProx, FedSAM, LocalSGD, Moon
+from fedsim.clients.sgd import DPSGD, SGD, FedProx, FedSAM, LocalSGD, Moon
 
 __all__ = [
     "APFL",
+    "DPSGD",
     "SGD",
     "Adagrad",
     "Adam",
@@ -58,6 +60,7 @@ __all__ = [
     "PerFedAvg",
     "Positive",
     "RowOptimizer",
+    "SampleNoise",
     "Scaffold",
     "State",
     "Stepper",

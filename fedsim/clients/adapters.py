@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.algorithm import ClientAlgorithm, WorkerRound, exchanges
+from fedsim.clients.algorithm import ClientAlgorithm, SampleNoise, WorkerRound, exchanges
 from fedsim.clients.base import OuterProductGrad, State, Stepper
 from fedsim.core.registry import Registration
 from fedsim.errors import ExperimentError, show
@@ -72,6 +72,10 @@ class KeptState(ClientAlgorithm):
                 "local.keep_state = true: the client algorithm has no state (such as momentum) with the given "
                 "parameters; omit it"
             )
+
+    @property
+    def sample_noise(self) -> SampleNoise | None:
+        return self.algorithm.sample_noise
 
     @property
     def setting(self) -> str:

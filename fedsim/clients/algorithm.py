@@ -29,6 +29,18 @@ from fedsim.core.rows import ColumnSpans
 GradientAt = Callable[[Tensor], Tensor]
 
 
+class SampleNoise(NamedTuple):
+    """How the gradients of samples are made private: each is clipped, and their sum gets Gaussian noise.
+
+    Attributes:
+        clip: maximum L2 norm C of the gradient of a sample.
+        noise: noise multiplier z. The standard deviation of the noise is z C.
+    """
+
+    clip: float
+    noise: float
+
+
 class WorkerFacts(NamedTuple):
     """Facts about one round of one worker.
 
@@ -119,6 +131,7 @@ class ClientAlgorithm:
         starts_from_current: whether a worker that takes part for the first time starts its personal state from the
             current global model instead of the initial one. Requires synchronous rounds.
         gradients_per_step: number of gradients that a local step computes, which determines its simulated duration.
+        sample_noise: clipping and noise of the gradients that `step` receives, or None for ordinary gradients.
 
     Cost: each row in `worker_state` takes d numbers for each worker that has taken part.
 
@@ -134,6 +147,10 @@ class ClientAlgorithm:
     personal_beside: ClassVar[bool] = False
     starts_from_current: ClassVar[bool] = False
     gradients_per_step: ClassVar[int] = 1
+
+    @property
+    def sample_noise(self) -> SampleNoise | None:
+        return None
 
     @property
     def setting(self) -> str:
@@ -336,7 +353,8 @@ def exchanges(algorithm: ClientAlgorithm) -> bool:
 def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
     """Whether an algorithm needs several local steps per round, so that `sync = "gradients"` is impossible."""
     row = torch.zeros(2)
-    needs = (algorithm.uses_start_row, not algorithm.element_wise, algorithm.full_gradient, algorithm.has("correct"))
+    needs = [algorithm.uses_start_row, not algorithm.element_wise, algorithm.full_gradient, algorithm.has("correct")]
+    needs.append(algorithm.sample_noise is not None)
     state = algorithm.worker_state(row) and not algorithm.alters_gradients
     return any(needs) or any((state, algorithm.server_state(row), algorithm.message(row)))
 

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, and its variants FedProx, FedSAM and MOON."""
+"""Stochastic gradient descent, and its variants DP-SGD, FedProx, FedSAM and MOON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
+from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, SampleNoise, WorkerRound
 from fedsim.clients.base import Decay, NonNegative, OuterProductGrad, Positive, State, client_algorithm
 from fedsim.errors import ExperimentError
 
@@ -141,6 +141,44 @@ class SGD(LocalSGD):
 
     def start(self, rows: Tensor) -> State:
         return {} if self.alters_gradients else super().start(rows)
+
+
+@client_algorithm("dp_sgd")
+@dataclass(frozen=True)
+class DPSGD(LocalSGD):
+    """DP-SGD: the gradient of each sample is clipped, and their mean gets Gaussian noise (Abadi et al. 2016).
+
+    Steps are those of `sgd` along
+
+        (sum_i g_i min(1, C / |g_i|) + N(0, (z C)^2 I)) / batch size
+
+    where g_i is the gradient of the loss of sample i. The samples of a worker are thereby protected even from a server
+    that sees the worker's updates. The batches of an epoch have no sample in common, so an epoch costs as much privacy
+    as one step on all samples. Neighbouring data sets differ in one sample, whose gradient is left out of its batch.
+    `metrics.epsilon` counts each epoch of each round, as if a worker took part in every
+    round. With `local.steps` it counts each step, as if all of them used the same sample.
+
+    The gradients of samples are computed with `torch.func.vmap`. Models in which samples depend on each other, such as
+    those with BatchNorm, are refused.
+
+    Args:
+        clip: maximum L2 norm C of the gradient of a sample, > 0.
+        noise: noise multiplier z, >= 0. With 0, gradients are only clipped.
+        lr, momentum, weight_decay, nesterov, dampening: parameters of SGD (see `sgd`).
+
+    Cost: that of `sgd`, with a gradient [d] of each sample in memory (at most 32 MB at once), and d random numbers per
+    step.
+
+    >>> fedsim.clients.DPSGD(lr=0.1, clip=1.0, noise=1.1).sample_noise
+    SampleNoise(clip=1.0, noise=1.1)
+    """
+
+    clip: Positive = field(default=1.0, kw_only=True)
+    noise: NonNegative = field(default=1.0, kw_only=True)
+
+    @property
+    def sample_noise(self) -> SampleNoise | None:
+        return SampleNoise(self.clip, self.noise)
 
 
 @client_algorithm("fedprox")

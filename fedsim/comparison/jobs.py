@@ -74,7 +74,7 @@ def default_jobs(plan: ComparisonPlan, runs: Sequence[PlannedRun]) -> int:
     if min(by_cores, len(runs)) <= 1:
         return 1
     sizes = distinct(
-        runs, lambda experiment: [experiment.resolved()["model"], experiment.cohort_size, experiment.precision]
+        runs, lambda experiment: [experiment.resolved()["model"], experiment.largest_cohort, experiment.precision]
     )
     by_memory = 0.8 * free_memory() / max(job_bytes(run.experiment) for run in sizes)
     return max(1, int(min(len(runs), by_cores, by_memory)))  # the free memory may be infinite
@@ -84,7 +84,7 @@ def job_bytes(experiment: Experiment) -> float:
     """Return an estimate of the memory in bytes that a process needs for this experiment."""
     parameters = Layout.of(task_of(experiment, torch.device("cpu")).new_module()).d
     row_bytes = parameters * PRECISIONS[experiment.precision].rows.itemsize
-    return JOB_BYTES + ROW_COPIES * experiment.cohort_size * row_bytes
+    return JOB_BYTES + ROW_COPIES * experiment.largest_cohort * row_bytes
 
 
 def in_one_process(experiment: Experiment) -> Experiment:

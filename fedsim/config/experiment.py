@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,6 +36,7 @@ from fedsim.data.subsets import validation_positions
 from fedsim.engines import Engine, engine
 from fedsim.engines.distributed.hooks import CommunicationHook
 from fedsim.errors import MAX_NAME, ExperimentError, show
+from fedsim.privacy import Releases
 from fedsim.processing import UpdateProcessor
 from fedsim.system.files import is_outside
 from fedsim.system.precision import PRECISIONS
@@ -115,6 +117,7 @@ class Experiment(Table):
     distributed: schema.Distributed = schema.Distributed()
     attack: schema.Attack = schema.Attack()
     aggregate: schema.Aggregate = schema.Aggregate()
+    privacy: schema.Privacy = schema.Privacy()
     server: schema.Server = schema.Server()
     policy: schema.AsyncPolicy = schema.AsyncPolicy()
     clock: schema.Clock = schema.Clock()
@@ -197,8 +200,27 @@ class Experiment(Table):
 
     @property
     def weights(self) -> Literal["uniform", "samples", "inverse_probability"] | list[float]:
-        """Aggregation weights of the workers: `aggregate.weights`, or the rule's default ("samples" or "uniform")."""
-        return self.aggregate.weights or ("samples" if self.rule.needs_weights else "uniform")
+        """Aggregation weights of the workers: `aggregate.weights`, or the default ("samples" or "uniform")."""
+        by_samples = self.rule.needs_weights and not self.privacy.component.at_server
+        return self.aggregate.weights or ("samples" if by_samples else "uniform")
+
+    @property
+    def weight_total(self) -> float | None:
+        """Divisor of weighted sums of updates, or None for the sum of the weights."""
+        if self.privacy.component.at_server:
+            return self.expected_updates
+        return 1.0 if self.weights == "inverse_probability" else None
+
+    @property
+    def releases(self) -> Releases | None:
+        """Noisy sums that each round releases, for privacy accounting, or None without differential privacy."""
+        mechanism, sampling = self.privacy.component, self.sampling.registration.target
+        releases = Releases(mechanism.noise, self.workers, self.cohort_size, by_replacement=mechanism.by_replacement)
+        if mechanism.at_server:
+            return replace(releases, sampling=getattr(sampling, "amplifies", None))
+        if mechanism.active or (sample_noise := self.local.component.sample_noise) is None:
+            return releases if mechanism.active else None
+        return replace(releases, noise=sample_noise.noise, per_round=self.local.most_work)
 
     @property
     def nonfinite(self) -> Literal["error", "exclude", "keep"]:
@@ -260,6 +282,16 @@ class Experiment(Table):
     def cohort_size(self) -> int:
         """Number of workers in a cohort: `cohort`, or all workers if `cohort` is unset."""
         return self.cohort or self.workers
+
+    @property
+    def largest_cohort(self) -> int:
+        """Maximum number of workers in a cohort, which is more than `cohort_size` with Poisson sampling."""
+        return self.sampling.component.largest(self.workers, self.cohort_size)
+
+    @property
+    def expected_updates(self) -> float:
+        """Expected number of updates in a round, from which privacy mechanisms compute the mean."""
+        return self.cohort_size * (1 - self.sampling.client_dropout)
 
     def own(self) -> Experiment:
         """Return a copy for one run, without data set and loggers. Components are copied too.

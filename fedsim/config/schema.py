@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
 from torch import nn
 
@@ -30,6 +31,7 @@ from fedsim.engines.distributed.hooks import hook
 from fedsim.errors import ExperimentError, show
 from fedsim.loggers import logger
 from fedsim.models import model
+from fedsim.privacy import Mechanism, privacy_mechanism
 from fedsim.processing import UpdateProcessor, processor
 from fedsim.server import sampling_strategy, server_optimizer
 
@@ -300,6 +302,12 @@ class Local(ComponentTable):
         )
         return KeptState(algorithm) if self.keep_state else algorithm
 
+    @property
+    def most_work(self) -> int:
+        """Largest number of epochs, or of steps, that a worker trains in a round."""
+        amount: Any = self.epochs if self.steps is None else self.steps
+        return max(next(iter(amount.values())) if isinstance(amount, dict) else np.atleast_1d(amount).tolist())
+
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
         keys_set = [key for key in cls.alternatives if table.get(key) is not None]
@@ -349,10 +357,13 @@ class Aggregate(ComponentTable):
     weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegative] | None = None
     """Weights of the workers: equal (`uniform`), proportional to sample counts (`samples`), sample fractions divided by
     the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` for
-    rules that require weights, otherwise `uniform`."""
+    rules that require weights, otherwise `uniform`, also with noise of the server (`privacy.mechanism`)."""
     nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"
     """Treatment of updates with NaN or infinity. `error`: the run ends with an error. `stop`: the run ends with the
     last finite model. `exclude`: these updates are left out and recorded. `keep`: they are aggregated."""
+    secure: bool = False
+    """Whether the experiment is restricted to what secure aggregation allows: the server learns only the sum of the
+    updates. Secure aggregation itself is not simulated."""
     root_samples: Amount = 100
     """Number of training samples that the server holds, for rules that use its gradient (`fltrust`)."""
 
@@ -413,6 +424,23 @@ class Processor(ComponentTable):
     @cached_property
     def component(self) -> UpdateProcessor:
         return UpdateProcessor.of(self.registration, self.params, error_feedback=self.error_feedback)
+
+
+class Privacy(ComponentTable):
+    """Differential privacy: how updates are clipped and get noise, and how epsilon is computed."""
+
+    place, named_by, registry = "privacy", "mechanism", privacy_mechanism
+
+    mechanism: Name = "none"
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """Delta of (epsilon, delta)-differential privacy, below 1 / (number of workers)."""
+    accountant: Literal["rdp", "pld"] = "rdp"
+    """How epsilon is computed: by Renyi differential privacy (`rdp`), or by privacy loss distributions (`pld`), which
+    are tighter, slower, and do not support cohorts of fixed size drawn without replacement."""
+
+    @cached_property
+    def component(self) -> Mechanism:
+        return self.registration.bind(self.params)
 
 
 class Server(ComponentTable):

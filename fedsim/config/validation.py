@@ -53,12 +53,15 @@ def problems_with(experiment: Experiment) -> list[str]:
         *_check_mode(experiment, policy),
         *_check_numbers_of_tests(experiment),
         *_check_workers(experiment),
+        *_check_privacy(experiment),
+        *_check_secure(experiment),
         *(() if experiment.in_rounds or experiment.mode == "rounds" else _check_policy(experiment, policy)),
     ]
     component_checks: list[Callable[[], object]] = [
         *_checks_of_schedules(experiment),
         partial(experiment.sampling.component.check, experiment.workers, experiment.cohort_size),
         partial(policy.check, experiment.cohort_size),
+        partial(experiment.privacy.component.check, experiment.expected_updates),
         partial(experiment.rule.dry_run, experiment.cohort_size, experiment.local_lr),
     ]
     for check in () if lines else component_checks:
@@ -136,6 +139,8 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
             | {f"aggregate.{key}" for key in ("rule", "f", "weights", "root_samples")}
             | ({"server"} if not policy.uses_server_optimizer else set()),
         )
+    if experiment.releases is None:
+        yield f"privacy.mechanism={experiment.privacy.mechanism}", {"privacy.delta", "privacy.accountant"}
     if experiment.clock.replay_log is not None:
         yield "clock.replay_log", {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
     feedback = any(processor.error_feedback for processor in experiment.processors)
@@ -284,6 +289,7 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
         f"with sync={experiment.sync} the gradients of each batch are averaged": experiment.rounds_of_gradients,
         "only works with synchronous rounds": not experiment.in_rounds,
         f"{show(local.algorithm)} computes several gradients per batch": not local.component.element_wise,
+        f"{show(local.algorithm)} adds noise to each batch": local.component.sample_noise is not None,
     }
     by_function = isinstance(experiment.local.component, TrainFunction)
     if local.accumulate > 1 and not by_function and (reason := next((r for r, holds in reasons.items() if holds), "")):
@@ -385,6 +391,66 @@ def _check_workers(experiment: Experiment) -> Iterator[str]:
             f"{strategy.place}: needs losses of the global model, but with buffers=local the workers do not receive "
             "its buffers; use buffers=average, or another strategy"
         )
+
+
+def _check_privacy(experiment: Experiment) -> Iterator[str]:
+    """Yield an error line for each setting under which more than clipped updates with noise would be released."""
+    mechanism, algorithm, rule = experiment.privacy.component, experiment.local.component, experiment.rule
+    private, by_samples, weights = mechanism.active, algorithm.sample_noise is not None, experiment.aggregate.weights
+    where, strategy = experiment.privacy.setting if private else experiment.local.setting, experiment.sampling.component
+    if (private or by_samples) and not experiment.in_rounds:
+        yield f"{where}: needs synchronous rounds, which {experiment.policy.setting} does not have; use policy=sync"
+    if private and experiment.rounds_of_gradients:
+        yield f"{where}: protects updates, but with sync={experiment.sync} workers send gradients; use sync=parameters"
+    if private and by_samples:
+        yield f"{where}: protects workers, but {experiment.local.setting} protects samples; use only one of the two"
+    if private and (algorithm.message(torch.zeros(2)) or algorithm.has("receive_gradients")):
+        yield (
+            f"{experiment.local.setting}: workers send more than their updates, which {where} does not protect; use "
+            "another client algorithm, such as sgd"
+        )
+    if private and "losses" in strategy.accepts:
+        yield f"{strategy.place}: uses losses of workers, which {where} does not protect; use sampling.name=uniform"
+    if private and rule.accepts("losses"):
+        yield f"aggregate.rule = {show(rule.name)}: uses losses of workers, which {where} does not protect; use mean"
+    elif mechanism.at_server and not rule.linear_by_weights:
+        yield (
+            f"aggregate.rule = {show(rule.name)}: must be a mean, because {where} adds noise to a sum; use "
+            "aggregate.rule=mean, or privacy.mechanism=local"
+        )
+    if mechanism.at_server and weights not in (None, "uniform"):
+        yield f"aggregate.weights = {show(weights)}: must be uniform with {where}, which clips equally; omit it"
+
+
+def _check_secure(experiment: Experiment) -> Iterator[str]:
+    """Yield an error line for each setting that needs more than sums of updates, if `aggregate.secure` is set."""
+    if not experiment.aggregate.secure:
+        return
+    attack, aggregate = experiment.attack, experiment.aggregate
+    where, policy, strategy = "aggregate.secure = true", experiment.policy.setting, experiment.sampling.component
+    if not experiment.in_rounds:
+        yield f"{where}: needs sums of updates, but {policy} applies single updates; use policy=sync"
+    elif not experiment.rule.linear_by_weights:
+        yield f"{where}: allows only sums, but the rule {experiment.rule.name} needs each update; use rule=mean"
+    if aggregate.nonfinite == "exclude":
+        yield f'{where}: the server sees no single update to exclude; use aggregate.nonfinite = "error"'
+    if attack.count(experiment.workers) and (attack.component.needs_honest or "aggregate" in attack.component.accepts):
+        yield (
+            f"{where}: attackers see no updates of honest workers, which {attack.setting} needs; use an attack such as "
+            "sign_flipping"
+        )
+    if "losses" in strategy.accepts:
+        yield f"{where}: the server sees no losses of workers, which {strategy.place} needs; use sampling.name=uniform"
+    for processor in experiment.processors:
+        if not getattr(processor.registration.target, "sums", False):
+            yield f"{where}: updates of the processor {processor.name} cannot be summed while encrypted; omit it"
+    if experiment.processors and experiment.privacy.component.at_server:
+        yield (
+            f"{where}: the server cannot clip processed updates, which {experiment.privacy.setting} needs; omit "
+            "processors"
+        )
+    if experiment.records.updates:
+        yield f"{where}: the server sees no updates to record; omit records.updates"
 
 
 def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:

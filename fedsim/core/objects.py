@@ -187,7 +187,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a value may be a data set: a pair (inputs, targets), a list of samples, or another non-callable object."""
+    """Whether a value may be a data set: a pair (inputs, targets), a list of samples, or another uncallable object."""
     if not isinstance(value, (tuple, list)):
         return _is_object(value) and not callable(value)
     arrays = all(isinstance(part, (Tensor, np.ndarray)) or (_is_object(part) and not callable(part)) for part in value)

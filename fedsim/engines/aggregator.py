@@ -59,7 +59,8 @@ def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], sampl
         samples: number of samples of each worker.
     """
     kind, rule = task.experiment.weights, task.experiment.rule
-    if not rule.accepts_weights or (kind == "uniform" and not rule.needs_weights):
+    needed = rule.needs_weights or task.experiment.weight_total is not None
+    if not rule.accepts_weights or (kind == "uniform" and not needed):
         return None
     if kind == "inverse_probability":
         return weights_by_probability(shared, workers)
@@ -88,8 +89,8 @@ def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | Non
 
     Returns None if the rule is not linear. `weights` [n] are the workers' weights; None for equal weights.
     """
-    total = 1.0 if task.experiment.weights == "inverse_probability" else None
-    return task.experiment.rule.shares(AggregationInputs(torch.empty(n, 0), weights, weight_total=total))
+    inputs = AggregationInputs(torch.empty(n, 0), weights, weight_total=task.experiment.weight_total)
+    return task.experiment.rule.shares(inputs)
 
 
 def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> AggregationInputs:
@@ -415,6 +416,15 @@ class Aggregator:
         shares = torch.tensor([stats.shares[place] for place in places], dtype=torch.double)
         return stats, combine(shares, rows_at(self._shared.cohort.rows, rows))
 
+    def aggregate_nothing(self, round: int) -> None:
+        """Set the result of a round without updates: zeros, to which noise can be added."""
+        self._moment, start = (round,), self._columns.start
+        self._result = [(moved(block, start), torch.zeros_like(self._own_row[block])) for block in self._blocks]
+
+    def add_to_result(self, row: Tensor) -> None:
+        """Add `row` [d] to the aggregated update. All processes must pass the same numbers."""
+        self._result = [(columns, update + row[columns]) for columns, update in self._result]
+
     def server_step(self) -> None:
         """Update the global model with the result of `aggregate`."""
         task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
@@ -516,7 +526,7 @@ class Aggregator:
             local_lr=task.experiment.local_lr_at(*context.moment),
             sync=task.sync_in(context.moment[0]),
             reduce=reduce,
-            weight_total=1.0 if task.experiment.weights == "inverse_probability" else None,
+            weight_total=task.experiment.weight_total,
         )
 
     def _read_losses(self, context: AggregationContext) -> None:

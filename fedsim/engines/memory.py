@@ -27,7 +27,7 @@ def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copie
         stacked: whether a process trains several workers at once.
         copies: number of copies of the run's state that are kept for recovery and checkpoints.
     """
-    experiment, cohort = task.experiment, task.experiment.cohort_size
+    experiment, cohort = task.experiment, task.experiment.largest_cohort
     row, sample_row = d * task.dtype.itemsize, torch.zeros(1)
     n_rows = cohort + experiment.rule.accepts("root")
     algorithm_state = len(task.algorithm.start(sample_row))

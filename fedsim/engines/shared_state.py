@@ -138,7 +138,7 @@ class CohortRows:
     @classmethod
     def allocate(cls, task: RunTask, server: GlobalModel, n_rows: int) -> CohortRows:
         """Allocate the tensors with `n_rows` rows. Raises ExperimentError if there is not enough memory."""
-        d, b, cohort = len(server.row), len(server.buffers), task.experiment.cohort_size
+        d, b, cohort = len(server.row), len(server.buffers), task.experiment.largest_cohort
 
         def repeated(state: State) -> State:
             return {name: new_rows(n_rows, len(row), row.dtype, task.device).copy_(row) for name, row in state.items()}
@@ -230,7 +230,7 @@ class SharedState:
         return cls(
             data=of_run,
             server=server,
-            cohort=CohortRows.allocate(task, server, -(-(task.experiment.cohort_size + has_root) // ranks)),
+            cohort=CohortRows.allocate(task, server, -(-(task.experiment.largest_cohort + has_root) // ranks)),
             tests={
                 "test": TestResults.allocate(task, of_run.test, module),
                 "validation": TestResults.allocate(task, of_run.validation, module),

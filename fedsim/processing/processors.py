@@ -12,6 +12,8 @@ name, and must not be changed. Its keyword-only parameters are its configuration
 A processor returns the new update [d], or (update, nbytes), where nbytes is the number of bytes to send. If a processor
 returns no number, the number of the previous processor in the chain is kept. Before the first processor it is the size
 of d numbers of the update's dtype.
+
+A processor can set the attribute `sums` to true if its updates can be summed by secure aggregation.
 """
 
 from __future__ import annotations
@@ -218,4 +220,5 @@ def gaussian_noise(
     return noisy, noisy.nbytes
 
 
+clip.sums = gaussian_noise.sums = True  # allowed with aggregate.secure, because their updates can be summed encrypted
 gaussian_noise.compresses = False  # error feedback is not allowed, because it would subtract the noise again

@@ -23,7 +23,10 @@ MOST_NAMES = 50  # maximum number of phases, and of metrics, in a round
 Better = Literal["higher", "lower", "by name"] | None
 OF_COMPONENTS: dict[str, Literal["higher", "lower"] | None] = {  # numbers that built-in components record
     "available_workers": None,
+    "clip_norm": None,
     "clipped_share": None,
+    "clipped_updates": None,
+    "epsilon": "lower",
     "kept_energy": "higher",
     "weiszfeld_iterations": None,
 }

@@ -32,6 +32,7 @@ from fedsim.errors import ExperimentError, show
 from fedsim.processing import apply_chain
 from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.rounds.participants import ReportCheck, cohorts_of
+from fedsim.rounds.private_rounds import PrivateRounds
 from fedsim.rounds.round_clock import RoundClock
 from fedsim.server import Cohort
 from fedsim.system.devices import synchronize
@@ -65,6 +66,7 @@ class Simulation(Executor):
         self.draw = cohorts_of(experiment, shared.data.shards)
         self.clock = RoundClock.of(task, shared) if experiment.mode == "clock" else None
         self.aggregator = Aggregator(group, task, shared)
+        self.privacy = PrivateRounds(group, task, shared)
         self.evaluated = workers_to_evaluate(task, shared.data.worker_tests)
         self.worker_tests = WorkerTests(task, shared, self.module, self.gradient, self.batch_source)
         self.check_reports = ReportCheck(experiment)
@@ -118,7 +120,8 @@ class Simulation(Executor):
         if not group.computes:
             return None
         tested = EvaluationResult.of(task, shared)
-        metrics = joined(means(sent.metrics, stats.metrics), drawn.metrics | tested.metrics | metrics_of(of_workers))
+        of_round = drawn.metrics | tested.metrics | metrics_of(of_workers) | self.privacy.metrics(round)
+        metrics = joined(means(sent.metrics, stats.metrics), of_round)
         in_parameters = task.sync_in(round) == "parameters"
         message_up = message_bytes(task, shared)[1] if in_parameters else 0
         rows_down = 0 if in_parameters else sent.count * shared.server.row.nbytes  # global parameters, at each step
@@ -150,6 +153,8 @@ class Simulation(Executor):
         """
         task, group, round = self.task, self.group, context.moment[0]
         in_parameters = task.sync_in(round) == "parameters"
+        senders = [member for member in mine if member.worker != self.batch_source.root]
+        self.privacy.at_workers(senders, round)
         if task.byzantine.in_round(round):
             self.aggregator.attack(context)
             group.barrier()
@@ -159,7 +164,12 @@ class Simulation(Executor):
         else:
             unsent = personal_bytes(task) if in_parameters else 0
             sent.add(len(context.slots), len(context.slots) * (self.shared.server.row.nbytes - unsent))
+        if self.privacy.as_received(senders, round):
+            self.aggregator.rows_changed([member.slot for member in senders])
+            group.barrier()
         stats = self.aggregator.aggregate(context)
+        if (noise := self.privacy.noise_of_mean(round)) is not None:
+            self.aggregator.add_to_result(noise)
         if self.shared.cohort.messages and in_parameters:
             self.receive_messages(context, stats.excluded)
         self.aggregator.server_step()
@@ -343,17 +353,24 @@ class Simulation(Executor):
         self.group.barrier()
 
     def skip_round(self, round: int, drawn: Cohort) -> Round | None:
-        """Finish a round in which no worker sends an update: the global model stays unchanged and is only tested.
+        """Finish a round in which no worker sends an update: the global model is only tested.
 
-        `drawn` is the cohort of the round. For the result, see `run_round`.
+        Without noise of the server, the model stays unchanged. `drawn` is the cohort of the round. For the result, see
+        `run_round`.
         """
-        if self.clock and not drawn.dropped:
+        if self.clock and not drawn.dropped and "now" in self.draw.strategy.accepts:
             raise ExperimentError(
                 f"round {round}: no worker is available at {self.clock.now:g} virtual seconds, and the virtual clock "
                 "does not advance without work; make workers available in sampling.*, or use mode=rounds, which skips "
                 "such rounds"
             )
         self.timer = PhaseTimer()
+        self.privacy.skip_workers(round)
+        if (noise := self.privacy.noise_of_mean(round)) is not None:  # nobody must learn that the cohort was empty
+            self.aggregator.aggregate_nothing(round)
+            self.aggregator.add_to_result(noise)
+            self.aggregator.server_step()
+            self.group.barrier()
         self.end_round(round)
         with self.phase("test"):
             self.test(round)
@@ -369,7 +386,8 @@ class Simulation(Executor):
             bytes_up=0,
             bytes_down=self.bytes_to_others(round, drawn),
             virtual_seconds=self.clock.now if self.clock else None,
-            **tested.fields() | {"metrics": joined(drawn.metrics, tested.metrics | metrics_of(of_workers))},
+            **tested.fields()
+            | {"metrics": joined(drawn.metrics, tested.metrics | metrics_of(of_workers) | self.privacy.metrics(round))},
         )
         return record, of_workers
 
@@ -515,6 +533,7 @@ class Simulation(Executor):
         clock = {"clock": self.clock.state()} if self.clock else {}
         rule = {name: tensor.cpu().numpy() for name, tensor in self.aggregator.rule_state().items()}
         facts = {"has_last": self.aggregator.has_last, "syncs": list(self.shared.server.states), **clock}
+        facts |= self.privacy.state()
         return facts, rule, self.group.states_by_columns()
 
     def resume(
@@ -532,6 +551,7 @@ class Simulation(Executor):
         self.states.follow(workers)
         if self.clock:
             self.clock.resume(facts["clock"])
+        self.privacy.resume(facts)
         if len(facts["syncs"]) < len(self.shared.server.states):
             # The earlier run ended with rounds of gradients, and rounds of parameters follow.
             self.aggregator.begin_with_parameters()

@@ -24,8 +24,11 @@ from fedsim.data import TensorData
 from fedsim.data.tensors import compact
 from fedsim.engines import Engine, RunTask
 from fedsim.engines.memory import memory_needed
+from fedsim.engines.stacking.operations import NOT_STACKABLE, NOT_STACKED
+from fedsim.engines.stacking.probe import Trials
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show, show_bytes
 from fedsim.system.devices import free_memory
+from fedsim.system.precision import full_precision
 
 PROBE_SAMPLES = 8
 COPIES_OF_MODEL = 3  # minimum: the global parameters, one worker's parameters, and the module
@@ -60,6 +63,41 @@ def check_model(task: RunTask) -> None:
         names = ", ".join(entry.name for entry in layout.buffers)
         raise ExperimentError(
             f'buffers = "error": {place} has buffers ({names}); set buffers to average, local or frozen'
+        )
+
+
+def check_privacy(task: RunTask) -> None:
+    """Raise ExperimentError if the model sends unprotected buffers, or if epsilon cannot be computed."""
+    experiment, buffers = task.experiment, Layout.of(task.new_module()).buffers
+    if experiment.privacy.component.active and buffers and experiment.buffers != "frozen":
+        raise ExperimentError(
+            f"buffers = {show(experiment.buffers)}: workers would send buffers ({buffers[0].name}, ...) without noise, "
+            f"because {experiment.privacy.setting} protects only updates; use buffers=frozen, or another model"
+        )
+    if experiment.releases is not None:
+        experiment.releases.epsilon(experiment.rounds, experiment.privacy.delta, experiment.privacy.accountant)
+
+
+def check_sample_gradients(task: RunTask, train: TensorData) -> None:
+    """Raise ExperimentError if the client algorithm needs a gradient for each sample, which the model does not have."""
+    if task.algorithm.sample_noise is None:
+        return
+    place = (
+        f"{task.experiment.model.setting}: has no gradient for each sample, which {task.experiment.local.setting} needs"
+    )
+    trials = Trials(task, train.to(task.device, task.dtype))
+    with preserve_random_state(task.device), full_precision(task.device):
+        try:
+            together = trials.run(trials.samples(trials.count))
+            coupled = trials.is_coupled(together)
+            trials.compare_gradients(together.dropouts, merged=False)
+        except ExperimentError as error:
+            reason = error.lines[0].removeprefix(NOT_STACKABLE).removesuffix(NOT_STACKED)
+            raise ExperimentError(f"{place}: {reason}; use another model") from error
+    if coupled:
+        raise ExperimentError(
+            f"{place}: the output for a sample depends on the other samples of its batch, as with BatchNorm; use "
+            "another model, for example with GroupNorm"
         )
 
 

@@ -107,7 +107,7 @@ def _rows_on_record(experiment: Experiment, how: dict[str, Any]) -> int:
 
     `how` is the result of `_how_it_runs`.
     """
-    rows = experiment.records.model + len(experiment.records.updates) * experiment.cohort_size
+    rows = experiment.records.model + len(experiment.records.updates) * experiment.largest_cohort
     if experiment.checkpoint.every != 0:
         rows_per_checkpoint = 1 if experiment.in_rounds else experiment.cohort_size
         if experiment.gradient_hook is not None and experiment.gradient_hook.keeps:

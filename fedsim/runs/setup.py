@@ -109,6 +109,7 @@ def _with_data(
     train, test = session.data(data.name, data.root, data.params, device)
     # The checks call user objects, which may change their state. So they get a copy.
     checks.check_outputs_of_model(own_copy(task), train, test, data.name)
+    checks.check_sample_gradients(own_copy(task), train)
     fewest = (
         1 if "worker" in experiment.partition.registration.takes else experiment.workers
     )  # virtual shards may overlap
@@ -136,6 +137,7 @@ def task_of(experiment: Experiment, device: torch.device) -> RunTask:
     checks.check_model(task)
     task = replace(task, algorithm=algorithm.for_model(task.new_module()))
     checks.check_client_algorithm(task)
+    checks.check_privacy(task)
     return task
 
 

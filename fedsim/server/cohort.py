@@ -14,13 +14,17 @@ parameters, or its fields, are its configuration:
                [k]
     metrics    dict to which the strategy may add numbers, which are recorded for the round under their keys
 
+The trait `amplifies` says which random sampling, "without_replacement" or "poisson", privacy accounting may count on.
+
 A strategy returns the IDs of at most `size` different workers, in any order, or (workers, probabilities). The
 probability that each of these workers is chosen is needed for `aggregate.weights = "inverse_probability"`. A dataclass
-may have a method `check(n_workers, size)`, which raises ExperimentError before the run.
+may have a method `check(n_workers, size)`, which raises ExperimentError before the run, and a method
+`largest(n_workers, size)`, which returns the maximum number of workers in a cohort if this can be more than `size`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,6 +42,8 @@ INPUTS = ("n_workers", "size", "round", "now", "seed", "rng", "samples", "losses
 
 Losses = Callable[[Sequence[int]], np.ndarray]
 
+LOG_RARE = 12 * math.log(10)  # -log of the probability 1e-12 of a Poisson cohort that is too large
+
 
 @dataclass(frozen=True)
 class CohortStrategy(Component):
@@ -53,6 +59,11 @@ class CohortStrategy(Component):
         if check := getattr(self.function, "check", None):
             check(n_workers, size)
 
+    def largest(self, n_workers: int, size: int) -> int:
+        """Return the maximum number of workers in a cohort for which `size` of `n_workers` workers are requested."""
+        largest = getattr(self.function, "largest", None)
+        return largest(n_workers, size) if largest else size
+
     def __call__(self, **inputs: Any) -> tuple[list[int], list[float] | None]:
         """Choose the workers of a round.
 
@@ -63,7 +74,7 @@ class CohortStrategy(Component):
         result = self.on(inputs)
         workers, probabilities = result if isinstance(result, tuple) else (result, None)
         chosen = np.asarray(workers)
-        n_workers, size = inputs["n_workers"], inputs["size"]
+        n_workers, size = inputs["n_workers"], self.largest(inputs["n_workers"], inputs["size"])
         valid = chosen.ndim == 1 and (chosen.dtype.kind in "iu" or not len(chosen))
         if not valid or len(set(chosen.tolist())) < len(chosen) or len(chosen) > size:
             raise ExperimentError(
@@ -80,7 +91,7 @@ class CohortStrategy(Component):
         return chosen[order].tolist(), known[order].tolist()
 
 
-sampling_strategy = Registry("cohort strategy", inputs=INPUTS, component=CohortStrategy)
+sampling_strategy = Registry("cohort strategy", inputs=INPUTS, traits=("amplifies",), component=CohortStrategy)
 
 
 @dataclass(frozen=True)
@@ -193,7 +204,7 @@ class CohortSampler:
 Chosen = tuple[np.ndarray, np.ndarray]  # worker IDs, and the probability that each worker is chosen
 
 
-@sampling_strategy("uniform")
+@sampling_strategy("uniform", amplifies="without_replacement")
 def uniform(n_workers: int, size: int, rng: np.random.Generator) -> Chosen:
     """Draw workers uniformly without replacement, as in FedAvg (McMahan et al. 2017).
 
@@ -204,6 +215,33 @@ def uniform(n_workers: int, size: int, rng: np.random.Generator) -> Chosen:
     (array([2, 3]), array([0.5, 0.5]))
     """
     return sample_workers(rng, n_workers, size), np.full(size, size / n_workers)
+
+
+@sampling_strategy("poisson", amplifies="poisson")
+@dataclass(frozen=True)
+class Poisson:
+    """Let each worker take part with probability q = size / n_workers, independently of all others.
+
+    The number of workers in a round varies, and a round may have none. Poisson sampling has the tightest privacy
+    accounting (Abadi et al. 2016). The number k of workers is binomial, and k workers are then drawn uniformly.
+
+    Memory is reserved for a cohort so large that a larger one has a probability below 1e-12 per round (Bernstein's
+    inequality). If a larger one is drawn, it is cut to this size.
+
+    Draws: one `rng.binomial` and those of `uniform`. Cost: O(k log k), independent of the number of workers.
+
+    >>> Poisson()(1000, 2, np.random.default_rng(0))
+    (array([269, 510]), array([0.002, 0.002]))
+    """
+
+    def __call__(self, n_workers: int, size: int, rng: np.random.Generator) -> Chosen:
+        q = size / n_workers
+        count = min(int(rng.binomial(n_workers, q)), self.largest(n_workers, size))
+        return sample_workers(rng, n_workers, count), np.full(count, q)
+
+    def largest(self, n_workers: int, size: int) -> int:
+        """Return the largest cohort, for a mean of `size` among `n_workers` workers."""
+        return min(n_workers, size + math.ceil(LOG_RARE / 3 + math.sqrt(LOG_RARE**2 / 9 + 2 * LOG_RARE * size)))
 
 
 @sampling_strategy("by_size")

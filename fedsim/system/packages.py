@@ -25,6 +25,7 @@ EXTRAS = {  # packages of each extra for users; `pyproject.toml` has the version
     "text": ("tokenizers",),
     "tables": ("pyarrow",),
     "huggingface": ("datasets",),
+    "privacy": ("dp-accounting",),
 }
 DOWNLOAD_TIMEOUT = 30.0  # seconds without receiving data
 

@@ -208,7 +208,7 @@ def test_list_shows_the_functions_and_classes_of_a_file_without_running_it(cli, 
 
 
 def test_every_command_has_a_short_option_for_help(cli):
-    for command in ("", "run", "compare", "replay", "report", "plot", "list", "doctor", "new"):
+    for command in ("", "run", "compare", "replay", "report", "plot", "privacy", "list", "doctor", "new"):
         short, long = cli(*command.split(), "-h"), cli(*command.split(), "--help")
         assert (short.exit_code, short.stdout) == (0, long.stdout)
         assert "Usage:" in short.stdout

@@ -12,6 +12,7 @@ VARIANTS = {
     "sgd with weight decay": ("sgd", {"weight_decay": 0.1}),
     "sgd with momentum and weight decay": ("sgd", {"momentum": 0.5, "weight_decay": 0.01}),
     "sgd with all": ("sgd", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "dp_sgd": ("dp_sgd", {"momentum": 0.5, "weight_decay": 0.01}),
     "fedprox": ("fedprox", {"mu": 0.5}),
     "fedprox with all": ("fedprox", {"mu": 0.5, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "fedprox that pulls nowhere": ("fedprox", {"mu": 0.0, "momentum": 0.9, "weight_decay": 0.01}),

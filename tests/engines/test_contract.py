@@ -143,6 +143,18 @@ CASES = {
 
 CHAIN = [{"name": "clip", "max_norm": 0.2}, {"name": "gaussian_noise", "std": 0.01}, {"name": "top_k", "k": 500}]
 PROCESSED = {
+    "private updates, processed, under attack": {
+        **{**ATTACKED, "cohort": 5, "attack": {"name": "sign_flipping", "fraction": 0.3, "scale": 3.0}},
+        **{"processors": ["qsgd"], "privacy": {"mechanism": "central", "clip": 0.3, "noise": 0.1}},
+    },
+    "privacy whose norm adapts": {
+        **{"workers": 7, "cohort": 2, "rounds": 4, "sampling": "poisson", "partition": "tests.components:uneven"},
+        "privacy": {"mechanism": "adaptive", "clip": 0.3, "noise": 0.05, "lr": 1.0},
+    },
+    "privacy of the workers, with a rule on whole rows": {
+        **{"workers": 5, "privacy": {"mechanism": "local", "clip": 0.3, "noise": 0.1}},
+        "aggregate": {"rule": "krum", "f": 1},
+    },
     "processed updates": {"processors": CHAIN, "workers": 5, "cohort": 3, "partition": "tests.components:uneven"},
     "processed gradients": {"processors": CHAIN, "partition": "tests.components:uneven"},
     "updates quantized after an attack": {
@@ -188,6 +200,10 @@ WORK = {
 }
 ALGORITHMS = {  # with the data that their additional gradients and full gradients must see
     "fedsam": {"local": {"algorithm": "fedsam", "rho": 0.5, "momentum": 0.5, "batch_size": 16}, "model": "net"},
+    "clipped gradients of samples": {
+        **{"local": {"algorithm": "dp_sgd", "clip": 0.1, "noise": 0.2, "momentum": 0.5, "batch_size": 16}},
+        **{"model": "net", "partition": "tests.components:uneven", "workers": 5, "cohort": 3},
+    },
     "mimelite, some samples left out": {
         **{
             "local": {"algorithm": "mimelite", "batch_size": 16, "drop_last": True},
@@ -288,6 +304,10 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("a rule that asks for losses", "another loss", "uneven shards"),
     ("an attack tuned to the rule",),
     ("processed gradients", "an adaptive server"),
+    ("private updates, processed, under attack", "server momentum"),
+    ("privacy whose norm adapts", "drawn local work"),
+    ("privacy of the workers, with a rule on whole rows",),
+    ("clipped gradients of samples",),
     ("workers with the highest losses", "fedsam"),
     ("unbiased weights, and workers that do not report",),
     ("mimelite, some samples left out", "a rule with data of the server's own"),
@@ -361,7 +381,7 @@ def syncs_of(names):
     """Return the values of `sync` with which these cases can run."""
     tables = merged(*names)
     algorithm = fedsim.Experiment(local=tables.get("local", {})).local.component
-    if needs_local_steps(algorithm) or "server" in tables or "accumulate" in tables.get("local", {}):
+    if needs_local_steps(algorithm) or {"server", "privacy"} & tables.keys() or "accumulate" in tables.get("local", {}):
         return (tables.get("sync", "parameters"),)
     return "parameters", "gradients"
 

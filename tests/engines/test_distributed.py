@@ -25,6 +25,10 @@ TINY = {
 DIVERGING = {"workers": 7, "attack": {"name": "inf", "workers": [2], "start_round": 2}}
 
 FURTHER = {
+    "privacy in empty rounds": {
+        **{"workers": 9, "cohort": 1, "rounds": 6, "sampling": "poisson"},
+        "privacy": {"mechanism": "central", "clip": 0.3, "noise": 0.1},
+    },
     "a cohort smaller than the ranks": {"workers": 5, "cohort": 1, "rounds": 3},
     "trimmed mean": {"workers": 5, "aggregate": {"rule": "trimmed_mean", "f": 1}},
     "multi_krum of mixed rows": {
@@ -117,6 +121,8 @@ BY_PARAMETERS = (  # two ranks run several cases as one experiment; a slow test 
     *(("personal parameters under attack",), ("an attacker whose message is NaN",)),
     *(("a run that diverges, by columns",), ("a run that diverges, by whole rows",), ("updates kept",)),
     *(("workers tested",), ("workers with the highest losses",)),
+    *(("private updates, processed, under attack",), ("privacy whose norm adapts", "server momentum")),
+    *(("privacy of the workers, with a rule on whole rows",), ("privacy in empty rounds",)),
     ("unbiased weights, and workers that do not report",),
 )
 AVERAGED = (  # as above, for gradients that are averaged during the backward pass

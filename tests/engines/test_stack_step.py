@@ -29,7 +29,8 @@ def steps(prepared):
         return StackState(module, rows, algorithm.start(rows), buffers)
 
     batch = Batch(*gather(shared.data.train, torch.arange(K * BATCH).view(K, BATCH)), torch.full((K, BATCH), 1 / BATCH))
-    return task, module, state, batch._replace(weights=batch.weights.to(task.dtype))
+    moments = [(1, worker, 0) for worker in range(K)]
+    return task, module, state, batch._replace(weights=batch.weights.to(task.dtype), moments=moments)
 
 
 @pytest.mark.parametrize("way", ["all rows", "some rows", "left products"])

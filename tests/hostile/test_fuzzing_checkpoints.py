@@ -19,13 +19,27 @@ from tests.hostile.mutations import EXTREMES, mutated, mutations
 
 TIMED = {"mode": "clock", "clock": {"slowdown": "lognormal"}}
 KINDS = {
+    "a norm that adapts": {"privacy": {"mechanism": "adaptive", "clip": 0.1, "noise": 0.01}},
     "rounds on the clock": {"clock": {"slowdown": "lognormal"}, "mode": "clock", "aggregate": {"rule": "foolsgold"}},
     "fedbuff": {**TIMED, "policy": "fedbuff", "workers": 6, "cohort": 3},
     "asgd": {**TIMED, "policy": "asgd"},
     "ssp": {**TIMED, "policy": "ssp"},
     "k_sync": {**TIMED, "policy": {"name": "k_sync", "k": 2}},
 }
-KEYS = ["now", "pending", "scheduler", "done", "drawn", "in_flight", "idle", "arrivals", "started", "clock", "has_last"]
+KEYS = [
+    "now",
+    "pending",
+    "scheduler",
+    "done",
+    "drawn",
+    "in_flight",
+    "idle",
+    "arrivals",
+    "started",
+    "clock",
+    "has_last",
+    "clip",
+]
 LONGEST = 10.0  # seconds per input
 
 

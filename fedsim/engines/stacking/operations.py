@@ -26,11 +26,13 @@ Convolution = Callable[..., Tensor]
 DROPOUT_CALLS_VARY = "the model's dropout calls differ between forward passes"
 
 
+NOT_STACKABLE = 'engine = "batched": the model cannot be trained in stacks of workers: '
+NOT_STACKED = "; use engine=spawn"
+
+
 def not_stackable(reason: str) -> ExperimentError:
     """Return an ExperimentError that says why the model cannot be trained in stacks."""
-    return ExperimentError(
-        f'engine = "batched": the model cannot be trained in stacks of workers: {reason}; use engine=spawn'
-    )
+    return ExperimentError(f"{NOT_STACKABLE}{reason}{NOT_STACKED}")
 
 
 # Functions that read tensor values for control flow, which cannot be batched across rows.

@@ -16,6 +16,7 @@ from fedsim.core.learning_task import LearningTask
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
+from fedsim.data import TensorData
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.stacking.operations import DROPOUT_CALLS_VARY, DataDependenceCheck, not_stackable
 from fedsim.engines.stacking.stacked_module import StackedModule
@@ -60,7 +61,7 @@ class StackingProbe:
                 f'engine = "batched": the function {name} trains one worker at a time; use engine=spawn'
             )
         _require_finite(shared)
-        trials = Trials(task, shared)
+        trials = Trials(task, shared.data.train)
         with preserve_random_state(task.device), full_precision(task.device):
             together = trials.run(trials.samples(trials.count))
             coupled = trials.is_coupled(together)
@@ -111,8 +112,8 @@ class Trials:
         count: number of training samples in most trial runs.
     """
 
-    def __init__(self, task: RunTask, shared: SharedState) -> None:
-        self._task, self._train, self.count = task, shared.data.train, min(SAMPLES, len(shared.data.train))
+    def __init__(self, task: RunTask, train: TensorData) -> None:
+        self._task, self._train, self.count = task, train, min(SAMPLES, len(train))
 
     def samples(self, count: int) -> tuple[Tensor, Tensor]:
         """Return a batch of the first `count` training samples, repeated if the data set is smaller."""

@@ -44,6 +44,8 @@ def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
         return "each worker sends the gradient of a single step"
     if not task.algorithm.element_wise:
         return "the client algorithm is not element-wise: each step needs all parameters of a model"
+    if task.algorithm.sample_noise is not None:
+        return "the noise of each step depends on the worker"
     if task.schedule.accumulate > 1:
         return "gradients are accumulated (local.accumulate)"
     if task.experiment.local_schedule is not None:

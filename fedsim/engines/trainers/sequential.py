@@ -24,6 +24,7 @@ from fedsim.engines.trainers.batches import Batches, BatchSource, WorkItem
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.dropout import RoundDropout, RowDropout
 from fedsim.engines.trainers.row_module import RowModule
+from fedsim.engines.trainers.sample_gradients import SampleGradients
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype
 
@@ -115,6 +116,7 @@ class RowTrainer:
         self._dropout = RowDropout(task, shared, batch_source)
         self._modules = [RowModule(self._dropout.new_module)]  # in rounds of gradients, one module per worker
         self._points = PointModules(self._dropout.new_module, shared)
+        self._samples = SampleGradients.of(task)
         self._step_by_step: dict[int, RoundDropout] = {}  # by worker, for workers that train step by step
         self._participants = list[SyncParticipant]()
 
@@ -144,7 +146,8 @@ class RowTrainer:
         row, gradient = self._rows[member.slot], self._gradient
         beside = None if self._buffers_beside is None else self._buffers_beside[member.slot]
         dropout, batches = self._dropout_of(member), self._batch_source.steps_of(member)
-        return LocalSteps(self._task, member, batches, module, row, gradient, state, dropout, self._points, beside)
+        points, samples = self._points, self._samples
+        return LocalSteps(self._task, member, batches, module, row, gradient, state, dropout, points, beside, samples)
 
     def _call(self, function: TrainFunction, member: WorkItem, module: RowModule, data: Batches) -> float:
         """Train a worker's model with the user's training function, and return the mean loss."""
@@ -293,6 +296,7 @@ class LocalSteps:
         dropout: dropout masks of the worker in the round.
         points: modules for gradients and features at other parameters.
         buffers_beside: buffers [b] of a personal model that the worker trains in addition; None if there is none.
+        samples: object that computes private gradients; None for ordinary gradients.
         steps: number of client algorithm steps so far.
         accumulated: number of batches since the last client algorithm step.
     """
@@ -307,6 +311,7 @@ class LocalSteps:
     dropout: RoundDropout
     points: PointModules
     buffers_beside: Tensor | None
+    samples: SampleGradients | None = None
     steps: int = 0
     accumulated: int = 0
 
@@ -324,6 +329,8 @@ class LocalSteps:
         The argument `loss` is ignored, because the experiment defines the loss function.
         """
         self._batch = inputs, targets
+        if self.samples is not None:
+            return self._add_private_gradient(self.samples, inputs, targets)
         masks = partial(self.dropout.at, self._batch_number, len(inputs))
         if self._feature_points:
             at_points = [self._features_at(place, masks) for place in range(len(self._feature_points))]
@@ -350,6 +357,16 @@ class LocalSteps:
                 algorithm.step_rows(self.row, self.gradient, self.state, self._gradient_at)
             self.steps, self.accumulated = self.steps + 1, 0
         self._batch_number += 1
+
+    def _add_private_gradient(self, samples: SampleGradients, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Add the mean of the samples' clipped gradients, with noise, to the gradient. Return the mean loss."""
+        step, n, row = self._batch_number, len(inputs), self.row.detach().unsqueeze(0)
+        factors = [factor.unsqueeze(0) for factor in self.dropout.factors(step, n)]
+        buffers = samples.module.unpack_buffers(self._buffers_of_row().unsqueeze(0))
+        weights, moment = row.new_full((1, n), 1 / n), (self.member.round, self.member.worker, step)
+        losses, gradients = samples(row, buffers, inputs.unsqueeze(0), targets.unsqueeze(0), weights, factors, [moment])
+        self.gradient.add_(gradients[0])
+        return losses[0]
 
     @torch.no_grad()
     def _features_at(self, place: int, masks: Callable[[], AbstractContextManager[Any]]) -> Tensor:

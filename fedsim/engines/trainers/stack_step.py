@@ -16,6 +16,7 @@ from fedsim.core.rows import Entry, clip_rows
 from fedsim.data import TensorData
 from fedsim.engines.stacking.stacked_module import FeatureTerm, StackedModule, view_of
 from fedsim.engines.task import RunTask
+from fedsim.engines.trainers.sample_gradients import Moment, SampleGradients
 
 # The gradient of a linear layer is a product of two factors. For weights of at least this many bytes, a GPU passes the
 # factors to the client algorithm instead of computing the product. This saves 4 of 6 passes over the weights (8 us for
@@ -33,12 +34,14 @@ class Batch(NamedTuple):
         inputs, targets: samples, [m, batch, ...] each.
         weights: weight of each sample in the loss, [m, batch].
         factors: scaled dropout masks [m, batch, ...], one for each dropout call, in call order.
+        moments: round, worker and step of each batch, if the gradients of samples get noise.
     """
 
     inputs: Tensor
     targets: Tensor
     weights: Tensor
     factors: Sequence[Tensor] = ()
+    moments: Sequence[Moment] = ()
 
 
 @dataclass
@@ -144,7 +147,7 @@ class StackStep:
     """Function that trains several workers for one step: it computes gradients and updates the parameters."""
 
     def __init__(self, task: RunTask, module: StackedModule) -> None:
-        self._task, self._module = task, module
+        self._task, self._module, self._samples = task, module, SampleGradients.of(task, module)
         self._on_cpu = task.device.type == "cpu"
         self._left_of_rows = 0 if self._on_cpu else None  # `leave_products` for gradients that are copied into rows
 
@@ -184,7 +187,7 @@ class StackStep:
             at = self._module.views(points)
             buffers = [buffer.clone() for buffer in state.buffers_beside or state.buffers]  # layers may change them
             _, parameter_gradients = self._module.gradients(
-                at, buffers, *batch, leave_products=self._left_of_rows, term=self._feature_term(state)
+                at, buffers, *batch[:4], leave_products=self._left_of_rows, term=self._feature_term(state)
             )
             for ours, new in zip(state.buffers_beside, buffers, strict=False):
                 ours.copy_(new)
@@ -249,10 +252,13 @@ class StackStep:
             leave_products: minimum size in bytes of parameters whose gradients are returned as an OuterProductGrad,
                 if possible; None to compute all gradients.
         """
+        if self._samples is not None:
+            losses, private = self._samples(state.rows, state.buffers, *batch)
+            return losses, list(self._module.views(private))
         buffers = list(state.buffers)
         term = self._feature_term(state)
         losses, gradients = self._module.gradients(
-            state.parameters, buffers, *batch, leave_products=leave_products, term=term
+            state.parameters, buffers, *batch[:4], leave_products=leave_products, term=term
         )
         for ours, new in zip(state.buffers, buffers, strict=True):
             if new is not ours:

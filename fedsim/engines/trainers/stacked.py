@@ -20,6 +20,7 @@ from fedsim.engines.trainers.batches import Alteration, BatchSource, WorkItem
 from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.cuda_graphs import CapturedSteps, CUDAGraphCache, sizes_of_stacks, unsafe
 from fedsim.engines.trainers.dropout import FactorsAhead
+from fedsim.engines.trainers.sample_gradients import Moment
 from fedsim.engines.trainers.stack import Stack, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, move_rows
 from fedsim.system.devices import total_memory_of
@@ -201,8 +202,15 @@ class StackTrainer:
             stack.alter(part, inputs, targets, alterations)
             theirs, size = state.of(part.places), part.positions.shape[1]
             of_part = [of_all[part.places][:, :size] for of_all in factors]
-            yield part, theirs, Batch(inputs, targets, part.weights, of_part)
+            yield part, theirs, Batch(inputs, targets, part.weights, of_part, self._moments(stack, part))
             state.take_back(theirs, moved=moves)
+
+    def _moments(self, stack: Stack, part: StepBatch) -> list[Moment]:
+        """Return the round, worker and step of each batch, if the gradients of samples get noise."""
+        if self._task.algorithm.sample_noise is None:
+            return []
+        members = [stack.members[place] for place in part.members]
+        return [(member.round, member.worker, (member.step or 0) + part.step) for member in members]
 
     def _usual_sizes(self) -> list[int]:
         """Return the numbers of workers in the stacks of a typical round, largest first."""

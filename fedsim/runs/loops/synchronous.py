@@ -12,6 +12,7 @@ from fedsim.engines import Engine, RunTask
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import FedsimWarning, show
 from fedsim.records.record import RoundRecord
+from fedsim.rounds.private_rounds import PrivacyState
 from fedsim.rounds.round_clock import RoundClockState
 from fedsim.rounds.simulation import Simulation, metrics_of
 
@@ -65,6 +66,8 @@ class SynchronousLoop:
             raise ValueError("the checkpoint belongs to another run")
         if self._task.experiment.mode == "clock":
             RoundClockState.model_validate(facts["clock"])  # validated here, because an error would close a pool
+        if self._task.experiment.privacy.component.active:
+            PrivacyState.model_validate(facts["privacy"])
         later = tuple(f"{sync}." for sync in engine.shared.server.states if sync not in facts["syncs"])
         columns = engine.backend.run(Simulation.state)[0][2]  # with ranks, tensors of the right shapes to fill in
         tensors = engine.shared.state_dict() | columns

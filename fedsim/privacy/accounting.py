@@ -1,0 +1,166 @@
+"""Privacy accounting: the epsilon of repeated noisy sums, computed by the library dp-accounting.
+
+    releases = Releases(noise=1.0, workers=1000, cohort=100, sampling="poisson")
+    releases.epsilon(rounds=50, delta=1e-5, accountant="rdp")
+
+Every round releases one or several sums of clipped vectors with Gaussian noise. The sampling of the vectors lowers
+epsilon (amplification) if nobody learns which vectors have been chosen.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+from fedsim.errors import ExperimentError
+from fedsim.system.packages import import_extra
+
+Sampling = Literal["poisson", "without_replacement"] | None
+FINEST, STEPS_OF_EPSILON = 1e-4, 1e5  # steps of privacy losses for PLD: at least 1e-4, and at most 1e5 up to epsilon
+MOST_NOISE = 2.0**20  # upper end of the search for a noise multiplier
+
+
+def _poisson(library: Any, event: Any, cohort: float, workers: int) -> Any:
+    return library.PoissonSampledDpEvent(cohort / workers, event)
+
+
+def _without_replacement(library: Any, event: Any, cohort: float, workers: int) -> Any:
+    return library.SampledWithoutReplacementDpEvent(workers, int(cohort), event)
+
+
+def _without_amplification(library: Any, event: Any, cohort: float, workers: int) -> Any:
+    return event
+
+
+SAMPLED: dict[Sampling, Callable[..., Any]] = {
+    "poisson": _poisson,
+    "without_replacement": _without_replacement,
+    None: _without_amplification,
+}
+
+
+class UnsupportedSamplingError(ExperimentError):
+    """Error for an accountant that does not support the sampling of an experiment."""
+
+
+@dataclass(frozen=True)
+class Releases:
+    """Noisy sums that each round of an experiment releases.
+
+    Two data sets are neighbours if one of them lacks a worker (or a sample) of the other. With sampling of a fixed
+    number of workers without replacement, or with `by_replacement`, a worker is replaced instead. The sum then changes
+    by twice the maximum norm, so the noise multiplier counts half.
+
+    Args:
+        noise: noise multiplier, the standard deviation of the noise divided by the maximum norm of a vector.
+        workers: number of workers.
+        cohort: number of workers that are chosen in a round (on average with Poisson sampling).
+        sampling: random sampling whose result stays secret: "poisson", or "without_replacement" for a cohort of fixed
+            size. None: every worker is assumed to take part in every round.
+        per_round: number of sums per round in which a worker (or a sample) is included.
+        by_replacement: whether a worker is replaced instead of left out.
+
+    >>> Releases(noise=2.0, workers=10, cohort=10).relation
+    'ADD_OR_REMOVE_ONE'
+    """
+
+    noise: float
+    workers: int
+    cohort: int
+    sampling: Sampling = None
+    per_round: int = 1
+    by_replacement: bool = False
+
+    @property
+    def effective_sampling(self) -> Sampling:
+        """The sampling that is counted: None if all workers take part."""
+        return self.sampling if self.cohort < self.workers else None
+
+    @property
+    def relation(self) -> str:
+        """Name of the neighbouring relation in dp-accounting."""
+        replaces = self.by_replacement or self.effective_sampling == "without_replacement"
+        return "REPLACE_ONE" if replaces else "ADD_OR_REMOVE_ONE"
+
+    def epsilon(self, rounds: int, delta: float, accountant: str = "rdp") -> float:
+        """Return the epsilon of (epsilon, delta)-differential privacy after `rounds` rounds. Infinity without noise.
+
+        `accountant` is "rdp" (Renyi differential privacy, Mironov 2017) or "pld" (privacy loss distributions, Koskela
+        et al. 2020), which is tighter and slower.
+
+        Raises MissingPackageError without dp-accounting, and ExperimentError if the accountant does not support the
+        sampling.
+
+        Cost: up to a second.
+        """
+        return _epsilon(self, rounds, delta, accountant)
+
+    def noise_for(self, epsilon: float, rounds: int, delta: float, accountant: str = "rdp") -> float:
+        """Return the smallest noise multiplier (to 0.1 %) whose epsilon after `rounds` rounds is at most `epsilon`.
+
+        Raises the errors of the method `epsilon`, and ExperimentError if no noise is enough.
+
+        Cost: that of about 20 calls of `epsilon`.
+        """
+        low, high = 0.0, 1.0
+        while replace(self, noise=high).epsilon(rounds, delta, accountant) > epsilon:
+            low, high = high, 2 * high
+            if high > MOST_NOISE:
+                raise ExperimentError(f"--target-epsilon = {epsilon:g}: no noise is enough; use a larger epsilon")
+        while high - low > 1e-3 * high:
+            middle = (low + high) / 2
+            if replace(self, noise=middle).epsilon(rounds, delta, accountant) > epsilon:
+                low = middle
+            else:
+                high = middle
+        return high
+
+
+def _library(module: str = "") -> Any:
+    return import_extra(f"dp_accounting{module}", extra="privacy", purpose="privacy accounting")
+
+
+def _rdp(relation: Any, bound: Callable[[], float]) -> Any:
+    return _library(".rdp").RdpAccountant(neighboring_relation=relation)
+
+
+def _pld(relation: Any, bound: Callable[[], float]) -> Any:
+    """Return the accountant. `bound` returns an upper bound of epsilon, because a large epsilon needs larger steps."""
+    interval = max(FINEST, bound() / STEPS_OF_EPSILON)
+    return _library(".pld").PLDAccountant(relation, value_discretization_interval=interval)
+
+
+ACCOUNTANTS = {"rdp": _rdp, "pld": _pld}
+
+
+@lru_cache(4096)  # repetitions of a run with other seeds have the same epsilon
+def _epsilon(releases: Releases, rounds: int, delta: float, accountant: str) -> float:
+    if not releases.noise:
+        return math.inf
+    library = _library()
+    if not rounds:
+        return 0.0
+    sampling = releases.effective_sampling
+    # RdpAccountant of dp-accounting 0.6 takes the noise multiplier as a ratio to the sensitivity, also for the relation
+    # REPLACE_ONE, whose sensitivity is 2 C (https://github.com/google/differential-privacy/issues/378). PLDAccountant
+    # doubles the sensitivity itself, so a sum without sampling is counted with ADD_OR_REMOVE_ONE.
+    sum_event = library.GaussianDpEvent(releases.noise / (2 if releases.relation == "REPLACE_ONE" else 1))
+    event = SAMPLED[sampling](library, sum_event, releases.cohort, releases.workers)
+    event = library.SelfComposedDpEvent(event, rounds * releases.per_round)
+    relation = library.NeighboringRelation[releases.relation if sampling else "ADD_OR_REMOVE_ONE"]
+    account = ACCOUNTANTS[accountant](relation, partial(_epsilon, releases, rounds, delta, "rdp"))
+    if not account.supports(event):
+        raise UnsupportedSamplingError(
+            f'privacy.accountant = "{accountant}": does not support cohorts of fixed size that are drawn without '
+            "replacement; use privacy.accountant=rdp, or sampling.name=poisson"
+        )
+    absl, level = logging.getLogger("absl"), logging.getLogger("absl").level
+    absl.setLevel(logging.ERROR)  # warnings about orders of the Renyi divergence that do not converge and are left out
+    try:
+        return float(account.compose(event).get_epsilon(delta))
+    finally:
+        absl.setLevel(level)

@@ -1,0 +1,124 @@
+"""Differential privacy in the rounds of a run: clipping and noise, and the numbers that are recorded.
+
+The order in a round is: local update, clipping and noise of the workers, attack, processors, clipping by the server if
+an attack or processors may have lengthened updates, sum, noise of the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.asynchronous.dispatch import CheckpointModel
+from fedsim.core.randomness import Draws
+from fedsim.engines.group import Group
+from fedsim.engines.shared_state import SharedState
+from fedsim.engines.task import RunTask
+from fedsim.engines.trainers.batches import WorkItem
+from fedsim.privacy import clip_update
+
+
+class PrivacyState(CheckpointModel):
+    """State of `PrivateRounds` in a checkpoint."""
+
+    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class PrivateRounds:
+    """Applies the privacy mechanism of an experiment. Without a mechanism, its methods change nothing.
+
+    Args:
+        group: processes that compute the run together. All processes must call each method at the same time.
+        task: run to compute.
+        shared: tensors of the run.
+
+    Attributes:
+        mechanism: privacy mechanism.
+        clip: maximum norm of an update in the next round.
+    """
+
+    def __init__(self, group: Group, task: RunTask, shared: SharedState) -> None:
+        self._group, self._task, self._shared = group, task, shared
+        self.mechanism = task.experiment.privacy.component
+        self.clip = self.mechanism.clip
+        self._clip_of_round, self._clipped, self._updates = self.clip, 0, 0
+        self._releases = task.experiment.releases
+
+    def at_workers(self, sent: Sequence[WorkItem], round: int) -> None:
+        """Clip the updates that this process's workers send, and add the noise of the workers, in place."""
+        if not self.mechanism.active:
+            return
+        clipped = self._clip(sent, self.clip)
+        if self.mechanism.at_workers:
+            for member in sent:
+                noise = self._noise(self.mechanism.noise * self.clip, "local_privacy", round, member.worker)
+                self._shared.cohort.rows[member.slot] += noise
+        counts = self._group.gather((int(torch.stack(clipped).sum()) if clipped else 0, len(clipped)))
+        self._count(round, *map(sum, zip(*counts, strict=True)))
+
+    def as_received(self, sent: Sequence[WorkItem], round: int) -> bool:
+        """Clip the updates as the server has received them, in place, and return whether this was necessary.
+
+        Attackers ignore the clipping of the workers, and processors may lengthen updates.
+        """
+        experiment = self._task.experiment
+        longer = bool(experiment.chain) or bool(self._task.byzantine.in_round(round))
+        if longer := longer and self.mechanism.at_server and not experiment.aggregate.secure:
+            self._clip(sent, self._clip_of_round)
+        return longer
+
+    def noise_of_mean(self, round: int) -> Tensor | None:
+        """Return the noise [d] that the server adds to the mean of the updates, or None if it adds none."""
+        cohort = self._task.experiment.expected_updates
+        if not self.mechanism.at_server:
+            return None
+        return self._noise(self.mechanism.noise_of_sum(cohort) * self._clip_of_round / cohort, "privacy", round)
+
+    def metrics(self, round: int) -> dict[str, float]:
+        """Return the numbers to record after `round`, by name: epsilon so far, and numbers about clipping."""
+        metrics, privacy = dict[str, float](), self._task.experiment.privacy
+        if self._releases is not None and self._releases.noise:
+            metrics["epsilon"] = self._releases.epsilon(round, privacy.delta, privacy.accountant)
+        if self._updates:
+            metrics["clipped_updates"] = self._clipped / self._updates
+        if self.mechanism.adapts:
+            metrics["clip_norm"] = self._clip_of_round
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """Return the state between two rounds, in JSON types, for a checkpoint."""
+        return {"privacy": {"clip": self.clip}} if self.mechanism.active else {}
+
+    def resume(self, facts: Mapping[str, Any]) -> None:
+        """Restore the state that the method `state` has returned."""
+        if self.mechanism.active:
+            self.clip = PrivacyState.model_validate(facts["privacy"]).clip
+
+    def skip_workers(self, round: int) -> None:
+        """Begin a round in which no worker sends an update."""
+        self._count(round, 0, 0)
+
+    def _clip(self, sent: Sequence[WorkItem], max_norm: float) -> list[Tensor]:
+        """Clip updates, one by one so that rounding does not depend on the number of processes."""
+        return [clip_update(self._shared.cohort.rows[member.slot], max_norm) for member in sent]
+
+    def _count(self, round: int, clipped: int, updates: int) -> None:
+        """Note the numbers of clipped updates and of all updates, and compute the maximum norm of the next round."""
+        experiment = self._task.experiment
+        self._clip_of_round, self._clipped, self._updates = self.clip, clipped, updates
+        self.clip = self.mechanism.next_clip(
+            self.clip, clipped, updates, experiment.expected_updates, experiment.seed, round
+        )
+
+    def _noise(self, std: float, purpose: str, *coordinates: int) -> Tensor:
+        """Return independent Gaussian noise [d], with zeros for the parameters that workers do not send."""
+        row, personal = self._shared.server.row, self._task.algorithm.personal_columns
+        draws = Draws.of(self._task.experiment.seed, purpose, *coordinates, device=row.device)
+        noise = draws.normal(len(row), dtype=row.dtype).mul_(std)
+        if personal.width:
+            personal.write(noise, noise.new_zeros(personal.width))
+        return noise

@@ -1,0 +1,237 @@
+"""Privacy mechanisms: norms, noise, neighbouring sets of workers, and the order of clipping, attacks and processors."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from fedsim.core.randomness import Draws, numpy_generator
+from fedsim.privacy import clip_update, privacy_mechanism
+from fedsim.system.precision import PRECISIONS
+
+D = 7850  # number of parameters of the model "logistic"
+FLAT = {"model": "logistic", "rounds": 1, "workers": 5, "local": {"steps": 1, "batch_size": 16}}
+UNCLIPPED = {"mechanism": "central", "clip": 1e6, "noise": 0.0}
+
+received = []  # norms of the updates that the rule has received
+
+
+def watched_mean(updates, weights, weight_total=None):
+    """A linear rule that notes the norms of the updates."""
+    if updates.shape[1] > len(updates):  # not the dry run on unit rows
+        received.append(updates.double().norm(dim=1).tolist())
+    return (weights / (weight_total or weights.sum())).to(updates.dtype) @ updates
+
+
+watched_mean.columnwise = watched_mean.linear = True
+
+
+def longer(update):
+    return 3 * update
+
+
+def after(tables, **changes):
+    """Return the parameters before and after a run."""
+    result = fedsim.run({**tables, **changes})
+    start = fedsim.run({**tables, **changes, "local": {"steps": 1, "lr": 0.0}, "privacy": "none", "processors": []})
+    return result.global_row.double() - start.global_row.double()
+
+
+def central(clip=0.01, noise=0.0, **more):
+    return {"mechanism": "central", "clip": clip, "noise": noise, **more}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-20, 0.3, 1.0, 1e4, 1e19])
+def test_no_clipped_norm_exceeds_the_maximum(dtype, scale):
+    generator = torch.Generator().manual_seed(0)
+    for d in (1, 2, 1000, 100_003):
+        update = torch.randn(d, dtype=dtype, generator=generator) * scale
+        before = update.clone()
+        was_longer = clip_update(update, 0.7)
+        assert np.linalg.norm(update.double().numpy()) <= 0.7
+        assert bool(was_longer) == (np.linalg.norm(before.double().numpy()) > 0.7)
+        assert was_longer or torch.equal(update, before) or before.double().norm() > 0.7 * (1 - 1e-5)
+
+
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "tf32"])
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+def test_in_every_precision_and_in_stacks_no_received_norm_exceeds_the_maximum(precision, engine, tiny_experiment):
+    received.clear()
+    tables = {**tiny_experiment, **FLAT, "precision": precision, "engine": engine, "processes": 1}
+    fedsim.run({**tables, "aggregate": "tests.privacy.test_mechanisms:watched_mean", "privacy": central(0.01)})
+    norms = np.array(received[-1])
+    assert norms.shape == (5,)
+    assert (norms <= 0.01).all()
+    assert (norms > 0.0099).all()
+
+
+def test_the_divisor_is_the_expected_number_of_updates(tiny_experiment):
+    tables = {**tiny_experiment, **FLAT, "workers": 10, "cohort": 5, "rounds": 4, "sampling": "poisson"}
+    history = fedsim.run({**tables, "privacy": UNCLIPPED}).history
+    assert len({len(record.cohort) for record in history}) > 1
+    assert all(record.coefficients == pytest.approx([1 / 5] * len(record.cohort)) for record in history)
+    dropping = {**tables, "sampling": {"name": "uniform", "client_dropout": 0.5}}
+    history = fedsim.run({**dropping, "privacy": UNCLIPPED}).history
+    assert all(record.coefficients == pytest.approx([1 / 2.5] * len(record.cohort)) for record in history)
+
+
+@pytest.mark.parametrize("mechanism", ["central", "adaptive", "local"])
+def test_noise_has_its_standard_deviation_and_new_numbers_in_each_round(mechanism, tiny_experiment):
+    clip, noise = 0.5, 0.3
+    privacy = {"mechanism": mechanism, "clip": clip, "noise": noise}
+    more = {"count_noise": 0.2} if mechanism == "adaptive" else {}
+    tables = {**tiny_experiment, **FLAT, "local": {"steps": 1, "lr": 0.0}, "privacy": {**privacy, **more}}
+    first = after(tables)
+    second = after({**tables, "rounds": 2}) - first
+    expected = {
+        "central": noise * clip / 5,
+        "adaptive": noise / math.sqrt(1 - (noise / 0.4) ** 2) * clip / 5,
+        "local": noise * clip / math.sqrt(5),
+    }[mechanism]
+    if mechanism == "adaptive":
+        second /= fedsim.run({**tables, "rounds": 2}).history[-1].metrics["clip_norm"] / clip
+    for drawn in (first, second):  # the standard error of a standard deviation of D numbers is 1 / sqrt(2 D) = 0.8 %
+        assert drawn.std() == pytest.approx(expected, rel=0.04)
+        assert abs(drawn.mean()) < 5 * expected / math.sqrt(D)
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 5 / math.sqrt(D)
+    other_seed = after({**tables, "seed": 1})
+    assert abs(torch.corrcoef(torch.stack([first, other_seed]))[0, 1]) < 5 / math.sqrt(D)
+
+
+def test_workers_draw_independent_noise(tiny_experiment):
+    tables = {**tiny_experiment, **FLAT, "local": {"steps": 1, "lr": 0.0}}
+    privacy = {"mechanism": "local", "clip": 1.0, "noise": 1.0}
+    alone = after({**tables, "privacy": privacy, "aggregate": {"rule": "krum", "f": 1}})
+    assert alone.std() == pytest.approx(1.0, rel=0.04)  # the noise of one worker
+    noises = [Draws.of(0, "local_privacy", 1, worker).normal(D) for worker in range(5)]
+    assert any(torch.allclose(alone.float(), noise, atol=1e-5) for noise in noises)
+
+
+def test_adding_a_worker_changes_the_sum_by_at_most_the_maximum_norm(tiny_experiment):
+    tables = {**tiny_experiment, **FLAT, "workers": 6, "cohort": 5, "precision": "float64", "privacy": central(0.02)}
+    fixed = {"name": "fixed", "workers": [0, 1, 2, 3, 4]}
+    with_worker = after({**tables, "sampling": fixed})
+    for left_out in range(5):
+        kept = [worker for worker in range(5) if worker != left_out]
+        without = after({**tables, "cohort": 4, "sampling": {**fixed, "workers": kept}})
+        distance = (5 * with_worker - 4 * without).norm()  # of the sums; the divisor is the cohort size
+        assert distance <= 0.02 * (1 + 1e-9)
+        assert distance > 0.0199
+
+
+def test_an_empty_round_still_adds_noise(tiny_experiment):
+    tables = {**tiny_experiment, **FLAT, "workers": 20, "cohort": 1, "rounds": 8, "sampling": "poisson"}
+    result = fedsim.run({**tables, "privacy": central(0.5, 1.0)})
+    empty = [record.round for record in result.history if not record.cohort]
+    assert empty
+    assert all(record.metrics["epsilon"] > 0 for record in result.history)
+    first = next(round for round in empty if round > 1)
+    private = {**tables, "privacy": central(0.5, 1.0)}
+    before, including = (after({**private, "rounds": rounds}) for rounds in (first - 1, first))
+    assert (including - before).std() == pytest.approx(0.5, rel=0.04)
+    losses = [record.test_loss for record in fedsim.run(tables).history]
+    assert losses[first - 1] == losses[first - 2]  # without privacy, the model stays unchanged
+    assert fedsim.run({**private, "mode": "clock"}).history[first - 1].cohort == []
+
+
+def test_the_norm_adapts_as_in_the_paper(tiny_experiment):
+    privacy = {"mechanism": "adaptive", "clip": 0.05, "noise": 0.5, "quantile": 0.7, "lr": 0.5, "count_noise": 2.0}
+    tables = {**tiny_experiment, **FLAT, "workers": 8, "cohort": 5, "rounds": 4, "privacy": privacy}
+    history = fedsim.run(tables).history
+    clip = 0.05
+    for record in history:
+        assert record.metrics["clip_norm"] == pytest.approx(clip)
+        below = [1.0] * round(5 * (1 - record.metrics["clipped_updates"]))
+        centred = sum(below) - 5 / 2  # each update counts as 1/2 or -1/2
+        noisy = centred + 2.0 * numpy_generator(0, "clip_count", record.round).normal()
+        clip *= math.exp(-0.5 * (noisy / 5 + 1 / 2 - 0.7))
+    assert len({record.metrics["clip_norm"] for record in history}) == 4
+
+
+def test_the_norm_finds_the_quantile():
+    mechanism = privacy_mechanism.get("adaptive").bind({"clip": 0.1, "noise": 0.0, "quantile": 0.5, "lr": 0.2})
+    norms, clip = np.linspace(0, 10, 100), 0.1
+    for round in range(1, 200):
+        clip = mechanism.next_clip(clip, int((norms > clip).sum()), 100, 100.0, 0, round)
+    assert clip == pytest.approx(5, rel=0.2)
+
+
+def test_the_norm_of_a_resumed_run_continues(tiny_experiment, tmp_path):
+    privacy = {"mechanism": "adaptive", "clip": 0.05, "noise": 0.1, "lr": 1.0}
+    tables = {**tiny_experiment, **FLAT, "privacy": privacy, "checkpoint": {"every": 1}}
+    fedsim.run({**tables, "rounds": 2}, tmp_path / "run")
+    resumed = fedsim.run({**tables, "rounds": 4}, tmp_path / "run", resume=True)
+    whole = fedsim.run({**tables, "rounds": 4})
+    assert [record.metrics for record in resumed.history] == [record.metrics for record in whole.history]
+    assert torch.equal(resumed.global_row, whole.global_row)
+
+
+def test_attackers_see_clipped_updates_and_the_server_clips_theirs(tiny_experiment):
+    seen.clear()
+    received.clear()
+    tables = {**tiny_experiment, **FLAT, "aggregate": "tests.privacy.test_mechanisms:watched_mean"}
+    attack = {"name": "tests.privacy.test_mechanisms:far", "workers": [0]}
+    fedsim.run({**tables, "attack": attack, "privacy": central(0.01)})
+    assert all(0.0099 < norm <= 0.01 for norm in seen[-1])
+    assert all(0.0099 < norm <= 0.01 for norm in received[-1])  # of the attacker too
+    received.clear()
+    fedsim.run({**tables, "attack": attack, "privacy": {"mechanism": "local", "clip": 0.01, "noise": 0.0}})
+    assert max(received[-1]) > 1  # with local privacy nobody clips the updates of attackers
+
+
+def test_processors_follow_the_clipping_of_the_workers(tiny_experiment):
+    tables = {**tiny_experiment, **FLAT, "aggregate": "tests.privacy.test_mechanisms:watched_mean"}
+    tables |= {"processors": ["tests.privacy.test_mechanisms:longer"]}
+    received.clear()
+    fedsim.run({**tables, "privacy": central(0.01)})
+    assert all(0.0099 < norm <= 0.01 for norm in received[-1])  # clipped again
+    fedsim.run({**tables, "privacy": {"mechanism": "local", "clip": 0.01, "noise": 0.0}})
+    assert received[-1] == pytest.approx([0.03] * 5, rel=1e-3)
+
+
+seen = []
+
+
+def far(honest, own_updates):
+    """An attack that notes the norms of the honest updates."""
+    seen.append(honest.double().norm(dim=1).tolist())
+    return own_updates + 1
+
+
+def test_personal_parameters_get_no_noise(tiny_experiment):
+    local = {"algorithm": "fedper", "personal": ["*.bias"], "lr": 0.0, "steps": 1}
+    privacy = central(1.0, 1.0)
+    noisy = after({**tiny_experiment, **FLAT, "local": local, "privacy": privacy})
+    assert (noisy == 0).sum() == 10
+
+
+@pytest.mark.parametrize(
+    ("tables", "error"),
+    [
+        ({"aggregate": "median"}, "aggregate.rule"),
+        ({"aggregate": {"weights": "samples"}}, "aggregate.weights"),
+        ({"sync": "gradients"}, "privacy.mechanism"),
+        ({"mode": "clock", "policy": "fedbuff"}, "privacy.mechanism"),
+        ({"local": "scaffold"}, "local.algorithm"),
+        ({"sampling": {"name": "power_of_choice", "candidates": 4}}, "sampling.name"),
+        ({"privacy": {"mechanism": "adaptive", "clip": 1.0, "noise": 2.0}}, "privacy.noise"),
+        ({"privacy": {"mechanism": "local", "clip": 1.0, "noise": 2.0}, "aggregate": "qfedavg"}, "aggregate.rule"),
+    ],
+)
+def test_what_would_release_more_is_refused(tables, error):
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        fedsim.Experiment(**{"privacy": central(1.0, 1.0), **tables})
+    assert caught.value.key == error
+    assert len(caught.value.lines) == 1
+
+
+def test_buffers_without_protection_are_refused(tiny_experiment):
+    tables = {**tiny_experiment, "model": "tests.models:Normalised", "privacy": central(1.0, 1.0)}
+    with pytest.raises(fedsim.ExperimentError, match="buffers"):
+        fedsim.run(tables)
+    fedsim.run({**tables, "rounds": 1, "buffers": "frozen"})
