@@ -406,8 +406,8 @@ class Processor(ComponentTable):
         super().check_parameters()
         if self.error_feedback and not getattr(self.registration.target, "compresses", True):
             raise ExperimentError(
-                f"processors.error_feedback = true: is only for compression, and would undo the noise that {self.name} "
-                "adds; omit it"
+                f"{self.place}.error_feedback = true: is only for compression, and would undo what {self.name} does; "
+                "omit it"
             )
 
     @cached_property

@@ -19,6 +19,7 @@ from fedsim.core.randomness import preserve_random_state
 from fedsim.core.suggestions import nearest
 from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, show
+from fedsim.processing import check_order
 from fedsim.system.devices import free_memory
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def problems_with(experiment: Experiment) -> list[str]:
         *_checks_of_schedules(experiment),
         partial(experiment.sampling.component.check, experiment.workers, experiment.cohort_size),
         partial(policy.check, experiment.cohort_size),
+        partial(check_order, experiment.chain, "processors"),
         partial(experiment.rule.dry_run, experiment.cohort_size, experiment.local_lr),
     ]
     for check in () if lines else component_checks:

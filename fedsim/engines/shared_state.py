@@ -18,7 +18,7 @@ from fedsim.data import ListedShards, Shards, TensorData
 from fedsim.engines.pool.shared_memory import share
 from fedsim.engines.task import RunTask, Sync
 from fedsim.errors import ExperimentError, show_bytes
-from fedsim.processing import initial_residuals
+from fedsim.processing import initial_states
 from fedsim.system.devices import require_memory, wide_dtype
 from fedsim.system.limits import describe_os_error
 
@@ -106,8 +106,8 @@ class CohortRows:
         rows: [cohort, d], parameters of each worker's model, or gradients if gradients are aggregated. The server's own
             model follows if the rule uses it. [0, d] if not needed.
         buffers: [cohort, b], buffers of each worker's model, float64.
-        kept, residuals: worker states of the client algorithm and of the update processors, tensors [cohort, width] by
-            name.
+        kept, chain_states: worker states of the client algorithm and of the update processors, tensors [cohort, width]
+            by name.
         messages: tensors [cohort, width], by name, that the workers send in addition to their updates.
         received: tensors [cohort, width], by name, that the server sends in addition to the global parameters; only if
             workers start at different times.
@@ -126,7 +126,7 @@ class CohortRows:
     rows: Tensor
     buffers: Tensor
     kept: State
-    residuals: State
+    chain_states: State
     messages: State
     received: State
     full_gradients: Tensor
@@ -141,6 +141,8 @@ class CohortRows:
         """Allocate the tensors with `n_rows` rows. Raises ExperimentError if there is not enough memory."""
         d, b, cohort = len(server.row), len(server.buffers), task.experiment.cohort_size
 
+        sent = task.algorithm.personal_columns.others(d).of(server.row)
+
         def repeated(state: State) -> State:
             return {name: new_rows(n_rows, len(row), row.dtype, task.device).copy_(row) for name, row in state.items()}
 
@@ -148,7 +150,7 @@ class CohortRows:
             rows=_rows_of_a_cohort(n_rows if task.has_rows else 0, d, task),
             buffers=new_rows(n_rows, b, server.buffers.dtype, task.device),
             kept=repeated(state_at_first(task.algorithm, server.row, server.buffers)),
-            residuals=repeated(initial_residuals(task.experiment.chain, server.row)),
+            chain_states=repeated(initial_states(task.experiment.chain, sent, task.shapes)),
             messages=repeated(task.algorithm.message(server.row)),
             received={} if task.experiment.in_rounds else repeated(task.algorithm.send(server.algorithm)),
             full_gradients=new_rows(n_rows if task.algorithm.full_gradient else 0, d, task.dtype, task.device),
@@ -162,7 +164,7 @@ class CohortRows:
     @property
     def worker_rows(self) -> State:
         """Tensors [cohort, width], by name, with the state that workers may keep until their next round."""
-        return {"buffers": self.buffers, **self.residuals, **self.kept}
+        return {"buffers": self.buffers, **self.chain_states, **self.kept}
 
 
 @dataclass

@@ -38,6 +38,7 @@ class RunTask:
         device: device of the run.
         algorithm: client algorithm, prepared for the model.
         byzantine: Byzantine workers of each round.
+        shapes: shapes of the parameters that workers send, in the order of their columns.
         scratch_folder: folder for temporary files; None for the system's folder.
     """
 
@@ -45,6 +46,7 @@ class RunTask:
     device: torch.device
     algorithm: ClientAlgorithm
     byzantine: Attackers
+    shapes: tuple[tuple[int, ...], ...] = ()
     scratch_folder: str | None = None
 
     @property

@@ -308,20 +308,22 @@ class Simulation(Executor):
         for member in mine:
             metrics: dict[str, Any] = {}
             with self.process.working_on(member.worker, context.moment[0]):
-                residuals = {name: values[member.slot] for name, values in self.shared.cohort.residuals.items()}
-                wholes = [rows[member.slot], *residuals.values()]
-                parts = [sent_columns.of(whole) for whole in wholes] if personal else wholes
-                residuals_of_row = dict(zip(residuals, parts[1:], strict=True))
-                coordinates = (*context.moment, member.worker)
+                row = sent_columns.of(rows[member.slot]) if personal else rows[member.slot]
+                states = {name: values[member.slot] for name, values in self.shared.cohort.chain_states.items()}
                 nbytes = apply_chain(
-                    task.experiment.chain, parts[0], task.experiment.seed, coordinates, metrics, residuals_of_row
+                    task.experiment.chain,
+                    row,
+                    task.experiment.seed,
+                    (*context.moment, member.worker),
+                    metrics,
+                    states,
+                    task.shapes,
                 )
                 if task.experiment.nonfinite != "keep":
-                    for residual in parts[1:]:  # NaN that stays in a residual would enter later updates
-                        parts[0] += (residual * 0).sum()
+                    for state in states.values():  # NaN that stays in a residual would enter later updates
+                        row += (state * 0).sum()
                 if personal:
-                    for whole, part in zip(wholes, parts, strict=True):
-                        sent_columns.write(whole, part)
+                    sent_columns.write(rows[member.slot], row)
             sent.add(1, nbytes, metrics)
         self.aggregator.rows_changed([member.slot for member in mine])
 
