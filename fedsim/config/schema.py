@@ -325,6 +325,9 @@ class Attack(ComponentTable):
     """Class label. The Byzantine workers are those with the most samples of this class."""
     start_round: Amount = 1
     """First round with an attack. In earlier rounds the Byzantine workers follow the protocol."""
+    compressed: bool = False
+    """Whether the attackers' updates pass through `processors` like those of honest workers. Otherwise attackers see
+    the processed updates, and send theirs unprocessed. Attacks on data only are always processed."""
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -413,6 +416,20 @@ class Processor(ComponentTable):
     @cached_property
     def component(self) -> UpdateProcessor:
         return UpdateProcessor.of(self.registration, self.params, error_feedback=self.error_feedback)
+
+
+class BroadcastProcessor(Processor):
+    """One processing step for what the server sends: the difference of the global model to the workers' copy of it."""
+
+    place = "broadcast"
+
+    def check_parameters(self) -> None:
+        super().check_parameters()
+        if self.error_feedback:
+            raise ExperimentError(
+                "broadcast.error_feedback = true: the difference to the workers' copy already contains what earlier "
+                "messages left out; omit it"
+            )
 
 
 class Server(ComponentTable):

@@ -87,6 +87,8 @@ class GlobalModel:
         buffers: [b], all buffers of the global model as one flat vector, float64.
         last: [d], latest aggregated update, if the rule or the attack uses it; otherwise [0].
         algorithm: state that the client algorithm keeps at the server, a flat tensor for each name.
+        broadcast: with the setting `broadcast`, the workers' `copy` of the parameters [d], and what the compressors
+            keep; otherwise empty.
         states: optimizer states, tensors [d] by name: under "parameters" those of the server optimizer, under
             "gradients" those of the client algorithm. Only the keys that the run uses exist.
     """
@@ -95,6 +97,7 @@ class GlobalModel:
     buffers: Tensor
     last: Tensor
     algorithm: State
+    broadcast: State
     states: dict[Sync, State]
 
 
@@ -227,6 +230,7 @@ class SharedState:
             buffers=buffers,
             last=torch.zeros_like(row) if task.keeps_last else row.new_zeros(0),
             algorithm=task.algorithm.server_state(row),
+            broadcast=_broadcast_state(task, row),
             states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
         )
         has_root = len(of_run.root) > 0
@@ -245,6 +249,7 @@ class SharedState:
         server = self.server
         named = {"global_row": server.row, "last": server.last, "global_buffers": server.buffers}
         named |= {f"algorithm.{name}": tensor for name, tensor in server.algorithm.items()}
+        named |= {f"broadcast.{name}": tensor for name, tensor in server.broadcast.items()}
         states = {f"{sync}.{name}": tensor for sync, state in server.states.items() for name, tensor in state.items()}
         return named | states
 
@@ -259,6 +264,12 @@ class SharedState:
         shards = [*data.shards.tensors, *data.worker_tests.tensors, data.root]
         share([*shards, *_tensors_in(self.server), *_tensors_in(self.cohort), *_tensors_in(self.tests)])
         return self
+
+
+def _broadcast_state(task: RunTask, row: Tensor) -> State:
+    """Return the workers' copy of the initial parameters [d] and what the compressors keep, if `broadcast` is set."""
+    chain = task.experiment.broadcast_chain
+    return {"copy": row.clone()} | initial_states(chain, row, task.shapes) if chain else {}
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

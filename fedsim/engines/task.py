@@ -93,6 +93,12 @@ class RunTask:
         by_attack = bool(self.byzantine) and "last" in self.experiment.attack.component.accepts
         return self.experiment.rule.accepts("last") or by_attack
 
+    @property
+    def attackers_skip_chain(self) -> bool:
+        """Whether attackers send updates that no processor has changed."""
+        attack = self.experiment.attack
+        return bool(self.experiment.chain) and attack.component.alters_rows and not attack.compressed
+
     def sync_in(self, round: int) -> Sync:
         """Return "gradients" if `round` aggregates the gradients of each step, otherwise "parameters"."""
         return "gradients" if round <= self.experiment.rounds_of_gradients else "parameters"

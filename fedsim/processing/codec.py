@@ -1,6 +1,6 @@
 """What compressors send: the parts of a message, their sizes, and their encoding as bytes.
 
-A compressor turns an update into a `Message`: floating-point numbers, which the next compressor in the chain may
+A compressor turns an update into a `Packet`: floating-point numbers, which the next compressor in the chain may
 compress further, and codes, which are integers of a fixed number of bits. A run needs only the decoded update and the
 number of bytes, which the sizes of the parts give. `Codec.encode` writes the bytes themselves.
 """
@@ -53,7 +53,7 @@ class Format(NamedTuple):
         return sum(math.ceil(count * bits / 8) for count, bits in self.codes.values())
 
 
-class Message(NamedTuple):
+class Packet(NamedTuple):
     """Parts of a message.
 
     Attributes:
@@ -96,11 +96,11 @@ class Compressor:
         """Return the sizes of the message for a vector, from which its number of bytes follows."""
         raise NotImplementedError
 
-    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Message:
+    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Packet:
         """Return the message for a vector [d], which is not changed."""
         raise NotImplementedError
 
-    def restore(self, message: Message, spec: Spec, out: Tensor) -> None:
+    def restore(self, message: Packet, spec: Spec, out: Tensor) -> None:
         """Write the vector that a message describes to `out` [d]."""
         raise NotImplementedError
 
@@ -115,7 +115,7 @@ class Compressor:
 
 
 class Parts(NamedTuple):
-    """Message of several compressors: the numbers of the last one, and the codes of each."""
+    """Packet of several compressors: the numbers of the last one, and the codes of each."""
 
     values: Tensor
     codes: list[dict[str, Tensor]]
@@ -175,7 +175,7 @@ class Codec:
         for place, codes in reversed(list(enumerate(parts.codes))):
             compressor, spec, _ = self._levels[place]
             target = values.new_empty(spec.d) if place or out is None else out
-            compressor.restore(Message(values, codes), spec, target)
+            compressor.restore(Packet(values, codes), spec, target)
             values = target
         return values
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
-from fedsim.processing.codec import Compressor, Format, Message, Sender, Spec
+from fedsim.processing.codec import Compressor, Format, Packet, Sender, Spec
 from fedsim.processing.processors import processor
 
 DEFAULT_RATIO = 0.01
@@ -71,19 +71,19 @@ class TopK(Sparsifier):
             return Format(k, {})
         return Format(k, {"bitmap": (spec.d, 1)} if k * index_bits > spec.d else {"indices": (k, index_bits)})
 
-    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Message:
+    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Packet:
         _, codes = self.format(spec)
         if not codes:
-            return Message(vector, {})
+            return Packet(vector, {})
         indices = largest(vector, self.size(spec.d))
         values = vector[indices]
         energy = torch.linalg.vector_norm(vector).clamp(min=torch.finfo(vector.dtype).tiny)  # not 0 / 0 for zeros
         sender.metrics["kept_energy"] = (torch.linalg.vector_norm(values) / energy).square()
         if "indices" in codes:
-            return Message(values, {"indices": indices})
-        return Message(values, {"bitmap": torch.zeros_like(vector, dtype=torch.bool).index_fill_(0, indices, True)})
+            return Packet(values, {"indices": indices})
+        return Packet(values, {"bitmap": torch.zeros_like(vector, dtype=torch.bool).index_fill_(0, indices, True)})
 
-    def restore(self, message: Message, spec: Spec, out: Tensor) -> None:
+    def restore(self, message: Packet, spec: Spec, out: Tensor) -> None:
         if not message.codes:
             out.copy_(message.values)
         elif "indices" in message.codes:
@@ -116,12 +116,12 @@ class RandK(Sparsifier):
     def format(self, spec: Spec) -> Format:
         return Format(self.size(spec.d), SEED)
 
-    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Message:
+    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Packet:
         k = self.size(spec.d)
         values = vector[sender.draws.choice(spec.d, k)]
-        return Message(values * (spec.d / k) if self.scaled else values, {"seed": sender.draws.key.view(1)})
+        return Packet(values * (spec.d / k) if self.scaled else values, {"seed": sender.draws.key.view(1)})
 
-    def restore(self, message: Message, spec: Spec, out: Tensor) -> None:
+    def restore(self, message: Packet, spec: Spec, out: Tensor) -> None:
         indices = Draws(message.codes["seed"][0]).choice(spec.d, self.size(spec.d))
         out.zero_().index_copy_(0, indices, message.values)
 
@@ -152,18 +152,18 @@ class QSGD(Compressor):
     def format(self, spec: Spec) -> Format:
         return Format(-(-spec.d // self._width(spec)), {"levels": (spec.d, (2 * self.levels).bit_length())})
 
-    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Message:
+    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Packet:
         width = self._width(spec)
         buckets = torch.nn.functional.pad(vector, (0, -spec.d % width)).view(-1, width)
         norms = torch.linalg.vector_norm(buckets, dim=1)
         scaled = (buckets.abs() / norms.clamp(min=torch.finfo(vector.dtype).tiny)[:, None]).view(-1)[: spec.d]
         scaled = scaled.mul_(self.levels).add_(sender.draws.uniform(spec.d, dtype=vector.dtype)).floor_()
         scaled = scaled.clamp_(max=self.levels).copysign_(vector)  # rounding may have reached levels + 1
-        return Message(
+        return Packet(
             norms, {"levels": scaled.add_(self.levels).to(torch.int16 if self.levels < 2**14 else torch.int32)}
         )
 
-    def restore(self, message: Message, spec: Spec, out: Tensor) -> None:
+    def restore(self, message: Packet, spec: Spec, out: Tensor) -> None:
         width = self._width(spec)
         out.copy_(message.codes["levels"]).sub_(self.levels).div_(self.levels)
         whole = spec.d // width * width
@@ -190,11 +190,11 @@ class Sign(Compressor):
     def format(self, spec: Spec) -> Format:
         return Format(1, {"negative": (spec.d, 1)})
 
-    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Message:
+    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Packet:
         scale = torch.linalg.vector_norm(vector, 1) / max(1, spec.d)
-        return Message(scale.view(1), {"negative": vector < 0})
+        return Packet(scale.view(1), {"negative": vector < 0})
 
-    def restore(self, message: Message, spec: Spec, out: Tensor) -> None:
+    def restore(self, message: Packet, spec: Spec, out: Tensor) -> None:
         torch.where(message.codes["negative"].bool(), -message.values, message.values, out=out)
 
 
@@ -214,18 +214,18 @@ class TernGrad(Compressor):
     def format(self, spec: Spec) -> Format:
         return Format(1, {"signs": (spec.d, 2)})
 
-    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Message:
+    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Packet:
         scale = torch.linalg.vector_norm(vector, math.inf) if spec.d else vector.new_zeros(())
         kept = sender.draws.uniform(spec.d, dtype=vector.dtype).mul_(scale) < vector.abs()
-        return Message(scale.view(1), {"signs": vector.sign().to(torch.int8).mul_(kept).add_(1)})
+        return Packet(scale.view(1), {"signs": vector.sign().to(torch.int8).mul_(kept).add_(1)})
 
-    def restore(self, message: Message, spec: Spec, out: Tensor) -> None:
+    def restore(self, message: Packet, spec: Spec, out: Tensor) -> None:
         out.copy_(message.codes["signs"]).sub_(1).mul_(message.values)
 
 
 @processor("natural")
 @dataclass(frozen=True, kw_only=True)
-class Natural(Compressor):
+class NaturalCompression(Compressor):
     """Round each number at random to one of the two nearest powers of two, without bias (Horvath et al. 2022).
 
     Sends the sign and the exponent of each coordinate of the update [d]: 9 bits in float32, 12 in float64. Cost: d
@@ -240,15 +240,15 @@ class Natural(Compressor):
     def format(self, spec: Spec) -> Format:
         return Format(0, {"exponents": (spec.d, 8 * spec.dtype.itemsize - _mantissa(spec.dtype))})
 
-    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Message:
+    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Packet:
         # Adding a random mantissa carries into the exponent with the probability of rounding up, also below the
         # smallest normal number.
         mantissa, integers = _mantissa(spec.dtype), _integers(spec.dtype)
         drawn = sender.draws.uniform(spec.d, dtype=vector.dtype).mul_(2.0**mantissa).to(integers)
         drawn.mul_(vector.isfinite()).add_(vector.contiguous().view(integers))
-        return Message(vector[:0], {"exponents": (drawn >> mantissa).to(torch.int16)})
+        return Packet(vector[:0], {"exponents": (drawn >> mantissa).to(torch.int16)})
 
-    def restore(self, message: Message, spec: Spec, out: Tensor) -> None:
+    def restore(self, message: Packet, spec: Spec, out: Tensor) -> None:
         powers = message.codes["exponents"].to(_integers(spec.dtype)) << _mantissa(spec.dtype)
         out.copy_(powers.view(spec.dtype))
 
@@ -291,15 +291,15 @@ class Cast(Compressor):
     def format(self, spec: Spec) -> Format:
         return Format(int(self.to == "fp8"), {"codes": (spec.d, 8 * self._low.itemsize)})
 
-    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Message:
+    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Packet:
         scale = vector[:0]
         if self.to == "fp8":
             largest = torch.linalg.vector_norm(vector, math.inf) if spec.d else vector.new_zeros(())
             scale = (largest / torch.finfo(self._low).max).clamp(min=torch.finfo(vector.dtype).tiny).view(1)
             vector = vector / scale
-        return Message(scale, {"codes": vector.to(self._low).view(self._bits)})
+        return Packet(scale, {"codes": vector.to(self._low).view(self._bits)})
 
-    def restore(self, message: Message, spec: Spec, out: Tensor) -> None:
+    def restore(self, message: Packet, spec: Spec, out: Tensor) -> None:
         out.copy_(message.codes["codes"].to(self._bits).view(self._low))
         if len(message.values):
             out.mul_(message.values)
@@ -315,7 +315,7 @@ class Cast(Compressor):
 
 @processor("powersgd")
 @dataclass(frozen=True, kw_only=True)
-class PowerSGD(Compressor):
+class LowRank(Compressor):
     """Approximate the update of each weight matrix by a matrix of low rank (PowerSGD, Vogels et al. 2019).
 
     A tensor of shape [n, ...] counts as a matrix M [n, m]. One power iteration gives P = orth(M Q) and Q = M^T P, and
@@ -344,7 +344,7 @@ class PowerSGD(Compressor):
     def memory_size(self, spec: Spec) -> int:
         return sum(self.rank * m for _, m in self._matrices(spec))
 
-    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Message:
+    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Packet:
         wide = torch.promote_types(spec.dtype, torch.float32)
         start = sender.draws.normal(self.memory_size(spec), dtype=wide)
         if sender.memory is not None:
@@ -362,9 +362,9 @@ class PowerSGD(Compressor):
                 parts.append(part)
         if sender.memory is not None:
             sender.memory.copy_(start)
-        return Message(torch.cat([part.to(spec.dtype) for part in parts]), {})
+        return Packet(torch.cat([part.to(spec.dtype) for part in parts]), {})
 
-    def restore(self, message: Message, spec: Spec, out: Tensor) -> None:
+    def restore(self, message: Packet, spec: Spec, out: Tensor) -> None:
         sent = iter(message.values.split([size for n, m in self._matrices(spec) for size in self._sizes(n, m)]))
         done = 0
         for n, m in self._matrices(spec):
@@ -421,14 +421,14 @@ class Sketch(Sparsifier):
     def format(self, spec: Spec) -> Format:
         return Format(self.rows * self.columns, SEED)
 
-    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Message:
+    def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Packet:
         key, table = sender.draws.key.view(1), vector.new_zeros(self.rows, self.columns)
         for part, counters, signs in self._hashes(key, spec.d):
             for row in range(self.rows):
                 table[row].index_add_(0, counters[row], vector[part] * signs[row])
-        return Message(table.view(-1), {"seed": key})
+        return Packet(table.view(-1), {"seed": key})
 
-    def restore(self, message: Message, spec: Spec, out: Tensor) -> None:
+    def restore(self, message: Packet, spec: Spec, out: Tensor) -> None:
         table = message.values.view(self.rows, self.columns)
         for part, counters, signs in self._hashes(message.codes["seed"].to(out.device), spec.d):
             out[part] = (table.gather(1, counters) * signs).median(0).values

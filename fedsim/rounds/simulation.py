@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -122,6 +122,7 @@ class Simulation(Executor):
         in_parameters = task.sync_in(round) == "parameters"
         message_up = message_bytes(task, shared)[1] if in_parameters else 0
         rows_down = 0 if in_parameters else sent.count * shared.server.row.nbytes  # global parameters, at each step
+        rows_down += task.experiment.workers * self.aggregator.broadcast_bytes
         record = RoundRecord(
             round=round,
             train_loss=train_loss,
@@ -149,16 +150,21 @@ class Simulation(Executor):
             sent: number and size of the sent updates, to which this method adds.
         """
         task, group, round = self.task, self.group, context.moment[0]
-        in_parameters = task.sync_in(round) == "parameters"
-        if task.byzantine.in_round(round):
+        in_parameters, attackers = task.sync_in(round) == "parameters", task.byzantine.in_round(round)
+        # Attackers that need not compress see what the others send after compression.
+        free = attackers if task.attackers_skip_chain else ()
+        if attackers and not free:
             self.aggregator.attack(context)
             group.barrier()
         if task.experiment.chain:
-            self.process_updates(mine, context, sent)
+            self.process_updates(mine, context, sent, free)
             group.barrier()
         else:
             unsent = personal_bytes(task) if in_parameters else 0
             sent.add(len(context.slots), len(context.slots) * (self.shared.server.row.nbytes - unsent))
+        if free:
+            self.aggregator.attack(context)
+            group.barrier()
         stats = self.aggregator.aggregate(context)
         if self.shared.cohort.messages and in_parameters:
             self.receive_messages(context, stats.excluded)
@@ -293,13 +299,16 @@ class Simulation(Executor):
             self.trainer.train(mine)
         self.aggregator.begin(round, [member.slot for member in mine])
 
-    def process_updates(self, mine: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates) -> None:
+    def process_updates(
+        self, mine: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates, free: Collection[int]
+    ) -> None:
         """Apply compressors and other update processors to the updates of this process's workers, in place.
 
         Args:
             mine: workers that this process trains, each as a `WorkItem`.
             context: workers that take part in the aggregation. Other workers are skipped.
             sent: number, size and metrics of the sent updates, to which this method adds.
+            free: IDs of the workers whose updates are sent unprocessed.
         """
         task, rows, active = self.task, self.shared.cohort.rows, set(context.workers)
         sent_columns = task.algorithm.personal_columns.others(rows.shape[1])
@@ -307,6 +316,9 @@ class Simulation(Executor):
         mine = [member for member in mine if member.worker in active]  # the server's own row is not sent
         for member in mine:
             metrics: dict[str, Any] = {}
+            if member.worker in free:
+                sent.add(1, sent_columns.width * rows.itemsize)
+                continue
             with self.process.working_on(member.worker, context.moment[0]):
                 row = sent_columns.of(rows[member.slot]) if personal else rows[member.slot]
                 states = {name: values[member.slot] for name, values in self.shared.cohort.chain_states.items()}
@@ -396,7 +408,8 @@ class Simulation(Executor):
             worker: steps if in_step else task.algorithm.gradients(steps, task.schedule.batches_of_all(sizes[worker]))
             for worker, (steps, _) in work.items()
         }
-        self.clock.pass_round(gradients, update_bytes=sent.nbytes / sent.count, in_step=in_step)
+        processed_bytes = sent.nbytes / sent.count + self.aggregator.broadcast_bytes
+        self.clock.pass_round(gradients, processed_bytes=processed_bytes, in_step=in_step)
 
     def evaluate_workers(self, round: int, *, now: bool = False) -> WorkerResults | None:
         """Test the models of single workers on their own test samples, if the experiment tests workers in this round.
@@ -487,9 +500,10 @@ class Simulation(Executor):
         return {worker: (work.steps_for(n), work.samples_for(n)) for worker, (work, n) in works.items()}
 
     def received_bytes(self, round: int) -> int:
-        """Return the number of bytes that each worker receives before it trains in `round`."""
+        """Return the number of bytes that only the workers of the cohort receive before they train in `round`."""
         task, shared = self.task, self.shared
-        row = shared.server.row.nbytes - personal_bytes(task) if task.sync_in(round) == "parameters" else 0
+        whole = task.sync_in(round) == "parameters" and not task.experiment.broadcast
+        row = shared.server.row.nbytes - personal_bytes(task) if whole else 0
         return row + buffer_bytes(task, shared) + message_bytes(task, shared)[0]
 
     def bytes_to_others(self, round: int, drawn: Cohort) -> int:

@@ -86,7 +86,12 @@ def check_client_algorithm(task: RunTask) -> None:
             "server": experiment.server != Server(),
             "aggregate.rule": not task.experiment.rule.linear_by_weights,
         }
-        for key, value in {"processors": experiment.processors, "attack": task.byzantine, **aggregated}.items():
+        for key, value in {
+            "processors": experiment.processors,
+            "broadcast": experiment.broadcast,
+            "attack": task.byzantine,
+            **aggregated,
+        }.items():
             if value:
                 raise ExperimentError(f"{key}: workers send no parameters with {algorithm}; omit this setting")
 
