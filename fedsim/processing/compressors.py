@@ -195,7 +195,7 @@ class Sign(Compressor):
         return Packet(scale.view(1), {"negative": vector < 0})
 
     def restore(self, message: Packet, spec: Spec, out: Tensor) -> None:
-        torch.where(message.codes["negative"].bool(), -message.values, message.values, out=out)
+        out.copy_(message.codes["negative"]).mul_(-2 * message.values).add_(message.values)
 
 
 @processor("terngrad")
