@@ -135,15 +135,8 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
     else:
         yield (
             f"policy={experiment.policy.name}",
-            {
-                "sync",
-                "gradient_rounds",
-                "processors",
-                "broadcast",
-                "sampling",
-                "sampling.client_dropout",
-                "records.updates",
-            }
+            {"sync", "gradient_rounds", "processors", "broadcast", "records.updates"}
+            | {"sampling", "sampling.client_dropout"}
             | {f"aggregate.{key}" for key in ("rule", "f", "weights", "root_samples")}
             | ({"server"} if not policy.uses_server_optimizer else set()),
         )
@@ -156,10 +149,8 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
         function = f"local.algorithm={experiment.local.algorithm}, which performs the steps itself"
         yield function, {"local.clip_norm", "local.accumulate", "local.schedule.per"}
     if not attack.count(experiment.workers):
-        yield (
-            "no Byzantine workers (set attack.fraction or attack.workers)",
-            {f"attack.{key}" for key in ("name", "start_round", "compressed")},
-        )
+        unused = {"attack.name", "attack.start_round", "attack.compressed"}
+        yield "no Byzantine workers (set attack.fraction or attack.workers)", unused
     if not experiment.processors:
         yield "processors unset", {"attack.compressed"}
     if not attack.fraction:
@@ -262,7 +253,7 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
         )
     if experiment.broadcast and experiment.rounds_of_gradients:
         yield (
-            f"broadcast: workers that send gradients need the global model in each step, so it does not work with "
+            "broadcast: workers that send gradients need the global model in each step, so it does not work with "
             f"sync={sync}; omit it, or use sync=parameters"
         )
     if sync == "post_local" and count is None:

@@ -245,16 +245,8 @@ class Aggregator:
         task, state = self._task, self._shared.server.broadcast
         columns = task.algorithm.personal_columns.others(len(self._sent))
         difference = columns.of(self._sent - state["copy"])
-        nbytes = apply_chain(
-            task.experiment.broadcast_chain,
-            difference,
-            task.experiment.seed,
-            (round,),
-            {},
-            state,
-            task.shapes,
-            purpose="broadcast",
-        )
+        chain, seed = task.experiment.broadcast_chain, task.experiment.seed
+        nbytes = apply_chain(chain, difference, seed, (round,), {}, state, task.shapes, "broadcast")
         columns.write(state["copy"], columns.of(state["copy"]).add_(difference))
         return nbytes
 

@@ -31,12 +31,8 @@ def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copie
     row, sample_row = d * task.dtype.itemsize, torch.zeros(1)
     n_rows = cohort + experiment.rule.accepts("root")
     algorithm_state = len(task.algorithm.start(sample_row))
-    state = (
-        1
-        + bool(experiment.broadcast)
-        + task.keeps_last
-        + sum(len(task.stepper(sync).start(sample_row)) for sync in task.syncs)
-    )
+    state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(sample_row)) for sync in task.syncs)
+    state += bool(experiment.broadcast)
     lasting = state if experiment.in_rounds else state + n_rows  # without rounds, checkpoints also contain the rows
     gradients_of_all = "gradients" in task.syncs and not stacked
     modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)

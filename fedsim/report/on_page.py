@@ -97,10 +97,8 @@ def scales_of(runs: Sequence[Run]) -> list[str]:
     sent = ["bytes"] if len(totals) > 1 else []
     if all(record.virtual_seconds is None and record.asynchronous is None for record in records_of(runs)):
         return sent
-    on_clock = [
-        scale for scale in ON_CLOCK if any(getattr(at, scale) is not None for run in runs for at in run.progress)
-    ]
-    return on_clock + sent
+    progress = [at for run in runs for at in run.progress]
+    return [scale for scale in ON_CLOCK if any(getattr(at, scale) is not None for at in progress)] + sent
 
 
 def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:

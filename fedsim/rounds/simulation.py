@@ -322,15 +322,8 @@ class Simulation(Executor):
             with self.process.working_on(member.worker, context.moment[0]):
                 row = sent_columns.of(rows[member.slot]) if personal else rows[member.slot]
                 states = {name: values[member.slot] for name, values in self.shared.cohort.chain_states.items()}
-                nbytes = apply_chain(
-                    task.experiment.chain,
-                    row,
-                    task.experiment.seed,
-                    (*context.moment, member.worker),
-                    metrics,
-                    states,
-                    task.shapes,
-                )
+                chain, seed, coordinates = task.experiment.chain, task.experiment.seed, (*context.moment, member.worker)
+                nbytes = apply_chain(chain, row, seed, coordinates, metrics, states, task.shapes)
                 if task.experiment.nonfinite != "keep":
                     for state in states.values():  # NaN that stays in a residual would enter later updates
                         row += (state * 0).sum()

@@ -83,15 +83,13 @@ def check_client_algorithm(task: RunTask) -> None:
         )
     if task.algorithm.personal_columns.width == layout.d:
         aggregated = {
-            "server": experiment.server != Server(),
-            "aggregate.rule": not task.experiment.rule.linear_by_weights,
-        }
-        for key, value in {
             "processors": experiment.processors,
             "broadcast": experiment.broadcast,
             "attack": task.byzantine,
-            **aggregated,
-        }.items():
+            "server": experiment.server != Server(),
+            "aggregate.rule": not task.experiment.rule.linear_by_weights,
+        }
+        for key, value in aggregated.items():
             if value:
                 raise ExperimentError(f"{key}: workers send no parameters with {algorithm}; omit this setting")
 
