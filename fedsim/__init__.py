@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     )
     from fedsim.data.heterogeneity import heterogeneity
     from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, StopRun, WorkerError
+    from fedsim.processing import compress
     from fedsim.runs.result import Result, load_model, load_run
     from fedsim.runs.run import run
     from fedsim.runs.session import Session

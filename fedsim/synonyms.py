@@ -149,7 +149,7 @@ NOTES: dict[str, str] = _split_words(
         ),
         "secure_aggregation secagg encryption": "there is no secure aggregation",
         "compression compressor quantization sparsification": (
-            """write processors='["sign"]', or another of `fedsim list processors`"""
+            """write processors='["sign"]' or broadcast='["sign"]', or another of `fedsim list processors`"""
         ),
         "loss criterion loss_fn loss_function": (
             "the loss belongs to the task: task=binary, or a loss such as task=torch.nn.functional:mse_loss"

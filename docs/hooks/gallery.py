@@ -44,7 +44,7 @@ NOT_COMPARED = ("data.root", "model.weights", "records.", "engine", "processes")
 NOT_KEPT = ("coefficients", "seconds")  # large entries that no figure shows
 DIGITS = 6  # significant digits of the stored numbers
 MOST_WIDE = 3  # maximum number of columns with intervals that fit on a page
-TABLE_COLUMNS = ("score", "difference", "best_accuracy", "to_target")
+TABLE_COLUMNS = ("score", "difference", "best_accuracy", "bytes", "to_target", "bytes_to_target")
 CLOCK_COLUMNS = ("updates_to_target", "arrivals_to_target")  # for runs on the virtual clock
 
 

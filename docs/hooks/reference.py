@@ -48,7 +48,7 @@ KINDS = {  # page title of each kind of component
 PYTHON = {  # section titles of the Python API page, and their names
     "Run experiments": "run Callback Result Session Experiment load_experiment load_run load_model StopRun",
     "Compare": "compare Comparison load_comparison plot",
-    "Aggregate and attack": "aggregate pre_aggregate attack",
+    "Aggregate, attack and compress": "aggregate pre_aggregate attack compress",
     "Data": "load_dataset TensorData partition partition_transforms dataset_split CustomSubset label_counts "
     "heterogeneity Heterogeneity draw_partition",
     "Rows and training": "Layout bind new_rows pull_down train_epoch test Draws ServerOptimizer",

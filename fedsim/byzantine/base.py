@@ -108,7 +108,8 @@ class AttackStrategy(Component):
 
         An attack can set the attribute `alters_rows`. Otherwise the result is false for attacks with a method `poison`.
         """
-        return getattr(self.function, "alters_rows", self.poison is None)
+        function = getattr(self.function, "func", self.function)  # of a function with its parameters
+        return getattr(function, "alters_rows", self.poison is None)
 
     @property
     def needs_honest(self) -> bool:

@@ -29,6 +29,9 @@ def none(own_updates: Tensor) -> Tensor:
     return own_updates
 
 
+none.alters_rows = False
+
+
 @attack_strategy("sign_flipping")
 @dataclass(frozen=True)
 class SignFlipping:

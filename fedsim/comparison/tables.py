@@ -70,6 +70,8 @@ def columns(comparison: Comparison) -> dict[str, Column]:
     metric, test, rows = comparison.metric, comparison.test, comparison.summary
     names = [name for name in metric_names(rows) if name != metric.key]
     timed = "virtual_seconds" in names
+    totals = {total.mean for row in rows if (total := row.metrics.get("bytes"))}
+    by_bytes = len(totals) > 1
 
     def mean(name: str, show: Callable[[float], str]) -> Callable[[Row], Cell]:
         return lambda row: Cell(show(value.mean), value.mean) if (value := row.metrics.get(name)) else Cell()
@@ -87,8 +89,13 @@ def columns(comparison: Comparison) -> dict[str, Column]:
     if comparison.settings.target is not None:
         heading = f"{'virtual s' if timed else 'rounds'} to {target_text(comparison)}"
         by_name["to_target"] = Column(heading, lambda row: _to_target(row, timed))
+        of_bytes = Column(f"MB to {target_text(comparison)}", mean("bytes_to_target", _megabytes))
+        by_name |= {"bytes_to_target": of_bytes} if by_bytes and not timed else {}
         by_name["updates_to_target"] = Column("updates", amount("updates_to_target"))
         by_name["arrivals_to_target"] = Column("arrivals", amount("arrivals_to_target"))
+        by_name |= {"bytes_to_target": of_bytes} if by_bytes else {}
+    if by_bytes:
+        by_name["bytes"] = Column("MB sent", mean("bytes", _megabytes))
     success = Column("attack success", lambda row: estimate_cell(row.metrics.get("attack_success"), _four))
     by_name |= {"attack_success": success, "byzantine_weight": Column("Byzantine weight", _byzantine_weight)}
     by_name["virtual_seconds"] = Column("virtual s", amount("virtual_seconds"))
@@ -134,6 +141,10 @@ def estimate_cell(
         return Cell()
     digits = (decimals or decimals_of)(value.mean)
     return Cell(fixed(value.mean, digits, sign=sign), value.mean, mark, value.spread(digits, sign=sign))
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.4g}"
 
 
 def _four(_: float) -> int:

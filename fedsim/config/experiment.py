@@ -105,6 +105,9 @@ class Experiment(Table):
     buffers are refused. The buffers of personal models always stay with the workers."""
     processors: Annotated[list[schema.Processor], Field(max_length=100)] = Field(default=[])
     """Processing steps for each update (or gradient) before aggregation: names or tables, applied in this order."""
+    broadcast: Annotated[list[schema.BroadcastProcessor], Field(max_length=100)] = Field(default=[])
+    """Processing steps for the difference of the global model to the workers' copy of it, which the server sends to all
+    workers before each round: names or tables, applied in this order. Empty: workers receive the global model."""
     task: schema.Task = schema.Task()
     metrics: Annotated[list[schema.EvaluationMetric], Field(max_length=20)] = Field(default=[])
     """Numbers that each test records in addition to loss and accuracy: names or tables."""
@@ -195,8 +198,13 @@ class Experiment(Table):
 
     @property
     def chain(self) -> list[UpdateProcessor]:
-        """Processors with their parameters."""
+        """Processors of updates, with their parameters."""
         return [table.component for table in self.processors]
+
+    @property
+    def broadcast_chain(self) -> list[UpdateProcessor]:
+        """Processors of what the server sends, with their parameters."""
+        return [table.component for table in self.broadcast]
 
     @property
     def weights(self) -> Literal["uniform", "samples", "inverse_probability"] | list[float]:

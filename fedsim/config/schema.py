@@ -333,6 +333,9 @@ class Attack(ComponentTable):
     """Class label. The Byzantine workers are those with the most samples of this class."""
     start_round: Amount = 1
     """First round with an attack. In earlier rounds the Byzantine workers follow the protocol."""
+    compressed: bool = False
+    """Whether the attackers' updates pass through `processors` like those of honest workers. Otherwise attackers see
+    the processed updates, and send theirs unprocessed. Attacks on data only are always processed."""
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -417,8 +420,8 @@ class Processor(ComponentTable):
         super().check_parameters()
         if self.error_feedback and not getattr(self.registration.target, "compresses", True):
             raise ExperimentError(
-                f"processors.error_feedback = true: is only for compression, and would undo the noise that {self.name} "
-                "adds; omit it"
+                f"{self.place}.error_feedback = true: is only for compression, and would undo what {self.name} does; "
+                "omit it"
             )
 
     @cached_property
@@ -441,6 +444,20 @@ class Privacy(ComponentTable):
     @cached_property
     def component(self) -> Mechanism:
         return self.registration.bind(self.params)
+
+
+class BroadcastProcessor(Processor):
+    """One processing step for what the server sends: the difference of the global model to the workers' copy of it."""
+
+    place = "broadcast"
+
+    def check_parameters(self) -> None:
+        super().check_parameters()
+        if self.error_feedback:
+            raise ExperimentError(
+                "broadcast.error_feedback = true: the difference to the workers' copy already contains what earlier "
+                "messages left out; omit it"
+            )
 
 
 class Server(ComponentTable):

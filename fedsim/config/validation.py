@@ -19,6 +19,7 @@ from fedsim.core.randomness import preserve_random_state
 from fedsim.core.suggestions import nearest
 from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, show
+from fedsim.processing import check_order
 from fedsim.system.devices import free_memory
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def problems_with(experiment: Experiment) -> list[str]:
         partial(experiment.sampling.component.check, experiment.workers, experiment.cohort_size),
         partial(policy.check, experiment.cohort_size),
         partial(experiment.privacy.component.check, experiment.expected_updates),
+        partial(check_order, experiment.chain, "processors"),
+        partial(check_order, experiment.broadcast_chain, "broadcast"),
         partial(experiment.rule.dry_run, experiment.cohort_size, experiment.local_lr),
     ]
     for check in () if lines else component_checks:
@@ -135,7 +138,8 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
     else:
         yield (
             f"policy={experiment.policy.name}",
-            {"sync", "gradient_rounds", "processors", "sampling", "sampling.client_dropout", "records.updates"}
+            {"sync", "gradient_rounds", "processors", "broadcast", "records.updates"}
+            | {"sampling", "sampling.client_dropout"}
             | {f"aggregate.{key}" for key in ("rule", "f", "weights", "root_samples")}
             | ({"server"} if not policy.uses_server_optimizer else set()),
         )
@@ -150,7 +154,10 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
         function = f"local.algorithm={experiment.local.algorithm}, which performs the steps itself"
         yield function, {"local.clip_norm", "local.accumulate", "local.schedule.per"}
     if not attack.count(experiment.workers):
-        yield "no Byzantine workers (set attack.fraction or attack.workers)", {"attack.name", "attack.start_round"}
+        unused = {"attack.name", "attack.start_round", "attack.compressed"}
+        yield "no Byzantine workers (set attack.fraction or attack.workers)", unused
+    if not experiment.processors:
+        yield "processors unset", {"attack.compressed"}
     if not attack.fraction:
         yield "attack.fraction unset", {"attack.resample", "attack.by_class"}
     if not experiment.data.local_test_fraction:
@@ -248,6 +255,11 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
             f"{experiment.local.setting}: averages the gradients of all workers before any worker can be excluded, so "
             'aggregate.nonfinite = "exclude" is not supported; use aggregate.nonfinite = "error", or another client '
             "algorithm"
+        )
+    if experiment.broadcast and experiment.rounds_of_gradients:
+        yield (
+            "broadcast: workers that send gradients need the global model in each step, so it does not work with "
+            f"sync={sync}; omit it, or use sync=parameters"
         )
     if sync == "post_local" and count is None:
         yield 'sync = "post_local": needs gradient_rounds, the number of initial rounds that aggregate gradients'

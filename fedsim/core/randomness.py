@@ -68,6 +68,11 @@ class Draws:
         """
         return cls(torch.full((), draw_key(seed, purpose, *coordinates), dtype=torch.int64, device=device))
 
+    @property
+    def key(self) -> Tensor:
+        """Number from which `Draws(key)` gives the same tensors, int64 []."""
+        return self._key
+
     def on(self, device: torch.device) -> Draws:
         """Return a copy of this source on another device, which continues with the same numbers."""
         moved = Draws(self._key.to(device), self._step)

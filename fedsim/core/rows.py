@@ -62,6 +62,10 @@ class Layout:
         """The length of a buffer row, which is the total number of buffer values."""
         return _length(self.buffers)
 
+    def outside(self, columns: ColumnSpans) -> list[Entry]:
+        """Return the parameters that are not stored in `columns`."""
+        return [entry for entry in self.parameters if not any(a <= entry.offset < b for a, b in columns.spans)]
+
     def read(self, module: nn.Module) -> Tensor:
         """Return the module's parameters as a new row [d]."""
         values = dict(module.named_parameters())

@@ -22,7 +22,7 @@ SHORT = 4  # characters; in shorter names one wrong letter matters more
 CERTAIN = 0.85  # difflib ratio from which only the most similar name is suggested
 CUTOFF, CUTOFF_SHORT = 0.75, 0.65  # difflib ratio from which a name counts as a misspelling
 
-LISTS = ("metrics", "data.augment", "processors", "records.loggers")  # keys whose values are lists of names
+LISTS = ("metrics", "data.augment", "processors", "broadcast", "records.loggers")  # keys of lists of names
 FIRST_STAGE = ", before a rule"  # follows the key of pre-aggregators
 
 NOTE = re.compile(r"<[\w, ]+>")  # name of an object without an import path

@@ -27,6 +27,7 @@ from fedsim.engines.round_stats import AggregationContext, AggregationStats
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask, Sync
 from fedsim.errors import DivergedError
+from fedsim.processing import apply_chain
 from fedsim.system.devices import synchronize, to_device
 
 
@@ -194,6 +195,7 @@ class Aggregator:
             such update.
         has_last: whether the aggregated update of the previous aggregation is available to rules and attacks.
         losses: loss of the global model on the samples of each of n workers, [n]; empty if the rule uses no losses.
+        broadcast_bytes: bytes that every worker received in the current round; 0 without the setting `broadcast`.
         deferred_check: check for NaN and infinity at the end of each round; None if every step is checked.
     """
 
@@ -215,7 +217,7 @@ class Aggregator:
         self._shares_by_weights = lru_cache(1)(partial(linear_shares, task))  # shares rarely change between steps
         self._result: list[tuple[slice, Tensor]] = []  # (columns, aggregated update in these columns)
         self._complete = False  # whether every process has the whole aggregated update
-        self.has_last, self.losses = False, shared.cohort.losses[:0]
+        self.has_last, self.losses, self.broadcast_bytes = False, shared.cohort.losses[:0], 0
         may_defer = task.device.type != "cpu" and process.count == 1 and task.experiment.nonfinite != "keep"
         # A round that fails the check is repeated. The state of an attack would then advance twice.
         may_defer = may_defer and "state" not in task.experiment.attack.component.accepts
@@ -223,14 +225,30 @@ class Aggregator:
         self.deferred_check = DeferredCheck(shared) if may_defer else None
 
     def sent_row(self, round: int) -> Tensor:
-        """Return the parameters [d] that the server sends to the workers in `round`. The tensor is read-only."""
+        """Send parameters to the workers, and return those [d] from which they start in `round`, read-only."""
         start = self._task.server_at(round).broadcast(self._own_row, self._shared.server.states["parameters"])
         self._sent = self._shared.server.row
         if start is not self._own_row:
             self._sent = torch.empty_like(self._sent)
             self._sent[self._columns] = start
             self._group.complete(self._sent)
+        if self._task.experiment.broadcast:
+            self.broadcast_bytes = self._group.from_first(self._update_copy(round) if self._group.computes else 0)
+            self._sent = self._shared.server.broadcast["copy"]
         return self._sent
+
+    def _update_copy(self, round: int) -> int:
+        """Add the processed difference of the sent parameters to the workers' copy (EF21-P, Gruntkowska et al. 2023).
+
+        Returns the number of bytes that each worker receives.
+        """
+        task, state = self._task, self._shared.server.broadcast
+        columns = task.algorithm.personal_columns.others(len(self._sent))
+        difference = columns.of(self._sent - state["copy"])
+        chain, seed = task.experiment.broadcast_chain, task.experiment.seed
+        nbytes = apply_chain(chain, difference, seed, (round,), {}, state, task.shapes, "broadcast")
+        columns.write(state["copy"], columns.of(state["copy"]).add_(difference))
+        return nbytes
 
     def begin(self, round: int, rows: Sequence[int]) -> None:
         """Begin an aggregation: replace trained parameters by updates, in place, and check for NaN and infinity.

@@ -14,7 +14,7 @@ import torch
 from fedsim.clients import State
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
-from fedsim.processing import initial_residuals
+from fedsim.processing import initial_states
 
 
 def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copies: int) -> dict[str, int]:
@@ -32,6 +32,7 @@ def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copie
     n_rows = cohort + experiment.rule.accepts("root")
     algorithm_state = len(task.algorithm.start(sample_row))
     state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(sample_row)) for sync in task.syncs)
+    state += bool(experiment.broadcast)
     lasting = state if experiment.in_rounds else state + n_rows  # without rounds, checkpoints also contain the rows
     gradients_of_all = "gradients" in task.syncs and not stacked
     modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
@@ -42,7 +43,8 @@ def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copie
         training = processes * (1 + algorithm_state)
     like = torch.empty(d, dtype=task.dtype, device="meta")
     server_state = task.algorithm.server_state(like)
-    state_bytes = _bytes(task.algorithm.worker_state(like)) + _bytes(initial_residuals(experiment.chain, like))
+    chain_state = initial_states(experiment.chain, like, task.shapes)
+    state_bytes = _bytes(task.algorithm.worker_state(like)) + _bytes(chain_state)
     received = 0 if experiment.in_rounds else _bytes(task.algorithm.send(server_state))
     exchanged = _bytes(task.algorithm.message(like)) + received
     share = 1 - (1 - cohort / experiment.workers) ** experiment.rounds  # expected fraction of workers that participate

@@ -18,7 +18,7 @@ from fedsim.data import ListedShards, Shards, TensorData
 from fedsim.engines.pool.shared_memory import share
 from fedsim.engines.task import RunTask, Sync
 from fedsim.errors import ExperimentError, show_bytes
-from fedsim.processing import initial_residuals
+from fedsim.processing import initial_states
 from fedsim.system.devices import require_memory, wide_dtype
 from fedsim.system.limits import describe_os_error
 
@@ -87,6 +87,8 @@ class GlobalModel:
         buffers: [b], all buffers of the global model as one flat vector, float64.
         last: [d], latest aggregated update, if the rule or the attack uses it; otherwise [0].
         algorithm: state that the client algorithm keeps at the server, a flat tensor for each name.
+        broadcast: with the setting `broadcast`, the workers' `copy` of the parameters [d], and what the compressors
+            keep; otherwise empty.
         states: optimizer states, tensors [d] by name: under "parameters" those of the server optimizer, under
             "gradients" those of the client algorithm. Only the keys that the run uses exist.
     """
@@ -95,6 +97,7 @@ class GlobalModel:
     buffers: Tensor
     last: Tensor
     algorithm: State
+    broadcast: State
     states: dict[Sync, State]
 
 
@@ -106,8 +109,8 @@ class CohortRows:
         rows: [cohort, d], parameters of each worker's model, or gradients if gradients are aggregated; [0, d] if no
             round stores them. If the rule uses the server's own model, an additional last row contains it.
         buffers: [cohort, b], buffers of each worker's model, float64.
-        kept, residuals: worker states of the client algorithm and of the update processors, tensors [cohort, width] by
-            name.
+        kept, chain_states: worker states of the client algorithm and of the update processors, tensors [cohort, width]
+            by name.
         messages: tensors [cohort, width], by name, that the workers send in addition to their updates.
         received: tensors [cohort, width], by name, that the server sends in addition to the global parameters; only if
             workers start at different times.
@@ -125,7 +128,7 @@ class CohortRows:
     rows: Tensor
     buffers: Tensor
     kept: State
-    residuals: State
+    chain_states: State
     messages: State
     received: State
     full_gradients: Tensor
@@ -140,6 +143,8 @@ class CohortRows:
         """Allocate the tensors with `n_rows` rows. Raises ExperimentError if there is not enough memory."""
         d, b, cohort = len(server.row), len(server.buffers), task.experiment.largest_cohort
 
+        sent = task.algorithm.personal_columns.others(d).of(server.row)
+
         def repeated(state: State) -> State:
             return {name: new_rows(n_rows, len(row), row.dtype, task.device).copy_(row) for name, row in state.items()}
 
@@ -147,7 +152,7 @@ class CohortRows:
             rows=_rows_of_a_cohort(n_rows if task.has_rows else 0, d, task),
             buffers=new_rows(n_rows, b, server.buffers.dtype, task.device),
             kept=repeated(state_at_first(task.algorithm, server.row, server.buffers)),
-            residuals=repeated(initial_residuals(task.experiment.chain, server.row)),
+            chain_states=repeated(initial_states(task.experiment.chain, sent, task.shapes)),
             messages=repeated(task.algorithm.message(server.row)),
             received={} if task.experiment.in_rounds else repeated(task.algorithm.send(server.algorithm)),
             full_gradients=new_rows(n_rows if task.algorithm.full_gradient else 0, d, task.dtype, task.device),
@@ -161,7 +166,7 @@ class CohortRows:
     @property
     def worker_rows(self) -> State:
         """Tensors [cohort, width], by name, with everything that workers may keep until their next round."""
-        return {"buffers": self.buffers, **self.residuals, **self.kept}
+        return {"buffers": self.buffers, **self.chain_states, **self.kept}
 
 
 @dataclass
@@ -224,6 +229,7 @@ class SharedState:
             buffers=buffers,
             last=torch.zeros_like(row) if task.keeps_last else row.new_zeros(0),
             algorithm=task.algorithm.server_state(row),
+            broadcast=_broadcast_state(task, row),
             states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
         )
         has_root = len(of_run.root) > 0
@@ -242,6 +248,7 @@ class SharedState:
         server = self.server
         named = {"global_row": server.row, "last": server.last, "global_buffers": server.buffers}
         named |= {f"algorithm.{name}": tensor for name, tensor in server.algorithm.items()}
+        named |= {f"broadcast.{name}": tensor for name, tensor in server.broadcast.items()}
         states = {f"{sync}.{name}": tensor for sync, state in server.states.items() for name, tensor in state.items()}
         return named | states
 
@@ -256,6 +263,12 @@ class SharedState:
         shards = [*data.shards.tensors, *data.worker_tests.tensors, data.root]
         share([*shards, *_tensors_in(self.server), *_tensors_in(self.cohort), *_tensors_in(self.tests)])
         return self
+
+
+def _broadcast_state(task: RunTask, row: Tensor) -> State:
+    """Return the workers' copy of the initial parameters [d] and what the compressors keep, if `broadcast` is set."""
+    chain = task.experiment.broadcast_chain
+    return {"copy": row.clone()} | initial_states(chain, row, task.shapes) if chain else {}
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

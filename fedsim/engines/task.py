@@ -38,6 +38,7 @@ class RunTask:
         device: device of the run.
         algorithm: client algorithm, prepared for the model.
         byzantine: Byzantine workers of each round.
+        shapes: shapes of the parameters that workers send, in the order of their columns.
         scratch_folder: folder for temporary files; None for the system's folder.
     """
 
@@ -45,6 +46,7 @@ class RunTask:
     device: torch.device
     algorithm: ClientAlgorithm
     byzantine: Attackers
+    shapes: tuple[tuple[int, ...], ...] = ()
     scratch_folder: str | None = None
 
     @property
@@ -90,6 +92,12 @@ class RunTask:
         """Whether the aggregation rule or the attack uses the previous aggregated update."""
         by_attack = bool(self.byzantine) and "last" in self.experiment.attack.component.accepts
         return self.experiment.rule.accepts("last") or by_attack
+
+    @property
+    def attackers_skip_chain(self) -> bool:
+        """Whether attackers send updates that no processor has changed."""
+        attack = self.experiment.attack
+        return bool(self.experiment.chain) and attack.component.alters_rows and not attack.compressed
 
     def sync_in(self, round: int) -> Sync:
         """Return "gradients" if `round` aggregates the gradients of each step, otherwise "parameters"."""

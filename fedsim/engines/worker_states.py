@@ -20,7 +20,6 @@ from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import ExperimentError, RecordError, show_bytes
-from fedsim.processing import initial_residuals
 from fedsim.system.limits import describe_os_error
 
 
@@ -266,8 +265,8 @@ def initial_worker_state(task: RunTask, shared: SharedState) -> State:
     """Return the state of a worker before its first round: a flat tensor for each name."""
     own_buffers = task.experiment.buffers == "local" and shared.server.buffers.numel()
     buffers = {"buffers": shared.server.buffers.clone()} if own_buffers else {}
-    residuals = initial_residuals(task.experiment.chain, shared.server.row)
-    return buffers | residuals | state_at_first(task.algorithm, shared.server.row, shared.server.buffers)
+    chain_states = {name: rows.new_zeros(rows.shape[1]) for name, rows in shared.cohort.chain_states.items()}
+    return buffers | chain_states | state_at_first(task.algorithm, shared.server.row, shared.server.buffers)
 
 
 def _room(n: int, row: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Processors, which change each update before it is aggregated: clipping, compression, quantization and noise.
+"""Processors, which change each update before it is aggregated: clipping and noise. `compressors.py` has the others.
 
 A processor is a pure function from an update [d] to an update [d]. Its positional parameters receive these inputs by
 name, and must not be changed. Its keyword-only parameters are its configuration:
@@ -11,25 +11,26 @@ name, and must not be changed. Its keyword-only parameters are its configuration
 
 A processor returns the new update [d], or (update, nbytes), where nbytes is the number of bytes to send. If a processor
 returns no number, the number of the previous processor in the chain is kept. Before the first processor it is the size
-of d numbers of the update's dtype.
+of d numbers of the update's dtype. A `Compressor` of `codec.py` also defines how its messages are encoded.
 
 A processor can set the attribute `sums` to true if its updates can be summed by secure aggregation.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, pairwise
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field
 from torch import Tensor
 
 from fedsim.core.randomness import Draws
-from fedsim.core.registry import Component, Registry
-from fedsim.errors import ExperimentError
+from fedsim.core.registry import Component, Registration, Registry
+from fedsim.errors import ExperimentError, show
+from fedsim.processing.codec import Codec, Compressor, Sender, Shapes, Spec
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,15 @@ class UpdateProcessor(Component):
 
     Attributes:
         error_feedback: whether each worker adds the error that the processor made (the residual) to its next update.
+        compresses: whether error feedback can add what the processor leaves out.
     """
 
     error_feedback: bool = False
+    compresses: bool = True
+
+    @classmethod
+    def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> UpdateProcessor:
+        return super().of(registration, params, compresses=getattr(registration.target, "compresses", True), **settings)
 
     def __call__(self, **inputs: Any) -> tuple[Tensor, int | None]:
         """Apply the processor to an update. Returns the new update [d], and the number of bytes to send, or None.
@@ -61,9 +68,22 @@ class UpdateProcessor(Component):
 processor = Registry("processor", inputs=("update", "draws", "metrics"), component=UpdateProcessor)
 
 
-def initial_residuals(chain: Sequence[UpdateProcessor], row: Tensor) -> dict[str, Tensor]:
-    """Return the initial residuals of all processors with error feedback: zeros [d], named `residual_{position}`."""
-    return {f"residual_{place}": torch.zeros_like(row) for place, step in enumerate(chain) if step.error_feedback}
+def initial_states(chain: Sequence[UpdateProcessor], row: Tensor, shapes: Shapes) -> dict[str, Tensor]:
+    """Return what a worker keeps for a chain of processors before its first update: zeros, by name.
+
+    Error feedback keeps a residual [d], named `residual_{place}`. A compressor with a memory keeps `memory_{place}`.
+
+    Args:
+        chain: processors, in order.
+        row: update of a worker, [d], of which only length, dtype and device count.
+        shapes: shapes of the tensors that the update contains.
+    """
+    states = {f"residual_{place}": torch.zeros_like(row) for place, step in enumerate(chain) if step.error_feedback}
+    for places in (places for segment in _segments(chain) for places in _groups(chain, segment)):
+        if codec := _codec(chain, places, row, shapes):
+            sizes = zip(places, codec.memory_sizes(), strict=True)
+            states |= {f"memory_{place}": row.new_zeros(size) for place, size in sizes if size}
+    return states
 
 
 def apply_chain(
@@ -72,38 +92,96 @@ def apply_chain(
     seed: int,
     coordinates: Sequence[int],
     metrics: dict[str, Any],
-    residuals: Mapping[str, Tensor] | None = None,
+    states: Mapping[str, Tensor] | None = None,
+    shapes: Shapes | None = None,
+    purpose: str = "process",
 ) -> int:
     """Apply a chain of processors to an update, in place, one after another.
 
-    With error feedback, a processor C is applied to p = update + e, where e is the worker's residual. The new residual
-    is e = p - C(p) (Seide et al. 2014, Karimireddy et al. 2019).
+    Of consecutive compressors, each compresses the numbers that the previous one sends, such as the k values of
+    `top_k`. With error feedback, the compressors C from this one on are applied to p = update + e, where e is the
+    worker's residual. The new residual is e = p - C(p) (Seide et al. 2014, Karimireddy et al. 2019).
 
     Args:
         chain: processors, in order.
         row: update of a worker, [d], which is changed.
-        seed: seed of random draws, together with `coordinates`.
+        seed: seed of random draws, together with `purpose` and `coordinates`.
         coordinates: (round, worker) or (round, step, worker).
         metrics: dict that receives the numbers that the processors record.
-        residuals: residuals e [d] of the worker, named as by `initial_residuals`, which are changed.
+        states: what the worker keeps, named as by `initial_states`, which is changed.
+        shapes: shapes of the tensors that the update contains. None: one flat vector.
+        purpose: what the draws are for, different for each direction.
 
     Returns the number of bytes to send for the processed update.
     """
-    update, nbytes = row, row.nbytes
-    for place, processor in enumerate(chain):
-        draws = Draws.of(seed, "process", *coordinates, place, device=row.device)
-        residual = residuals[f"residual_{place}"] if residuals and processor.error_feedback else None
-        compensated = update if residual is None else update + residual
-        update, declared = processor(update=compensated, draws=draws, metrics=metrics)
+    nbytes, states, shapes = row.nbytes, states or {}, shapes or [row.shape]
+
+    def draws(place: int) -> Draws:
+        return Draws.of(seed, purpose, *coordinates, place, device=row.device)
+
+    for segment in _segments(chain):
+        residual = states.get(f"residual_{segment[0]}")
+        source = row if residual is None else residual.add_(row)
+        for places in _groups(chain, segment):
+            if codec := _codec(chain, places, row, shapes):
+                senders = [Sender(draws(place), metrics, states.get(f"memory_{place}")) for place in places]
+                codec.restore(codec.parts(source, senders), out=row)
+                nbytes = codec.nbytes
+            else:
+                update, declared = chain[places[0]](update=source, draws=draws(places[0]), metrics=metrics)
+                nbytes = nbytes if declared is None else declared
+                row.copy_(update)
+            source = row
         if residual is not None:
-            torch.sub(compensated, update, out=residual)
-        nbytes = nbytes if declared is None else declared
-    row.copy_(update)
+            residual.sub_(row)
     return nbytes
 
 
+def check_order(chain: Sequence[UpdateProcessor], place: str) -> None:
+    """Raise ExperimentError if a compressor has nothing to compress after another one. `place`: key of the chain."""
+    for (first, second), number in zip(pairwise(chain), count(1), strict=False):
+        before, after = first.function, second.function
+        if not isinstance(before, Compressor) or not isinstance(after, Compressor) or second.error_feedback:
+            continue
+        if 0 < before.stage >= after.stage:
+            raise ExperimentError(
+                f"{place}[{number}] = {show(second.name)}: has nothing to compress after {first.name}, which sends "
+                f"codes; put {second.name} before {first.name}, or omit one of them"
+            )
+
+
+def _segments(chain: Sequence[UpdateProcessor]) -> list[list[int]]:
+    """Divide a chain into lists of places, each of which has at most one residual, that of its first processor."""
+    segments: list[list[int]] = []
+    for place, step in enumerate(chain):
+        if not segments or step.error_feedback or not step.compresses:
+            segments.append([])
+        segments[-1].append(place)
+    return segments
+
+
+def _groups(chain: Sequence[UpdateProcessor], places: Sequence[int]) -> list[list[int]]:
+    """Divide consecutive places of a chain into lists of compressors, and lists of one other processor."""
+    groups: list[list[int]] = []
+    for place in places:
+        alone = not isinstance(chain[place].function, Compressor)
+        if not groups or alone or not isinstance(chain[groups[-1][-1]].function, Compressor):
+            groups.append([])
+        groups[-1].append(place)
+    return groups
+
+
+def _codec(chain: Sequence[UpdateProcessor], places: Sequence[int], row: Tensor, shapes: Shapes) -> Codec | None:
+    """Return the codec of consecutive compressors, or None for another processor."""
+    functions = [chain[place].function for place in places]
+    compressors = [function for function in functions if isinstance(function, Compressor)]
+    if len(compressors) < len(functions):
+        return None
+    return Codec(tuple(compressors), Spec(len(row), row.dtype, shapes))
+
+
 @processor("clip")
-def clip(update: Tensor, metrics: dict[str, Any], *, max_norm: Annotated[float, Field(gt=0, examples=[1.0])]) -> Tensor:
+def clip(update: Tensor, metrics: dict[str, Any], *, max_norm: Annotated[float, Field(gt=0)] = 1.0) -> Tensor:
     """Clip an update x to an L2 norm of at most max_norm: x min(1, max_norm / |x|) (McMahan et al. 2018).
 
     Args:
@@ -121,79 +199,7 @@ def clip(update: Tensor, metrics: dict[str, Any], *, max_norm: Annotated[float, 
     return update * factor
 
 
-INDEX_BYTES = 4  # bytes of a position in an update of less than 2^32 numbers
-
-
-@processor("top_k")
-def top_k(
-    update: Tensor, metrics: dict[str, Any], *, k: Annotated[PositiveInt, Field(examples=[100])]
-) -> tuple[Tensor, int]:
-    """Keep the k numbers with the largest magnitudes, and set all other numbers to zero (Stich et al. 2018).
-
-    The other numbers are lost, unless `error_feedback = true` adds them to the worker's next update.
-
-    Args:
-        update: update of a worker, [d].
-        metrics: receives `kept_energy`, the fraction of the squared norm that is kept.
-        k: number of values to keep, >= 1. With k >= d the update is not changed, and `kept_energy` is not recorded.
-
-    Returns the sparse update [d] and its size in bytes, for k numbers and k indices. Cost: a partial sort of d numbers.
-
-    >>> fedsim.processing.processors.top_k(torch.tensor([1.0, -3.0, 2.0]), {}, k=1)
-    (tensor([ 0., -3.,  0.]), 8)
-    """
-    if k >= len(update):
-        return update, update.nbytes
-    positions = update.abs().topk(k, sorted=False).indices
-    sparse = torch.zeros_like(update)
-    sparse[positions] = update[positions]
-    energy = update.square().sum().clamp(min=torch.finfo(update.dtype).tiny)  # avoids 0 / 0 for an update of zeros
-    metrics["kept_energy"] = sparse.square().sum() / energy
-    return sparse, k * (update.element_size() + INDEX_BYTES)
-
-
-@processor("qsgd")
-def qsgd(update: Tensor, draws: Draws, *, levels: PositiveInt = 16) -> tuple[Tensor, int]:
-    """Quantize each number by unbiased random rounding to multiples of norm / levels (QSGD, Alistarh et al. 2017).
-
-    x_i becomes sign(x_i) |x| floor(levels |x_i| / |x| + u_i) / levels, with u_i uniform in [0, 1).
-
-    Args:
-        update: update x of a worker, [d].
-        draws: draws the u_i.
-        levels: number of quantization levels, >= 1.
-
-    Returns the quantized update [d] and its size in bytes: one number for the norm, and ceil(log2(2 levels + 1)) bits
-    for each coordinate, without entropy coding. Cost: d draws, and three passes over the update.
-
-    >>> quantized, nbytes = fedsim.processing.processors.qsgd(
-    ...     torch.tensor([0.0, -2.0]), fedsim.Draws.of(0, "example"), levels=1)
-    >>> quantized, nbytes
-    (tensor([ 0., -2.]), 5)
-    """
-    norm = torch.linalg.vector_norm(update)
-    scaled = levels * (update.abs() / norm.clamp(min=torch.finfo(update.dtype).tiny))
-    rounded = (scaled + draws.uniform(len(update), dtype=update.dtype)).floor()
-    bits = math.ceil(math.log2(2 * levels + 1))
-    return update.sign() * rounded * (norm / levels), update.element_size() + math.ceil(len(update) * bits / 8)
-
-
-@processor("sign")
-def sign(update: Tensor) -> tuple[Tensor, int]:
-    """Compress an update to one bit per number: x becomes sign(x) times the mean of |x| (Karimireddy et al. 2019).
-
-    With `error_feedback = true` the algorithm is EF-SGD.
-
-    Args:
-        update: update x of a worker, [d]. The sign of zero is +1.
-
-    Returns the compressed update [d] and its size in bytes, for d bits and the mean. Cost: two passes over the update.
-
-    >>> fedsim.processing.processors.sign(torch.tensor([1.0, -3.0]))
-    (tensor([ 2., -2.]), 5)
-    """
-    scale = update.abs().mean()
-    return torch.where(update < 0, -scale, scale), math.ceil(len(update) / 8) + update.element_size()
+clip.compresses = False  # error feedback is not allowed, because it would add again what is clipped
 
 
 @processor("gaussian_noise")

@@ -117,15 +117,18 @@ def run_metrics(
     numbers = {score.key: score.read(last), score.key.replace("test_", "best_"): best_score(history)}
     losses = {name: math.nan for name in ("test_loss", "train_loss") if last[name] is None}  # files store NaN as null
     numbers |= {name: losses.get(name, last[name]) for name in LAST_ROUND if name != score.key}
-    numbers |= {"seconds": sum(record.total_seconds or 0.0 for record in history), **component_metrics(last)}
+    sent = places_on("bytes", progress, history)
+    numbers |= {"seconds": sum(record.total_seconds or 0.0 for record in history), "bytes": sent[-1]}
+    numbers |= component_metrics(last)
     if at.virtual_seconds is not None:
         numbers |= {**at._asdict(), "staleness": mean_staleness(history)}
         del numbers["round"]
     numbers = {name: value for name, value in numbers.items() if value is not None}
     if target is not None:
-        pairs = [(at, score.read(record)) for record, at in zip(history, progress, strict=True)]
+        totals = [(*at, nbytes) for at, nbytes in zip(progress, sent, strict=True)]
+        pairs = [(at, score.read(record)) for record, at in zip(history, totals, strict=True)]
         there = next((at for at, value in pairs if value is not None and score.reaches(value, target)), None)
-        for place, name in enumerate(["rounds", *Progress._fields[1:]]):
+        for place, name in enumerate(["rounds", *Progress._fields[1:], "bytes"]):
             numbers[f"{name}_to_target"] = there[place] if there else None
     return numbers
 

@@ -92,10 +92,13 @@ def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
 
 
 def scales_of(runs: Sequence[Run]) -> list[str]:
-    """Return the possible x axes other than rounds, such as virtual seconds."""
+    """Return the possible x axes other than rounds, such as virtual seconds, or bytes if they differ between runs."""
+    totals = {sum(record.total_bytes or 0 for record in run.history) / max(1, len(run.history)) for run in runs}
+    sent = ["bytes"] if len(totals) > 1 else []
     if all(record.virtual_seconds is None and record.asynchronous is None for record in records_of(runs)):
-        return []
-    return [scale for scale in ON_CLOCK if any(getattr(at, scale) is not None for run in runs for at in run.progress)]
+        return sent
+    progress = [at for run in runs for at in run.progress]
+    return [scale for scale in ON_CLOCK if any(getattr(at, scale) is not None for at in progress)] + sent
 
 
 def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
@@ -150,7 +153,8 @@ def _all_curves(
                 log = ends and max(ends) >= LOG_FROM * min(ends)
                 kind = {"type": "log"} if log else {"type": "linear", "rangemode": "nonnegative"}
                 hover = {"text": f"{shown.x_text} %{{x:.4~g}}"}
-                x_axis = value_axis(shown.x_text, "", **kind, unifiedhovertitle=hover)
+                unit = "B" if scale == "bytes" else ""
+                x_axis = value_axis(shown.x_text, unit, **kind, unifiedhovertitle=hover)
             y_axis = value_axis(chart.label, chart.lines[0].unit)
             names = [name_of(chart, line) for line in shown.lines]
             figures.append(_line_figure(shown, names, x_axis, y_axis, metric=chart.label, scale=scale))

@@ -33,7 +33,7 @@ class RoundClock:
 
     Args:
         delays: delays of workers and network.
-        row_bytes: bytes of the global parameters that a worker receives.
+        row_bytes: bytes of the global parameters that a worker receives, without the setting `broadcast`.
         buffer_bytes: bytes of the buffers that a worker receives, and also sends.
         message_bytes: bytes that a worker receives and sends in addition to parameters and buffers.
 
@@ -51,18 +51,18 @@ class RoundClock:
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> RoundClock:
         """Return a clock for a run, at time 0."""
-        row_bytes = shared.server.row.nbytes - personal_bytes(task)
+        row_bytes = 0 if task.experiment.broadcast else shared.server.row.nbytes - personal_bytes(task)
         return cls(delays_of(task.experiment), row_bytes, buffer_bytes(task, shared), sum(message_bytes(task, shared)))
 
-    def pass_round(self, gradients: Mapping[int, int], *, update_bytes: float, in_step: bool) -> None:
+    def pass_round(self, gradients: Mapping[int, int], *, processed_bytes: float, in_step: bool) -> None:
         """Advance the virtual time by one round.
 
         Args:
             gradients: number of gradients that each worker of the cohort computes, by worker ID.
-            update_bytes: mean number of bytes of an update (or gradient), after compression.
+            processed_bytes: mean number of bytes of an update (or gradient) after compression, and of a broadcast.
             in_step: whether the workers wait for each other after each gradient, not only at the end of the round.
         """
-        nbytes = self._other_bytes + update_bytes
+        nbytes = self._other_bytes + processed_bytes
         if not in_step:
             self._pass(gradients, nbytes)
             return

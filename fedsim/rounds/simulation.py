@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,6 +125,7 @@ class Simulation(Executor):
         in_parameters = task.sync_in(round) == "parameters"
         message_up = message_bytes(task, shared)[1] if in_parameters else 0
         rows_down = 0 if in_parameters else sent.count * shared.server.row.nbytes  # global parameters, at each step
+        rows_down += task.experiment.workers * self.aggregator.broadcast_bytes
         record = RoundRecord(
             round=round,
             train_loss=train_loss,
@@ -152,18 +153,23 @@ class Simulation(Executor):
             sent: receives the number and size of the updates that the workers send.
         """
         task, group, round = self.task, self.group, context.moment[0]
-        in_parameters = task.sync_in(round) == "parameters"
+        in_parameters, attackers = task.sync_in(round) == "parameters", task.byzantine.in_round(round)
         senders = [member for member in mine if member.worker != self.batch_source.root]
         self.privacy.at_workers(senders, round)
-        if task.byzantine.in_round(round):
+        # Attackers that need not compress see what the others send after compression.
+        free = attackers if task.attackers_skip_chain else ()
+        if attackers and not free:
             self.aggregator.attack(context)
             group.barrier()
         if task.experiment.chain:
-            self.process_updates(mine, context, sent)
+            self.process_updates(mine, context, sent, free)
             group.barrier()
         else:
             unsent = personal_bytes(task) if in_parameters else 0
             sent.add(len(context.slots), len(context.slots) * (self.shared.server.row.nbytes - unsent))
+        if free:
+            self.aggregator.attack(context)
+            group.barrier()
         if self.privacy.as_received(senders, round):
             self.aggregator.rows_changed([member.slot for member in senders])
             group.barrier()
@@ -306,13 +312,16 @@ class Simulation(Executor):
             self.trainer.train(mine)
         self.aggregator.begin(round, [member.slot for member in mine])
 
-    def process_updates(self, mine: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates) -> None:
+    def process_updates(
+        self, mine: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates, free: Collection[int]
+    ) -> None:
         """Apply compressors and other update processors to the updates of this process's workers, in place.
 
         Args:
             mine: workers that this process trains, each as a `WorkItem`.
             context: workers that take part in the aggregation. Other workers are skipped.
             sent: receives the number, size and metrics of the processed updates.
+            free: IDs of the workers whose updates are sent unprocessed.
         """
         task, rows, active = self.task, self.shared.cohort.rows, set(context.workers)
         sent_columns = task.algorithm.personal_columns.others(rows.shape[1])
@@ -320,21 +329,19 @@ class Simulation(Executor):
         mine = [member for member in mine if member.worker in active]  # the server's own row is not sent
         for member in mine:
             metrics: dict[str, Any] = {}
+            if member.worker in free:
+                sent.add(1, sent_columns.width * rows.itemsize)
+                continue
             with self.process.working_on(member.worker, context.moment[0]):
-                residuals = {name: values[member.slot] for name, values in self.shared.cohort.residuals.items()}
-                wholes = [rows[member.slot], *residuals.values()]
-                parts = [sent_columns.of(whole) for whole in wholes] if personal else wholes
-                residuals_of_row = dict(zip(residuals, parts[1:], strict=True))
-                coordinates = (*context.moment, member.worker)
-                nbytes = apply_chain(
-                    task.experiment.chain, parts[0], task.experiment.seed, coordinates, metrics, residuals_of_row
-                )
+                row = sent_columns.of(rows[member.slot]) if personal else rows[member.slot]
+                states = {name: values[member.slot] for name, values in self.shared.cohort.chain_states.items()}
+                chain, seed, coordinates = task.experiment.chain, task.experiment.seed, (*context.moment, member.worker)
+                nbytes = apply_chain(chain, row, seed, coordinates, metrics, states, task.shapes)
                 if task.experiment.nonfinite != "keep":
-                    for residual in parts[1:]:  # NaN that stays in a residual would enter later updates
-                        parts[0] += (residual * 0).sum()
+                    for state in states.values():  # NaN that stays in a residual would enter later updates
+                        row += (state * 0).sum()
                 if personal:
-                    for whole, part in zip(wholes, parts, strict=True):
-                        sent_columns.write(whole, part)
+                    sent_columns.write(rows[member.slot], row)
             sent.add(1, nbytes, metrics)
         self.aggregator.rows_changed([member.slot for member in mine])
 
@@ -415,7 +422,8 @@ class Simulation(Executor):
             worker: steps if in_step else task.algorithm.gradients(steps, task.schedule.batches_of_all(sizes[worker]))
             for worker, (steps, _) in work.items()
         }
-        self.clock.pass_round(gradients, update_bytes=sent.nbytes / sent.count, in_step=in_step)
+        processed_bytes = sent.nbytes / sent.count + self.aggregator.broadcast_bytes
+        self.clock.pass_round(gradients, processed_bytes=processed_bytes, in_step=in_step)
 
     def evaluate_workers(self, round: int, *, now: bool = False) -> WorkerResults | None:
         """Test the models of individual workers on their own test samples, if such tests are due in this round.
@@ -506,9 +514,10 @@ class Simulation(Executor):
         return {worker: (work.steps_for(n), work.samples_for(n)) for worker, (work, n) in works.items()}
 
     def received_bytes(self, round: int) -> int:
-        """Return the number of bytes that each worker receives before it trains in `round`."""
+        """Return the number of bytes that only the workers of the cohort receive before they train in `round`."""
         task, shared = self.task, self.shared
-        row = shared.server.row.nbytes - personal_bytes(task) if task.sync_in(round) == "parameters" else 0
+        whole = task.sync_in(round) == "parameters" and not task.experiment.broadcast
+        row = shared.server.row.nbytes - personal_bytes(task) if whole else 0
         return row + buffer_bytes(task, shared) + message_bytes(task, shared)[0]
 
     def bytes_to_others(self, round: int, drawn: Cohort) -> int:

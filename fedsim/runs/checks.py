@@ -122,10 +122,13 @@ def check_client_algorithm(task: RunTask) -> None:
         )
     if task.algorithm.personal_columns.width == layout.d:
         aggregated = {
+            "processors": experiment.processors,
+            "broadcast": experiment.broadcast,
+            "attack": task.byzantine,
             "server": experiment.server != Server(),
             "aggregate.rule": not task.experiment.rule.linear_by_weights,
         }
-        for key, value in {"processors": experiment.processors, "attack": task.byzantine, **aggregated}.items():
+        for key, value in aggregated.items():
             if value:
                 raise ExperimentError(f"{key}: workers send no parameters with {algorithm}; omit this setting")
 

@@ -16,6 +16,7 @@ from fedsim.clients import as_algorithm
 from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, own_copy, why_unsendable
 from fedsim.core.randomness import preserve_random_state
+from fedsim.core.rows import Layout
 from fedsim.data import Shards, TensorData
 from fedsim.data.formats.images import lacks_files
 from fedsim.data.sources import default_root
@@ -135,7 +136,10 @@ def task_of(experiment: Experiment, device: torch.device) -> RunTask:
     algorithm = GradientOnly() if local_experiment.sends_gradients else as_algorithm(local_experiment.local.component)
     task = RunTask(local_experiment, device, algorithm, Attackers(frozenset(experiment.byzantine)))
     checks.check_model(task)
-    task = replace(task, algorithm=algorithm.for_model(task.new_module()))
+    module = task.new_module()
+    task = replace(task, algorithm=algorithm.for_model(module))
+    sent = Layout.of(module).outside(task.algorithm.personal_columns)
+    task = replace(task, shapes=tuple(tuple(entry.shape) for entry in sent))
     checks.check_client_algorithm(task)
     checks.check_privacy(task)
     return task

@@ -148,7 +148,8 @@ def test_local_only_averages_nothing_and_sends_nothing(tables):
 
 @pytest.mark.parametrize("algorithm", ["fedper", "fedrep"])
 def test_personal_columns_are_not_sent_or_processed_and_attackers_cannot_send_them(algorithm, tables):
-    tables |= {"attack": {"name": "gaussian", "fraction": 0.4}, "aggregate": {"rule": "krum", "f": 0}}
+    tables |= {"aggregate": {"rule": "krum", "f": 0}}
+    tables |= {"attack": {"name": "gaussian", "fraction": 0.4, "compressed": True}}
     tables |= {"processors": [{"name": "gaussian_noise", "std": 0.1}, {"name": "top_k", "k": 50}]}
     tables["local"] |= {"algorithm": algorithm, "epochs": 2, **HEAD}
     run = finished(tables)

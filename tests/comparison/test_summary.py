@@ -11,11 +11,13 @@ from dataclasses import replace
 
 import pytest
 
+import fedsim
 from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.results import read_records
 from fedsim.comparison.tables import curves_csv, results_csv, summary_csv, summary_text
 from fedsim.core.confidence import estimate
 from fedsim.report.comparison_page import comparison_page
+from fedsim.report.on_page import scales_of
 from tests.comparison.made_up import compared, on_the_clock
 from tests.report.folders import add_to_rounds, invent_run, write_points
 
@@ -320,3 +322,21 @@ def test_a_diverged_run_has_one_train_loss_in_the_files_and_on_the_page(tmp_path
     _, charts = comparison_page(comparison)
     (figure,) = [each for each in charts["heat-map-chart"] if each["when"]["value"] == "Final train loss"]
     assert [row[0] for row in figure["data"][0]["z"]] == [None, pytest.approx(1.35), pytest.approx(1.35)]
+
+
+def test_compressed_runs_are_compared_by_the_bytes_they_need(tmp_path):
+    """The columns of bytes appear only if the compared runs send different numbers of bytes."""
+    axes = {"processors": [[], ["sign"]], "seed": [0, 1]}
+    tables = {"rounds": 3, "workers": 3, "model": "logistic", "data": "tests.components:tiny", "engine": "serial"}
+    comparison = fedsim.compare(tables, axes, tmp_path / "a", jobs=1, target=0.01, progress=False)
+    head = next(line for line in summary_text(comparison).splitlines() if "MB" in line)
+    assert "MB to 1 percent" in head
+    plain, signs = comparison.summary
+    one_round = 2 * 3 * 4 * 7850
+    assert plain.metrics["bytes"].mean == 3 * one_round
+    assert signs.metrics["bytes"].mean == 3 * (one_round // 2 + 3 * (982 + 4))
+    assert plain.metrics["bytes_to_target"].mean == one_round
+    same = fedsim.compare(tables, {"local.lr": [0.1, 0.2]}, tmp_path / "b", jobs=1, target=0.01, progress=False)
+    assert "MB" not in summary_text(same)
+    assert scales_of(comparison.runs) == ["bytes"]
+    assert scales_of(same.runs) == []

@@ -161,6 +161,15 @@ PROCESSED = {
         **{**ATTACKED, "attack": {"name": "alie", "fraction": 0.3}, "aggregate": "krum"},
         "processors": ["qsgd"],
     },
+    "updates and broadcasts compressed": {
+        **{"workers": 5, "cohort": 3, "rounds": 3, "partition": "tests.components:uneven", "server": {"name": "bmuf"}},
+        **{"processors": [{"name": "powersgd", "rank": 1, "error_feedback": True}, "natural"]},
+        "broadcast": [{"name": "powersgd", "rank": 3}, {"name": "top_k", "ratio": 0.3}],
+    },
+    "an attack that passes through the chain": {
+        **{**ATTACKED, "attack": {"name": "alie", "fraction": 0.3, "compressed": True}, "aggregate": "median"},
+        "processors": ["clip", {"name": "rand_k", "ratio": 0.1}, "terngrad"],
+    },
     "a rule with data of the server's own, and processed updates": {
         **{"aggregate": {"rule": "fltrust", "root_samples": 20}, "processors": ["sign"]},
     },
@@ -295,6 +304,8 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("virtual shards and data of the server's own", "a server that broadcasts something else"),
     ("dropout", "a rule by distances, under attack", "workers that see their samples differently"),
     ("accumulated gradients", "updates quantized after an attack", "transforms of torchvision"),
+    ("updates and broadcasts compressed", "buffers averaged"),
+    ("an attack that passes through the chain",),
     ("state that no row holds", "an attack that draws"),
     ("shared and unused parameters", "pre-aggregators"),
     ("token numbers", "gradients first, then parameters"),

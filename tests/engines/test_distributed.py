@@ -110,6 +110,7 @@ BY_PARAMETERS = (  # two ranks run several cases as one experiment; a slow test 
     *(("feddyn of rows left out",), ("feddyn", "an adaptive server"), ("ditto with BatchNorm",)),
     *(("gradients first, then parameters",), ("buffers averaged", "a rule on whole rows", "learning rates by round")),
     *(("a rule by distances, under attack", "draws at test time"), ("pre-aggregators", "buffers of rows left out")),
+    *(("updates and broadcasts compressed",), ("an attack that passes through the chain",)),
     *(("a rule with a state", "an attack that remembers"), ("a rule that starts where it ended",)),
     *(("a rule that draws", "rows left out"), ("rows left out of a rule by distances",)),
     *(("data of the server's own, and workers that do not report",), ("multi_krum of mixed rows",)),

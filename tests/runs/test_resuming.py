@@ -37,6 +37,10 @@ CASES = {
         "server": {"name": "momentum", "lr": 0.5, "beta": 0.9},
         "processors": ["qsgd", {"name": "gaussian_noise", "std": 0.1}],
     },
+    "compressors in both directions": {
+        **{"cohort": 2, "broadcast": [{"name": "powersgd", "rank": 1}, "qsgd"]},
+        "processors": [{"name": "powersgd", "rank": 1, "error_feedback": True}, "cast"],
+    },
     "rule with a state": {
         **{"aggregate": {"rule": "foolsgold"}, "workers": 6, "cohort": 4, "partition": {"name": "shards", "s": 2}},
     },
