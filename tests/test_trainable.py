@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 import fedsim
+from fedsim.comparison.runner import merge
 from fedsim.core.rows import Layout
 from fedsim.errors import ExperimentError
 from fedsim.models import two_nn
@@ -151,6 +152,19 @@ def test_a_finished_run_with_weights_and_adapters_is_read_without_the_file(table
     result = fedsim.run({**tables, "engine": "serial", "model": model}, tmp_path / "run")
     path.unlink()
     assert torch.equal(fedsim.load_run(tmp_path / "run", allow_imports=True).global_row, result.global_row)
+
+
+def test_a_finished_comparison_is_read_without_the_weights_and_the_device(tables, tmp_path):
+    path, folder = tmp_path / "start.safetensors", tmp_path / "comparison"
+    save_file(two_nn(hidden=20).state_dict(), path)
+    model = {**tables["model"], "weights": path}
+    axes = {"seed": [0, 1]}
+    table = fedsim.compare({**tables, "engine": "serial", "device": "cpu", "model": model}, axes, folder, jobs=1).table
+    path.unlink()
+    for file in (folder / "comparison.json", *folder.rglob("experiment.toml")):
+        file.write_text(file.read_text().replace('"cpu"', '"cuda:7"'))
+    assert fedsim.load_comparison(folder, allow_imports=True).table == table
+    assert len(merge([folder], tmp_path / "merged", allow_imports=True).runs) == 2
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,9 @@ def load_comparison(folder: str | Path, *, allow_imports: bool = False) -> Compa
         shards = f"; to combine its shards, run: fedsim compare {folder}" if (folder / SHARDS).is_dir() else ""
         raise RecordError(f"{folder}: is not the folder of a comparison (no {COMPARISON}){shards}")
     stored = read_comparison_file(path)
-    plan = plan_comparison(stored.base, stored.axes, (), stored.settings, file=path, allow_imports=allow_imports)
+    plan = plan_comparison(
+        stored.base, stored.axes, (), stored.settings, file=path, allow_imports=allow_imports, to_run=False
+    )
     records = ComparisonRecords(folder, plan)
     records.take_ids(stored)
     return records.comparison()

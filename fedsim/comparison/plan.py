@@ -107,6 +107,7 @@ def plan_comparison(
     *,
     file: Path | None = None,
     allow_imports: bool = False,
+    to_run: bool = True,
     **changes: Any,
 ) -> ComparisonPlan:
     """Return the runs of a comparison: one for each combination of the values to compare.
@@ -118,6 +119,8 @@ def plan_comparison(
         settings: settings of the comparison, such as `target` and `tune` (see `compare`).
         file: the file from which `source` and `axes` were read, if any.
         allow_imports: allow the file to name any import path (see `load_experiment`).
+        to_run: whether to check that this machine has the device and the file `model.weights` of each run. False: the
+            runs are finished.
         changes: settings for all runs, which replace all others.
 
     Raises ExperimentError if a run is invalid, unless `skip_invalid` is set.
@@ -144,7 +147,7 @@ def plan_comparison(
         drop_default_name(description)
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         experiments, points, engine_chosen, left_out = _experiments(
-            description, in_all, points, skip_invalid=bool(settings.skip_invalid)
+            description, in_all, points, skip_invalid=bool(settings.skip_invalid), to_run=to_run
         )
     if left_out:
         used = {key: {canonical(point[key]) for point in points} for key in axes}
@@ -210,7 +213,7 @@ def _how_to_compare(changes: Iterable[Change]) -> str:
 
 
 def _experiments(
-    description: dict[str, Any], in_all: list[Change], points: list[dict[str, Any]], *, skip_invalid: bool
+    description: dict[str, Any], in_all: list[Change], points: list[dict[str, Any]], *, skip_invalid: bool, to_run: bool
 ) -> tuple[list[Experiment], list[dict[str, Any]], bool, list[str]]:
     """Create and check the experiment for each combination of values.
 
@@ -219,6 +222,7 @@ def _experiments(
         in_all: changes for all runs.
         points: the combinations: a value for each compared setting.
         skip_invalid: leave out invalid combinations. Otherwise, they raise ExperimentError.
+        to_run: whether to check that this machine has the device and the file `model.weights`.
 
     Returns the valid experiments, their combinations, whether an experiment sets its engine, and one line of text for
     each problem.
@@ -242,7 +246,7 @@ def _experiments(
             _refuse_contradictions(in_all, point_changes)
             override(tables, [*in_all, *copy.deepcopy(point_changes)])
             experiment = experiment_of(tables)
-            lines = _problems_here(experiment, models)
+            lines = _problems_with(experiment, models, to_run)
         except ExperimentError as error:
             lines = error.lines
         if not lines:
@@ -271,18 +275,22 @@ def _renamed(experiment: Experiment, name: str) -> Experiment:
     return renamed
 
 
-def _problems_here(experiment: Experiment, models: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the reasons why an experiment cannot run on this machine, or () if it can.
+def _problems_with(experiment: Experiment, models: dict[str, tuple[str, ...]], to_run: bool) -> tuple[str, ...]:
+    """Return the reasons why an experiment cannot run, or () if it can.
 
-    `models` is a cache for the problems of models.
+    Args:
+        experiment: the experiment.
+        models: cache for the problems of models.
+        to_run: whether to check that this machine has the device and the file `model.weights`.
     """
     tables = experiment.resolved()
     key = canonical([experiment.buffers, *(tables[name] for name in ("model", "local", "sampling", "stop"))])
     try:
-        resolve_device(experiment.device)
+        if to_run:
+            resolve_device(experiment.device)
         if key not in models:
             models[key] = ()
-            task_of(experiment, torch.device("cpu"))  # builds the model, which may fail
+            task_of(experiment, torch.device("cpu"), weights=to_run)  # builds the model, which may fail
     except ExperimentError as error:
         models[key] = error.lines
     return models[key]

@@ -293,7 +293,7 @@ def merge(
             raise RecordError(f"{source}: holds a different comparison than {sources[0]}\n" + "\n".join(lines))
     settings = ComparisonSettings(**first.settings.given | settings.given)
     file = sources[0] / COMPARISON
-    plan = plan_comparison(first.base, first.axes, (), settings, file=file, allow_imports=allow_imports)
+    plan = plan_comparison(first.base, first.axes, (), settings, file=file, allow_imports=allow_imports, to_run=False)
     with ComparisonFolder(out, plan) as folder:
         for run in folder.plan.runs:
             if not folder.is_finished(run) and (source_folder := _find(run, comparisons, folder.run_folder(run))):

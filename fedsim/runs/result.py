@@ -164,7 +164,6 @@ def _stored_model(experiment: Experiment, folder: Path) -> nn.Module:
     path = folder / MODEL
     if not is_file(path):
         raise RecordError(f"{path}: does not exist, because the run is not finished or records.model is false")
-    model = experiment.model.model_copy(update={"weights": None})  # this file replaces them
-    module = task_of(experiment.model_copy(update={"model": model}), torch.device("cpu")).new_module()
+    module = task_of(experiment, torch.device("cpu"), weights=False).new_module()
     load_weights(module, path, str(path), RecordError)
     return module.eval()

@@ -127,12 +127,17 @@ def _with_data(
     return task, train, test, shards, root, worker_tests, validation
 
 
-def task_of(experiment: Experiment, device: torch.device) -> RunTask:
+def task_of(experiment: Experiment, device: torch.device, *, weights: bool = True) -> RunTask:
     """Return a description of the run of an experiment on `device`.
+
+    With weights=False, the file `model.weights` is not needed, and the model is initialized at random.
 
     Raises ExperimentError if the model cannot be built or does not fit the client algorithm.
     """
     local_experiment = experiment.own()
+    if not weights:
+        model = local_experiment.model.model_copy(update={"weights": None})
+        local_experiment = local_experiment.model_copy(update={"model": model})
     algorithm = GradientOnly() if local_experiment.sends_gradients else as_algorithm(local_experiment.local.component)
     task = RunTask(local_experiment, device, algorithm, Attackers(frozenset(experiment.byzantine)))
     checks.check_model(task)

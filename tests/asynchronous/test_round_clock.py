@@ -34,12 +34,12 @@ def test_delays_of_an_experiment():
 def test_a_round_takes_as_long_as_its_slowest_worker():
     """Workers of 1, 2 and 3 s a step take 3, 1 and 2 steps; then the same round without the first worker."""
     clock = RoundClock(simulated.delays_of([1.0, 2.0, 3.0]))
-    clock.pass_round({0: 3, 1: 1, 2: 2}, update_bytes=0, in_step=False)
+    clock.pass_round({0: 3, 1: 1, 2: 2}, processed_bytes=0, in_step=False)
     assert clock.now == 6
-    clock.pass_round({0: 3, 1: 1}, update_bytes=0, in_step=False)
+    clock.pass_round({0: 3, 1: 1}, processed_bytes=0, in_step=False)
     assert clock.now == 9
     # worker 2 is the slowest of two common steps, then worker 0 is alone
-    clock.pass_round({0: 3, 1: 1, 2: 2}, update_bytes=0, in_step=True)
+    clock.pass_round({0: 3, 1: 1, 2: 2}, processed_bytes=0, in_step=True)
     assert clock.now == 9 + 3 + 3 + 1
 
 
@@ -48,7 +48,7 @@ def test_a_round_takes_as_long_as_the_model_the_update_and_the_buffers_travel():
     delays = Delays(delays.slowdowns, delays.noise, 0, 1.0, 0.5, 20.0)
     for in_step, seconds in ((False, 4 + 0.5 + 3), (True, 2 * (2 + 0.5 + 3))):
         clock = RoundClock(delays, row_bytes=30, buffer_bytes=10)
-        clock.pass_round({0: 2, 1: 2}, update_bytes=10, in_step=in_step)
+        clock.pass_round({0: 2, 1: 2}, processed_bytes=10, in_step=in_step)
         assert clock.now == seconds
 
 
@@ -117,8 +117,8 @@ def test_each_worker_counts_its_own_units(in_step):
         return 1.0
 
     clock = RoundClock(SimpleNamespace(seconds=seconds))
-    clock.pass_round({0: 2, 2: 2}, update_bytes=0, in_step=in_step)
-    clock.pass_round({1: 2, 2: 2}, update_bytes=0, in_step=in_step)
+    clock.pass_round({0: 2, 2: 2}, processed_bytes=0, in_step=in_step)
+    clock.pass_round({1: 2, 2: 2}, processed_bytes=0, in_step=in_step)
     if in_step:
         assert asked == [(0, 0, 1), (2, 0, 1), (0, 1, 1), (2, 1, 1), (1, 0, 1), (2, 2, 1), (1, 1, 1), (2, 3, 1)]
     else:

@@ -65,8 +65,8 @@ def test_masks_equal_those_of_the_definition():
         }
     )
     drops = Seeing().drops
-    # drops the masks of tests and of the recorded forward pass
-    masks = [mask for mask in SEEN if not bool((mask == 1).all())]
+    # drops the masks of tests and of the recorded forward pass, and the three of the check before the first round
+    masks = [mask for mask in SEEN if not bool((mask == 1).all())][3:]
     assert len(masks) == 12
     for call, mask in enumerate(masks):
         worker, step, layer = call // 6, call // 3 % 2, call % 3
