@@ -150,7 +150,7 @@ def _draw_panel(panel: Axes, chart: LineChart, lines: Sequence[Line]) -> None:
         panel.grid(alpha=0.3)
         mark_values(panel, {label(value): value for value in chart.values})
         return
-    prepare_axes(panel, whole_numbers=chart.scale not in ("virtual_seconds", "seconds"))
+    prepare_axes(panel, whole_numbers=chart.scale not in ("virtual_seconds", "seconds", "epsilon"))
     if chart.scale == "bytes":
         panel.xaxis.set_major_formatter(EngFormatter("B"))
     ends = [mean.x[-1] for mean in drawn.values()]

@@ -22,6 +22,7 @@ SCALES = {  # quantities for the x axis of a curve, with their axis titles
     "seconds": "seconds",
     "bytes": "bytes sent",
     "samples": "training samples",
+    "epsilon": "epsilon",
 }
 SUMS: dict[str, Callable[[RoundRecord], float | None]] = {  # scales that are cumulative sums over the rounds
     "seconds": lambda record: record.total_seconds,
@@ -78,6 +79,8 @@ def places_on(scale: str, progress: Sequence[Progress], history: Sequence[RoundR
     >>> places_on("bytes", progress_of(history, {}), history)
     [10, 40]
     """
+    if scale == "epsilon":
+        return [record.metrics.get(scale) for record in history]
     if scale not in SUMS:
         return [getattr(totals, scale) for totals in progress]
     total = lambda before, of_round: None if before is None or of_round is None else before + of_round  # noqa: E731

@@ -95,6 +95,7 @@ def scales_of(runs: Sequence[Run]) -> list[str]:
     """Return the possible x axes other than rounds, such as virtual seconds, or bytes if they differ between runs."""
     totals = {sum(record.total_bytes or 0 for record in run.history) / max(1, len(run.history)) for run in runs}
     sent = ["bytes"] if len(totals) > 1 else []
+    sent += ["epsilon"] if any("epsilon" in record.metrics for record in records_of(runs)) else []
     if all(record.virtual_seconds is None and record.asynchronous is None for record in records_of(runs)):
         return sent
     progress = [at for run in runs for at in run.progress]

@@ -157,6 +157,13 @@ def test_curves_are_drawn_against_the_samples_of_all_workers(tmp_path):
     assert panel.get_xlabel() == "training samples"
 
 
+def test_curves_are_drawn_against_epsilon(tmp_path):
+    (folder,) = runs(tmp_path, a={"aggregate.rule": "mean"})
+    add_to_rounds(folder, lambda record: {"metrics": {"epsilon": record["round"] / 4}})
+    panel = fedsim.plot(folder, x="epsilon", metric="train_loss").axes[0]
+    assert list(panel.lines[0].get_xdata()) == [0.25, 0.5]
+
+
 def test_against_an_axis_of_numbers_the_last_round_is_drawn_and_a_logarithmic_axis_begins_above_0(strengths):
     (panel,) = fedsim.plot(strengths, x="attack.scale", x_range=(0.5, 3)).axes
     assert panel.lines[0].get_xydata().tolist() == [[0.5, 0.85], [1, 0.8], [5, 0.4]]
