@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 
 import fedsim
-from fedsim.engines.stacking.probe import StackingProbe
+from fedsim.engines.stacking.probe import TOLERANCE, StackingProbe, Trials
 from fedsim.models import model as models
 from fedsim.runs.setup import prepare
 from tests.engines.test_contract import ROUNDING, assert_close
@@ -51,6 +52,21 @@ def test_a_model_that_cannot_be_stacked_is_refused_with_the_reason(kind, dry_run
     (line,) = str(refusal.value).splitlines()
     assert line.startswith(f'engine = "batched": the model cannot be trained in stacks of workers: {reason}')
     assert line.endswith("; use engine=spawn")
+
+
+def test_a_difference_in_float32_is_confirmed_in_float64(dry_run, tiny_experiment, monkeypatch):
+    """With no tolerance for rounding in float32, only the comparison in float64 can accept the model."""
+    tables = {**tiny_experiment, "model": f"{__name__}:with_batch_norm"}
+    monkeypatch.setitem(TOLERANCE, torch.float32, -1.0)
+    monkeypatch.setattr(Trials, "compare_steps", lambda self: None)
+    assert dry_run(tables).coupled
+    monkeypatch.setitem(TOLERANCE, torch.float64, -1.0)
+    with pytest.raises(fedsim.ExperimentError, match="in a stack, the gradient of 1.weight differs"):
+        dry_run(tables)
+
+
+def with_batch_norm():
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
 
 
 def test_first_samples_that_are_nan_are_named_and_not_the_model(dry_run, tiny_experiment):

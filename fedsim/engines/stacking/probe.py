@@ -203,15 +203,33 @@ class Trials:
     def compare_gradients(self, dropouts: tuple[Dropout, ...], precision: Precision = FULL, *, merged: bool) -> None:
         """Raise ExperimentError if computing two models together changes their gradients or buffers.
 
+        A difference in float32 is confirmed in float64, because rounding can change the sign of an input of ReLU, and
+        thereby the gradient.
+
         Args:
             dropouts: dropout calls of a forward pass, in call order.
             precision: precision of the forward pass. In reduced precision, nothing is compared.
             merged: whether to merge the batches of the two models instead of using `torch.func.vmap`.
         """
+        try:
+            self._compare_gradients(dropouts, precision, merged, self._task.dtype)
+        except ExperimentError as error:
+            try:
+                self._compare_gradients(dropouts, precision, merged, torch.float64)
+            except Exception:  # the model may not work in float64
+                raise error from None
+
+    def _compare_gradients(
+        self, dropouts: tuple[Dropout, ...], precision: Precision, merged: bool, dtype: torch.dtype
+    ) -> None:
         task, count = self._task, self.count
-        module = task.new_module()
+
+        def new_module() -> nn.Module:
+            return task.new_module().to(dtype)
+
+        module = new_module()
         layout = Layout.of(module)
-        rows = new_rows(2, layout.d, task.dtype, task.device)
+        rows = new_rows(2, layout.d, dtype, task.device)
         rows.copy_(layout.read(module))
         rows[1].mul_(1.125).add_(0.01)
         buffers = torch.zeros(2, layout.n_buffer_values, dtype=torch.double, device=task.device)
@@ -220,9 +238,12 @@ class Trials:
         for entry in layout.buffers:
             if of_module[entry.name].is_floating_point():
                 buffers[1, entry.span].mul_(1.125).add_(0.01)
-        inputs, targets = (tensor.unflatten(0, (2, count)) for tensor in self.samples(2 * count))
-        weights = torch.full((2, count), 1 / count, dtype=task.dtype, device=task.device)
-        stacked = StackedModule(task.new_module, Objective(precision, task.learning_task), merged=merged)
+        inputs, targets = (
+            (tensor.to(dtype) if tensor.is_floating_point() else tensor).unflatten(0, (2, count))
+            for tensor in self.samples(2 * count)
+        )
+        weights = torch.full((2, count), 1 / count, dtype=dtype, device=task.device)
+        stacked = StackedModule(new_module, Objective(precision, task.learning_task), merged=merged)
         buffers_after = buffers.clone()
         try:
             factors = [weights.new_ones(2, count, *dropout.shape) for dropout in dropouts]
@@ -241,11 +262,11 @@ class Trials:
             layout.write_buffers(buffers[k], module)
             expected = _plain_gradients(task.learning_task, module.train(), inputs[k], targets[k])
             for entry, gradient, reference in zip(layout.parameters, gradients, expected, strict=True):
-                if not self._agree(gradient[k], reference):
+                if not self._agree(gradient[k], reference, dtype):
                     raise not_stackable(f"in a stack, the gradient of {entry.name} differs from that of a single model")
             read = layout.read_buffers(module, out=buffers[k])
             for entry in layout.buffers:
-                if not self._agree(buffers_after[k, entry.span], read[entry.span]):
+                if not self._agree(buffers_after[k, entry.span], read[entry.span], dtype):
                     raise not_stackable(f"in a stack, the buffer {entry.name} differs from that of a single model")
 
     def compare_steps(self) -> None:
@@ -272,11 +293,11 @@ class Trials:
                 "parameters"
             )
 
-    def _agree(self, actual: Tensor, reference: Tensor) -> bool:
-        """Whether two tensors are equal up to rounding."""
+    def _agree(self, actual: Tensor, reference: Tensor, dtype: torch.dtype | None = None) -> bool:
+        """Whether two tensors, computed in `dtype` (None: that of the task), are equal up to rounding."""
         if not reference.numel():
             return True
-        tolerance = TOLERANCE[self._task.dtype] * max(1.0, float(reference.abs().max()))
+        tolerance = TOLERANCE[dtype or self._task.dtype] * max(1.0, float(reference.abs().max()))
         return bool((actual - reference).abs().max() <= tolerance)
 
 
