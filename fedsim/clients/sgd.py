@@ -154,9 +154,9 @@ class DPSGD(LocalSGD):
 
     where g_i is the gradient of the loss of sample i. The samples of a worker are thereby protected even from a server
     that sees the worker's updates. The batches of an epoch have no sample in common, so an epoch costs as much privacy
-    as one step on all samples. Neighbouring data sets differ in one sample, whose gradient is left out of its batch.
-    `metrics.epsilon` counts each epoch of each round, as if a worker took part in every
-    round. With `local.steps` it counts each step, as if all of them used the same sample.
+    as one step on all samples. Neighbouring data sets differ in one sample: its gradient is missing from its batch.
+    `metrics.epsilon` is an upper bound. It counts each epoch of each round, as if a worker took part in every round.
+    With `local.steps` it counts each step, as if all steps used the same sample.
 
     The gradients of samples are computed with `torch.func.vmap`. Models in which samples depend on each other, such as
     those with BatchNorm, are refused.

@@ -31,7 +31,7 @@ class Line:
     """One line of a chart: a metric, averaged over the seeds.
 
     Attributes:
-        place: what the line stands for: for each compared setting, the index of its value.
+        place: for each compared setting, the index of the value that the line shows.
         metric: the metric.
         mean: the mean curve, or None if no run recorded the metric.
         failed: number of failed runs as text, such as "1 of 2", or "".

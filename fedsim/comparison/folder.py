@@ -116,7 +116,7 @@ class ComparisonRecords:
         return Comparison(plan.name, plan.axes, runs, plan.settings, self.path if keeps_folder else None, plan.left_out)
 
     def take_ids(self, stored: ComparisonFile) -> None:
-        """Use the stored IDs for the runs that are already stored, that is, for runs with the same settings."""
+        """Give each run the ID of the stored run with the same settings, if there is one."""
         ids = {canonical(run.point): run.id for run in stored.runs}
         runs = [replace(run, id=ids.get(canonical(run.point), run.id)) for run in self.plan.runs]
         self.plan = replace(self.plan, runs=runs)

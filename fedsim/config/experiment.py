@@ -247,7 +247,7 @@ class Experiment(Table):
 
     @cached_property
     def needs_rows(self) -> str | None:
-        """The setting that needs the gradient of each single worker, or None if averaged gradients are enough."""
+        """The setting that needs each worker's own gradient, or None if averaged gradients are enough."""
         return what_needs_rows(self)
 
     @property

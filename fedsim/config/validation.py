@@ -171,7 +171,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def what_needs_rows(experiment: Experiment) -> str | None:
-    """Return the setting that needs the gradient of each single worker, or None if averaged gradients are enough."""
+    """Return the setting that needs each worker's own gradient, or None if averaged gradients are enough."""
     local, aggregate, rule = experiment.local, experiment.aggregate, experiment.rule
     settings = {
         f"aggregate.rule = {show(rule.name)}": not rule.linear_by_weights,

@@ -3,14 +3,14 @@
 An augmentation is a function that maps a batch of images to a batch of the same shape. Its positional parameters may
 have these names:
 
-    images         [batch, channels, height, width], normalised as the data set says
+    images         [batch, channels, height, width], normalised with the data set's mean and deviation
     draws          Draws (a random number source) on the images' device, seeded by (seed, round, worker, step)
     generator      a torch.Generator on the CPU with the same seed, for functions that need one
     normalisation  mean and standard deviation per channel: images * deviation + mean are pixels in [0, 1]
 
 A partition's transform has the same parameters except `normalisation`, but accepts inputs of any shape [batch, ...].
 
-No augmentation normalises, because augmentations change the training images only: see the data set's mean and std.
+Augmentations do not normalise, because they change only the training images. Set the data set's mean and std instead.
 """
 
 from __future__ import annotations

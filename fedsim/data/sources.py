@@ -97,7 +97,7 @@ _kept: ContextVar[dict[str, tuple[TensorData, TensorData]] | None] = ContextVar(
 
 @contextlib.contextmanager
 def data_loaded_once() -> Iterator[None]:
-    """Within the block, a run reuses the data set from which its experiment has counted the workers."""
+    """Let a run in the `with` block reuse the data set that was loaded to count the workers of its experiment."""
     token = _kept.set({} if _kept.get() is None else _kept.get())
     try:
         yield

@@ -23,7 +23,7 @@ RANDOM = "Rand", "AugMix", "AutoAugment", "ColorJitter", "ElasticTransform", "Ga
 
 
 class BatchTransform:
-    """Base class of the dataclasses, one for each transform, whose fields are the arguments of torchvision's class."""
+    """Base class of dataclasses for torchvision's transforms. Their fields are the arguments of torchvision's class."""
 
     made_by: Any
     name: str

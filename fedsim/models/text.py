@@ -108,9 +108,9 @@ class GPT(nn.Module):
     """Decoder-only transformer like GPT-2 (Radford et al. 2019): 815,104 parameters by default.
 
     Token and position embeddings are followed by blocks of causal self-attention and a perceptron of four times the
-    width with GELU, each with a LayerNorm before it (pre-norm), and a final LayerNorm. The output layer has the weights
-    of the token embedding. Weights are drawn from N(0, 0.02^2), those of the last layer in a residual branch from
-    N(0, 0.02^2 / (2 layers)). The outputs are logits [batch, length, classes] for the task next_token.
+    width with GELU, each with a LayerNorm before it (pre-norm), and a final LayerNorm. The output layer shares
+    its weights with the token embedding. Weights are drawn from N(0, 0.02^2), those of the last layer in a residual
+    branch from N(0, 0.02^2 / (2 layers)). The outputs are logits [batch, length, classes] for the task next_token.
 
     Args:
         layers: number of blocks.

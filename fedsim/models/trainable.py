@@ -1,4 +1,4 @@
-"""What of a model is trained, and from where it starts: name patterns, low-rank adapters, and weights from a file."""
+"""Choose the parameters that are trained: name patterns and low-rank adapters. Load initial weights from a file."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
 
 
 def _remedy(train: TensorData) -> str:
-    """Return the end of the error message for a model that does not work on the inputs of a data set."""
+    """Return a remedy for a model that does not work on the data set's integer inputs, or \"\" for other inputs."""
     if train.inputs.is_floating_point() or train.dtype.is_floating_point:
         return ""
     most = int(compact(train.inputs).max())

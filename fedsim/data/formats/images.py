@@ -119,7 +119,7 @@ def kmnist(root: Path) -> tuple[TensorData, TensorData]:
 def emnist(
     root: Path, *, split: Literal["balanced", "byclass", "bymerge", "digits", "letters", "mnist"] = "balanced"
 ) -> tuple[TensorData, TensorData]:
-    """EMNIST: handwritten letters and digits, 131,600 to 814,255 images. Torchvision downloads missing files.
+    """EMNIST: handwritten letters and digits, 131,600 to 814,255 images by split. Torchvision downloads missing files.
 
     Images are uint8 [n, 1, 28, 28], with rows and columns exchanged, as in the files. Errors are those of `mnist`.
     Cohen et al. 2017.

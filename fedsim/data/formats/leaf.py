@@ -118,7 +118,7 @@ def _as_input(value: Any, images: str | None, size: int, place: str) -> Any:
 
 
 def _as_target(value: Any, place: str) -> Any:
-    """Return a target that is a number unchanged, and a target that is a character as its number in LEAF's list."""
+    """Return a numeric target unchanged, or the index of a character in LEAF's list of characters."""
     if not isinstance(value, str):
         return value
     if len(value) != 1 or value not in CHARACTERS:
