@@ -69,15 +69,15 @@ def is_table(data: Any) -> bool:
 
 
 def samples_of_tables(train: Any, test: Any) -> tuple[TensorData, TensorData]:
-    """Return the samples of two data frames or Hugging Face data sets.
+    """Return the samples of two data frames or Hugging Face data sets. If `test` is None, test samples are drawn.
 
     The levels of a named index are columns of owners. Raises DataError as `train_and_test`.
     """
     owners = [name for name in getattr(getattr(train, "index", None), "names", ()) if name is not None]
-    parts = [table.reset_index() if owners else table for table in (train, test)]
-    columns = [{name: table[name][:] for name in _names(table)} for table in parts]
+    tables = [table.reset_index() if owners else table for table in (train, test) if table is not None]
+    first, *others = ({name: table[name][:] for name in _names(table)} for table in tables)
     places = "the training data", "the test data"
-    return train_and_test(columns[0], columns[1], places, ids=owners)
+    return train_and_test(first, others[0] if others else None, places, ids=owners)
 
 
 def _names(table: Any) -> list[str]:

@@ -17,16 +17,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedsim.core.registry import Registry
+from fedsim.core.registry import Registration, Registry
 from fedsim.data.columns import is_table, samples_of_tables
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, FedsimError, one_line, show
 
-dataset = Registry(
+
+class DatasetRegistry(Registry):
+    """Registry of data sets. A single table, such as a data frame, is a data set without test samples."""
+
+    def _registration(self, name: str, target: Any) -> Registration:
+        return super()._registration(name, (lambda: (target, None)) if is_table(target) else target)
+
+
+dataset = DatasetRegistry(
     "data set",
     inputs=("root",),
     traits=("lacks_files",),  # a function (root, **parameters) that says whether files would be downloaded
-    accepts="a function, a class or a tuple (train, test) of data sets or (inputs, targets)",
+    accepts="a function, a class, a data frame, or a tuple (train, test) of data sets or (inputs, targets)",
 )
 
 MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # mnist5k.txt describes the origin of the images

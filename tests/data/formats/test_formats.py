@@ -137,6 +137,14 @@ class TestFrames:
         self.assert_samples(train, test)
         assert train.ids["user"].tolist() == USERS[:15].tolist()
 
+    def test_a_single_frame_has_test_samples_drawn_at_random(self):
+        pandas = pytest.importorskip("pandas")
+        frame = pandas.DataFrame({"a": INPUTS[:, 0], "b": INPUTS[:, 1], "label": LABELS, "user": USERS})
+        tables = {"data": frame.set_index("user"), "model": {"name": "logistic", "inputs": 2, "classes": 4}}
+        result = fedsim.run({**tables, "partition": "natural", "rounds": 1, "engine": "serial"})
+        assert result.experiment.workers == 4
+        assert sum(result.history[0].samples) == 16
+
     def test_hugging_face_data_sets(self):
         datasets = pytest.importorskip("datasets")
         split = datasets.Dataset.from_dict(FRAME)
