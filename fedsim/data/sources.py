@@ -97,7 +97,7 @@ _kept: ContextVar[dict[str, tuple[TensorData, TensorData]] | None] = ContextVar(
 
 @contextlib.contextmanager
 def data_loaded_once() -> Iterator[None]:
-    """Within the block, a run reuses the data set from which its experiment has counted the workers."""
+    """Context manager: a data set that was loaded to count the workers is reused by the run, not loaded twice."""
     token = _kept.set({} if _kept.get() is None else _kept.get())
     try:
         yield
@@ -108,9 +108,9 @@ def data_loaded_once() -> Iterator[None]:
 def load_dataset_once(
     name: str, root: str | None, params: Mapping[str, Any], *, take: bool = False
 ) -> tuple[TensorData, TensorData]:
-    """Return a data set like `load_dataset`. In a block `data_loaded_once`, also keep it in memory.
+    """Return a data set like `load_dataset`, but within `data_loaded_once` do not load the same data set twice.
 
-    With take=True, a data set that was kept is returned and released.
+    There, the last data set stays in memory for the next call. take=True releases it.
     """
     kept, key = _kept.get(), repr((name, root, sorted(params.items())))
     data = (kept or {}).get(key) or load_dataset(name, root, **params)

@@ -75,7 +75,7 @@ def leaf(
 
 
 def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
-    """Yield a tuple for each user in the folder's files: the place for error messages, the name, inputs and targets."""
+    """Yield (location for error messages, user name, inputs, targets) for each user in the folder's files."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise DataError(f"{folder}: has no .json files; run LEAF's preprocess.sh with -t sample")
@@ -116,7 +116,7 @@ def _as_input(value: Any, images: str | None, size: int, place: str) -> Any:
 
 
 def _as_target(value: Any, place: str) -> Any:
-    """Return a target that is a number unchanged, and a target that is a character as its number in LEAF's list."""
+    """Return a number unchanged, and a character as its index in LEAF's list of characters."""
     if not isinstance(value, str):
         return value
     if len(value) != 1 or value not in CHARACTERS:

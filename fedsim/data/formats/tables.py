@@ -57,7 +57,7 @@ def table(
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Return the columns of a CSV or Parquet file by name. Raise DataError if it cannot be read."""
+    """Return the columns of a CSV or Parquet file by name. Raise DataError if the file cannot be read."""
     path, suffix = data_path(path), Path(path).suffix.lower()
     parquet = suffix in (".parquet", ".pq")
     module = import_extra("pyarrow.parquet" if parquet else "pyarrow.csv", extra="tables", purpose="reading tables")
