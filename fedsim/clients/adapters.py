@@ -1,4 +1,4 @@
-"""Adapters that turn training functions, minimal algorithms and persistent optimizer states into client algorithms."""
+"""Adapters: client algorithms from training functions or minimal objects, and with a persistent optimizer state."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TrainFunction(ClientAlgorithm):
     computes per batch (by default 1), for simulated durations.
 
     Args:
-        registration: component of the function, which knows which of `model`, `batches` and `worker` it accepts.
+        registration: registry entry of the function, which lists the inputs (`model`, `batches`, `worker`) it accepts.
         settings: values of the function's other parameters.
     """
 

@@ -226,8 +226,8 @@ class Moon(LocalSGD):
     round, in the initial global model).
 
     Features are the result of the model's `features`, a method or module that `forward` calls. A model without
-    `features` uses the input of the last nn.Linear that `forward` calls. All three models are in training mode and use
-    the same dropout masks. In the paper the last two are in evaluation mode. With mu = 0 the algorithm is `sgd`.
+    `features` uses the input of the last nn.Linear that `forward` calls. All three models are in training mode (in the
+    paper only the worker's model is) and use the same dropout masks. With mu = 0 the algorithm is `sgd`.
 
     Args:
         mu: weight of the contrastive loss, >= 0. The paper tries 0.1 to 10.
