@@ -209,8 +209,8 @@ class ServerBMUF(ServerStep):
 class AdaptiveStep(ServerStep):
     """Base class of the adaptive server optimizers `adam`, `yogi` and `adagrad` (FedOpt, Reddi et al. 2021).
 
-    Algorithm 2 of the paper keeps a running mean m of the aggregated updates D and, for each coordinate, an average v
-    of the squared updates, and moves the global model w:
+    Algorithm 2 of the paper keeps a running mean m of the aggregated updates D, and a running mean (`adagrad`: a sum) v
+    of their element-wise squares, and moves the global model w:
 
         m = beta1 m + (1 - beta1) D        w += lr m / (sqrt(v) + tau)
 
@@ -250,7 +250,7 @@ class AdaptiveStep(ServerStep):
 
     @abstractmethod
     def accumulate(self, v: Tensor, update: Tensor) -> None:
-        """Update the average `v` of squared updates in place, with one more `update`."""
+        """Update `v`, the mean or sum of squared updates, in place with one more `update`."""
 
     @property
     def decays(self) -> dict[str, float]:
