@@ -128,7 +128,7 @@ def cutout(images: Tensor, draws: Draws, *, size: PositiveInt = 16) -> Tensor:
 
     Args:
         images: [batch, channels, height, width].
-        draws: draws the centres.
+        draws: source of random numbers, for the centres.
         size: height and width of the square, >= 1.
 
     Cost: a copy of the batch.

@@ -1,6 +1,6 @@
 """The registered data sets. Experiments can also name any other data set as "package.module:function".
 
-A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder for downloaded files; a data set
+A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder for downloaded files. A data set
 without downloads omits it. `train` and `test` are map-style data sets of (input, target) samples: TensorData, or
 anything that `as_tensor_data` accepts.
 """
@@ -131,7 +131,7 @@ def _read(data: Any, name: str) -> TensorData:
 
 @dataset("mnist5k")
 def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
-    """5,000 MNIST images that are included in fedsim: 4,000 to train and 1,000 to test, with equal classes.
+    """5,000 MNIST images that are included in fedsim: 4,000 to train and 1,000 to test, equally many per class.
 
     All images are from MNIST's training set. Digits alternate (0, 1, ..., 9, 0, 1, ...), so the workers of a contiguous
     partition have nearly equal label counts. Images are uint8 [n, 1, 28, 28], normalised with MNIST's mean and standard

@@ -35,7 +35,7 @@ def leaf(
     Args:
         path: the folder with `train` and `test`.
         shape: shape of an input, such as [1, 28, 28] for FEMNIST. Unset: the shape in the files.
-        images: folder of the image files that inputs name.
+        images: folder of the image files, if inputs are file names.
         size: height and width to which these images are resized.
 
     Raises DataError, with the file and the user, for files that cannot be read, users without data, and inputs and

@@ -31,7 +31,7 @@ def table(
     [n, length]. Targets that are text become class labels in sorted order.
 
     Args:
-        path: file of the training samples: Parquet if its name ends in `.parquet`, with tabs if it ends in `.tsv`, or
+        path: file of the training samples: Parquet if its name ends in `.parquet`, tab-separated if it ends in `.tsv`,
             otherwise CSV.
         test_path: file of the test samples. Unset: a fraction `test_fraction` of the samples in `path` is drawn at
             random. The draw is the same for every seed.
