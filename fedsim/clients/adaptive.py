@@ -83,7 +83,7 @@ class AdamW(Adam):
         beta1: decay rate of the mean of gradients, 0 <= beta1 < 1.
         beta2: decay rate of the mean of squared gradients, 0 <= beta2 < 1.
         eps: constant added to the denominator, > 0.
-        amsgrad: whether to use the maximum of the mean of squared gradients over all steps (Reddi et al. 2018).
+        amsgrad: whether to use the largest mean of squared gradients so far, not the latest (Reddi et al. 2018).
 
     Cost: a few passes over the row [d], and four state tensors [d], five with amsgrad.
 

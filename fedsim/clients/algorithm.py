@@ -169,7 +169,7 @@ class ClientAlgorithm:
         """Raise ExperimentError if `steps` local steps of a worker in a round are too few for the algorithm."""
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
-        """Return the algorithm, adapted to a model: a changed copy if it depends on the model's layers."""
+        """Return the algorithm for a model. Algorithms that depend on the model's layers return a changed copy."""
         return self
 
     def buffers_kept(self, b: int) -> ColumnSpans:

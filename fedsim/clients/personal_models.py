@@ -91,7 +91,7 @@ class Ditto(LocalSGD):
 
     Args:
         lam: the paper's lambda, >= 0. With 0, v is trained on the worker's samples alone.
-        personal_steps: v takes part only in the first `personal_steps` steps of a round. None: in all steps.
+        personal_steps: v is trained only in the first `personal_steps` steps of a round. None: in all steps.
         lr, momentum, weight_decay, nesterov, dampening: parameters of SGD (see `sgd`). Of these parameters, only lr
             also applies to v.
 
@@ -152,9 +152,9 @@ class PerFedAvg(ClientAlgorithm):
     """Per-FedAvg: model-agnostic meta-learning of the global model, in its first-order form (Fallah et al. 2020).
 
     Two local steps, on two batches, are one step of the paper: x' = x - inner_lr (gradient at x), then x -= lr
-    (gradient at x'). If a round has an odd number of local steps, the last one is ignored. The personal
-    model is x', one step away from the global model, so workers need not keep it. If workers are tested after an odd
-    number of local steps, x' is tested. The training loss is the mean over both batches.
+    (gradient at x'). If a round has an odd number of local steps, the last one is ignored. The personal model is x',
+    one step away from the global model, so workers need not keep it. If workers are tested after an odd number of local
+    steps, x' is tested. The training loss is the mean over both batches.
 
     Args:
         lr: learning rate of x, >= 0.

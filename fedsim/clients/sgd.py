@@ -148,7 +148,7 @@ class SGD(LocalSGD):
 class FedProx(LocalSGD):
     """FedProx: SGD on the loss plus mu / 2 |w - w_start|^2, which keeps workers near the global model (Li et al. 2020).
 
-    w_start is the model that the worker received at the start of the round. Steps are those of `sgd` with the gradient
+    w_start is the model that the worker received at the start of the round. Steps are those of `sgd` along
     gradient + mu (w - w_start). With mu = 0 the results are bit-identical to `sgd`.
 
     Args:
