@@ -73,7 +73,7 @@ def train_only(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def share_frozen(module: nn.Module, shared: dict[str, nn.Parameter]) -> None:
-    """Replace a model's frozen parameters by those of the same name in `shared`, to which missing ones are added."""
+    """Share frozen parameters between models to save memory: reuse those in `shared` by name, or add them to it."""
     replaced = {p: shared.setdefault(name, p) for name, p in module.named_parameters() if not p.requires_grad}
     for part in module.modules():
         part._parameters.update({name: replaced[p] for name, p in part._parameters.items() if p in replaced})
