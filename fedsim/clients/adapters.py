@@ -1,4 +1,4 @@
-"""Adapters that turn training functions, minimal algorithms and persistent optimizer states into client algorithms."""
+"""Adapters that make client algorithms from training functions and minimal objects, or keep optimizer states."""
 
 from __future__ import annotations
 
@@ -112,10 +112,10 @@ class TrainFunction(ClientAlgorithm):
 
     The function is called once per round for each worker. All its parameters except `model`, `batches` and `worker` are
     settings in `[local]`. The function can have an attribute `gradients_per_step`, the number of gradients that it
-    computes per batch (by default 1), for simulated durations.
+    computes per batch (by default 1), which determines simulated durations.
 
     Args:
-        registration: component of the function, which knows which of `model`, `batches` and `worker` it accepts.
+        registration: registry entry of the function, which lists the inputs (`model`, `batches`, `worker`) it accepts.
         settings: values of the function's other parameters.
     """
 

@@ -33,7 +33,7 @@ class Adam(ClientAlgorithm):
         beta2: decay rate of v, 0 <= beta2 < 1.
         eps: constant added to the denominator, > 0.
         weight_decay: factor of the L2 penalty, >= 0.
-        amsgrad: whether the maximum of all v so far replaces v (Reddi et al. 2018).
+        amsgrad: whether to use the maximum of v over all steps so far instead of v (Reddi et al. 2018).
 
     Cost: a few passes over the row [d], and four state tensors [d], five with amsgrad.
 
@@ -83,7 +83,7 @@ class AdamW(Adam):
         beta1: decay rate of the mean of gradients, 0 <= beta1 < 1.
         beta2: decay rate of the mean of squared gradients, 0 <= beta2 < 1.
         eps: constant added to the denominator, > 0.
-        amsgrad: whether the maximum of all means of squared gradients so far replaces the mean (Reddi et al. 2018).
+        amsgrad: whether to use the largest mean of squared gradients so far, not the latest (Reddi et al. 2018).
 
     Cost: a few passes over the row [d], and four state tensors [d], five with amsgrad.
 
@@ -101,9 +101,9 @@ class AdamW(Adam):
 
 
 def averaged_weight(weight: Tensor, beta: float) -> Tensor:
-    """Change a bias correction 1 - beta^t to 1 - beta^(t+1), in place, and return it.
+    """Update the bias correction `weight` from 1 - beta^t to 1 - beta^(t+1) in place, and return it.
 
-    The formula avoids the rounding errors of 1 - beta^t in float32.
+    The recursion avoids the rounding errors of computing 1 - beta^t in float32.
     """
     return weight.mul_(beta).add_(1 - beta)
 
@@ -113,7 +113,7 @@ def averaged_weight(weight: Tensor, beta: float) -> Tensor:
 class Adagrad(ClientAlgorithm):
     """Adagrad, as `torch.optim.Adagrad` (Duchi et al. 2011).
 
-    Step t = 1, 2, ... divides by the root of the sum s of all squared gradients:
+    Step t = 1, 2, ... divides the gradient by the square root of s, the sum of all squared gradients so far:
 
         g = gradient + weight_decay w,  s += g^2
         w -= lr_t g / (sqrt(s) + eps)  with lr_t = lr / (1 + (t - 1) lr_decay)

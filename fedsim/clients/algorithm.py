@@ -8,7 +8,7 @@
 
 Rows (models and updates) are exchanged in addition to the server state and the messages. All methods work on tensors
 [..., d] for rows and [..., 1] for numbers, so the same code handles one worker or a stack of workers. `step` must be
-element-wise, because it may be called with some columns only. An algorithm that needs whole rows, or several gradients
+element-wise, because it may be called with only some columns. An algorithm that needs whole rows, or several gradients
 per step, sets `element_wise = False` and defines `step_rows` instead.
 """
 
@@ -123,11 +123,11 @@ class ClientAlgorithm:
     Attributes:
         element_wise: whether `step` treats each parameter separately. If false, `step_rows` is called instead.
         uses_start_row: whether steps use the model that the worker received at the start of the round.
-        personal_columns: which parameters are personal: each worker keeps its own and does not send them. Updates must
-            be 0 there.
+        personal_columns: which parameters are personal: each worker keeps its own and does not send them. Their
+            updates must be 0.
         personal_buffers: which buffer values, such as BatchNorm statistics, are personal.
-        personal_beside: whether each worker trains a complete personal model beside its copy of the global model, with
-            `gradient_at`. The worker then keeps all buffers of its personal model.
+        personal_beside: whether each worker trains a complete personal model in addition to its copy of the global
+            model, with `gradient_at` (see `step_rows`). The worker then keeps all buffers of its personal model.
         starts_from_current: whether a worker that takes part for the first time starts its personal state from the
             current global model instead of the initial one. Requires synchronous rounds.
         gradients_per_step: number of gradients that a local step computes, which determines its simulated duration.
@@ -154,7 +154,7 @@ class ClientAlgorithm:
 
     @property
     def setting(self) -> str:
-        """Setting to name in error messages about too few local steps. "" means `local.algorithm`."""
+        """The setting to blame in error messages about incompatible settings. "" stands for `local.algorithm`."""
         return ""
 
     @property
@@ -177,14 +177,16 @@ class ClientAlgorithm:
     def check_work(self, epochs: int | None, steps: int | None) -> None:
         """Raise ExperimentError if rounds are too short for the algorithm.
 
-        One argument is None. The other is the smallest number of epochs, or of local steps, in a round.
+        Args:
+            epochs: smallest number of epochs in a round. None if `steps` is given.
+            steps: smallest number of local steps in a round. None if `epochs` is given.
         """
 
     def check_steps(self, worker: int, steps: int) -> None:
         """Raise ExperimentError if `steps` local steps of a worker in a round are too few for the algorithm."""
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
-        """Return the algorithm for a model. An algorithm that depends on the model's layers returns a changed copy."""
+        """Return the algorithm for a model. Algorithms that depend on the model's layers return a changed copy."""
         return self
 
     def buffers_kept(self, b: int) -> ColumnSpans:
@@ -257,7 +259,7 @@ class ClientAlgorithm:
         raise NotImplementedError(f"{type(self).__name__} must define `step_rows`")
 
     def feature_points(self, state: State) -> Sequence[Tensor]:
-        """Return the models [..., d] whose hidden features `feature_loss` needs; () if there is no feature loss."""
+        """Return the models [..., d] whose hidden features `feature_loss` needs. () if there is no feature loss."""
         return ()
 
     def feature_loss(self, features: Tensor, at_points: Sequence[Tensor]) -> Tensor:
@@ -265,7 +267,7 @@ class ClientAlgorithm:
 
         Args:
             features: the f hidden features of each sample in the workers' models, [..., batch, f].
-            at_points: features of the samples in each of the models that `feature_points` returns, without gradients.
+            at_points: features of the same samples in each model that `feature_points` returns, without gradients.
         """
         raise NotImplementedError(f"{type(self).__name__} must define `feature_loss`")
 
@@ -326,7 +328,7 @@ class ClientAlgorithm:
         return copied
 
     def has(self, method: str) -> bool:
-        """Whether the algorithm defines the optional method with this name."""
+        """Whether the algorithm overrides the optional method called `method`."""
         return getattr(type(self), method) is not getattr(ClientAlgorithm, method)
 
     @property
@@ -345,7 +347,7 @@ class ClientAlgorithm:
 
 
 def exchanges(algorithm: ClientAlgorithm) -> bool:
-    """Whether workers keep a state between rounds, or exchange more than models and updates."""
+    """Whether workers keep a state between rounds, or exchange more than models and updates with the server."""
     row = torch.zeros(2)
     return any((algorithm.worker_state(row), algorithm.server_state(row), algorithm.message(row)))
 

@@ -1,8 +1,8 @@
-"""Registry of client algorithms, and the methods that every client algorithm has.
+"""Registry of client algorithms, and the two methods that every client algorithm has.
 
 A client algorithm is a frozen dataclass whose fields are its configuration. `start` returns the optimizer state, and
 `step` moves rows in place. Both are element-wise over tensors of any shape [..., d], so the same code works on one row,
-on a stack of rows and on a slice of columns. For this reason a step counter is a tensor of the row's shape. Each round
+on a stack of rows and on a slice of columns. For this reason a step counter must have the row's shape. Each round
 starts with a new state.
 """
 
@@ -72,7 +72,7 @@ class OuterProductGrad(NamedTuple):
         return torch.bmm(self.left.mT, self.right)
 
     def add_to(self, weights: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> None:
-        """Set weights [k, o, i] to beta weights + alpha gradient, in place."""
+        """Set `weights` [k, o, i] to beta * weights + alpha * gradient, in place."""
         weights.baddbmm_(self.left.mT, self.right, beta=beta, alpha=alpha)
 
 

@@ -94,9 +94,9 @@ class FedNova(LocalSGD):
     K without momentum, A = (K - r (1 - r^K) / (1 - r)) / (1 - r) with momentum r, and K + r A with Nesterov momentum.
     If K is the same for all workers, FedNova equals FedAvg.
 
-    The weights p_k are those of the aggregation, for example the sample counts. If the rule has no weights, they are
-    equal. With weights by inverse probability, the aggregate is unbiased. Its product with tau_eff is biased, because
-    tau_eff is a ratio of sums over the same cohort.
+    The weights p_k are those of the aggregation, for example the sample counts. They are equal if the rule has no
+    weights. With `aggregate.weights = "inverse_probability"` the aggregate is unbiased, but its product with tau_eff is
+    biased, because tau_eff is a ratio of sums over the same cohort.
 
     Args:
         lr, momentum, weight_decay, nesterov: parameters of SGD (see `sgd`). Weight decay counts as part of the

@@ -1,8 +1,8 @@
 """Learning-rate schedules: PyTorch's schedulers as pure functions of the round, or of the step within a round.
 
-A schedule is a function from an optimizer to a scheduler of `torch.optim.lr_scheduler`. The simulator passes an
-optimizer without parameters, steps the optimizer and the scheduler, and reads the learning rates. The learning rates
-are therefore PyTorch's, and schedulers need not be stored in checkpoints or sent to processes.
+A schedule is a function from an optimizer to a scheduler of `torch.optim.lr_scheduler`. The simulator passes a
+dummy optimizer, steps it and the scheduler, and reads the learning rates. The learning rates are therefore PyTorch's,
+and schedulers need not be stored in checkpoints or sent to processes.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def one_cycle(
 
 
 def _required(length: int | None, key: str) -> int:
-    """Return `length`. If it is None, raise ExperimentError, which recommends to set `key`."""
+    """Return `length`. If it is None, raise ExperimentError, which says that the setting `key` is required."""
     if length is None:
         raise ExperimentError(f"{key}: is required, because the number of steps differs between rounds")
     return length

@@ -2,8 +2,8 @@
 
 A worker keeps the columns of its personal parameters between its rounds. At the start of a round they replace these
 columns of the global model. At the end of a round the server's values are restored, so that the update is 0 in these
-columns. Buffers of layers with personal parameters, such as BatchNorm statistics, are personal too, for every value of
-the setting `buffers`.
+columns. Buffers of layers with personal parameters, such as BatchNorm statistics, are personal too, whatever the
+setting `buffers` is.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PersonalSGD(LocalSGD):
         return {"personal": self.personal_columns.of(row)}
 
     def server_state(self, row: Tensor) -> State:
-        """Return the personal parameters of the initial global model, which never change on the server."""
+        """Return the initial values of the personal parameters, which the global model keeps in all rounds."""
         return {"personal": self.personal_columns.of(row)}
 
     def numbers_sent(self, d: int) -> tuple[int, int]:
@@ -125,8 +125,8 @@ class FedPer(PersonalSGD):
 class LGFedAvg(FedPer):
     """LG-FedAvg: SGD on all parameters, where the first layers are personal and not sent (Liang et al. 2020).
 
-    The algorithm is that of `fedper`. In `fedper` the last layers are personal. Here the first layers, which compute
-    the representation, are personal, and the server averages the last layers.
+    The algorithm is that of `fedper`. In `fedper` the last layers are usually personal. Here the first layers, which
+    compute the representation, are personal, and the server averages the last layers.
 
     Args:
         personal: shell-style patterns for the parameter names of the first layers, such as `["conv*"]`.
@@ -263,7 +263,7 @@ def _layer(name: str) -> str:
 
 
 def _nearest(pattern: str, names: list[str]) -> str:
-    """Return a hint with the names that are most similar to a pattern without matches."""
+    """Return a hint for error messages: the names that are most similar to a pattern without matches."""
     if closest(pattern, names):
         return nearest(pattern, names)
     modules = dict.fromkeys(f"{_layer(name)}.*" if "." in name else name for name in names)

@@ -91,7 +91,7 @@ class Ditto(LocalSGD):
 
     Args:
         lam: the paper's lambda, >= 0. With 0, v is trained on the worker's samples alone.
-        personal_steps: v takes part only in the first `personal_steps` steps of a round. None: in all steps.
+        personal_steps: v is trained only in the first `personal_steps` steps of a round. None: in all steps.
         lr, momentum, weight_decay, nesterov, dampening: parameters of SGD (see `sgd`). Of these parameters, only lr
             also applies to v.
 
@@ -132,7 +132,7 @@ class Ditto(LocalSGD):
         self.step(rows, gradients, state)
 
     def _moves_personal(self, state: State) -> bool:
-        """Whether this step also trains the personal models. Each call counts one step."""
+        """Whether this step also trains the personal models. Each call counts as one step."""
         if self.personal_steps is None:
             return True
         taken = state["taken"].add_(1)
@@ -152,8 +152,8 @@ class PerFedAvg(ClientAlgorithm):
     """Per-FedAvg: model-agnostic meta-learning of the global model, in its first-order form (Fallah et al. 2020).
 
     Two local steps, on two batches, are one step of the paper: x' = x - inner_lr (gradient at x), then x -= lr
-    (gradient at x'). If a round has an odd number of local steps, the last one is ignored. Workers keep no personal
-    model, because it is x', one step away from the global model. If workers are tested after an odd number of local
+    (gradient at x'). If a round has an odd number of local steps, the last one is ignored. The personal model is x',
+    one step away from the global model, so workers need not keep it. If workers are tested after an odd number of local
     steps, x' is tested. The training loss is the mean over both batches.
 
     Args:
@@ -217,7 +217,7 @@ class PFedMe(ClientAlgorithm):
 
     The server averages: w = (1 - beta) w + beta (mean of the x). The last theta of a round is the personal model. The
     personal model of a worker that has not taken part is w. The worker keeps the buffers of theta, such as BatchNorm
-    statistics, which only the forward passes at theta update (the first of these is at x).
+    statistics. Only the forward passes at theta update them, including the first, where theta = x.
 
     Args:
         lr: learning rate of theta, >= 0.

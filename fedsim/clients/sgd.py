@@ -186,7 +186,7 @@ class DPSGD(LocalSGD):
 class FedProx(LocalSGD):
     """FedProx: SGD on the loss plus mu / 2 |w - w_start|^2, which keeps workers near the global model (Li et al. 2020).
 
-    w_start is the model that the worker received at the start of the round. Steps are those of `sgd` with the gradient
+    w_start is the model that the worker received at the start of the round. Steps are those of `sgd` along
     gradient + mu (w - w_start). With mu = 0 the results are bit-identical to `sgd`.
 
     Args:
@@ -264,8 +264,8 @@ class Moon(LocalSGD):
     round, in the initial global model).
 
     Features are the result of the model's `features`, a method or module that `forward` calls. A model without
-    `features` uses the input of the last nn.Linear that `forward` calls. All three models are in training mode and use
-    the same dropout masks. In the paper the last two are in evaluation mode. With mu = 0 the algorithm is `sgd`.
+    `features` uses the input of the last nn.Linear that `forward` calls. All three models are in training mode (in the
+    paper only the worker's model is) and use the same dropout masks. With mu = 0 the algorithm is `sgd`.
 
     Args:
         mu: weight of the contrastive loss, >= 0. The paper tries 0.1 to 10.

@@ -3,14 +3,14 @@
 An augmentation is a function that maps a batch of images to a batch of the same shape. Its positional parameters may
 have these names:
 
-    images         [batch, channels, height, width], normalised with the data set's mean and deviation
+    images         [batch, channels, height, width], normalised with the data set's mean and standard deviation
     draws          Draws (a random number source) on the images' device, seeded by (seed, round, worker, step)
     generator      a torch.Generator on the CPU with the same seed, for functions that need one
     normalisation  mean and standard deviation per channel: images * deviation + mean are pixels in [0, 1]
 
 A partition's transform has the same parameters except `normalisation`, but accepts inputs of any shape [batch, ...].
 
-Augmentations do not normalise, because they change only the training images. Set the data set's mean and std instead.
+Augmentations must not normalise, because they change only the training images. Data sets normalise (`mean` and `std`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ImageTransform(NamedTuple):
             raise ExperimentError(f"partition.name: the strategy's transform cannot be used: {error}") from None
 
     def __call__(self, images: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Return the transformed images [batch, ...]. `inputs` has the values of `draws` and `generator` by name."""
+        """Return the transformed images [batch, ...]. `inputs` maps "draws" and "generator" to their values."""
         return self.function(images=images, **{name: inputs[name] for name in self.takes if name != "images"})
 
 
@@ -128,7 +128,7 @@ def cutout(images: Tensor, draws: Draws, *, size: PositiveInt = 16) -> Tensor:
 
     Args:
         images: [batch, channels, height, width].
-        draws: draws the centres.
+        draws: source of random numbers, for the centres.
         size: height and width of the square, >= 1.
 
     Cost: a copy of the batch.
@@ -148,7 +148,7 @@ def cutout(images: Tensor, draws: Draws, *, size: PositiveInt = 16) -> Tensor:
 
 
 def _moved(images: Tensor, draws: Draws, most: int, mode: str) -> Tensor:
-    """Move each image by up to `most` pixels vertically and horizontally, and fill as `F.pad` with this mode."""
+    """Shift each image by at most `most` pixels in both directions. Pad as `F.pad` does with this `mode`."""
     batch, channels, height, width = images.shape
     offsets = draws.integers(2 * most + 1, 2, batch, 1)
     rows = offsets[0] + torch.arange(height, device=images.device)  # [batch, height]

@@ -1,4 +1,4 @@
-"""Samples from named columns: of tables in files, data frames and Hugging Face data sets."""
+"""Conversion of named columns to samples, for tables in files, data frames and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def is_table(data: Any) -> bool:
 def samples_of_tables(train: Any, test: Any) -> tuple[TensorData, TensorData]:
     """Return the samples of two data frames or Hugging Face data sets. If `test` is None, test samples are drawn.
 
-    The levels of a named index are columns of owners. Raises DataError as `train_and_test`.
+    The named index levels of a data frame are used as columns of owners. Raises DataError like `train_and_test`.
     """
     owners = [name for name in getattr(getattr(train, "index", None), "names", ()) if name is not None]
     tables = [table.reset_index() if owners else table for table in (train, test) if table is not None]
@@ -102,7 +102,7 @@ def samples_of(inputs: np.ndarray, targets: np.ndarray, ids: Mapping[str, np.nda
 
 
 def split_test(data: TensorData, fraction: float) -> tuple[TensorData, TensorData]:
-    """Return the data set's (training samples, test samples). The random draw is the same for every seed."""
+    """Split a data set at random into training samples and a `fraction` of test samples, the same for every seed."""
     order = numpy_generator(0, "test_split").permutation(len(data))
     held_out = round(fraction * len(data))
     return data.take(np.sort(order[held_out:])), data.take(np.sort(order[:held_out]))
@@ -188,7 +188,7 @@ def _numbers(values: Any, place: str) -> np.ndarray:
 
 
 def _joined(arrays: list[np.ndarray], place: str) -> np.ndarray:
-    """Return the inputs as one array: a single array [n, ...] unchanged, or columns joined to float32 [n, features]."""
+    """Join input columns to one array, float32 [n, features]. A single array [n, ...] is returned unchanged."""
     if not arrays:
         raise DataError(f"{place}: has no input columns, only the target and owners; add at least one input column")
     if len(arrays) == 1 and arrays[0].ndim > 1:

@@ -1,4 +1,4 @@
-"""Measure how much the workers' shards differ: label counts, their statistics, and a plot of them."""
+"""Measure how much the workers' shards differ: label counts, statistics and a plot."""
 
 from __future__ import annotations
 

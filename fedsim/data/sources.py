@@ -1,6 +1,6 @@
 """The registered data sets. Experiments can also name any other data set as "package.module:function".
 
-A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder for downloaded files; a data set
+A data set is a function `(root, *, parameters) -> (train, test)`. `root` is the folder for downloaded files. A data set
 without downloads omits it. `train` and `test` are map-style data sets of (input, target) samples: TensorData, or
 anything that `as_tensor_data` accepts.
 """
@@ -105,7 +105,7 @@ _kept: ContextVar[dict[str, tuple[TensorData, TensorData]] | None] = ContextVar(
 
 @contextlib.contextmanager
 def data_loaded_once() -> Iterator[None]:
-    """Let a run in the `with` block reuse the data set that was loaded to count the workers of its experiment."""
+    """Context manager: a data set that was loaded to count the workers is reused by the run, not loaded twice."""
     token = _kept.set({} if _kept.get() is None else _kept.get())
     try:
         yield
@@ -116,9 +116,9 @@ def data_loaded_once() -> Iterator[None]:
 def load_dataset_once(
     name: str, root: str | None, params: Mapping[str, Any], *, take: bool = False
 ) -> tuple[TensorData, TensorData]:
-    """Return a data set like `load_dataset`. In a block `data_loaded_once`, also keep it in memory.
+    """Return a data set like `load_dataset`, but within `data_loaded_once` do not load the same data set twice.
 
-    With take=True, a data set that was kept is returned and released.
+    There, the last data set stays in memory for the next call. take=True releases it.
     """
     kept, key = _kept.get(), repr((name, root, sorted(params.items())))
     data = (kept or {}).get(key) or load_dataset(name, root, **params)
@@ -138,8 +138,8 @@ def _read(data: Any, name: str) -> TensorData:
 
 
 @dataset("mnist5k")
-def mnist5k() -> tuple[TensorData, TensorData]:
-    """5,000 MNIST images that are included in fedsim: 4,000 to train and 1,000 to test, with equal classes.
+def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
+    """5,000 MNIST images that are included in fedsim: 4,000 to train and 1,000 to test, equally many per class.
 
     All images are from MNIST's training set. Digits alternate (0, 1, ..., 9, 0, 1, ...), so the workers of a contiguous
     partition have nearly equal label counts. Images are uint8 [n, 1, 28, 28], normalised with MNIST's mean and standard

@@ -104,7 +104,7 @@ class CustomSubset(Subset):
         return [transform(x) for x in inputs]
 
     def _batches_at_once(self, batch_size: int) -> int:
-        """Return how many batches of size `batch_size` to read at once: 1 unless the data set is a TensorData."""
+        """Return how many batches of `batch_size` samples to read at once: several only from a TensorData."""
         if not isinstance(self.dataset, TensorData):
             return 1
         sample = self.dataset.inputs[0]

@@ -128,7 +128,7 @@ class TensorData(Dataset):
 
     @cached_property
     def _scale_and_shift(self) -> list[Tensor]:
-        """`scale` and `shift` as tensors on the data's device, so that no batch waits for a copy."""
+        """`scale` and `shift` as tensors on the data's device, cached so that they are copied there only once."""
         tensors = [
             torch.tensor(values, dtype=self.dtype, device=self.inputs.device) for values in (self.scale, self.shift)
         ]
@@ -137,7 +137,7 @@ class TensorData(Dataset):
 
     @property
     def normalisation(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the pixels. For uint8 images, samples * deviation + mean is in [0, 1]."""
+        """Mean and standard deviation of the pixels. For uint8 images, (sample * deviation + mean) is in [0, 1]."""
         scale, shift = self._scale_and_shift
         deviation = 1 / (scale * (255 if self.inputs.dtype == torch.uint8 else 1))
         return -shift * deviation, deviation
@@ -160,18 +160,18 @@ class TensorData(Dataset):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The raw tensors: inputs, targets, and `rows` if there are any."""
+        """The raw tensors: inputs, targets, and `rows` unless it is None."""
         return (self.inputs, self.targets) if self.rows is None else (self.inputs, self.targets, self.rows)
 
 
 def compact(values: Tensor) -> Tensor:
-    """Return the underlying elements [m] if samples overlap, as windows of a text do. Otherwise return `values`."""
+    """Return the underlying 1-D tensor [m] of overlapping samples, such as windows of a text, else `values` itself."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
     return values if elements >= values.numel() else values.as_strided((elements,), (1,))
 
 
 def _moved(values: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on a device. Samples that share memory still do so."""
+    """Return a tensor, moved to a device. Overlapping samples (views of the same memory) stay views."""
     if values.device == device and values._base is None:
         return values  # the same object, because `share` moves tensors in place
     moved = compact(values).to(device)

@@ -23,7 +23,7 @@ RANDOM = "Rand", "AugMix", "AutoAugment", "ColorJitter", "ElasticTransform", "Ga
 
 
 class BatchTransform:
-    """Base class of dataclasses for torchvision's transforms. Their fields are the arguments of torchvision's class."""
+    """Augmentation by a torchvision transform. Subclasses are dataclasses, whose fields are its arguments."""
 
     made_by: Any
     name: str
@@ -62,8 +62,9 @@ class BatchTransform:
 def torchvision_transform(name: str) -> Any:
     """Random transform NAME of torchvision.transforms.v2, such as RandomAffine, with one draw for a whole batch.
 
-    The transform gets the batch as pixels in [0, 1], before normalisation, and must keep the shape of the images. Its
-    random numbers depend on (seed, round, worker, step) alone. `crop`, `flip` and `cutout` draw for each image.
+    Parameters such as an angle are drawn once per batch, whereas `crop`, `flip` and `cutout` draw for each image. The
+    transform gets pixels in [0, 1], before normalisation, and must keep the shape of the images. Its random numbers
+    depend only on (seed, round, worker, step).
     """
     packages.import_torchvision()
     module = importlib.import_module("torchvision.transforms.v2")

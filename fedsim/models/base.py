@@ -22,8 +22,8 @@ model = Registry("model", traits=("stacked",))
 def norm_layer(norm: Norm, channels: int) -> nn.Module:
     """Return a normalisation layer for images [batch, channels, height, width].
 
-    "group" is GroupNorm with 16 channels per group (Wu & He 2018, table 3). If 16 does not divide `channels`, a group
-    has as many channels as the largest power of two that does.
+    "group" is GroupNorm with 16 channels per group (Wu & He 2018, table 3). If `channels` is not
+    divisible by 16, groups have as many channels as the largest power of two that divides it. "none" is Identity.
     """
     if norm == "batch":
         return nn.BatchNorm2d(channels)

@@ -34,7 +34,7 @@ def torchvision_model(name: str) -> Any:
 
 
 def _stacked(name: str) -> str:
-    """Return the attribute `stacked` of a torchvision model (see `fedsim.models.base`)."""
+    """Return how the engine `batched` stacks a torchvision model: "merged", "vmap", or the reason why it cannot."""
     if name.startswith(("convnext", "efficientnet", "maxvit", "swin")):  # models with stochastic depth
         return "it draws random numbers outside of torch.nn.functional.dropout"
     plain = name.startswith(("alexnet", "squeezenet", "vgg")) and not name.endswith("_bn")
@@ -48,8 +48,8 @@ def build(name: str, *, classes: PositiveInt = 10, norm: Norm = "batch", **param
         classes: number of classes.
         norm: "batch" keeps each BatchNorm2d. "group" replaces it by GroupNorm with 16 channels per group (Wu & He
             2018). "none" removes it.
-        params: further arguments of the function of `torchvision.models`, such as `aux_logits = false`, without which
-            googlenet and inception_v3 do not return logits in training.
+        params: further arguments of the function of `torchvision.models`. googlenet and inception_v3 need
+            `aux_logits = false` to return only logits in training.
     """
     module = import_torchvision().models.get_model(name, weights=None, num_classes=classes, **params)
     if norm == "batch":

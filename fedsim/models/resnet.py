@@ -39,7 +39,7 @@ def _convolution(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Conv2
 
 
 def _resnet(blocks: int, channels: int, classes: int, norm: Norm) -> nn.Module:
-    """Return the residual network with 6 `blocks` + 2 layers."""
+    """Return a residual network with 6 * blocks + 2 layers, for images with `channels` channels."""
     layers: list[Any] = [_convolution(channels, 16, 1, norm), norm_layer(norm, 16), nn.ReLU()]
     width = 16
     for outputs in (16, 32, 64):

@@ -12,11 +12,11 @@ from fedsim.models.base import Probability, model
 
 
 class LSTM(nn.Module):
-    """LSTM layers that start in a state of zeros: x [batch, length, inputs] -> [batch, length, hidden].
+    """LSTM layers with initial state zero: x [batch, length, inputs] -> [batch, length, hidden].
 
-    The layers compute what `torch.nn.LSTM` computes with `batch_first` and biases `bias_hh` of zero. `torch.nn.LSTM`
-    keeps a second list of its parameters, so it would not use the parameters of a stack of rows. This module passes its
-    parameters in each call.
+    Equivalent to `torch.nn.LSTM` with `batch_first=True` and `bias_hh` = 0. `torch.nn.LSTM` itself cannot be stacked,
+    because it keeps a second list of its parameters, which would not be replaced by the parameters of the stacked rows.
+    This module reads its parameters in each call.
     """
 
     def __init__(self, inputs: int, hidden: int, layers: int) -> None:
@@ -48,8 +48,8 @@ class CharLSTM(nn.Module):
     """Character LSTM of LEAF (Caldas et al. 2018): 820,522 parameters for 90 characters, as in Reddi et al. 2021.
 
     An embedding of width 8 is followed by two LSTM layers of 256 units and a linear layer. The outputs are logits for
-    the character after each position, [batch, length, classes], for the task next_token. The forget gates start with a
-    bias that is 1 higher, and the LSTM has one bias per gate.
+    the character after each position, [batch, length, classes], for the task next_token. The LSTM has one
+    bias per gate, and the initial bias of the forget gates is increased by 1.
 
     Args:
         classes: number of characters, in the inputs and in the outputs.
@@ -84,7 +84,7 @@ class CharLSTM(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Causal self-attention, then a perceptron, each with a LayerNorm before it and a residual connection."""
+    """Causal self-attention and a perceptron, each preceded by a LayerNorm and with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -108,9 +108,9 @@ class GPT(nn.Module):
     """Decoder-only transformer like GPT-2 (Radford et al. 2019): 815,104 parameters by default.
 
     Token and position embeddings are followed by blocks of causal self-attention and a perceptron of four times the
-    width with GELU, each with a LayerNorm before it (pre-norm), and a final LayerNorm. The output layer shares
-    its weights with the token embedding. Weights are drawn from N(0, 0.02^2), those of the last layer in a residual
-    branch from N(0, 0.02^2 / (2 layers)). The outputs are logits [batch, length, classes] for the task next_token.
+    width with GELU, each with a LayerNorm before it (pre-norm), and a final LayerNorm. The output layer shares its
+    weights with the token embedding. Weights are drawn from N(0, 0.02^2), those of the last layer in a residual branch
+    from N(0, 0.02^2 / (2 layers)). The outputs are logits [batch, length, classes] for the task next_token.
 
     Args:
         layers: number of blocks.

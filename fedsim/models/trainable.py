@@ -1,4 +1,4 @@
-"""Choose the parameters that are trained: name patterns and low-rank adapters. Load initial weights from a file."""
+"""Selection of the trained parameters (by name patterns or low-rank adapters), and initial weights from a file."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def train_only(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def share_frozen(module: nn.Module, shared: dict[str, nn.Parameter]) -> None:
-    """Let models share their frozen parameters through the dict `shared`, so that each is in memory only once."""
+    """Share frozen parameters between models to save memory: reuse those in `shared` by name, or add them to it."""
     replaced = {p: shared.setdefault(name, p) for name, p in module.named_parameters() if not p.requires_grad}
     for part in module.modules():
         part._parameters.update({name: replaced[p] for name, p in part._parameters.items() if p in replaced})
@@ -82,13 +82,13 @@ def share_frozen(module: nn.Module, shared: dict[str, nn.Parameter]) -> None:
 def matching(patterns: Sequence[str], names: list[str], key: str, kind: str) -> set[str]:
     """Return those `names` that match one of the patterns, with `*` and `?` as in a shell.
 
-    A pattern also matches names that continue it after a dot: `head` matches `head.weight`.
+    A pattern also matches everything inside a module: `head` matches `head.weight`.
 
     Args:
         patterns: patterns from an experiment.
         names: names of parameters or layers.
-        key: key of the experiment that contains the patterns, for error messages.
-        kind: what the names are, for error messages, such as "parameter".
+        key: setting that contains the patterns, for error messages.
+        kind: kind of object that has these names, for error messages, such as "parameter".
 
     Raises ExperimentError if a pattern matches no name.
     """
@@ -113,7 +113,7 @@ def load_weights(
         path: the file.
         place: start of the error message, such as the key that contains the path.
         error_class: class of the exception that is raised if the file cannot be read or does not fit the model.
-        optional: endings of the names that the file may lack.
+        optional: suffixes of parameter names that may be missing in the file.
     """
     if path.suffix in (".pt", ".pth", ".bin", ".pkl"):
         raise error_class(

@@ -47,7 +47,7 @@ LOG_RARE = 12 * math.log(10)  # -log of the probability 1e-12 of a Poisson cohor
 
 @dataclass(frozen=True)
 class CohortStrategy(Component):
-    """Chooses the workers that take part in a round (the cohort). Call the object to choose them."""
+    """Cohort strategy: a callable that chooses the workers that take part in a round (the cohort)."""
 
     @property
     def place(self) -> str:
@@ -101,9 +101,9 @@ class Cohort:
     Attributes:
         workers: IDs of the workers that send an update, ascending.
         dropped: IDs of the workers that were chosen but drop out, ascending.
-        weights: aggregation weight of each worker if weights are based on probabilities, otherwise None.
-        candidates: IDs of the workers that computed their loss so that the strategy could choose.
-        metrics: numbers that the strategy recorded.
+        weights: dict from worker ID to aggregation weight if weights are based on probabilities, otherwise None.
+        candidates: IDs of the workers that computed their loss at the strategy's request.
+        metrics: numbers that the strategy adds to the records, by key.
     """
 
     workers: list[int]
@@ -115,7 +115,7 @@ class Cohort:
 
 @dataclass(frozen=True)
 class CohortSampler:
-    """Chooses the workers of each round (the cohort), in a reproducible way.
+    """Reproducible choice of the workers that take part in each round (the cohort).
 
     Args:
         strategy: cohort strategy.
@@ -185,7 +185,7 @@ class CohortSampler:
         return self.dropout > 0 and numpy_generator(self.seed, "worker_dropout", round, worker).random() < self.dropout
 
     def _weights(self, workers: Sequence[int], probabilities: Sequence[float] | None) -> dict[int, float]:
-        """Return each worker's weight by ID: its fraction of all samples divided by the probability of an update.
+        """Return a dict from worker ID to weight: the worker's fraction of all samples / its probability of an update.
 
         Raises ExperimentError if `probabilities` is None.
         """

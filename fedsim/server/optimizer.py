@@ -180,8 +180,8 @@ class ServerBMUF(ServerStep):
     Args:
         bm: block momentum, 0 <= bm < 1. The paper recommends 1 - 1 / n for n workers. The default is for 10 workers.
         zeta: block learning rate, >= 0. 1 in the paper.
-        nesterov: whether the workers receive w + bm delta instead of w. D is then relative to w + bm delta, and w is
-            evaluated.
+        nesterov: whether the workers receive w + bm delta instead of w. D is then relative to w + bm delta, but
+            evaluations use w.
 
     Cost: a few passes over the model [d], and the state delta [d].
 
@@ -209,8 +209,8 @@ class ServerBMUF(ServerStep):
 class AdaptiveStep(ServerStep):
     """Base class of the adaptive server optimizers `adam`, `yogi` and `adagrad` (FedOpt, Reddi et al. 2021).
 
-    Algorithm 2 of the paper keeps a running mean m of the aggregated updates D and, for each coordinate, an average v
-    of the squared updates, and moves the global model w:
+    Algorithm 2 of the paper keeps a running mean m of the aggregated updates D and an accumulator v of their
+    element-wise squares, and moves the global model w:
 
         m = beta1 m + (1 - beta1) D        w += lr m / (sqrt(v) + tau)
 
@@ -250,7 +250,7 @@ class AdaptiveStep(ServerStep):
 
     @abstractmethod
     def accumulate(self, v: Tensor, update: Tensor) -> None:
-        """Update the average `v` of squared updates in place, with one more `update`."""
+        """Update the accumulator `v` of squared updates in place with one more `update`."""
 
     @property
     def decays(self) -> dict[str, float]:

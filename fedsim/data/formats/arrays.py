@@ -68,7 +68,7 @@ def arrays(*, path: str, test_fraction: Fraction = 0.2) -> tuple[TensorData, Ten
 
 
 def _read(path: str) -> dict[str, np.ndarray]:
-    """Return the arrays in a `.npz` or `.safetensors` file by name. Raise DataError if the file cannot be read."""
+    """Return the arrays in a `.npz` or `.safetensors` file as a dict. Raise DataError if the file cannot be read."""
     path, suffix = data_path(path), Path(path).suffix.lower()
     if suffix in PICKLES:
         raise DataError(

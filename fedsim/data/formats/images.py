@@ -121,8 +121,7 @@ def emnist(
 ) -> tuple[TensorData, TensorData]:
     """EMNIST: handwritten letters and digits, 131,600 to 814,255 images by split. Torchvision downloads missing files.
 
-    Images are uint8 [n, 1, 28, 28], with rows and columns exchanged, as in the files. Errors are those of `mnist`.
-    Cohen et al. 2017.
+    Images are uint8 [n, 1, 28, 28], transposed as in the files. Errors are those of `mnist`. Cohen et al. 2017.
 
     Args:
         root: the folder that holds EMNIST/raw, as in torchvision.
@@ -181,10 +180,10 @@ def svhn(root: Path) -> tuple[TensorData, TensorData]:
 
 @dataset.family("torchvision")
 def torchvision_class(name: str) -> Any:
-    """Class of torchvision.datasets with a label per image and parts for training and tests, such as Flowers102.
+    """Data set of torchvision.datasets that has one label per image, training and test images, such as Flowers102.
 
-    Arguments of the class are parameters of the data set. `image_size` cuts and scales images to squares. `mean` and
-    `std` replace the statistics of the training images.
+    The arguments of the torchvision class are parameters of the data set. `image_size` scales and crops images to
+    squares. `mean` and `std` replace the default values for normalisation (published, or of the training images).
     """
     _, parameters, parts = _described(name)
     excluded = {*SET_BY_FEDSIM, *parts[0]}
@@ -210,7 +209,7 @@ def read_images(
     Args:
         class_name: name of the class.
         root: folder of data sets.
-        image_size: height and width to which images are cut and scaled. None: all images must have one size.
+        image_size: height and width to which images are scaled and cropped. None: all images must have one size.
         mean, std: mean and standard deviation of the pixels in [0, 1], one value per channel. None: the published
             values of the data set if fedsim knows them, otherwise those of the training images.
         arguments: further arguments of the class.
@@ -239,7 +238,7 @@ def read_images(
 
 
 def _arguments(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a data set that are arguments of the class of torchvision."""
+    """Return only those parameters of a data set that torchvision's class accepts."""
     return {key: value for key, value in params.items() if key not in ("image_size", "mean", "std")}
 
 
@@ -251,7 +250,7 @@ def _files(class_name: str, *, split: str = "balanced", **arguments: Any) -> lis
 
 
 def _described(name: str) -> tuple[Any, dict[str, inspect.Parameter], Parts]:
-    """Return a class of torchvision, its parameters, and the arguments that choose training and test images."""
+    """Return a torchvision class, its parameters, and the arguments that select the training and the test images."""
     datasets = packages.import_torchvision().datasets
     classes = {key: value for key in datasets.__all__ if isinstance(value := getattr(datasets, key), type)}
     if name not in classes:
@@ -285,9 +284,9 @@ def _make(class_name: str, root: Path, arguments: Mapping[str, Any]) -> list[Any
 
 
 def _opened(class_name: str, root: Path, arguments: Mapping[str, Any], files: Sequence[str]) -> list[Any]:
-    """Return torchvision's training and test images.
+    """Return torchvision's data sets of training and test images.
 
-    If torchvision cannot read the images, and fedsim does not know the names of the files, the data set is downloaded.
+    If torchvision cannot read them, the data set is downloaded, unless fedsim knows its `files` (then DataError).
     """
     try:
         return _make(class_name, root, arguments)
@@ -303,7 +302,7 @@ def _opened(class_name: str, root: Path, arguments: Mapping[str, Any], files: Se
 
 
 def _damaged(class_name: str, root: Path, files: Sequence[str]) -> Path | None:
-    """Return the first file whose checksum is not the one that torchvision knows."""
+    """Return the first file that fails torchvision's checksum test, or None."""
     class_ = _described(class_name)[0]
     lists = (getattr(class_, name, ()) for name in ("train_list", "test_list"))
     entries = [*itertools.chain(*lists), *getattr(class_, "split_list", {}).values()]
@@ -347,7 +346,7 @@ def _read_idx(path: Path) -> Tensor:
 
 
 def _tensors(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
-    """Return the images, uint8 [n, channels, height, width], and the labels of a data set of torchvision."""
+    """Return the images, uint8 [n, channels, height, width], and the labels [n] of a torchvision data set."""
     data, targets = getattr(part, "data", None), getattr(part, "targets", getattr(part, "labels", ()))
     if image_size is not None or not isinstance(data, (np.ndarray, Tensor)) or np.ndim(targets) != 1:
         return _read_samples(part, image_size)
@@ -360,7 +359,7 @@ def _tensors(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _read_samples(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
-    """Return the images and the labels of a data set that reads one file per image."""
+    """Return the images and the labels of a torchvision data set by reading its samples one by one."""
     from PIL import ImageOps  # a dependency of torchvision
 
     pixels, labels = torch.empty(0), torch.zeros(len(part), dtype=torch.int64)
@@ -387,7 +386,7 @@ def _read_samples(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _file_of(part: Any, index: int) -> str:
-    """Return the path of an image in parentheses, or "" if it is unknown."""
+    """Return " (PATH)" with the path of an image for error messages, or "" if the path is unknown."""
     for name in ("_image_files", "_samples", "samples", "imgs", "data", "_images"):
         if isinstance(entries := getattr(part, name, None), (list, tuple)):
             path = entries[index][0] if isinstance(entries[index], (list, tuple)) else entries[index]

@@ -35,7 +35,7 @@ def leaf(
     Args:
         path: the folder with `train` and `test`.
         shape: shape of an input, such as [1, 28, 28] for FEMNIST. Unset: the shape in the files.
-        images: folder of the image files that inputs name.
+        images: folder of the image files, if inputs are file names.
         size: height and width to which these images are resized.
 
     Raises DataError, with the file and the user, for files that cannot be read, users without data, and inputs and
@@ -77,7 +77,7 @@ def leaf(
 
 
 def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
-    """Yield a tuple for each user in the folder's files: the place for error messages, the name, inputs and targets."""
+    """Yield (location for error messages, user name, inputs, targets) for each user in the folder's files."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise DataError(f"{folder}: has no .json files; run LEAF's preprocess.sh with -t sample")
@@ -118,7 +118,7 @@ def _as_input(value: Any, images: str | None, size: int, place: str) -> Any:
 
 
 def _as_target(value: Any, place: str) -> Any:
-    """Return a numeric target unchanged, or the index of a character in LEAF's list of characters."""
+    """Return a number unchanged, and a character as its index in LEAF's list of characters."""
     if not isinstance(value, str):
         return value
     if len(value) != 1 or value not in CHARACTERS:

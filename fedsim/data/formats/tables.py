@@ -31,7 +31,7 @@ def table(
     [n, length]. Targets that are text become class labels in sorted order.
 
     Args:
-        path: file of the training samples: Parquet if its name ends in `.parquet`, with tabs if it ends in `.tsv`, or
+        path: file of the training samples: Parquet if its name ends in `.parquet`, tab-separated if it ends in `.tsv`,
             otherwise CSV.
         test_path: file of the test samples. Unset: a fraction `test_fraction` of the samples in `path` is drawn at
             random. The draw is the same for every seed.
@@ -57,7 +57,7 @@ def table(
 
 
 def _read(path: str) -> dict[str, Any]:
-    """Return the columns of a CSV or Parquet file by name. Raise DataError if it cannot be read."""
+    """Return the columns of a CSV or Parquet file by name. Raise DataError if the file cannot be read."""
     path, suffix = data_path(path), Path(path).suffix.lower()
     parquet = suffix in (".parquet", ".pq")
     module = import_extra("pyarrow.parquet" if parquet else "pyarrow.csv", extra="tables", purpose="reading tables")

@@ -1,7 +1,7 @@
 """Texts as windows of tokens: the plays of Shakespeare by role, and text files.
 
-The samples of both parts are windows of one tensor of tokens, in the smallest integer type. A batch is converted to
-int64 when it is gathered.
+All training and test samples are views of one tensor of tokens, which has the smallest possible integer type. Batches
+are converted to int64.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def windows(
     targets: Targets = "all",
     test_windows: int | None = None,
 ) -> tuple[TensorData, TensorData]:
-    """Return windows of the tokens of several owners.
+    """Return training and test samples: windows of the tokens of several owners.
 
     Args:
         owners: names of each owner, by the column of `ids` that contains the name, such as {"file": "a.txt"}.
@@ -201,13 +201,13 @@ def _code_points(text: str) -> Tokens:
 
 
 def _as_tokens(characters: Tokens, alphabet: Tokens) -> Tokens:
-    """Return the position of each code point in the sorted alphabet, from 1, or UNKNOWN if it does not occur there."""
+    """Return each code point's token: its position in the sorted alphabet, from 1, or UNKNOWN if it is not there."""
     places = np.searchsorted(alphabet, characters).clip(max=len(alphabet) - 1)
     return np.where(alphabet[places] == characters, places + 1, UNKNOWN)
 
 
 def _byte_pairs(parts: Sequence[tuple[str, str]], vocabulary: int) -> list[tuple[Tokens, ...]]:
-    """Train byte-pair tokens on the training parts, and return the tokens of all parts."""
+    """Train a byte-pair tokenizer on the training parts, and return the tokens of all training and test parts."""
     tokenizers = import_extra("tokenizers", extra="text", purpose='data.tokens = "bpe"')
     letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     if vocabulary < len(letters):
@@ -223,7 +223,7 @@ def _byte_pairs(parts: Sequence[tuple[str, str]], vocabulary: int) -> list[tuple
 
 
 def _files_of(name: str) -> list[Path]:
-    """Return a file, or the files *.txt of a folder. Raises DataError if there are none."""
+    """Return [path] for a file, or a folder's files *.txt (also in subfolders). Raises DataError if there are none."""
     path = Path(name).expanduser()
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
@@ -233,7 +233,7 @@ def _files_of(name: str) -> list[Path]:
 
 
 def _read(file: Path) -> str:
-    """Return the text of a file. Raises DataError with the file and the place."""
+    """Return the text of a file. Raises DataError if the file cannot be read, is empty, or is not UTF-8."""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

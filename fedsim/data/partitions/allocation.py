@@ -64,7 +64,7 @@ def by_label(labels: np.ndarray) -> np.ndarray:
 
 
 def samples_by_class(labels: np.ndarray) -> list[np.ndarray]:
-    """Return one array of ascending sample indices per class that occurs, in ascending class order."""
+    """Return one array of ascending sample indices for each class in `labels`, in ascending class order."""
     classes, class_of = np.unique(labels, return_inverse=True)
     return group(np.arange(len(labels)), class_of, len(classes))
 

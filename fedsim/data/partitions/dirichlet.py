@@ -153,7 +153,7 @@ def _restricted(shares: np.ndarray, is_open: np.ndarray, rng: np.random.Generato
 
 
 def _while_they_last(drawn: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Return the drawn class numbers up to the first draw of a class that has run out of samples.
+    """Return the drawn class numbers before the first draw from an exhausted class.
 
     `left` [C] is the number of samples of each class before these draws.
     """

@@ -26,7 +26,7 @@ def id_columns(ids: Ids) -> dict[str, np.ndarray]:
 
 
 def owners_of(ids: Mapping[str, np.ndarray], by: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sorted owners in the column `by` (None: the first column), and each sample's position among them, [n].
+    """Return the sorted owners in the column `by` (None: the first column), and the index of each sample's owner, [n].
 
     Raises ExperimentError if there is no such column, or if a sample has no owner.
     """

@@ -50,9 +50,8 @@ def classes_per_worker(
     """Give worker i samples of k classes: class i mod C, and k - 1 random classes.
 
     C is the number of classes. Each class is split evenly among its workers: their sample counts differ by at most one,
-    and lower worker IDs get the larger counts. With fewer workers than classes, no worker has one of the classes
-    n_workers, ..., C - 1 as its class i mod C. Each of these classes is first assigned to one random worker. Li et al.
-    2022 ("#C = k").
+    and lower worker IDs get the larger counts. With fewer workers than classes, i mod C never reaches the classes
+    n_workers, ..., C - 1. Each of these classes is first assigned to one random worker. Li et al. 2022 ("#C = k").
 
     Draws: each worker has k - 1 free places for random classes. With fewer workers than classes, the n_workers * (k -
     1) free places (of worker 0, then of worker 1, ...) are shuffled by one `rng.permutation`. The first places then get

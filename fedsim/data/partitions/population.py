@@ -112,7 +112,7 @@ class DrawnShards(Shards):
         n_workers: number of workers.
         seed: seed for all random draws.
         labels: class labels or other targets, [n]. A tensor is shared between processes.
-        ids: owner of each sample, [n], for each column of owners by name, for a strategy with an input `ids`.
+        ids: dict from column name to the owner of each sample, [n], for a strategy with an input `ids`.
     """
 
     listed = False

@@ -39,11 +39,11 @@ class Virtual:
     Args:
         samples: number of samples of each worker, at most n.
         alpha: concentration of the class mixture. A smaller alpha gives more label skew. None or inf: no skew. A
-            comparison with inf cannot be resumed, unlike one with 1e12.
+            comparison with inf cannot be resumed. Use 1e12 there instead.
 
     Returns an index array [samples] for labels [n]. Raises ExperimentError if samples > n. Cost: O(samples + C) time
-    and memory for a shard, independent of n (but O(n) if more than 5 percent of over 10,000 samples, in the data set or
-    in a class, are drawn).
+    and memory for a shard, independent of n. Exception: O(n) if more than 5 percent of the samples of a data set or
+    class with over 10,000 samples are drawn.
 
     >>> fedsim.partition(np.arange(100) % 10, 2, "virtual", samples=3)
     [array([85,  5, 48]), array([82, 66,  3])]
