@@ -138,7 +138,7 @@ def _read(data: Any, name: str) -> TensorData:
 
 
 @dataset("mnist5k")
-def mnist5k(root: Path) -> tuple[TensorData, TensorData]:
+def mnist5k() -> tuple[TensorData, TensorData]:
     """5,000 MNIST images that are included in fedsim: 4,000 to train and 1,000 to test, equally many per class.
 
     All images are from MNIST's training set. Digits alternate (0, 1, ..., 9, 0, 1, ...), so the workers of a contiguous
