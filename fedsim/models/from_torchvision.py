@@ -36,7 +36,7 @@ def torchvision_model(name: str) -> Any:
 def _stacked(name: str) -> str:
     """Return how the engine `batched` stacks a torchvision model: "merged", "vmap", or the reason why it cannot."""
     if name.startswith(("convnext", "efficientnet", "maxvit", "swin")):  # models with stochastic depth
-        return "it draws random numbers outside of torch.nn.functional.dropout"
+        return "the model draws random numbers outside of torch.nn.functional.dropout"
     plain = name.startswith(("alexnet", "squeezenet", "vgg")) and not name.endswith("_bn")
     return "merged" if plain else "vmap"  # the others have BatchNorm or torch.nn.MultiheadAttention
 

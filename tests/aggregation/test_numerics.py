@@ -218,7 +218,8 @@ def test_bandwidth_and_labels_equal_those_of_scikit_learn(first):
     for seed in range(first, first + 25):
         points = shares(seed)
         bandwidth = bandwidth_of(points)
-        assert bandwidth == pytest.approx(estimate_bandwidth(points, quantile=0.5), abs=1e-12)
+        # scikit-learn computes distances from squared norms, which loses half of the digits
+        assert bandwidth == pytest.approx(estimate_bandwidth(points, quantile=0.5), abs=1e-7)
         if bandwidth > 1e-9:
             expected = (
                 MeanShift(bandwidth=(1 + ROUNDING) * bandwidth, bin_seeding=True, cluster_all=False).fit(points).labels_

@@ -164,7 +164,7 @@ PROCESSED = {
     "updates and broadcasts compressed": {
         **{"workers": 5, "cohort": 3, "rounds": 3, "partition": "tests.components:uneven", "server": {"name": "bmuf"}},
         **{"processors": [{"name": "powersgd", "rank": 1, "error_feedback": True}, "natural"]},
-        "broadcast": [{"name": "powersgd", "rank": 3}, {"name": "top_k", "ratio": 0.3}],
+        "broadcast": [{"name": "powersgd", "rank": 1}, {"name": "top_k", "ratio": 0.3}],
     },
     "an attack that passes through the chain": {
         **{**ATTACKED, "attack": {"name": "alie", "fraction": 0.3, "compressed": True}, "aggregate": "median"},
