@@ -143,8 +143,8 @@ def has_words(search: str, *texts: str) -> bool:
 
 
 def normalized(name: str) -> str:
-    """Return a name in lower case, with underscores as separators, to compare spellings."""
-    return re.sub(r"[\s-]", "_", name.strip().lower())
+    """Return a name in lower case, with underscores only as separators, to compare spellings."""
+    return re.sub(r"[\s-]", "_", name.lower()).strip("_")
 
 
 def _initials(name: str) -> str | None:
