@@ -173,7 +173,7 @@ def _counts(tensor: Tensor) -> bool:
 
 def _form_of(update: Any, place: str) -> NestedForm:
     entries = _entries(update, place)
-    if not any(map(_counts, entries.values())):
+    if not any(_counts(tensor) and tensor.numel() for tensor in entries.values()):
         raise ExperimentError(f"{place}: contains no floating-point numbers")
     if refused := [where for where, tensor in entries.items() if tensor.is_complex()]:
         raise ExperimentError(f"{place}{refused[0]}: must be real-valued, not {entries[refused[0]].dtype}")

@@ -421,9 +421,9 @@ def _check_privacy(experiment: Experiment) -> Iterator[str]:
             f"{experiment.local.setting}: workers send more than their updates, which {where} does not protect; use "
             "another client algorithm, such as sgd"
         )
-    if private and "losses" in strategy.accepts:
+    if (private or by_samples) and "losses" in strategy.accepts:
         yield f"{strategy.place}: uses losses of workers, which {where} does not protect; use sampling.name=uniform"
-    if private and rule.accepts("losses"):
+    if (private or by_samples) and rule.accepts("losses"):
         yield f"aggregate.rule = {show(rule.name)}: uses losses of workers, which {where} does not protect; use mean"
     elif mechanism.at_server and not rule.linear_by_weights:
         yield (

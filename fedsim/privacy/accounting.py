@@ -51,9 +51,8 @@ class UnsupportedSamplingError(ExperimentError):
 class Releases:
     """Noisy sums that each round of an experiment releases.
 
-    Two data sets are neighbours if one of them lacks a worker (or a sample) of the other. With sampling of a fixed
-    number of workers without replacement, or with `by_replacement`, a worker is replaced instead. The sum then changes
-    by twice the maximum norm, so the noise multiplier counts half.
+    Two data sets are neighbours if they differ in one worker (or sample), as `relation` says. If a worker is replaced
+    by another, the sum changes by twice the maximum norm, so the noise multiplier counts half.
 
     Args:
         noise: noise multiplier, the standard deviation of the noise divided by the maximum norm of a vector.
@@ -62,10 +61,10 @@ class Releases:
         sampling: random sampling whose result stays secret: "poisson", or "without_replacement" for a cohort of fixed
             size. None: every worker is assumed to take part in every round.
         per_round: number of sums per round in which a worker (or a sample) is included.
-        by_replacement: whether a worker is replaced instead of left out.
+        by_replacement: whether a worker is replaced by another, also without random sampling.
 
     >>> Releases(noise=2.0, workers=10, cohort=10).relation
-    'ADD_OR_REMOVE_ONE'
+    'REPLACE_SPECIAL'
     """
 
     noise: float
@@ -82,9 +81,14 @@ class Releases:
 
     @property
     def relation(self) -> str:
-        """Name of the neighbouring relation in dp-accounting."""
-        replaces = self.by_replacement or self.effective_sampling == "without_replacement"
-        return "REPLACE_ONE" if replaces else "ADD_OR_REMOVE_ONE"
+        """Name of the neighbouring relation in dp-accounting.
+
+        ADD_OR_REMOVE_ONE: a worker is added or left out, with Poisson sampling. REPLACE_ONE: a worker is replaced by
+        another. REPLACE_SPECIAL: a worker's updates are replaced by zeros, if each worker is counted in every round.
+        """
+        if self.by_replacement or self.effective_sampling == "without_replacement":
+            return "REPLACE_ONE"
+        return "ADD_OR_REMOVE_ONE" if self.effective_sampling else "REPLACE_SPECIAL"
 
     def epsilon(self, rounds: int, delta: float, accountant: str = "rdp") -> float:
         """Return the epsilon of (epsilon, delta)-differential privacy after `rounds` rounds. Infinity without noise.

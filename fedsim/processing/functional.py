@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from fedsim.aggregation.containers import NestedForm, as_rows, checked_matrix
 from fedsim.errors import ExperimentError
 from fedsim.processing.processors import apply_chain, check_order, processor
@@ -18,7 +20,7 @@ def compress(update: Any, name: Step | Sequence[Step], *, seed: int = 0, **param
 
     Args:
         update: a floating-point tensor or NumPy array of any shape, or a dict (such as a state_dict) or list of these.
-            `update` is not changed.
+            `update` is not changed. Numbers of 2 bytes are compressed as float32; add `cast` to send 2 bytes for each.
         name: a registered processor (see `fedsim.processors()`), "package.module:function", a function, or a list of
             these. An element of the list may also be a dict with its own parameters: `{"name": "top_k", "k": 9}`.
         seed: seed of random draws.
@@ -46,6 +48,7 @@ def compress(update: Any, name: Step | Sequence[Step], *, seed: int = 0, **param
     check_order(chain, "name")
     rows, form = as_rows([update], "update")
     row = checked_matrix(rows, "update")[0]
+    row = row.to(torch.promote_types(row.dtype, torch.float32))
     shapes = [form.entries[place].shape for place in form.columns] if isinstance(form, NestedForm) else None
     with full_precision(row.device):
         nbytes = apply_chain(chain, row, seed, (), {}, shapes=shapes)

@@ -30,6 +30,7 @@ from torch import Tensor
 from fedsim.core.randomness import Draws
 from fedsim.core.registry import Component, Registration, Registry
 from fedsim.errors import ExperimentError, show
+from fedsim.privacy import row_norms
 from fedsim.processing.codec import Codec, Compressor, Sender, Shapes, Spec
 
 
@@ -189,12 +190,12 @@ def clip(update: Tensor, metrics: dict[str, Any], *, max_norm: Annotated[float, 
         metrics: receives `clipped_share`, the fraction of updates that are clipped.
         max_norm: maximum L2 norm, > 0.
 
-    Returns the clipped update [d]. Cost: two passes over the update.
+    Returns the clipped update [d], whose norm exceeds max_norm by rounding at most. Cost: two passes over the update.
 
     >>> fedsim.processing.processors.clip(torch.tensor([3.0, 4.0]), {}, max_norm=1.0)
     tensor([0.6000, 0.8000])
     """
-    factor = (max_norm / torch.linalg.vector_norm(update)).clamp(max=1)
+    factor = (max_norm / row_norms(update.unsqueeze(0))[0]).clamp(max=1)
     metrics["clipped_share"] = factor < 1
     return update * factor
 

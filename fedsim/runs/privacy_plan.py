@@ -6,7 +6,11 @@ from fedsim.config.experiment import Experiment
 from fedsim.errors import ExperimentError
 from fedsim.privacy import ACCOUNTANTS, UnsupportedSamplingError
 
-NEIGHBOURS = {"ADD_OR_REMOVE_ONE": "added or left out", "REPLACE_ONE": "replaced by another"}
+NEIGHBOURS = {
+    "ADD_OR_REMOVE_ONE": "each {unit}, which may be added or left out",
+    "REPLACE_ONE": "each {unit}, which may be replaced by another",
+    "REPLACE_SPECIAL": "each {unit}, whose contributions may be replaced by zeros",
+}
 SAMPLED = {
     "poisson": "{cohort:,} of {workers:,} workers on average, each drawn independently",
     "without_replacement": "{cohort:,} of {workers:,} workers, drawn without replacement",
@@ -37,10 +41,10 @@ def privacy_plan(experiment: Experiment, target: float | None = None) -> list[tu
         )
     of_updates = experiment.privacy.component.active
     table, unit = (experiment.privacy, "worker") if of_updates else (experiment.local, "sample")
-    neighbours, sampled = NEIGHBOURS[releases.relation], SAMPLED[releases.effective_sampling]
+    neighbours, sampled = NEIGHBOURS[releases.relation].format(unit=unit), SAMPLED[releases.effective_sampling]
     per_round = f", {releases.per_round} sums in each" if releases.per_round > 1 else ""
     lines = [
-        ("protects", f"each {unit}, which may be {neighbours} ({table.setting}, noise = {releases.noise:g})"),
+        ("protects", f"{neighbours} ({table.setting}, noise = {releases.noise:g})"),
         ("sampling", sampled.format(cohort=releases.cohort, workers=releases.workers)),
         ("rounds", f"{rounds:,}{per_round}"),
         ("delta", f"{delta:g}"),
