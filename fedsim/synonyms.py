@@ -144,10 +144,10 @@ NOTES: dict[str, str] = _split_words(
         "cosine lr_step": "write local.schedule=cosine; fedsim list schedules shows all schedules",
         "clip": """write local.clip_norm=1.0 for gradients, or processors='[{name="clip",max_norm=1.0}]' for updates""",
         "dp differential_privacy noise_multiplier target_epsilon": (
-            "no privacy budget is computed; "
-            """write processors='[{name="clip",max_norm=1.0},{name="gaussian_noise",std=0.01}]'"""
+            "write privacy.mechanism=central privacy.clip=1.0 privacy.noise=1.0, or local.algorithm=dp_sgd; "
+            "fedsim privacy --target-epsilon computes the noise"
         ),
-        "secure_aggregation secagg encryption": "there is no secure aggregation",
+        "secure_aggregation secagg encryption": "write aggregate.secure=true",
         "compression compressor quantization sparsification": (
             """write processors='["sign"]' or broadcast='["sign"]', or another of `fedsim list processors`"""
         ),

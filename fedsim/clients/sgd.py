@@ -153,8 +153,8 @@ class DPSGD(LocalSGD):
         (sum_i g_i min(1, C / |g_i|) + N(0, (z C)^2 I)) / batch size
 
     where g_i is the gradient of the loss of sample i. The samples of a worker are thereby protected even from a server
-    that sees the worker's updates. The batches of an epoch have no sample in common, so an epoch costs as much privacy
-    as one step on all samples. Neighbouring data sets differ in one sample: its gradient is missing from its batch.
+    that sees the worker's updates. Each sample is in only one batch of an epoch, so an epoch costs as much privacy as
+    one step. Neighbouring data sets differ in one sample, whose gradients are replaced by zeros.
     `metrics.epsilon` is an upper bound. It counts each epoch of each round, as if a worker took part in every round.
     With `local.steps` it counts each step, as if all steps used the same sample.
 

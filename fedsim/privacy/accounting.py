@@ -24,25 +24,6 @@ FINEST, STEPS_OF_EPSILON = 1e-4, 1e5  # steps of privacy losses for PLD: at leas
 MOST_NOISE = 2.0**20  # upper end of the search for a noise multiplier
 
 
-def _poisson(library: Any, event: Any, cohort: float, workers: int) -> Any:
-    return library.PoissonSampledDpEvent(cohort / workers, event)
-
-
-def _without_replacement(library: Any, event: Any, cohort: float, workers: int) -> Any:
-    return library.SampledWithoutReplacementDpEvent(workers, int(cohort), event)
-
-
-def _without_amplification(library: Any, event: Any, cohort: float, workers: int) -> Any:
-    return event
-
-
-SAMPLED: dict[Sampling, Callable[..., Any]] = {
-    "poisson": _poisson,
-    "without_replacement": _without_replacement,
-    None: _without_amplification,
-}
-
-
 class UnsupportedSamplingError(ExperimentError):
     """Error for an accountant that does not support the sampling of an experiment."""
 
@@ -52,7 +33,7 @@ class Releases:
     """Noisy sums that each round of an experiment releases.
 
     Two data sets are neighbours if they differ in one worker (or sample), as `relation` says. If a worker is replaced
-    by another, the sum changes by twice the maximum norm, so the noise multiplier counts half.
+    by another, the sum changes by up to twice the maximum norm, which halves the effective noise multiplier.
 
     Args:
         noise: noise multiplier, the standard deviation of the noise divided by the maximum norm of a vector.
@@ -152,8 +133,11 @@ def _epsilon(releases: Releases, rounds: int, delta: float, accountant: str) -> 
     # RdpAccountant of dp-accounting 0.6 takes the noise multiplier as a ratio to the sensitivity, also for the relation
     # REPLACE_ONE, whose sensitivity is 2 C (https://github.com/google/differential-privacy/issues/378). PLDAccountant
     # doubles the sensitivity itself, so a sum without sampling is counted with ADD_OR_REMOVE_ONE.
-    sum_event = library.GaussianDpEvent(releases.noise / (2 if releases.relation == "REPLACE_ONE" else 1))
-    event = SAMPLED[sampling](library, sum_event, releases.cohort, releases.workers)
+    event = library.GaussianDpEvent(releases.noise / (2 if releases.relation == "REPLACE_ONE" else 1))
+    if sampling == "poisson":
+        event = library.PoissonSampledDpEvent(releases.cohort / releases.workers, event)
+    elif sampling == "without_replacement":
+        event = library.SampledWithoutReplacementDpEvent(releases.workers, releases.cohort, event)
     event = library.SelfComposedDpEvent(event, rounds * releases.per_round)
     relation = library.NeighboringRelation[releases.relation if sampling else "ADD_OR_REMOVE_ONE"]
     account = ACCOUNTANTS[accountant](relation, partial(_epsilon, releases, rounds, delta, "rdp"))

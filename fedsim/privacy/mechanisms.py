@@ -25,6 +25,7 @@ Noise = Annotated[float, Field(ge=0, examples=[1.0])]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 MARGIN = 1e-5  # relative distance of a clipped norm from C, more than the rounding of float32
+MOST_LOG = 60.0  # bound of |ln C| with adaptive clipping, so that C stays positive and finite in float32
 DEFAULT_COUNT_NOISE = 20  # the expected cohort size is divided by this number (Andrew et al. 2021)
 
 
@@ -99,8 +100,8 @@ class CentralPrivacy(Mechanism):
 
         (sum_k x_k min(1, C / |x_k|) + N(0, (z C)^2 I)) / m
 
-    The divisor is m in every round, so adding or removing a worker changes the sum by at most C. Workers must trust the
-    server.
+    The divisor is m in every round, so the aggregate changes by at most C / m if one worker sends zeros or nothing.
+    Workers must trust the server.
 
     Args:
         clip: maximum L2 norm C of an update, > 0.
@@ -160,7 +161,8 @@ class AdaptiveCentralPrivacy(CentralPrivacy):
     def next_clip(self, clip: float, clipped: int, updates: int, cohort: float, *key: int) -> float:
         noise = numpy_generator(key[0], "clip_count", *key[1:]).normal() * self._count_noise(cohort)
         share = (updates / 2 - clipped + noise) / cohort + 1 / 2  # each update counts as 1/2 or -1/2
-        return clip * math.exp(-self.lr * (share - self.quantile))
+        factor = math.exp(min(self.lr * (self.quantile - share), MOST_LOG))
+        return min(max(clip * factor, math.exp(-MOST_LOG)), math.exp(MOST_LOG))
 
     def _count_noise(self, cohort: float) -> float:
         return cohort / DEFAULT_COUNT_NOISE if self.count_noise is None else self.count_noise

@@ -105,7 +105,7 @@ class RandK(Sparsifier):
         scaled: whether to multiply the kept numbers by d / k.
 
     Sends k numbers and a 64-bit seed, from which the server draws the same coordinates. Cost: a draw of k out of d
-    numbers at the worker and at the server, and one pass over the update [d].
+    numbers at the worker and at the server, and two passes over the update [d].
 
     >>> fedsim.compress(torch.ones(4), "rand_k", k=2)
     (tensor([0., 2., 0., 2.]), 16)
@@ -119,6 +119,7 @@ class RandK(Sparsifier):
     def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Packet:
         k = self.size(spec.d)
         values = vector[sender.draws.choice(spec.d, k)]
+        values = torch.where(vector.isfinite().all(), values, torch.nan)  # the server must see that a worker diverged
         return Packet(values * (spec.d / k) if self.scaled else values, {"seed": sender.draws.key.view(1)})
 
     def restore(self, message: Packet, spec: Spec, out: Tensor) -> None:

@@ -173,12 +173,10 @@ def _groups(chain: Sequence[UpdateProcessor], places: Sequence[int]) -> list[lis
 
 
 def _codec(chain: Sequence[UpdateProcessor], places: Sequence[int], row: Tensor, shapes: Shapes) -> Codec | None:
-    """Return the codec of consecutive compressors, or None for another processor."""
-    functions = [chain[place].function for place in places]
-    compressors = [function for function in functions if isinstance(function, Compressor)]
-    if len(compressors) < len(functions):
-        return None
-    return Codec(tuple(compressors), Spec(len(row), row.dtype, shapes))
+    """Return the codec of the processors of a group (see `_groups`), or None if it is not a group of compressors."""
+    functions = (chain[place].function for place in places)
+    compressors = tuple(function for function in functions if isinstance(function, Compressor))
+    return Codec(compressors, Spec(len(row), row.dtype, shapes)) if compressors else None
 
 
 @processor("clip")

@@ -66,10 +66,10 @@ class PrivateRounds:
         Attackers ignore the clipping of the workers, and processors may lengthen updates.
         """
         experiment = self._task.experiment
-        longer = bool(experiment.chain) or bool(self._task.byzantine.in_round(round))
-        if longer := longer and self.mechanism.at_server and not experiment.aggregate.secure:
+        clips = self.mechanism.at_server and not experiment.aggregate.secure
+        if clips := clips and bool(experiment.chain or self._task.byzantine.in_round(round)):
             self._clip(sent, self._clip_of_round)
-        return longer
+        return clips
 
     def noise_of_mean(self, round: int) -> Tensor | None:
         """Return the noise [d] that the server adds to the mean of the updates, or None if it adds none."""

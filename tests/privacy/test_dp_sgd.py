@@ -72,6 +72,8 @@ def test_models_without_gradients_of_samples_are_named(engine, tiny_experiment):
     ("tables", "key"),
     [
         ({"sync": "gradients"}, "local.algorithm"),
+        ({"sampling": {"name": "power_of_choice", "candidates": 5}, "workers": 9, "cohort": 2}, "sampling.name"),
+        ({"aggregate": "qfedavg"}, "aggregate.rule"),
         ({"mode": "clock", "policy": "fedbuff"}, "local.algorithm"),
         ({"local": {**LOCAL, "accumulate": 2}}, "local.accumulate"),
         ({"privacy": {"mechanism": "central", "clip": 1.0, "noise": 1.0}}, "privacy.mechanism"),

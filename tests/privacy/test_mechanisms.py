@@ -11,6 +11,7 @@ import torch
 import fedsim
 from fedsim.core.randomness import Draws, numpy_generator
 from fedsim.privacy import clip_update, privacy_mechanism
+from fedsim.privacy.mechanisms import AdaptiveCentralPrivacy
 from fedsim.system.precision import PRECISIONS
 
 D = 7850  # number of parameters of the model "logistic"
@@ -235,3 +236,11 @@ def test_buffers_without_protection_are_refused(tiny_experiment):
     with pytest.raises(fedsim.ExperimentError, match="buffers"):
         fedsim.run(tables)
     fedsim.run({**tables, "rounds": 1, "buffers": "frozen"})
+
+
+@pytest.mark.parametrize("clipped", [0, 5])
+def test_the_adaptive_norm_stays_positive_and_finite(clipped):
+    mechanism, clip = AdaptiveCentralPrivacy(clip=1.0, noise=0.0, lr=1e4), 1.0
+    for round in range(1, 20):
+        clip = mechanism.next_clip(clip, clipped, 5, 5, 0, round)
+    assert 0 < torch.tensor(clip, dtype=torch.float32) < torch.inf

@@ -179,3 +179,22 @@ def test_each_worker_keeps_its_own_residual_between_its_rounds():
             left[worker] = total - sent[-1]
         federation.row = federation.row - 0.1 * torch.stack(sent).mean(0)
     assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
+
+
+def test_the_clipped_norm_is_right_for_long_and_large_updates():
+    for update in (torch.randn(3_000_000), torch.full((100,), 1e20), torch.ones(100_000, dtype=torch.float16)):
+        clipped, _ = fedsim.compress(update, "clip", max_norm=1.0)
+        assert clipped.double().norm() == pytest.approx(1.0, rel=1e-6 if update.dtype == torch.float32 else 1e-3)
+
+
+def test_numbers_of_two_bytes_are_compressed_as_float32():
+    update = torch.full((100_000,), 300.0, dtype=torch.float16)  # the sum and the norm exceed float16
+    for name in ("sign", "terngrad", "cast"):
+        assert torch.equal(fedsim.compress(update, name)[0], update)
+    levels = fedsim.compress(torch.randn(64).half(), "qsgd", levels=2000)[0]
+    assert levels.isfinite().all()
+
+
+def test_an_update_without_numbers_is_refused():
+    with pytest.raises(fedsim.ExperimentError, match=r"^update\[0\]: contains no floating-point numbers$"):
+        fedsim.compress(torch.zeros(0), "qsgd")
