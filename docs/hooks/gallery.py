@@ -46,6 +46,15 @@ DIGITS = 6  # significant digits of the stored numbers
 MOST_WIDE = 3  # maximum number of columns with intervals that fit on a page
 TABLE_COLUMNS = ("score", "difference", "best_accuracy", "bytes", "to_target", "bytes_to_target")
 CLOCK_COLUMNS = ("updates_to_target", "arrivals_to_target")  # for runs on the virtual clock
+EXPLANATIONS = {  # below a table that contains the text
+    " highest ": "`highest` is the highest accuracy of any round.",
+    " updates ": (
+        "`updates` of the global model and `arrivals` of models or gradients from workers are counted until the first "
+        "test that reaches the target."
+    ),
+    "±": "± is the 95 percent confidence interval, computed from the seeds.",
+    "**": "The best results are bold.",
+}
 
 
 class StaleResultError(Exception):
@@ -285,7 +294,7 @@ def filled(name: str, markdown: str) -> str:
 
 
 def results_table(name: str, metrics: dict[str, str] | None) -> str:
-    """Return the stored results as a Markdown table, or "" if FEDSIM_DOCS_RUN=no.
+    """Return the stored results as a Markdown table with explanations, or "" if FEDSIM_DOCS_RUN=no.
 
     Args:
         metrics: names of metrics by heading. Shown are the means over the seeds after the last round. None: the
@@ -299,7 +308,8 @@ def results_table(name: str, metrics: dict[str, str] | None) -> str:
         comparison = Comparison.read(folder)
     if metrics:
         return _table_of_metrics(comparison, metrics)
-    return _table_across(comparison) if len(comparison.compared) > 1 else _table_of_rows(comparison)
+    table = _table_across(comparison) if len(comparison.compared) > 1 else _table_of_rows(comparison)
+    return f"{table}\n\n" + " ".join(text for mark, text in EXPLANATIONS.items() if mark in table)
 
 
 def _table_of_metrics(comparison: Comparison, metrics: dict[str, str]) -> str:
@@ -326,8 +336,8 @@ def _table_across(comparison: Comparison) -> str:
         lines.setdefault(tuple(_labels(comparison, row, down)), {})[column] = _score(row, len(headings) <= MOST_WIDE)
     cells = [[*names, *(scores.get(heading, "") for heading in headings)] for names, scores in lines.items()]
     metric = comparison.metric.label.lower()
-    narrow = [heading.replace(",", "<br>") for heading in headings]
-    return _markdown_table([*down, *narrow], cells) + f"\n\nMeans of the {metric}; the best of a column is bold."
+    narrow = [re.sub(r",(?! )", "<br>", heading) for heading in headings]
+    return f"The means of the {metric}:\n\n{_markdown_table([*down, *narrow], cells)}"
 
 
 def _table_of_rows(comparison: Comparison) -> str:

@@ -88,7 +88,7 @@ def as_table(stage: Any, where: str) -> dict[str, Any]:
     table = {"rule": stage} if isinstance(stage, str) else stage
     table = with_key(table, "rule", where) if isinstance(table, dict) else table
     if not isinstance(table, dict) or not isinstance(table.get("rule"), str):
-        raise ExperimentError(f"{where} = {show(stage)}: must be a name, or a table with the key rule")
+        raise ExperimentError(f"{where} = {show(stage)}: must be a name, or a table with the key `rule`")
     return dict(table)
 
 

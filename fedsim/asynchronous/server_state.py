@@ -240,8 +240,10 @@ Tables = tuple[tuple[int, int, int], ...]  # per embedding: offset in the flat r
 def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
     """Return the positions of a model's embedding tables in its flat parameter vector.
 
-    Returns () if the client algorithm also changes parameters whose gradient is zero, because of momentum or weight
-    decay. In this case, raises ExperimentError if an embedding has sparse=True.
+    With these positions, a step changes only the rows of a table whose gradient is not zero. This is not possible if
+    the client algorithm has momentum or weight decay, which change all rows. The result is then ().
+
+    Raises ExperimentError for an embedding with sparse=True and such an algorithm.
     """
     embeddings = {
         f"{path}.weight" if path else "weight": embedding

@@ -259,7 +259,7 @@ class Mime(MimeLite):
 @client_algorithm("scaffold")
 @dataclass(frozen=True)
 class Scaffold(ClientAlgorithm):
-    """SCAFFOLD, stochastic controlled averaging: SGD along the gradient - c_k + c (Karimireddy et al. 2020).
+    """SCAFFOLD, stochastic controlled averaging: SGD with corrected gradients (Karimireddy et al. 2020).
 
     Algorithm 1 of the paper, where x is the global model, and the control variates c and c_k start at 0:
 

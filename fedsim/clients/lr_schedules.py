@@ -217,9 +217,7 @@ class LRSchedule:
         scheduler = self.make(**{name: inputs[name] for name in self.takes})
         if not isinstance(scheduler, LRScheduler):
             kind = type(scheduler).__name__
-            raise ExperimentError(
-                f"name: a learning rate schedule must return a scheduler of torch.optim.lr_scheduler, not {kind}"
-            )
+            raise ExperimentError(f"name: the function must return a scheduler of torch.optim.lr_scheduler, not {kind}")
         if first is None:
             return scheduler
         if isinstance(scheduler, lr_scheduler.OneCycleLR):

@@ -54,7 +54,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Return the part that a text such as "2/8" names: part 2 of 8, counted from 0."""
+        """Parse a text such as "2/8": part number 2 (counted from 0) of the 8 parts of a comparison."""
         match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
         if not match or not int(match[1]) < int(match[2]):
             raise ExperimentError(

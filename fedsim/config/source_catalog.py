@@ -212,7 +212,7 @@ def _is_dataclass(definition: ast.ClassDef) -> bool:
 
 
 def _table(class_name: str, place: str = "") -> SourceTable:
-    """Return the table at the dotted key `place`, read from the class `class_name` of `fedsim.config`."""
+    """Return the keys of the table at the dotted key `place`, from the source of the class `class_name`."""
     definition = _class(class_name)
     all_fields = _fields(_bases(definition))
     fields = {name: field for name, field in all_fields.items() if "ClassVar" not in ast.unparse(field)}

@@ -54,7 +54,8 @@ class ImageTransform(NamedTuple):
         try:
             return cls(function, tuple(taken_by_name(function, GIVEN)))
         except TypeError as error:
-            raise ExperimentError(f"partition.name: the strategy's transform cannot be used: {error}") from None
+            place = "partition.name: the image transform of the partition strategy"
+            raise ExperimentError(f"{place} cannot be used: {error}") from None
 
     def __call__(self, images: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         """Return the transformed images [batch, ...]. `inputs` maps "draws" and "generator" to their values."""

@@ -69,11 +69,11 @@ class Schedule:
         return self._with(amount[worker] if isinstance(amount, tuple) else amount.of(worker, round))
 
     def longest(self, worker: int) -> Schedule:
-        """Return the longest schedule that `worker` can have in a round."""
+        """Return the schedule with the most epochs or steps that `worker` can draw in a round."""
         return self._with(max(self._amount.values)) if isinstance(self._amount, DrawnAmount) else self.of(worker, 1)
 
     def shortest(self, worker: int) -> Schedule:
-        """Return the shortest schedule that `worker` can have in a round."""
+        """Return the schedule with the fewest epochs or steps that `worker` can draw in a round."""
         return self._with(min(self._amount.values)) if isinstance(self._amount, DrawnAmount) else self.of(worker, 1)
 
     def _with(self, amount: int) -> Schedule:

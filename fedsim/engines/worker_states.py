@@ -26,8 +26,8 @@ from fedsim.system.limits import describe_os_error
 class WorkerStates:
     """States that workers keep between rounds, such as momentum or a personal model.
 
-    Before a round, each process copies the states of the workers that it trains to the run's tensors. After the round,
-    the process copies the states back.
+    Before a round, each process copies the states of its workers of the cohort to tensors that training reads and
+    changes. After the round, the process copies the states back.
 
     Args:
         initial: state of a worker before its first round, a flat tensor for each name.

@@ -39,7 +39,9 @@ def compress(update: Any, name: Step | Sequence[Step], *, seed: int = 0, **param
     """
     steps: list[Any] = list(name) if isinstance(name, (list, tuple)) else [name]
     if params and steps != [name]:
-        raise ExperimentError(f"{next(iter(params))}: name is a list; write the parameters into its elements, as dicts")
+        raise ExperimentError(
+            f"{next(iter(params))}: for a list of processors, write the parameters of each into a dict with its name"
+        )
     chain = []
     for step in steps:
         table = {**(step if isinstance(step, Mapping) else {"name": step}), **params}

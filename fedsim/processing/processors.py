@@ -40,7 +40,7 @@ class UpdateProcessor(Component):
 
     Attributes:
         error_feedback: whether each worker adds the error that the processor made (the residual) to its next update.
-        compresses: whether error feedback can add what the processor leaves out.
+        compresses: whether `error_feedback` is allowed. False for processors that do not compress, such as `clip`.
     """
 
     error_feedback: bool = False

@@ -38,7 +38,7 @@ def axes_of_tables(tables: Any, place: str = "comparison") -> Axes:
 
 
 def axis_called(key: str) -> str:
-    """Return the full key of a compared setting, such as "aggregate.rule" for "aggregate.name".
+    """Return the key of a compared setting without synonyms: "aggregate.rule" for its synonym "aggregate.name".
 
     >>> from fedsim.records.axes import axis_called
     >>> axis_called("aggregate.name"), axis_called("local.lr")

@@ -292,7 +292,11 @@ class BreakingPoint(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The breaking point as text, such as "5", "none up to 10, but missed at 1" or "0.5, the smallest value"."""
+        """The breaking point as text for a table.
+
+        Examples: "5" if all values from 5 on miss the target; "0.5, the smallest value" if all values miss it; "none up
+        to 10, but missed at 1" if the largest value, 10, reaches the target and a smaller one does not.
+        """
         if self.breaks_at is not None:
             text = f"{self.breaks_at}" + (", the smallest value" if self.reached_at is None else "")
         else:

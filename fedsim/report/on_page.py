@@ -103,7 +103,10 @@ def scales_of(runs: Sequence[Run]) -> list[str]:
 
 
 def scale_choices(runs: Sequence[Run]) -> list[tuple[str, str, bool]]:
-    """Return the menu of x axes as triples (value, text, whether selected). Empty if there are only rounds."""
+    """Return the menu of x axes as triples (value, text, whether selected).
+
+    The menu is empty if the runs can only be drawn over rounds.
+    """
     timed = all(run.progress[-1].virtual_seconds is not None for run in runs)
     choices = [(scale, SCALES[scale], timed and scale == "virtual_seconds") for scale in scales_of(runs)]
     return [(ROUNDS, "rounds", not timed), *choices] if choices else []

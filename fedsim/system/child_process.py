@@ -107,8 +107,13 @@ def describe_failed_start(exitcode: int | None, instead: str) -> str:
 def require_importable_main(instead: str) -> None:
     """Check that child processes can import the main program when they start.
 
-    Raises WorkerError, which recommends the setting `instead`, if the program does not come from a file. If a child
-    process calls this function during the import, it exits (see `exit_if_imported_by_child`).
+    If a child process calls this function while it imports the main program, the child process exits (see
+    `exit_if_imported_by_child`).
+
+    Args:
+        instead: setting that works without processes, which the error recommends.
+
+    Raises WorkerError if the program does not come from a file.
     """
     exit_if_imported_by_child()
     path = getattr(sys.modules["__main__"], "__file__", None) or ""

@@ -245,7 +245,7 @@ def test_a_wrong_attack_or_rule_gives_a_one_line_error(change, message, tables):
     ("rule", "line"),
     [
         (["nnm", {"rule": "krum", "fe": 2}], r'rule\[1\].fe = 2: unknown key \(.* krum\); did you mean "f"\?'),
-        (["nnm", {"rul": "krum"}], r'rule\[1\] = \{rul = "krum"\}: must be a name, or a table with the key rule'),
+        (["nnm", {"rul": "krum"}], r'rule\[1\] = \{rul = "krum"\}: must be a name, or a table with the key `rule`'),
         (["nnm", "krumm"], r'rule\[1\] = "krumm": no such aggregation rule; did you mean "krum"\?'),
     ],
 )

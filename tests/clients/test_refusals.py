@@ -80,7 +80,7 @@ REFUSED = [
     ({**scheduled(BY_STEP, steps=2), "aggregate": "qfedavg"}, 'per = "step": "qfedavg" needs one learning rate'),
     (
         scheduled({"name": f"{__name__}:no_scheduler"}),
-        "local.schedule.name: a learning rate schedule must return a scheduler",
+        "local.schedule.name: the function must return a scheduler",
     ),
     (
         scheduled("cosine", algorithm=f"{__name__}:Rateless"),

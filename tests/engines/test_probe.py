@@ -72,10 +72,10 @@ def with_batch_norm():
 def test_first_samples_that_are_nan_are_named_and_not_the_model(dry_run, tiny_experiment):
     tables = {**tiny_experiment, "data": "tests.components:with_a_hole", "aggregate": {"nonfinite": "exclude"}}
     line = (
-        '^engine = "batched": 60 of the first 64 training samples, on which the model is probed, '
+        '^engine = "batched": cannot test the model, because 60 of the first 64 training samples '
         "contain NaN or infinity"
     )
-    with pytest.raises(fedsim.ExperimentError, match=f"{line}; use engine=spawn$"):
+    with pytest.raises(fedsim.ExperimentError, match=f"{line}; remove them, or use engine=spawn$"):
         dry_run(tables)
 
 

@@ -92,7 +92,7 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def sampled_columns(updates: Tensor) -> Tensor:
-    """Return 512 columns of `updates` [n, d], in evenly spaced groups, or all columns if d <= 512."""
+    """Return a sample of 512 columns of `updates` [n, d]: short runs at equal distances. All columns if d <= 512."""
     n, d = updates.shape
     runs = SAMPLED // RUN
     if d <= SAMPLED:

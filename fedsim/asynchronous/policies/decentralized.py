@@ -152,10 +152,14 @@ class Pairwise(OwnModels):
             server.shared.cohort.buffers[slot] = server.policy_state["buffers"][slot]
 
     def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
-        """Return the slot of a random neighbour of worker number `slot`, or None if all neighbours have left.
+        """Draw a random neighbour of a worker from the neighbours that still take part in the run.
 
-        The draw depends only on the seed, the worker, the neighbours that have not left, and `unit`, the number of
-        steps that the worker has started before.
+        Args:
+            server: state of the run, with the seed.
+            slot: number of the worker.
+            unit: number of steps that the worker has started before, on which the draw depends too.
+
+        Returns the number of the neighbour, or None if no neighbour takes part any more.
         """
         neighbours = [other for other in GRAPHS[self.graph](slot, server.n) if server.alive_mask[other]]
         if not neighbours:

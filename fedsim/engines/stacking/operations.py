@@ -288,8 +288,8 @@ class MergedBatch(PreparedDropout):
         factors: scaled dropout masks [k, batch, ...], one for each dropout call, in call order.
         stacks: parameters and buffers of the k models, [k, ...] each.
         size: total number of samples, k * batch.
-        products: for each tensor in `stacks`, a list that receives the tensor's gradient as an OuterProductGrad, or
-            None to compute the gradient.
+        products: for each tensor in `stacks`, a list to which the backward pass appends the tensor's gradient as an
+            OuterProductGrad. None instead of a list: the tensor gets an ordinary gradient.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class MergedBatch(PreparedDropout):
             raise NotMergeableError
 
     def require_stacks(self, input: Tensor, *stacks: Tensor | None) -> None:
-        """Raise NotMergeableError unless `stacks` are parameters of all models and `input` their samples."""
+        """Raise NotMergeableError unless `stacks` are parameters of the k models and `input` is the merged batch."""
         for stack in stacks:
             if stack is not None:
                 self.require(self.is_stack(stack) and (len(stack) == 1 or len(input) % self._size == 0))

@@ -84,8 +84,8 @@ def _require_finite(shared: SharedState) -> None:
     bad = int((~inputs.reshape(len(inputs), -1).isfinite().all(1)).sum())
     if bad:
         raise ExperimentError(
-            f'engine = "batched": {bad} of the first {len(inputs)} training samples, on which the model is probed, '
-            "contain NaN or infinity; use engine=spawn"
+            f'engine = "batched": cannot test the model, because {bad} of the first {len(inputs)} training samples '
+            "contain NaN or infinity; remove them, or use engine=spawn"
         )
 
 
@@ -302,7 +302,11 @@ class Trials:
 
 
 def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
-    """Return a gradient [2, o, i] of two weight matrices as an OuterProductGrad, and other gradients unchanged."""
+    """Return the gradient of the weight matrices of the two probed models, [2, o, i], as an OuterProductGrad.
+
+    An optimizer step then receives the type of gradient that it receives in a run. Other gradients are returned
+    unchanged.
+    """
     if gradient.ndim != 3:
         return gradient
     return OuterProductGrad(

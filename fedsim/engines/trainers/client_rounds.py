@@ -1,4 +1,7 @@
-"""Start and end of a worker's local training, where messages and worker state are loaded and stored."""
+"""Start and end of a worker's local training.
+
+At the start, the worker loads its state and the server's message. At the end, it stores its state and its own message.
+"""
 
 from __future__ import annotations
 

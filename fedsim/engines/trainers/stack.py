@@ -159,7 +159,7 @@ class Stack:
 
     @property
     def layer_keys(self) -> list[int]:
-        """Random seed for each worker's dropout masks in the round."""
+        """Return the random seed of the dropout layers of each worker in the round, [k]."""
         return [layer_key(self._task.experiment.seed, member.round, member.worker) for member in self.members]
 
     def dropout_factors(self, dropouts: Sequence[Dropout], *, after: bool = False) -> FactorsAhead:
