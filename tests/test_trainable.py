@@ -179,12 +179,16 @@ def test_a_finished_comparison_is_read_without_the_weights_and_the_device(tables
             {"model": {"weights": "small.safetensors"}},
             r'the shape of "1.weight" is \[2, 784\] in the file, but \[20, 784\] in the model',
         ),
+        ({"model": {"weights": "nan.safetensors"}}, 'model.weights = .*: "1.weight" contains NaN or infinity'),
     ],
 )
 def test_what_does_not_fit_the_model_is_one_line(changes, line, tables, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "damaged.safetensors").write_bytes(b"no tensors")
     save_file(two_nn(hidden=2).state_dict(), tmp_path / "small.safetensors")
+    save_file(
+        {name: value.log() for name, value in two_nn(hidden=20).state_dict().items()}, tmp_path / "nan.safetensors"
+    )
     changed = {table: {**tables[table], **values} for table, values in changes.items()}
     with pytest.raises(ExperimentError, match=line):
         fedsim.run({**tables, **changed})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import is_dataclass
 from functools import cached_property
@@ -93,6 +94,12 @@ class Task(ComponentTable):
                 f"{self.setting}: has no method {missing[0]}; must be a loss function of (outputs, "
                 "targets), a loss module, or a task with the methods of fedsim.core.learning_task.LearningTask"
             )
+        try:
+            inspect.signature(task.loss).bind("outputs", "targets", "none")
+        except TypeError:
+            raise ExperimentError(
+                f"{self.setting}: its method `loss` must take outputs, targets and reduction"
+            ) from None
         return task
 
 

@@ -160,6 +160,8 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
         yield "processors unset", {"attack.compressed"}
     if not attack.fraction:
         yield "attack.fraction unset", {"attack.resample", "attack.by_class"}
+    if not experiment.model.lora.rank:
+        yield "model.lora.rank=0", {"model.lora.alpha", "model.lora.targets"}
     if not experiment.data.local_test_fraction:
         yield "data.local_test_fraction unset", {"worker_evaluation"}
     if not stop.active:

@@ -50,10 +50,18 @@ def train_and_test(
         for name in (target, *inputs, *ids):
             if name not in columns:
                 raise DataError(f"{place}: has no column {show(name)}; {nearest(name, columns)}")
+        if not len(columns[target]):
+            raise DataError(f"{place}: has no samples")
     targets = [_values(columns[target], f"{place}: column {show(target)}") for columns, place in parts]
     if any(values.dtype.kind == "U" for values in targets):
-        classes = np.unique(np.concatenate([values.astype(str) for values in targets]))
-        targets = [np.searchsorted(classes, values.astype(str)) for values in targets]
+        targets = [values.astype(str) for values in targets]
+        classes = np.unique(targets[0])
+        for values, (_, place) in zip(targets, parts, strict=True):
+            if len(unknown := np.setdiff1d(values, classes)):
+                raise DataError(
+                    f"{place}: column {show(target)}: the class {show(str(unknown[0]))} has no training samples"
+                )
+        targets = [np.searchsorted(classes, values) for values in targets]
     samples = []
     for (columns, place), values in zip(parts, targets, strict=True):
         arrays = [_numbers(columns[name], f"{place}: column {show(name)}") for name in inputs]
@@ -120,11 +128,16 @@ def unreadable(path: str, error: Exception) -> DataError:
 
 
 def require_finite(values: np.ndarray, place: str) -> None:
-    """Raise DataError, with the place and the row, if an array [n, ...] contains NaN or infinity."""
-    if values.dtype.kind == "f" and not (finite := np.isfinite(values)).all():
+    """Raise DataError, with the place and the row, if an array [n, ...] contains NaN or infinity as float32."""
+    if values.dtype.kind != "f":
+        return
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(values.astype(np.float32, copy=False))
+    if not finite.all():
         row = int(np.argwhere(~finite)[0][0])
         raise DataError(
-            f"{place}: row {row} contains NaN, infinity or a missing value; remove such rows or replace the values"
+            f"{place}: row {row} contains NaN, infinity, a missing value or a number beyond float32; remove "
+            "such rows or replace the values"
         )
 
 
@@ -133,7 +146,7 @@ def _only_target(columns: Columns, place: str) -> str:
     if len(names) != 1:
         raise DataError(
             f"{place}: must have exactly one column with one of the names {', '.join(TARGETS)}; otherwise, set "
-            f"`target` to one of the columns {', '.join(columns)}"
+            f"`target` to one of the columns {', '.join(columns)}, or rename a column"
         )
     return names[0]
 
@@ -144,10 +157,10 @@ def _values(values: Any, place: str) -> np.ndarray:
     Raises DataError, which begins with `place`, for a missing value, and for values of different types.
     """
     array = np.asarray(values)
-    if array.dtype.kind != "O":
+    if array.dtype.kind not in "OU":
         return array
     for row, value in enumerate(array):
-        if value is None or (isinstance(value, float) and np.isnan(value)):
+        if value is None or (isinstance(value, float) and np.isnan(value)) or (isinstance(value, str) and not value):
             raise DataError(f"{place}: has no value in row {row}; remove such rows or fill in the values")
     if all(isinstance(value, str) for value in array):
         return array.astype(str)
@@ -165,7 +178,10 @@ def _numbers(values: Any, place: str) -> np.ndarray:
     """
     if hasattr(next(iter(values), None), "getbands"):  # PIL pictures
         mode = "L" if all(picture.mode in ("1", "L") for picture in values) else "RGB"
-        values = [np.atleast_3d(picture.convert(mode)).transpose(2, 0, 1) for picture in values]
+        try:
+            values = [pixels_of(picture, mode).transpose(2, 0, 1) for picture in values]
+        except ValueError as error:
+            raise DataError(f"{place}: {error}") from None
     try:
         array = np.asarray(values)
     except ValueError:  # lists of different lengths
@@ -181,10 +197,21 @@ def _numbers(values: Any, place: str) -> np.ndarray:
     if array.dtype.kind not in "iubf":
         raise DataError(
             f"{place}: contains {array.dtype} values instead of numbers; set `inputs` to the columns that contain "
-            "numbers"
+            "numbers, or remove the column"
         )
     require_finite(array, place)
     return array.astype(np.float32) if array.dtype.kind == "f" else array
+
+
+def pixels_of(picture: Any, mode: str, size: int | None = None) -> np.ndarray:
+    """Return a PIL image as uint8 [height, width, channels], converted to `mode` and resized to `size` x `size`.
+
+    Raises ValueError for more than 8 bits per channel, which PIL would not scale but cut off.
+    """
+    if picture.mode.startswith(("I", "F")):
+        raise ValueError(f"the image has the mode {picture.mode} of PIL; convert it to 8 bits per channel")
+    picture = picture.convert(mode)
+    return np.atleast_3d(picture if size is None else picture.resize((size, size)))
 
 
 def _joined(arrays: list[np.ndarray], place: str) -> np.ndarray:

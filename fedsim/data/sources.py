@@ -66,8 +66,8 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
 
     Returns two TensorData (train, test), each with inputs [n, ...] and targets [n] (class labels) or [n, ...].
 
-    Raises DataError if files can be neither found nor downloaded, if the training or test set is empty, if targets
-    are NaN or infinite, or if a label is negative.
+    Raises DataError if files can be neither found nor downloaded, if the training or test set is empty, if their inputs
+    differ in type or shape, if targets are NaN or infinite, or if a label is negative.
 
     >>> train, test = fedsim.load_dataset("mnist5k")
     >>> inputs, targets = train.gather(torch.arange(3))
@@ -97,6 +97,13 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
             )
         if data.targets.is_floating_point() and not data.targets.isfinite().all():
             raise DataError(f"data.name = {show(name)}: the {part} set has targets that are NaN or infinite")
+    first, second = (f"{data.inputs.dtype} of shape {list(data.inputs.shape[1:])}" for data in (train, test))
+    images = [data.inputs.dtype == torch.uint8 for data in (train, test)]  # only these are divided by 255
+    if train.inputs.shape[1:] != test.inputs.shape[1:] or images[0] != images[1]:
+        raise DataError(
+            f"data.name = {show(name)}: each training input is {first}, but each test input is {second}; both must "
+            "have the same type and shape"
+        )
     return train, test
 
 

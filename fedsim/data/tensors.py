@@ -30,8 +30,8 @@ class TensorData(Dataset):
         targets: class labels, int64 [n], or numbers [n, ...], such as tokens (int64) or measured values (floating).
         scale, shift: a sample's input is `inputs[i] * scale + shift`. Scalars, or one value per channel.
         dtype: dtype of the normalised inputs.
-        ids: owner of each sample, for the partition `natural`, such as {"writer": array [n]}. There may be several
-            columns of owners. Empty: the owners are unknown.
+        ids: owner of each sample, for the partition `natural`, such as {"writer": array or list [n]}. There may be
+            several columns of owners. Empty: the owners are unknown.
         rows: position of each sample in `inputs` and `targets`, int64 [n], for samples that overlap, such as windows of
             a text. `inputs` and `targets` may then be views of one small tensor, and targets may be of any integer
             type. None: sample i has position i.
@@ -46,10 +46,11 @@ class TensorData(Dataset):
     scale: float | tuple[float, ...] = 1.0
     shift: float | tuple[float, ...] = 0.0
     dtype: torch.dtype = torch.float32
-    ids: Mapping[str, np.ndarray] = field(default_factory=dict)
+    ids: Mapping[str, Any] = field(default_factory=dict)
     rows: Tensor | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", id_columns(self.ids))
         if len(self.inputs) != len(self.targets):
             raise ValueError(
                 f"there are {len(self.inputs)} inputs, but {len(self.targets)} targets; each input needs one target"
@@ -304,7 +305,7 @@ def _as_int64(array: np.ndarray) -> np.ndarray:
 
 def _as_tensor(value: Any, place: str) -> Tensor:
     if isinstance(value, Tensor):
-        return value
+        return value.detach()
     if hasattr(value, "getbands"):  # a PIL image, recognised without importing PIL
         pixels = torch.from_numpy(np.array(value))
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)

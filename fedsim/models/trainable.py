@@ -131,8 +131,10 @@ def load_weights(
         there, here = (list(of[name].shape) if name in of else "missing" for of in (stored, tensors))
         if there != here and not (there == "missing" and name.endswith(optional)):
             raise error_class(
-                f"{place}: the shape of {show(name)} is {there} in the file, but {here} in the model; both must be "
-                "equal"
+                f"{place}: the shape of {show(name)} is {there} in the file, but {here} in the model; use the settings "
+                "of `model` with which the file was written"
             )
+        if there != "missing" and not stored[name].isfinite().all():
+            raise error_class(f"{place}: {show(name)} contains NaN or infinity in the file; use another file")
     with torch.no_grad():
         module.load_state_dict(stored, strict=False)

@@ -120,6 +120,7 @@ WITHOUT_EFFECT = [
     ("attack=alie", "attack.name: no Byzantine workers (set attack.fraction or attack.workers)"),
     ("attack.resample=true", "attack.resample: attack.fraction unset"),
     ("worker_evaluation.every=3", "worker_evaluation: data.local_test_fraction unset"),
+    ("model.lora.alpha=3.0", "model.lora.alpha: model.lora.rank=0"),
     ("stop.metric=test_loss", "stop.metric: stop.patience and stop.target unset"),
     ("stop.metric=test_loss stop.target=0.1 stop.min_delta=0.1", "stop.min_delta: stop.patience unset"),
 ]

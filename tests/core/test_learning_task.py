@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 import fedsim
 from fedsim import DataError, ExperimentError, TensorData
-from fedsim.core.learning_task import NextToken, regression
+from fedsim.core.learning_task import Classification, NextToken, regression
 from fedsim.records.record import metrics_in
 from tests.components import tiny
 from tests.matrix import in_turn
@@ -180,6 +182,17 @@ def test_the_losses_of_class_weights_and_of_several_outputs_equal_those_of_pytor
     assert torch.allclose(task.loss(outputs, targets, "none"), (outputs - targets).square().mean(1))
     with pytest.raises(ExperimentError, match="has 3 classes, but the labels go up to 4"):
         fedsim.Experiment(task=F.cross_entropy).task.component.check_outputs(outputs, labels, 5)
+
+
+@dataclass(frozen=True)
+class WithoutReduction(Classification):
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets)
+
+
+def test_a_task_whose_loss_takes_no_reduction_is_refused():
+    with pytest.raises(ExperimentError, match="its method `loss` must take outputs, targets and reduction"):
+        fedsim.Experiment(task=WithoutReduction())
 
 
 @pytest.mark.parametrize(

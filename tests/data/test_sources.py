@@ -116,3 +116,18 @@ def test_unusable_samples_are_an_error():
     inputs, targets = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
     with pytest.raises(DataError, match="must be a dense tensor of real numbers, not torch.sparse_coo"):
         fedsim.load_dataset(((inputs.to_sparse(), targets), (inputs, targets)))
+
+
+@pytest.mark.parametrize("change", [lambda inputs: inputs[:, :3], lambda inputs: inputs.float()])
+def test_training_and_test_inputs_must_have_one_type_and_shape(change):
+    inputs, targets = torch.zeros(4, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.long)
+    with pytest.raises(DataError, match="both must have the same type and shape"):
+        fedsim.load_dataset(((inputs, targets), (change(inputs), targets)))
+
+
+def test_owners_may_be_lists_and_inputs_may_require_gradients():
+    inputs, targets = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
+    data = fedsim.TensorData(inputs, targets, ids={"user": ["ann", "bob"] * 2})
+    assert data.take(np.array([1, 3])).ids["user"].tolist() == ["bob", "bob"]
+    train, _ = fedsim.load_dataset(((inputs.requires_grad_(), targets), (inputs, targets)))
+    assert not train.inputs.requires_grad

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from pydantic import PositiveInt
 
-from fedsim.data.columns import Fraction, split_test
+from fedsim.data.columns import Fraction, pixels_of, split_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, one_line
@@ -54,10 +54,12 @@ def image_folder(
     train_folder = folder / "train" if (folder / "train").is_dir() else folder
     if not train_folder.is_dir():
         raise DataError(f"{folder}: no such folder")
+    test_folder = next((folder / name for name in TEST_FOLDERS if (folder / name).is_dir()), None)
+    if train_folder == folder and test_folder is not None:
+        raise DataError(f"{folder}: has a folder {test_folder.name}, but no folder train; put the classes into train")
     classes = sorted(e.name for e in train_folder.iterdir() if e.is_dir() and not e.name.startswith("."))
     train = _read(train_folder, classes, size, grey)
-    test_folder = next((folder / name for name in TEST_FOLDERS if (folder / name).is_dir()), None)
-    if train_folder == folder or test_folder is None:
+    if test_folder is None:
         return split_test(train, test_fraction)
     return train, _read(test_folder, classes, size, grey)
 
@@ -68,7 +70,8 @@ def _read(folder: Path, classes: list[str], size: int | None, grey: bool) -> Ten
 
     files = sorted(
         file
-        for file in folder.rglob("*")
+        for top in folder.iterdir()  # rglob follows links only at its start
+        for file in (top, *top.rglob("*"))
         if file.suffix.lower() in SUFFIXES and not any(p.startswith(".") for p in file.relative_to(folder).parts)
     )
     images, labels, owners = list[np.ndarray](), list[int](), list[str]()
@@ -79,8 +82,7 @@ def _read(folder: Path, classes: list[str], size: int | None, grey: bool) -> Ten
             raise DataError(f"{file}: must be in the folder of one of the classes {allowed}")
         try:
             with Image.open(file) as image:
-                image = image.convert("L" if grey else "RGB")
-                pixels = np.atleast_3d(image if size is None else image.resize((size, size)))
+                pixels = pixels_of(image, "L" if grey else "RGB", size)
         except Exception as error:
             raise DataError(f"{file}: cannot be read: {one_line(error)}") from None
         if images and pixels.shape != images[0].shape:

@@ -10,7 +10,7 @@ import numpy as np
 from fedsim.data.columns import Fraction, data_path, train_and_test, unreadable
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
-from fedsim.errors import DataError
+from fedsim.errors import DataError, show
 from fedsim.system.packages import import_extra
 
 
@@ -67,10 +67,13 @@ def _read(path: str) -> dict[str, Any]:
         else:
             delimiter = "\t" if suffix == ".tsv" else ","
             content = module.read_csv(path, parse_options=module.ParseOptions(delimiter=delimiter))
+        names = content.column_names
     except Exception as error:  # the errors of PyArrow have no common base class
         raise unreadable(path, error) from None
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"{path}: has two columns {show(repeated[0])}; the first line must contain the column names")
     columns = {}
-    for name in content.column_names:
+    for name in names:
         column = content.column(name)
         if column.null_count:
             row = int(np.flatnonzero(column.is_null())[0])

@@ -235,7 +235,7 @@ def _files_of(name: str) -> list[Path]:
 def _read(file: Path) -> str:
     """Return the text of a file. Raises DataError if the file cannot be read, is empty, or is not UTF-8."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"data.path = {show(str(file))}: byte {error.start} is not UTF-8; convert the file to UTF-8"

@@ -112,7 +112,7 @@ def partition_shards(
     if not ids and registration.takes.get("ids"):
         raise ExperimentError(
             f'partition.name = "{strategy}": needs the writer or user of each sample, which this data set does not '
-            "contain; pass `ids`, one for each sample"
+            "contain; use another partition, or pass `ids`"
         )
     if registration.takes.get("by_class") and not has_classes(np.asarray(labels)):
         raise ExperimentError(

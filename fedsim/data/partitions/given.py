@@ -120,7 +120,7 @@ class Given:
 
 
 def _read(path: Path) -> list[list[int]]:
-    text = read_bounded(path, int(free_memory() / 20)).decode()
+    text = read_bounded(path, int(free_memory() / 20)).decode("utf-8-sig")
     return _lists_of_csv(text) if path.suffix == ".csv" else _lists_of_json(text)
 
 
@@ -142,6 +142,8 @@ def _lists_of_csv(text: str) -> list[list[int]]:
         )
     lists: dict[str, list[int]] = {}
     for row in reader:
+        if not row["worker"]:
+            raise ValueError(f"line {reader.line_num}: has no worker")
         try:
             lists.setdefault(row["worker"], []).append(int(row["sample"]))
         except (TypeError, ValueError):

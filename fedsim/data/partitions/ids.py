@@ -36,7 +36,7 @@ def owners_of(ids: Mapping[str, np.ndarray], by: str | None) -> tuple[np.ndarray
     column = ids[name]
     if column.dtype.kind != "O":
         owners, owner_of = np.unique(column, return_inverse=True)
-        if column.dtype.kind == "f" and np.isnan(column).any():
+        if column.dtype.kind in "fM" and np.isnan(column).any():
             raise _owner_error(name, int(np.flatnonzero(np.isnan(column))[0]))
         return owners, owner_of
     values = column.tolist()  # a dict of Python objects is many times faster than sorting them all

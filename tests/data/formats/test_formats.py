@@ -114,6 +114,29 @@ class TestTables:
         one_line_error("csv", "t.csv: cannot be read", path=str(tmp_path / "t.csv"))
         (tmp_path / "t.parquet").write_bytes(b"PAR1 and no more")
         one_line_error("parquet", "t.parquet: cannot be read", path=str(tmp_path / "t.parquet"))
+        for text, match in [
+            ("a,a,y\n1,2,0\n", 'has two columns "a"'),
+            ("a,y\n", "has no samples"),
+            ("a,y\n1e300,0\n", "row 0 contains NaN, infinity, .* or a number beyond float32"),
+            ("\u00e4,y\n1,0\n", "cannot be read: UnicodeDecodeError"),
+        ]:
+            (tmp_path / "t.csv").write_text(text, encoding="latin-1")
+            one_line_error("csv", f"t.csv: .*{match}", path=str(tmp_path / "t.csv"))
+
+    def test_an_empty_cell_is_no_owner_and_no_class(self, tmp_path):
+        pytest.importorskip("pyarrow")
+        for lines, column in [("1,ann,u\n2,,v\n", "user"), ("1,ann,u\n2,bob,\n", "y")]:
+            (tmp_path / "t.csv").write_text(f"a,user,y\n{lines}")
+            match = f'column "{column}": has no value in row 1'
+            one_line_error("csv", match, path=str(tmp_path / "t.csv"), ids=["user"])
+
+    def test_classes_of_the_test_file_must_have_training_samples(self, tmp_path):
+        pytest.importorskip("pyarrow")
+        (tmp_path / "train.csv").write_text("a,y\n1,u\n2,v\n")
+        for label in ("w", "0"):
+            (tmp_path / "test.csv").write_text(f"a,y\n1,{label}\n")
+            match = f'test.csv: column "y": the class "{label}" has no training samples'
+            one_line_error("csv", match, path=str(tmp_path / "train.csv"), test_path=str(tmp_path / "test.csv"))
 
 
 class Line(torch.nn.Linear):
@@ -285,6 +308,24 @@ class TestImageFolder:
         self.write(tmp_path, parts=("other",), size=(3, 3))
         (tmp_path / "other/cat").rename(tmp_path / "train/eel")
         one_line_error("image_folder", "has 3 x 3 pixels, but one.png has 4 x 6; set `size`", path=str(tmp_path))
+        (tmp_path / "train").rename(tmp_path / "val")
+        one_line_error("image_folder", "has a folder val, but no folder train", path=str(tmp_path))
+
+    def test_more_than_8_bits_are_refused_and_not_cut_off(self, tmp_path):
+        image = pytest.importorskip("PIL.Image")
+        path = self.write(tmp_path, parts=("train",))
+        image.fromarray(np.full((6, 4), 40_000, dtype=np.uint16)).save(tmp_path / "train/cat/one.png")
+        one_line_error("image_folder", "one.png: cannot be read: .*convert it to 8 bits per channel", path=path)
+
+    def test_links_to_folders_are_followed(self, tmp_path):
+        self.write(tmp_path / "real")
+        (tmp_path / "links").mkdir()
+        for part in ("train", "test"):
+            (tmp_path / "links" / part).mkdir()
+            for name in ("cat", "dog"):
+                (tmp_path / "links" / part / name).symlink_to(tmp_path / "real" / part / name)
+        train, test = fedsim.load_dataset("image_folder", path=str(tmp_path / "links"))
+        assert (len(train), len(test)) == (2, 2)
 
 
 class TestLeaf:

@@ -86,6 +86,7 @@ def test_files_hold_one_list_for_each_worker(name, text, tmp_path):
         ("a.csv", "", "must have the columns sample and worker, not none"),
         ("a.csv", "sample,user\n0,a", "must have the columns sample and worker, not sample, user"),
         ("a.csv", "sample,worker\n0,a\nx,b", 'line 3: "x" is not the index of a sample'),
+        ("a.csv", "sample,worker\n0,a\n1", "line 3: has no worker"),
         ("a.csv", None, "cannot be read: No such file"),
         ("a.csv", "sample,worker\n0," + "a" * 200_000, "field larger than field limit"),
         ("a.json", "[]", "contains no list"),
