@@ -8,9 +8,8 @@ setting `buffers` is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Annotated, Any, ClassVar
 
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
 from fedsim.clients.base import State, client_algorithm
 from fedsim.clients.sgd import LocalSGD
+from fedsim.core.name_patterns import matches, matching
 from fedsim.core.rows import ColumnSpans, Layout
-from fedsim.core.suggestions import closest, nearest
 from fedsim.errors import ExperimentError, show
 
 Amount = Annotated[int, Field(gt=0)]
@@ -103,21 +102,15 @@ class FedPer(PersonalSGD):
 
     def personal_names(self, module: nn.Module) -> Collection[str]:
         names = [entry.name for entry in Layout.of(module).parameters]
-        for pattern in self.personal:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                place = f"local.personal = {show(self.personal)}"
-                raise ExperimentError(f"{place}: no parameter matches {show(pattern)}; {_nearest(pattern, names)}")
-        matching = set(self._matching(names))
-        if len(matching) in (0, len(names)):
-            all_or_none, instead = ("all", "local_only") if matching else ("none", "sgd")
+        personal = matching(self.personal, names, "local.personal", "parameter")
+        if len(personal) in (0, len(names)):
+            all_or_none, instead = ("all", "local_only") if personal else ("none", "sgd")
             place = f"local.personal = {show(self.personal)}"
             raise ExperimentError(
                 f"{place}: {all_or_none} of the model's parameters are personal; use local.algorithm={instead}"
             )
-        return matching.union(self._matching(entry.name for entry in Layout.of(module).buffers))
-
-    def _matching(self, names: Iterable[str]) -> Iterator[str]:
-        return (name for name in names if any(fnmatchcase(name, pattern) for pattern in self.personal))
+        buffers = (entry.name for entry in Layout.of(module).buffers)
+        return personal.union(name for name in buffers if any(matches(name, pattern) for pattern in self.personal))
 
 
 @client_algorithm("lg_fedavg")
@@ -260,11 +253,3 @@ class LocalOnly(PersonalSGD):
 def _layer(name: str) -> str:
     """Return the name of the module that contains a parameter or buffer."""
     return name.rpartition(".")[0]
-
-
-def _nearest(pattern: str, names: list[str]) -> str:
-    """Return a hint for error messages: the names that are most similar to a pattern without matches."""
-    if closest(pattern, names):
-        return nearest(pattern, names)
-    modules = dict.fromkeys(f"{_layer(name)}.*" if "." in name else name for name in names)
-    return nearest(pattern, modules)

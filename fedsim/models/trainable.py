@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -13,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from fedsim.core.suggestions import nearest
-from fedsim.errors import ExperimentError, FedsimError, one_line, show
+from fedsim.core.name_patterns import matching
+from fedsim.errors import FedsimError, one_line, show
 from fedsim.system.devices import free_memory
 from fedsim.system.files import read_bounded
 
@@ -77,30 +76,6 @@ def share_frozen(module: nn.Module, shared: dict[str, nn.Parameter]) -> None:
     replaced = {p: shared.setdefault(name, p) for name, p in module.named_parameters() if not p.requires_grad}
     for part in module.modules():
         part._parameters.update({name: replaced[p] for name, p in part._parameters.items() if p in replaced})
-
-
-def matching(patterns: Sequence[str], names: list[str], key: str, kind: str) -> set[str]:
-    """Return those `names` that match one of the patterns, with `*` and `?` as in a shell.
-
-    A pattern also matches everything inside a module: `head` matches `head.weight`.
-
-    Args:
-        patterns: patterns from an experiment.
-        names: names of parameters or layers.
-        key: setting that contains the patterns, for error messages.
-        kind: kind of object that has these names, for error messages, such as "parameter".
-
-    Raises ExperimentError if a pattern matches no name.
-    """
-    matches = {
-        pattern: {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")}
-        for pattern in patterns
-    }
-    for pattern, matched in matches.items():
-        if not matched:
-            modules = dict.fromkeys([*(name.rpartition(".")[0] or name for name in names), *names])
-            raise ExperimentError(f"{key}: no {kind} matches {show(pattern)}; {nearest(pattern, modules)}")
-    return set().union(*matches.values())
 
 
 def load_weights(

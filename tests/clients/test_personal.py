@@ -178,7 +178,7 @@ def test_columns_of_entries_join_neighbours_and_have_others():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"algorithm": "fedper", "personal": ["4.*"]}, 'local.personal = ["4.*"]: no parameter matches "4.*"; '),
+        ({"algorithm": "fedper", "personal": ["4.*"]}, 'local.personal: no parameter matches "4.*"; '),
         ({"algorithm": "fedper", "personal": ["2.wieght"]}, 'did you mean "2.weight"?'),
         ({"algorithm": "fedper"}, 'local.personal: is required, such as personal = ["fc2.*"]'),
         ({"algorithm": "fedper", "personal": []}, "use local.algorithm=sgd"),
