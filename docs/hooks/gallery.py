@@ -278,7 +278,7 @@ def filled(name: str, markdown: str) -> str:
         parts.append("The records of this experiment are not stored, so there is no figure from them.")
     else:
         known = about(name)
-        parts.append(f"```bash\n{command(name, known['words'])}\n```")
+        parts.append(f"The results are from this command:\n\n```bash\n{command(name, known['words'])}\n```")
         for file in figures(name):
             if file.endswith(".png"):
                 stem = file.removesuffix(".png")

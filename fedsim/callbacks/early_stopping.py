@@ -1,4 +1,7 @@
-"""Callbacks that end a run early (table `stop`, or divergence) and then test individual workers."""
+"""Callbacks that end a run early: because of the table `stop`, or because the run diverges.
+
+Before the run ends, the models of single workers are tested.
+"""
 
 from __future__ import annotations
 

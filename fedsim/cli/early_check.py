@@ -88,12 +88,12 @@ def _in_table(table: SourceTable, values: Any, place: str, tables: Mapping[str, 
 
     Args:
         table: the allowed keys, tables and components.
-        values: the table to check.
+        values: content of the table in the experiment.
         place: dotted key of the table, "" for the whole experiment.
         tables: the whole experiment.
 
-    Each item is a pair: the error message, and whether it is about a component. The message is None for an import path,
-    because the imported module may define more components.
+    Each item is a pair: the error message, and whether it is about a component. The message is None for a component
+    with an import path, which cannot be checked before its module is imported.
     """
     if table.kind and table.is_name(values):
         values = {table.named_by: values}

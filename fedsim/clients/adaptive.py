@@ -65,7 +65,7 @@ class Adam(ClientAlgorithm):
         rows.addcdiv_(m, scale.mul_(averaged_weight(state["m_weight"], self.beta1)), value=-self.lr)
 
     def decay(self, rows: Tensor, gradients: Tensor) -> None:
-        """Apply weight decay in place, to `rows` or to `gradients`, before a step."""
+        """Apply weight decay before a step, in place: Adam adds it to `gradients`, AdamW multiplies `rows`."""
         if self.weight_decay:
             gradients.add_(rows, alpha=self.weight_decay)
 

@@ -317,7 +317,7 @@ class ClientAlgorithm:
     def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
         """Return the personal models [..., d] of workers.
 
-        `rows` [..., d] is the global model, and `worker_state` is the state that the workers keep.
+        Each of the `rows` [..., d] is a copy of the global model. `worker_state` is the state that the workers keep.
         """
         return rows
 

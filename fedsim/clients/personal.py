@@ -57,7 +57,7 @@ class PersonalSGD(LocalSGD):
         return {"personal": self.personal_columns.of(row)}
 
     def server_state(self, row: Tensor) -> State:
-        """Return the initial values of the personal parameters, which the global model keeps in all rounds."""
+        """Return the initial personal parameters. The global model has these values in all rounds."""
         return {"personal": self.personal_columns.of(row)}
 
     def numbers_sent(self, d: int) -> tuple[int, int]:

@@ -138,8 +138,8 @@ def _heatmap(comparison: Comparison, style: FigureStyle) -> Figure:
     figure = draw_heatmap(comparison, style, comparison.settings.heat_axes(list(comparison.axes)))
     if figure is None:
         raise ExperimentError(
-            'kind = "heatmap": needs a comparison with finished runs and at least two axes besides those of tune and '
-            "worst"
+            'kind = "heatmap": needs a comparison with finished runs and at least two compared settings, not counting '
+            "those of --tune and --worst"
         )
     return figure
 

@@ -269,7 +269,7 @@ def _experiments(
 
 
 def _renamed(experiment: Experiment, name: str) -> Experiment:
-    """Return a copy of the experiment with another default name."""
+    """Return a copy of the experiment called `name`, as if the user had not set the name."""
     renamed = experiment.model_copy(update={"name": name})
     renamed.model_fields_set.discard("name")
     return renamed

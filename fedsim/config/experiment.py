@@ -356,7 +356,7 @@ def refuse_untrusted_root(data: schema.Data) -> None:
 def _without_unset(value: Any) -> Any:
     """Return nested tables without keys whose value is None.
 
-    Tables in lists are included, unlike with pydantic's `exclude_none`.
+    Such keys are also removed from tables in lists, which pydantic's `exclude_none` does not do.
     """
     if isinstance(value, dict):
         return {key: _without_unset(item) for key, item in value.items() if item is not None}

@@ -95,7 +95,7 @@ class ComponentTable(Table):
 
     @classmethod
     def not_both(cls) -> ExperimentError:
-        """Return the error for a table that sets more than one of the keys `alternatives`."""
+        """Return the error for a table that sets more than one of the keys in the attribute `alternatives`."""
         return ExperimentError(both_given_error(cls.place, cls.alternatives))
 
     @model_validator(mode="after")

@@ -46,7 +46,7 @@ class Registration:
         target: function, class, or instance of a dataclass.
         takes: inputs that the simulator passes to the component: a dict from name to whether the input is required.
         siblings: all registered components of the same kind.
-        imported: whether `name` is an import path or the name of a Python object.
+        imported: False for a registered component, True for an import path or a Python object.
     """
 
     kind: str

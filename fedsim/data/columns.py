@@ -168,7 +168,7 @@ def _values(values: Any, place: str) -> np.ndarray:
         numbers = np.array(array.tolist())
         return numbers if numbers.dtype.kind in "iubf" else numbers.astype(float)
     except (TypeError, ValueError):
-        raise DataError(f"{place}: must contain either text or numbers of one shape, not both") from None
+        raise DataError(f"{place}: must contain only text, or only numbers of one shape") from None
 
 
 def _numbers(values: Any, place: str) -> np.ndarray:

@@ -223,7 +223,7 @@ def validation_positions(n: int, share: float, seed: int, fewest: int = 1) -> tu
     where, held_out = f"data.validation_fraction = {share}", round(share * n)
     if not held_out:
         raise ExperimentError(
-            f"{where}: rounds to zero of {n:,} training samples; must be at least {1 / n:.3g}, or 0 to hold out none"
+            f"{where}: holds out no sample, because {n:,} times this fraction rounds to 0; must be larger, or 0"
         )
     if n - held_out < fewest:
         raise ExperimentError(

@@ -110,7 +110,7 @@ class Engine:
 
         Args:
             task: run to compute.
-            data: samples of the run and their assignment to workers: the arguments of `RunData.on` after `dtype`.
+            data: samples of the run and their assignment to workers, which are passed to `RunData.on`.
         """
         return SharedState.allocate(task, *data)
 

@@ -81,7 +81,7 @@ class SentUpdates:
 
     @classmethod
     def total(cls, parts: Iterable[SentUpdates]) -> SentUpdates:
-        """Return the total number and size of the updates of several processes, with all their metrics."""
+        """Return the sums of the counts and sizes of several processes' updates, and a list of all their metrics."""
         total = cls()
         for part in parts:
             total.add(part.count, part.nbytes)

@@ -172,7 +172,7 @@ class WorkerStates:
             self.rows[name][places] = row.to(self.rows[name].device)
 
     def follow(self, workers: Sequence[int]) -> None:
-        """Declare that exactly `workers` have a state, which another process has stored in this order."""
+        """Take over the list of workers with a state, in the order in which another process has stored the states."""
         if list(workers) != self.workers:
             self._places = {}
             self.add(workers)

@@ -39,7 +39,7 @@ class Metric:
 
     Attributes:
         label: name in charts. `{}` is replaced by the key if the field is a dict of numbers.
-        better: whether "higher" or "lower" values are better, or None. "by name": see `better_called`.
+        better: whether "higher" or "lower" values are better, or None. "by name": `better_called` decides.
         unit: "s" (seconds), "B" (bytes), or "" for a plain number.
         share: whether all values are between 0 and 1.
         decimals: number of decimals in the terminal's table.

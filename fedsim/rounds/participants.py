@@ -55,7 +55,7 @@ def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> A
         if not train.has_labels:
             raise ExperimentError(
                 f"{place}: needs one class label per sample, but the targets are {described(train.targets)}; "
-                "use attack.fraction or attack.workers"
+                "choose the attackers by attack.fraction or attack.workers instead"
             )
         if not (labels == attack.by_class).any():
             raise ExperimentError(f"{place}: must be the label of a training sample, from 0 to {labels.max()}")

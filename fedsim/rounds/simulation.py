@@ -534,10 +534,10 @@ class Simulation(Executor):
             synchronize(self.task.device)
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Tensor]]:
-        """Return the state of this process for a checkpoint: (facts, rule, columns).
+        """Return the state of this process for a checkpoint, as three dicts.
 
-        `facts` has JSON types, `rule` has the states of the rule and the attack by name, and `columns` has the
-        optimizer states that are divided among the ranks.
+        The first has JSON types. The second has the arrays of the rule and of the attack. The third has the tensors of
+        the server optimizer, of which each rank has a part.
         """
         clock = {"clock": self.clock.state()} if self.clock else {}
         rule = {name: tensor.cpu().numpy() for name, tensor in self.aggregator.rule_state().items()}
@@ -551,7 +551,7 @@ class Simulation(Executor):
         """Restore a state that the method `state` has returned. The shared tensors must be restored before.
 
         Args:
-            facts, rule, columns: result of `state`.
+            facts, rule, columns: the three dicts that `state` has returned.
             workers: IDs of the workers that have a state, in the order in which these states are stored.
         """
         self.group.load_columns(columns)

@@ -28,7 +28,11 @@ class Terminated(BaseException):
 
 
 def install_exit_on_interrupt() -> None:
-    """Let Ctrl-C end the program at once, except in `signals_as_exceptions`. A handler set by the user is kept."""
+    """Let Ctrl-C end the program at once.
+
+    Inside the context manager `signals_as_exceptions`, Ctrl-C raises an exception instead. A handler that the user has
+    set is kept.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit)
 

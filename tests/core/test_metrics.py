@@ -156,9 +156,7 @@ def test_the_split_depends_on_the_seed_alone():
     assert sorted([*first[0].targets.tolist(), *first[1].targets.tolist()]) == list(range(50))
 
 
-@pytest.mark.parametrize(
-    ("share", "workers", "words"), [(0.95, 20, "fewer than one each"), (0.001, 2, "rounds to zero")]
-)
+@pytest.mark.parametrize(("share", "workers", "words"), [(0.95, 20, "fewer than one each"), (0.001, 2, "rounds to 0")])
 def test_a_split_that_leaves_nothing_is_refused(share, workers, words, tiny_experiment):
     with pytest.raises(ExperimentError, match=words):
         fedsim.run({**tiny_experiment, **SMALL, "workers": workers, "data.validation_fraction": share})

@@ -1,4 +1,4 @@
-"""The log of a race whose policy locks the server. It contains what is needed to repeat the race exactly."""
+"""The log of a race whose policy locks the server, from which `clock.replay_log` repeats the race."""
 
 from __future__ import annotations
 

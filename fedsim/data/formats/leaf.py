@@ -94,7 +94,7 @@ def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
             try:
                 inputs, targets = data[user]["x"], data[user]["y"]
             except (KeyError, TypeError):
-                raise DataError(f"{place}: must have x and y in user_data") from None
+                raise DataError(f"{place}: must have the keys x and y below user_data") from None
             if len(inputs) != len(targets):
                 raise DataError(
                     f"{place}: has {len(inputs)} inputs and {len(targets)} targets; each input needs one target"

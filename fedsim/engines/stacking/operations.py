@@ -307,7 +307,7 @@ class MergedBatch(PreparedDropout):
     def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if function in VALUE_READS:
             raise NotMergeableError(
-                "the model reads values of a batch on the host, so the batches of several workers cannot be merged"
+                "the model converts a tensor to Python numbers, so the batches of several workers cannot be merged"
             )
         if not any(self._has_stack(value) for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)

@@ -35,7 +35,7 @@ class WorkItem(NamedTuple):
         worker: worker ID.
         round: number of the worker's round.
         steps: number of steps to train, from the first step of the round; None for all steps of the round.
-        step: if only one step is trained, the number of this step in the round, from 0; otherwise None.
+        step: number of the only step to train, from 0, if single steps are trained; otherwise None.
         ends: whether the worker's round ends after these steps. The client algorithm's `finish` is then called.
     """
 

@@ -183,7 +183,7 @@ class TestFrames:
         [
             (["a", None], 'column "y": has no value in row 1'),
             (["a", float("nan")], 'column "y": has no value in row 1'),
-            (["a", 1], 'column "y": must contain either text or numbers of one shape'),
+            (["a", 1], 'column "y": must contain only text, or only numbers of one shape'),
         ],
     )
     def test_bad_targets(self, targets, match):
@@ -382,7 +382,7 @@ class TestLeaf:
         (tmp_path / "test/all_data_0.json").write_text('{"users": ["u"]}')
         one_line_error("leaf", "test/all_data_0.json: has no key 'user_data'", path=path)
         (tmp_path / "test/all_data_0.json").write_text('{"users": ["u"], "user_data": {}}')
-        one_line_error("leaf", 'user "u": must have x and y', path=path)
+        one_line_error("leaf", 'user "u": must have the keys x and y', path=path)
         (tmp_path / "test/all_data_0.json").write_text('{"users": [], "user_data": {}}')
         one_line_error("leaf", "test: has no samples", path=path)
         (tmp_path / "test/all_data_0.json").write_text("[" * 100_000)
