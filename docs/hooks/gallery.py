@@ -53,6 +53,7 @@ EXPLANATIONS = {  # below a table that contains the text
         "test that reaches the target."
     ),
     "±": "± is the 95 percent confidence interval, computed from the seeds.",
+    " of 3)": "`(2 of 3)` means that two of three seeds reached the target, with the values in parentheses.",
     "**": "The best results are bold.",
 }
 
@@ -344,7 +345,7 @@ def _table_of_rows(comparison: Comparison) -> str:
     from fedsim.comparison.tables import columns, filled
 
     available = columns(comparison)
-    names = TABLE_COLUMNS + CLOCK_COLUMNS * ("virtual_seconds" in available)
+    names = TABLE_COLUMNS + CLOCK_COLUMNS * bool(filled(available, ["virtual_seconds"], comparison.rows))
     cells = filled(available, names, comparison.rows)
     headings = [*comparison.compared, *(available[column].heading for column in cells)]
     texts = [[str(cell) for cell in column] for column in cells.values()]

@@ -325,9 +325,7 @@ class Dispatcher:
         """Restore a saved state."""
         self.in_flight = {item.slot: item for item in state.in_flight}
         if not self.in_flight.keys() >= {*state.untrained, *state.nonfinite}:
-            raise ValueError(
-                "corrupt checkpoint: a worker is listed as untrained or nonfinite, but has no work in progress"
-            )
+            raise ValueError("corrupt checkpoint: it contains the result of a worker that has no work in progress")
         self.scheduler.resume(state.scheduler, [item.worker for item in state.in_flight])
         self.untrained, self._nonfinite = set(state.untrained), set(state.nonfinite)
         self.arrivals = state.arrivals

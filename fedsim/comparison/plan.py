@@ -400,7 +400,7 @@ def _check_heatmap(settings: ComparisonSettings, axes: Axes) -> None:
         if key in settings.headings:
             setting = "tune" if key == settings.tune else "worst"
             raise ExperimentError(
-                f"{where}: {key} is the axis of {setting}, so it cannot be an axis of the heat map; choose another axis"
+                f"{where}: {key} is already used by {setting} and cannot be an axis of the heat map; choose another key"
             )
         if key == first:
             raise ExperimentError(

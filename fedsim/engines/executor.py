@@ -31,7 +31,8 @@ MakeExecutor = Callable[[Group, RunTask, SharedState, MakeTrainer, WorkerStates]
 class Executor:
     """Trains workers and tests the global model in one process of a run.
 
-    The subclass `Simulation` adds the aggregation of synchronous rounds. Methods must be called within `environment`.
+    The subclass `Simulation` adds the aggregation of synchronous rounds. Methods must be called inside the context
+    manager `environment`, which applies PyTorch's settings for the run.
 
     Args:
         group: processes that compute the run together.

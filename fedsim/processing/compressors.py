@@ -417,7 +417,9 @@ class Sketch(Sparsifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rows % 2 == 0:
-            raise ExperimentError(f"processors: rows = {self.rows} of sketch must be odd, because of the median")
+            raise ExperimentError(
+                f"processors: sketch: rows = {self.rows} must be odd, because each number is the median over the rows"
+            )
 
     def format(self, spec: Spec) -> Format:
         return Format(self.rows * self.columns, SEED)

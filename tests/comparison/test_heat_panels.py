@@ -156,7 +156,7 @@ def test_more_panels_or_values_than_can_be_read_are_left_out_and_the_title_says_
         ),
         (
             "workers,local.lr",
-            "local.lr is the axis of worst, so it cannot be an axis of the heat map; choose another axis",
+            "local.lr is already used by worst and cannot be an axis of the heat map; choose another key",
         ),
     ],
 )

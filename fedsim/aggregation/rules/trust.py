@@ -80,7 +80,7 @@ def _with_history(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the sums [n, d] of all updates that each worker has sent so far, and the next state.
 
-    If `state` is None, return the current updates and an empty state.
+    `state` is None if the rule is used without memory. The result is then the current updates and an empty state.
     """
     if state is None:
         return updates, {}

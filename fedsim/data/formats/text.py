@@ -100,9 +100,10 @@ def text(
 ) -> tuple[TensorData, TensorData]:
     """Text files in UTF-8: windows of characters or byte-pair tokens, for the task next_token.
 
-    Each file is an owner ("file") for the partition `natural`. The last part of each file is test data. The vocabulary
-    comes from the training parts: the most frequent characters, where token 0 stands for all others, or byte-pair
-    tokens of bytes (Sennrich et al. 2016), trained with the package `tokenizers` (pip install 'fedsim-sgd[text]').
+    For the partition `natural`, each file is the owner of its samples (column "file"). The last part of each file is
+    test data. The vocabulary comes from the training parts: the most frequent characters, where token 0 stands for all
+    others, or byte-pair tokens of bytes (Sennrich et al. 2016), trained with the package `tokenizers` (pip install
+    'fedsim-sgd[text]').
 
     Args:
         path: a file, a folder with files *.txt (also in subfolders), or a list of files and folders.

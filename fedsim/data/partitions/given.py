@@ -101,7 +101,7 @@ class Given:
         return self._lists
 
     def count_workers(self, ids: Callable[[], Mapping[str, np.ndarray]]) -> int:
-        """Return the number of lists, which is the number of workers if `workers` is unset."""
+        """Return the number of workers if `workers` is unset: one for each given list of samples. `ids` is not used."""
         return len(self._lists)
 
     @cached_property

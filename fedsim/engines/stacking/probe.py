@@ -186,7 +186,7 @@ class Trials:
     def depends_on_position(self, together: ProbeResult) -> bool:
         """Whether a sample's output depends on its position in the batch, so that batches cannot be merged.
 
-        `together` is the result of `run` on the first `count` training samples.
+        `together` is the result of `run` on the first `self.count` training samples.
         """
         inputs, targets = self.samples(self.count)
         rolled = self.run((inputs.roll(1, 0), targets.roll(1, 0)))
