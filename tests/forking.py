@@ -39,6 +39,13 @@ def fork_workers():
     child_process.get_context = lambda method: (
         ForkingContext if method == "spawn" else multiprocessing.get_context(method)
     )
+    os.register_at_fork(after_in_child=_use_running_server)
+
+
+def _use_running_server():
+    """Let this process use the server that its parent has started, and not wait for it as for a child of its own."""
+    if forkserver._forkserver._forkserver_pid is not None:
+        forkserver._forkserver.ensure_running = lambda: None
 
 
 class ForkingContext:

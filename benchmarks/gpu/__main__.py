@@ -44,7 +44,10 @@ class Part(NamedTuple):
     seconds: float
 
 
-GPU_TESTS = ("-m", "gpu", "-W", "default::UserWarning", "-W", "error::fedsim.errors.FedsimWarning")
+GPU_TESTS = (
+    *("-m", "gpu", "-W", "default::UserWarning", "-W", "error::fedsim.errors.FedsimWarning"),
+    *("-W", 'ignore:buffers = "frozen"'),  # as in pyproject.toml
+)
 PARTS = {  # warnings of PyTorch are reported but are not errors
     "tests": Part(0.6, (*GPU_TESTS, "tests/device", "--ignore=tests/device/test_full_gpu.py"), 4, 100),
     "a full GPU": Part(0.3, (*GPU_TESTS, "tests/device/test_full_gpu.py"), 1, 60),

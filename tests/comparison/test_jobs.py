@@ -36,10 +36,10 @@ class Observer(Callback):
         self.processes, self.runs, self.retried, self._act = [], set(), [], act
 
     def on_start(self, plan, todo, jobs):
-        self.jobs = jobs
+        self.jobs, self._before = jobs, children()
 
     def on_round(self, run, record):
-        self.processes.append(children())
+        self.processes.append(children() - self._before)
         self.runs.add(run.id)
         self._act(self)
 
