@@ -216,7 +216,9 @@ def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> E
             wanted = f"{tuple(expected.shape)} as in {form.name}{where}"
             raise ExperimentError(f"{place}{where}: must have shape {wanted}, not {tuple(tensor.shape[skip:])}")
         if _counts(tensor) != _counts(expected):
-            raise ExperimentError(f"{place}{where}: must be {expected.dtype} as in {form.name}, not {tensor.dtype}")
+            raise ExperimentError(
+                f"{place}{where}: must be {expected.dtype} as in {form.name}{where}, not {tensor.dtype}"
+            )
     return entries
 
 

@@ -133,7 +133,7 @@ class VirtualClock:
         if pending != in_flight or {*in_flight, *saved.idle, *saved.waiting} != alive:
             raise ValueError("corrupt checkpoint: its workers differ from the workers of this run")
         if any(time < saved.now for time, _ in saved.pending):
-            raise ValueError("corrupt checkpoint: an event that has not happened yet is in the past")
+            raise ValueError("corrupt checkpoint: the time of a future event is before the current time")
         self.now, self._events = saved.now, sorted(saved.pending)
         self._idle, self._waiting, self._asked_at = saved.idle, saved.waiting, saved.asked_at
         self._leaving, self._started = set(saved.leaving), Counter(dict(saved.started))

@@ -24,7 +24,7 @@ class APFL(LocalSGD):
     The worker's copy x of the global model takes the steps of `sgd`. The worker also keeps a local model v between
     rounds. Each step trains v within the mixture u = alpha v + (1 - alpha) x: v -= lr alpha (gradient at u). The
     personal model is the mixture of v and the global model. The worker keeps the personal model's buffers, such as
-    BatchNorm statistics, which only the forward passes at u update.
+    BatchNorm statistics. Only forward passes with the parameters u change them.
 
     Args:
         alpha: fraction of v in the mixture, 0 <= alpha <= 1. With 0, x moves as under `sgd` and v does not move.

@@ -24,7 +24,7 @@ from fedsim.errors import DataError, FedsimError, one_line, show
 
 
 class DatasetRegistry(Registry):
-    """Registry of data sets. A single table, such as a data frame, is a data set without test samples."""
+    """Registry of data sets. The data set may also be one table, such as a data frame, from which tests are drawn."""
 
     def _registration(self, name: str, target: Any) -> Registration:
         return super()._registration(name, (lambda: (target, None)) if is_table(target) else target)

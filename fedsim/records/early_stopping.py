@@ -65,8 +65,8 @@ class EarlyStopping:
         first, *name = self._metric.path
         if by_function and first == "train_loss" and self._metric.read(record) is None:
             raise ExperimentError(
-                f"stop.metric = {show(first)}: is NaN in round {record.round}; return the mean training loss from the "
-                "function local.algorithm, or use stop.metric=test_loss"
+                f"stop.metric = {show(first)}: is NaN in round {record.round}; return the mean training loss from your "
+                "function in local.algorithm, or use stop.metric=test_loss"
             )
         if record[first] is None or any(part not in record[first] for part in name):
             known = [key for key in ("test_loss", "test_accuracy", "train_loss") if record[key] is not None]

@@ -113,7 +113,7 @@ def test_folders_that_cannot_be_drawn_together_are_refused(comparison, tmp_path)
     (run,) = runs(tmp_path, a={})
     with pytest.raises(ExperimentError, match="is a comparison"):
         fedsim.plot([comparison, run])
-    with pytest.raises(ExperimentError, match="at least two axes"):
+    with pytest.raises(ExperimentError, match="at least two compared settings"):
         fedsim.plot(run, kind="heatmap")
     with pytest.raises(RecordError, match="no such folder"):
         fedsim.plot(tmp_path / "nothing")

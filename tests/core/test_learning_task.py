@@ -285,6 +285,6 @@ def test_what_does_not_fit_is_refused(tables, error, words):
 
 def test_attackers_cannot_hold_a_class_where_targets_are_numbers(tiny_experiment):
     attack = {"name": "sign_flipping", "fraction": 0.4, "by_class": 1}
-    line = r"^attack\.by_class = 1: needs one class label per sample, .* use attack\.fraction or attack\.workers$"
+    line = r"^attack\.by_class = 1: needs one class label per sample, .* by attack\.fraction or attack\.workers"
     with pytest.raises(ExperimentError, match=line):
         fedsim.run({**tiny_experiment, **REGRESSION, "attack": attack})

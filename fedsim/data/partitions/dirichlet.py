@@ -91,8 +91,8 @@ def dirichlet_workers(
     ones first. The last workers get the remaining samples, so their mixtures deviate from Dir(alpha). Hsu et al. 2019
     use Dir(alpha p), where p sums to one: for a uniform p, `alpha` here is their alpha divided by C.
 
-    Draws: for each worker one `rng.dirichlet`, then all its classes by one `rng.choice(C, samples needed, p=q)`. Draws
-    from the first exhausted class on are discarded and repeated with the reduced q. Finally each class in ascending
+    Draws: for each worker one `rng.dirichlet`, then all its classes by one `rng.choice(C, samples needed, p=q)`. If a
+    class runs out of samples, the draws from there on are repeated with the reduced q. Finally each class in ascending
     order is shuffled by `rng.permutation`. If all remaining shares are zero (tiny alpha), one more `rng.dirichlet`
     redraws them from the same distribution.
 

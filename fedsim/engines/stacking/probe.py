@@ -79,7 +79,7 @@ class StackingProbe:
 
 
 def _require_finite(shared: SharedState) -> None:
-    """Raise ExperimentError if the samples of the trial run contain NaN or infinity."""
+    """Raise ExperimentError if the samples on which the model is tried contain NaN or infinity."""
     inputs, _ = shared.data.train.gather(torch.arange(min(MAX_COMPARED_BATCH, len(shared.data.train))))
     bad = int((~inputs.reshape(len(inputs), -1).isfinite().all(1)).sum())
     if bad:
