@@ -1,6 +1,6 @@
 """Callbacks that end a run early: because of the table `stop`, or because the run diverges.
 
-Before the run ends, the models of single workers are tested.
+These callbacks test the models of single workers before the run ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Registry of client algorithms, and the two methods that every client algorithm has.
+"""The registry of client algorithms, and the interface of their optimizer: the methods `start` and `step`.
 
 A client algorithm is a frozen dataclass whose fields are its configuration. `start` returns the optimizer state, and
 `step` moves rows in place. Both are element-wise over tensors of any shape [..., d], so the same code works on one row,

@@ -443,8 +443,8 @@ class Privacy(ComponentTable):
 
     mechanism: Name = "none"
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    """Delta of (epsilon, delta)-differential privacy. Should be less than 1 / (number of workers), and with `dp_sgd`
-    less than 1 / (number of samples)."""
+    """Delta of (epsilon, delta)-differential privacy. Choose a delta below 1 / (number of workers). With `dp_sgd`,
+    choose it below 1 / (number of samples)."""
     accountant: Literal["rdp", "pld"] = "rdp"
     """How epsilon is computed: by Renyi differential privacy (`rdp`), or by privacy loss distributions (`pld`), which
     are tighter, slower, and do not support cohorts of fixed size drawn without replacement."""

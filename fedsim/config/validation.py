@@ -411,8 +411,9 @@ def _check_privacy(experiment: Experiment) -> Iterator[str]:
     """Yield an error line for each setting under which more than clipped updates with noise would be released."""
     mechanism, algorithm, rule = experiment.privacy.component, experiment.local.component, experiment.rule
     private, by_samples, weights = mechanism.active, algorithm.sample_noise is not None, experiment.aggregate.weights
+    protects = private or by_samples
     where, strategy = experiment.privacy.setting if private else experiment.local.setting, experiment.sampling.component
-    if (private or by_samples) and not experiment.in_rounds:
+    if protects and not experiment.in_rounds:
         yield f"{where}: needs synchronous rounds, which {experiment.policy.setting} does not have; use policy=sync"
     if private and experiment.rounds_of_gradients:
         yield f"{where}: protects updates, but with sync={experiment.sync} workers send gradients; use sync=parameters"
@@ -423,9 +424,9 @@ def _check_privacy(experiment: Experiment) -> Iterator[str]:
             f"{experiment.local.setting}: workers send more than their updates, which {where} does not protect; use "
             "another client algorithm, such as sgd"
         )
-    if (private or by_samples) and "losses" in strategy.accepts:
+    if protects and "losses" in strategy.accepts:
         yield f"{strategy.place}: uses losses of workers, which {where} does not protect; use sampling.name=uniform"
-    if (private or by_samples) and rule.accepts("losses"):
+    if protects and rule.accepts("losses"):
         yield f"aggregate.rule = {show(rule.name)}: uses losses of workers, which {where} does not protect; use mean"
     elif mechanism.at_server and not rule.linear_by_weights:
         yield (

@@ -34,7 +34,7 @@ def torchvision_model(name: str) -> Any:
 
 
 def _stacked(name: str) -> str:
-    """Return how the engine `batched` stacks a torchvision model: "merged", "vmap", or the reason why it cannot."""
+    """Return the trait `stacked` of a torchvision model: "merged", "vmap", or the reason why rows cannot be stacked."""
     if name.startswith(("convnext", "efficientnet", "maxvit", "swin")):  # models with stochastic depth
         return "the model draws random numbers outside of torch.nn.functional.dropout"
     plain = name.startswith(("alexnet", "squeezenet", "vgg")) and not name.endswith("_bn")

@@ -12,7 +12,7 @@ from fedsim.models.base import Probability, model
 
 
 class LSTM(nn.Module):
-    """LSTM layers with initial state zero: x [batch, length, inputs] -> [batch, length, hidden].
+    """LSTM layers that map [batch, length, inputs] to [batch, length, hidden]. The initial state is zero.
 
     Equivalent to `torch.nn.LSTM` with `batch_first=True` and `bias_hh` = 0. `torch.nn.LSTM` itself cannot be stacked,
     because it keeps a second list of its parameters, which would not be replaced by the parameters of the stacked rows.

@@ -72,7 +72,11 @@ def train_only(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def share_frozen(module: nn.Module, shared: dict[str, nn.Parameter]) -> None:
-    """Share frozen parameters between models to save memory: reuse those in `shared` by name, or add them to it."""
+    """Share frozen parameters between models, to save memory.
+
+    A frozen parameter whose name is in `shared` is replaced by the parameter stored there. Others are added to
+    `shared`.
+    """
     replaced = {p: shared.setdefault(name, p) for name, p in module.named_parameters() if not p.requires_grad}
     for part in module.modules():
         part._parameters.update({name: replaced[p] for name, p in part._parameters.items() if p in replaced})

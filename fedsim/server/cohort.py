@@ -115,7 +115,7 @@ class Cohort:
 
 @dataclass(frozen=True)
 class CohortSampler:
-    """Reproducible choice of the workers that take part in each round (the cohort).
+    """Chooses the workers that take part in each round (the cohort). The same seed gives the same choices.
 
     Args:
         strategy: cohort strategy.
@@ -185,7 +185,7 @@ class CohortSampler:
         return self.dropout > 0 and numpy_generator(self.seed, "worker_dropout", round, worker).random() < self.dropout
 
     def _weights(self, workers: Sequence[int], probabilities: Sequence[float] | None) -> dict[int, float]:
-        """Return a dict from worker ID to weight: the worker's fraction of all samples / its probability of an update.
+        """Return the weight of each worker by ID: its fraction of all samples, divided by its probability of an update.
 
         Raises ExperimentError if `probabilities` is None.
         """

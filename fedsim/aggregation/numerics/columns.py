@@ -118,7 +118,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def keep_own(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-    """Return `values` unchanged: with one process, they are already the sum or maximum over all processes."""
+    """Return `values` unchanged. In a single process, there is nothing to combine."""
     return values
 
 

@@ -386,7 +386,7 @@ def _read_samples(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _file_of(part: Any, index: int) -> str:
-    """Return " (PATH)" with the path of an image for error messages, or "" if the path is unknown."""
+    """Return the path of an image as " (PATH)" for an error message. Return "" if the path is unknown."""
     for name in ("_image_files", "_samples", "samples", "imgs", "data", "_images"):
         if isinstance(entries := getattr(part, name, None), (list, tuple)):
             path = entries[index][0] if isinstance(entries[index], (list, tuple)) else entries[index]

@@ -302,10 +302,9 @@ class Trials:
 
 
 def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
-    """Return the gradient of the weight matrices of the two probed models, [2, o, i], as an OuterProductGrad.
+    """Convert the gradient of a weight matrix of two models, [2, o, i], to an OuterProductGrad.
 
-    An optimizer step then receives the type of gradient that it receives in a run. Other gradients are returned
-    unchanged.
+    Optimizer steps get this type in a run, so the probe tests them with it. Other gradients are returned unchanged.
     """
     if gradient.ndim != 3:
         return gradient

@@ -215,7 +215,7 @@ class CapturedSteps:
             self._samples[:steps, members:] = 0
 
     def _take_steps(self, graph: Graph) -> None:
-        """Run the training steps that the CUDA graph `graph` captures. Later, the graph replays them without Python."""
+        """Run the training steps of `graph`. This is called once, during the capture of the CUDA graph."""
         rows, batch = graph.rows, self._positions.shape[2]
         places = (self._step_number + self._ahead[: graph.steps]).remainder_(
             self._steps
