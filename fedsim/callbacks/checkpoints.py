@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,12 @@ class Checkpoints(Callback):
         if run.rounds.engine.broadcast(self._checkpoints.due(round, last, paused=run.on_request)):
             if run.folder:
                 run.folder.settle()
-            self._checkpoints.write(round, run.rounds.loop.state, way=_choices_of(run))
+            self._checkpoints.write(round, run.rounds.loop.state, way=rounding_of(run.facts.how))
 
 
-def _choices_of(run: CurrentRun) -> dict[str, Any]:
-    """Return the settings that affect rounding errors, with which a continued run must be computed as well."""
-    chosen = {"engine": run.experiment.engine, **run.facts.how}
-    return {key: chosen[key] for key in ("engine", "processes", "threads", "width") if key in chosen}
+def rounding_of(how: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts in `how`, the description of how a run is computed, that determine how sums are rounded."""
+    return {key: how[key] for key in ("width", "ranks") if key in how}
 
 
 class CheckpointFolder:

@@ -195,14 +195,15 @@ def headline(run: CurrentRun) -> str:
     smallest, largest = min(facts.shard_sizes), max(facts.shard_sizes)
     shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
     seen = "" if facts.sampled_workers is None else f", estimated from {len(facts.sampled_workers):,} workers"
-    processes = f", {facts.how['processes']} processes" if facts.how["processes"] > 1 else ""
+    started = {"fork": "forked ", "spawn": "spawned "}.get(facts.how.get("start_method", ""), "")
+    processes = f", {facts.how['processes']} {started}processes" if facts.how["processes"] > 1 else ""
     width = f", stacks of {facts.how['width']} rows" if "width" in facts.how else ""
     held_out = f"{facts.validation_samples:,} validation, " if facts.validation_samples else ""
     samples = f"{facts.train_samples:,} train, {held_out}{facts.test_samples:,} test"
     return (
         f"{experiment.data.name} ({samples}), {experiment.model.name} ({facts.parameters:,} parameters); "
         f"{shards} samples each ({experiment.partition.name}{seen}); "
-        f"{facts.how.get('engine', experiment.engine)}{processes}{width} on {facts.device}"
+        f"{facts.how['engine']}{processes}{width} on {facts.device}"
     )
 
 

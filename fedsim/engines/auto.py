@@ -1,13 +1,14 @@
-"""The engine `auto` chooses another engine from the task and the machine, never from measured time or load.
+"""The engine `auto` chooses what is computed from the experiment alone, and where from the experiment and the cores.
 
-1. Workers are trained in stacks if a trial shows that the model can be stacked. On a CPU, a process must also have at
-   least `SMALLEST_STACK` workers and at most `LARGEST_BATCH` samples per batch, and the activations must fit in cache.
-2. On a CPU, the engine uses as many processes as the cores and the cohort allow, or only one process if starting them
-   would take longer than they save. The time is estimated from the numbers of steps, bytes and floating-point
+1. What is computed: workers are trained in stacks if a trial shows that the model can be stacked. On a CPU, the cohort
+   must also have at least two stacks of `SMALLEST_STACK` workers, and at most `LARGEST_BATCH` samples per batch, and
+   the activations must fit in cache. A stack rounds differently than single workers, so neither cores, processes nor
+   memory have an influence.
+2. Where: on a CPU, the engine uses as many processes as the cores and the cohort allow, or only one process if starting
+   them would take longer than they save. The time is estimated from the numbers of steps, bytes and floating-point
    operations. On an accelerator it always uses one process, because several processes would not run in parallel.
 
-The constants were measured once (`benchmarks/plans.py`) and are fixed. A slow or busy machine gets the same plan as an
-idle machine with as many cores, so the same command gives bit-identical results.
+The constants were measured once (`benchmarks/plans.py`) and are fixed.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from fedsim.engines.shared_state import SharedState
 from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.capture import OperationCheck
+from fedsim.engines.trainers.stacked import stack_width
 from fedsim.errors import ExperimentError, FedsimWarning, first_line
 from fedsim.system.child_process import can_fork
 from fedsim.system.devices import release_memory
 
 LARGEST_BATCH = 100  # samples; with larger batches, stacks were never faster than single workers
 SMALLEST_STACK = 4  # workers; with fewer, a stack saves too little of the fixed cost per step
+SMALLEST_COHORT = 2 * SMALLEST_STACK  # workers; with fewer, two processes that train single workers are as fast
 ACTIVATION_BYTES = 7.5e5  # maximum for one worker's batch in float32; with more, a stack does not fit in cache
 PARAMETER_SHARE = 0.35  # fraction of a row's bytes added to this maximum: a stack writes no weight gradients to memory
 
@@ -69,26 +72,23 @@ class Plan(NamedTuple):
         return self.probe is not None
 
 
-def probe_if_stacks_pay(
-    task: RunTask, shared: SharedState, processes: int
-) -> tuple[StackingProbe, None] | tuple[None, str]:
+def probe_if_stacks_pay(task: RunTask, shared: SharedState) -> tuple[StackingProbe, None] | tuple[None, str]:
     """Return (probe, None) if it is faster to train several workers at once as a stack, otherwise (None, reason).
 
-    `probe` is the result of the model's trial run. `reason` says in one line why no stack is used. The workers are
-    divided among `processes` processes.
+    `probe` is the result of the model's trial run. `reason` says in one line why no stack is used.
     """
-    batch, rows, on_cpu = task.schedule.batch_size, -(-len(shared.cohort.rows) // processes), task.device.type == "cpu"
-    if not on_cpu and len(shared.cohort.rows) == 1:
+    batch, workers, on_cpu = task.schedule.batch_size, len(shared.cohort.rows), task.device.type == "cpu"
+    if workers == 1:
         return None, "there is only one worker per round"
     if on_cpu and batch > LARGEST_BATCH:
         return None, f"batches of {batch} samples are large (more than {LARGEST_BATCH})"
-    if on_cpu and rows < SMALLEST_STACK:
-        return None, f"each process trains at most {rows} workers per round (fewer than {SMALLEST_STACK})"
+    if on_cpu and workers < SMALLEST_COHORT:
+        return None, f"a round has {workers} workers (fewer than {SMALLEST_COHORT})"
     if on_cpu and task.experiment.batched.max_rows is not None and task.experiment.batched.max_rows < SMALLEST_STACK:
         return None, f"batched.max_rows = {task.experiment.batched.max_rows} (less than {SMALLEST_STACK})"
     try:
         probe = StackingProbe.of(task, shared)
-    except (ExperimentError, torch.OutOfMemoryError) as refusal:
+    except ExperimentError as refusal:
         return None, first_line(refusal)
     # If parameters are aggregated, a stack writes no weight gradients to memory. Its activations must fit in cache.
     spared = PARAMETER_SHARE * len(shared.server.row) * task.dtype.itemsize if "parameters" in task.syncs else 0
@@ -98,7 +98,7 @@ def probe_if_stacks_pay(
 
 
 def seconds_saved(task: RunTask, shared: SharedState, processes: int, *, stacked: bool) -> float:
-    """Estimate how many seconds a run with `processes` processes saves compared to one process.
+    """Estimate how many seconds a run with `processes` busy processes saves compared to one process.
 
     `stacked` says whether several workers are trained at once.
     """
@@ -166,8 +166,8 @@ def _lstm_flops(inputs: Tensor, weight_ih: Tensor, weight_hh: Tensor, *args: Any
 class AutoEngine(Engine):
     """Engine that chooses the fastest way to train: workers one by one or several at once, in one or several processes.
 
-    The same run on the same machine is always computed in the same way. If the chosen way fails at its start, for
-    example because of too little memory, the engine warns once and uses a simpler way.
+    The same experiment is always computed in the same way, in any number of processes. If the processes cannot start,
+    the engine warns once and trains in one process.
     """
 
     traits = EngineTraits(
@@ -193,29 +193,23 @@ class AutoEngine(Engine):
         self.leave()
         key = _plan_key(task, shared)
         plan = self._plans[key] = self._plans.get(key) or self.choose(task, shared)
-        reasons = list[str]()
-        while reason := self._failure(plan, task, shared, make):
-            self._give_up(task.device)
-            reasons = [*dict.fromkeys([*reasons, reason])]
-            plan = Plan(1, plan.probe if plan.processes > 1 else None, "; ".join(reasons))
-        if reasons:
-            self._plans[key] = plan
-            how = "stacked" if plan.stacked else "one by one"
-            warnings.warn(f"one process trains all workers, {how}: {plan.reason}", FedsimWarning, stacklevel=2)
-
-    def _failure(self, plan: Plan, task: RunTask, shared: SharedState, make: MakeExecutor) -> str | None:
-        """Begin a task as planned. Return None on success, otherwise the reason for the failure in one line."""
         try:
-            self._plan, self._trainers = plan, partial(stacked, probe=plan.probe) if plan.stacked else one_by_one
-            if plan.processes > 1 and self._pool is None:
-                self._pool = self._new_pool()
-            self.backend = self._pool if plan.processes > 1 and self._pool is not None else self._here
-            super().begin(task, shared, make)
+            self._begin_as(plan, task, shared, make)
         except Exception as error:
-            if plan.processes == 1 and not plan.stacked:
+            if plan.processes == 1:
                 raise
-            return first_line(error)
-        return None
+            self._give_up(task.device)
+            self._plans[key] = plan = Plan(1, plan.probe, first_line(error))
+            self._begin_as(plan, task, shared, make)
+            warnings.warn(f"one process trains all workers: {plan.reason}", FedsimWarning, stacklevel=2)
+
+    def _begin_as(self, plan: Plan, task: RunTask, shared: SharedState, make: MakeExecutor) -> None:
+        """Begin a task as planned."""
+        self._plan, self._trainers = plan, partial(stacked, probe=plan.probe) if plan.stacked else one_by_one
+        if plan.processes > 1 and self._pool is None:
+            self._pool = self._new_pool()
+        self.backend = self._pool if plan.processes > 1 and self._pool is not None else self._here
+        super().begin(task, shared, make)
 
     def _give_up(self, device: torch.device) -> None:
         """Clean up after a failed start: end the processes, and release the device memory."""
@@ -227,13 +221,15 @@ class AutoEngine(Engine):
 
     def choose(self, task: RunTask, shared: SharedState) -> Plan:
         """Return the plan for a task: the number of processes, and whether several workers are trained at once."""
-        probe, unstacked = probe_if_stacks_pay(task, shared, self._processes)
+        probe, unstacked = probe_if_stacks_pay(task, shared)
         rows = "workers are trained in stacks" if unstacked is None else f"workers are trained one by one: {unstacked}"
         if task.device.type != "cpu":
             return Plan(1, probe, f"{rows}; one process, because several would not run in parallel on {task.device}")
         if self._processes == 1:
             return Plan(1, probe, f"{rows}; one process, because the cores or the cohort do not allow more")
-        saved = seconds_saved(task, shared, self._processes, stacked=unstacked is None)
+        workers, width = len(shared.cohort.rows), stack_width(task, shared, probe, self._threads) if probe else 1
+        parallel = min(self._processes, -(-workers // width))
+        saved = seconds_saved(task, shared, parallel, stacked=unstacked is None)
         start = self._start_seconds
         reason = f"{self._processes} processes would save about {saved:.1f} s and take {start:g} s to start"
         return Plan(self._processes if saved > start else 1, probe, f"{rows}; {reason}")
@@ -241,7 +237,7 @@ class AutoEngine(Engine):
     def facts(self) -> dict[str, Any]:
         plan = self._plan
         name = "batched" if plan.stacked else "spawn" if plan.processes > 1 else "serial"
-        return {"engine": name, "threads": self._threads, **super().facts(), "reason": plan.reason}
+        return {"engine": name, **super().facts(), "reason": plan.reason}
 
     def leave(self) -> None:
         self._here.leave()

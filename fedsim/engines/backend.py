@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,10 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the backend's child processes, if there are any."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return a description of the processes, such as {"processes": 4}, for the run record."""
+        return {"processes": self.processes}
 
     @property
     def at_work(self) -> bool:

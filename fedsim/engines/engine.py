@@ -127,7 +127,7 @@ class Engine:
 
     def facts(self) -> dict[str, Any]:
         """Return a description of how the current task is computed, such as {"processes": 4}, for the run record."""
-        return {"processes": self.backend.processes, **self._trainer_facts}
+        return {"threads": self._threads, **self.backend.facts(), **self._trainer_facts}
 
     def replayed(self) -> bool | str:
         """Return True if the training steps run as CUDA graphs, otherwise the reason why they do not."""

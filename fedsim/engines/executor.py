@@ -10,7 +10,7 @@ import torch
 
 from fedsim.core.rows import new_rows, require_finite, require_finite_buffers
 from fedsim.engines.evaluation import Evaluation
-from fedsim.engines.group import Group, balance_load
+from fedsim.engines.group import Group
 from fedsim.engines.memory import explain_oom
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.shared_state import SharedState
@@ -92,12 +92,17 @@ class Executor:
         Training starts from the parameters in each worker's row, and writes the trained parameters to the same row. The
         workers may be in different rounds.
         """
-        index, count = self.group.index, self.group.count
-        by_step = [member for member in members if member.step is not None]
+        index, count, width = self.group.index, self.group.count, self.trainer.width
+        # Single steps of a worker stay in one process, which keeps the order of its samples.
+        by_step = [
+            member._replace(stack=member.slot // (width or 1))
+            for member in sorted(members, key=lambda member: member.slot)
+            if member.step is not None
+        ]
         rounds = [member for member in members if member.step is None]
-        assignment = balance_load([self.batch_source.steps_of(member) for member in rounds], count)[index]
-        mine = [rounds[place] for place in assignment] + [item for item in by_step if item.slot % count == index]
-        self.train(mine)
+        stacks = self.group.assign(range(len(rounds)), [self.batch_source.steps_of(member) for member in rounds], width)
+        mine = [rounds[place]._replace(stack=number) for number, stack in enumerate(stacks) for place, _ in stack]
+        self.train(mine + [member for member in by_step if member.stack % count == index])
 
     def require_finite(self, round: int) -> None:
         """Raise DivergedError if the global model contains NaN or infinity after `round`."""

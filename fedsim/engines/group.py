@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -45,16 +46,22 @@ class Group:
         self.computes, self._device = process.index == 0, device
         self._boxes = [] if mailbox is None else [box.numpy() for box in mailbox]
 
-    def assign(self, slots: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
-        """Divide the workers among the processes, and return the workers that this process trains.
+    def assign(self, slots: Sequence[int], steps: Sequence[int], width: int | None) -> list[list[tuple[int, int]]]:
+        """Divide the workers among the processes, and return the stacks of workers that this process trains.
+
+        The stacks do not depend on the number of processes, because stacks of different widths round differently.
 
         Args:
             slots: positions of all workers in the cohort.
             steps: number of local steps of each worker.
+            width: maximum number of workers in a stack; None to train workers one by one.
 
-        Returns a list of pairs: the worker's index in `slots`, and the index of its row in `CohortRows.rows`.
+        Returns a list of pairs for each stack: the worker's index in `slots`, and the index of its row in
+        `CohortRows.rows`.
         """
-        return [(place, slots[place]) for place in balance_load(steps, self.count)[self.index]]
+        stacks = divide_into_stacks(steps, width)
+        mine = balance_load([sum(steps[place] for place in stack) for stack in stacks], self.count)[self.index]
+        return [[(place, slots[place]) for place in stacks[number]] for number in mine]
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return which workers' rows this process can access.
@@ -211,6 +218,23 @@ def new_mailbox(count: int) -> Tensor:
     The caller must move the tensor to shared memory.
     """
     return torch.zeros(count, SLOT, dtype=torch.uint8)
+
+
+def divide_into_stacks(steps: Sequence[int], width: int | None) -> list[list[int]]:
+    """Divide workers into as few stacks as `width` allows. Workers with similar numbers of steps are together.
+
+    Args:
+        steps: number of local steps of each worker.
+        width: maximum number of workers in a stack; None for one worker per stack.
+
+    Returns a list of indices into `steps` for each stack, by descending number of steps unless `width` is None.
+    """
+    if width is None:
+        return [[place] for place in range(len(steps))]
+    places = sorted(range(len(steps)), key=lambda place: -steps[place])
+    count = -(-len(places) // width)
+    cuts = [len(places) * part // count for part in range(count + 1)]
+    return [places[start:stop] for start, stop in pairwise(cuts)]
 
 
 def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> list[list[int]]:

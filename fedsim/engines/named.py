@@ -14,8 +14,9 @@ from fedsim.engines.stacking.probe import StackingProbe
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.cuda_graphs import unsafe
 from fedsim.engines.trainers.sequential import RowTrainer
-from fedsim.engines.trainers.stacked import StackTrainer, stack_width
+from fedsim.engines.trainers.stacked import StackTrainer, bytes_per_worker, stack_width
 from fedsim.errors import ExperimentError
+from fedsim.system.devices import require_memory
 
 RACING = "spawn"  # the engine that runs `mode = "race"`
 
@@ -36,12 +37,17 @@ def stacked(
         threads: PyTorch threads of each process.
         probe: result of a trial run of the model; None to make the trial run here.
 
-    Raises ExperimentError if the model cannot be trained in stacks.
+    Raises ExperimentError if the model cannot be trained in stacks, or if memory is too small for the stacks.
     """
     probe = StackingProbe.of(task, shared) if probe is None else probe
     if task.experiment.cuda_graphs and (reason := unsafe(task, probe)):
         raise ExperimentError(f"cuda_graphs = true: training steps cannot be captured as CUDA graphs: {reason}")
-    width = task.experiment.batched.max_rows or stack_width(task, shared, probe, processes, threads)
+    width, workers = stack_width(task, shared, probe, threads), len(shared.cohort.rows)
+    if task.device.type == "cpu":
+        at_once = min(workers, width * processes)
+        needed = at_once * bytes_per_worker(task, shared, probe)
+        purpose = f"training {at_once} workers at once (batched.max_rows = {width}, processes = {processes})"
+        require_memory(needed, purpose, "a smaller batched.max_rows, fewer processes or engine=serial")
     return partial(StackTrainer, width=width, probe=probe), {"width": width}
 
 

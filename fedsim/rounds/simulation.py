@@ -487,7 +487,12 @@ class Simulation(Executor):
         if self.batch_source.root is not None:
             workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.cohort.workers)]
         steps = [self.task.schedule.of(k, round).steps_for(self.batch_source.size(k)) for k in workers]
-        return [WorkItem(row, workers[place], round) for place, row in self.group.assign(slots, steps)]
+        stacks = self.group.assign(slots, steps, self.trainer.width)
+        return [
+            WorkItem(row, workers[place], round, stack=number)
+            for number, stack in enumerate(stacks)
+            for place, row in stack
+        ]
 
     def context(self, cohort: Sequence[int], round: int) -> AggregationContext:
         """Return all workers of the cohort with their weights, for an aggregation in which all of them take part."""

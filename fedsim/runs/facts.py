@@ -95,8 +95,8 @@ class RunFacts:
 
 def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
     """Describe how the run is computed, such as the number of processes, as a dict."""
-    race = {"engine": engine_of(experiment), "repeatable": False, "runs": experiment.race.runs}
-    how = (race if experiment.mode == "race" else {}) | engine.facts()
+    race = {"repeatable": False, "runs": experiment.race.runs} if experiment.mode == "race" else {}
+    how = {"engine": engine_of(experiment)} | race | engine.facts()
     if engine.shared.server.row.device.type == "cuda":
         how["cuda_graphs"] = engine.replayed()
     return how

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fedsim.callbacks.checkpoints import CheckpointFolder
+from fedsim.callbacks.checkpoints import CheckpointFolder, rounding_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import describe, experiment_of
 from fedsim.config.schema import Stop
@@ -63,15 +63,15 @@ class ResumeState:
             _warn_of_other_software(folder)
 
     def with_earlier_choices(self, experiment: Experiment) -> Experiment:
-        """Return the experiment with all automatic choices as they were before the run was interrupted.
+        """Return the experiment with the stack width as it was before the run was interrupted, unless it is set.
 
-        For example, the engine that `auto` chose must not change, because engines round differently.
+        On a GPU, the default width depends on the memory of the GPU, and stacks of another width round differently.
         """
-        newest = self.newest()
-        if newest is None or engines.get(experiment.engine).target.traits.ranks:
+        width = _rounding_in(newest[1]).get("width") if (newest := self.newest()) else None
+        traits, table = engines.get(experiment.engine).target.traits, experiment.batched
+        if not _is_count(width) or table.max_rows is not None or traits.ranks or not traits.stacks:
             return experiment
-        choices = newest[1].facts.get("way")
-        return _with_choices(experiment, choices if isinstance(choices, dict) else {})
+        return experiment.model_copy(update={"batched": table.model_copy(update={"max_rows": width})})
 
     def restore(self, rounds: Rounds) -> int:
         """Restore the state of a run from the newest usable checkpoint. Later records and checkpoints are dropped.
@@ -87,6 +87,7 @@ class ResumeState:
                 rounds.loop.resume(start)
                 self._refuse(f"does not fit this run: {one_line(error)}")
                 continue
+            _warn_of_other_rounding(_rounding_in(state), rounding_of(rounds.facts.how))
             break
         else:
             round = 0
@@ -117,20 +118,24 @@ class ResumeState:
         self._newest = None
 
 
-def _with_choices(experiment: Experiment, choices: Mapping[str, Any]) -> Experiment:
-    """Return the experiment with the automatic choices of a checkpoint. The user's own settings are kept."""
-    changes: dict[str, Any] = {}
-    numbers = {key: choices[key] for key in ("processes", "threads", "width") if _is_count(choices.get(key))}
-    if engines.get(experiment.engine).target.traits.chooses and choices.get("engine") in engines.names():
-        changes["engine"] = choices["engine"]
-        changes["threads_per_process"] = numbers.get("threads", experiment.threads_per_process)
-    elif choices.get("engine") != experiment.engine:
-        return experiment  # the user names another engine
-    if experiment.processes is None and "processes" in numbers:
-        changes["processes"] = numbers["processes"]
-    if experiment.batched.max_rows is None and "width" in numbers:
-        changes["batched"] = experiment.batched.model_copy(update={"max_rows": numbers["width"]})
-    return experiment.model_copy(update=changes)
+def _rounding_in(state: Snapshot) -> dict[str, Any]:
+    """Return the facts about rounding that a checkpoint contains."""
+    facts = state.facts.get("way")
+    facts = facts if isinstance(facts, dict) else {}
+    return rounding_of({key: value for key, value in facts.items() if _is_count(value)})
+
+
+def _warn_of_other_rounding(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn if the workers were not trained in the same stacks, or on as many ranks, before the run was interrupted."""
+    if before != now:
+        line = f"results may differ in the last bits: before, workers were trained {_way(before)}, now {_way(now)}"
+        warnings.warn(line, FedsimWarning, stacklevel=2)
+
+
+def _way(rounding: Mapping[str, Any]) -> str:
+    """Return how workers are trained, such as "in stacks of 5 on 2 ranks"."""
+    width, ranks = rounding.get("width"), rounding.get("ranks")
+    return (f"in stacks of {width}" if width else "one by one") + (f" on {ranks} ranks" if ranks else "")
 
 
 def _is_count(value: Any) -> bool:

@@ -144,8 +144,9 @@ class DistributedEngine(Engine):
         if task.experiment.distributed.trainer == "serial":
             return one_by_one(task, shared, processes, threads)
         probe = StackingProbe.of(task, shared)
-        fitting = stack_width(task, shared, probe, 1, threads) // self._group.neighbours
-        width = task.experiment.batched.max_rows or max(1, fitting)
+        width = stack_width(task, shared, probe, threads)
+        if task.device.type != "cpu" and task.experiment.batched.max_rows is None:
+            width = max(1, width // self._group.neighbours)  # ranks that share the GPU
         return partial(StackTrainer, width=width, probe=probe), {"width": width}
 
 

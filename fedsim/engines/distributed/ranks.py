@@ -15,7 +15,7 @@ from torch import Tensor
 from fedsim.clients import State
 from fedsim.core.rows import ALIGNMENT, new_rows
 from fedsim.engines.distributed.process_group import RankGroup
-from fedsim.engines.group import Group, balance_load, rows_at
+from fedsim.engines.group import Group, balance_load, divide_into_stacks, rows_at
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
@@ -58,12 +58,14 @@ class Ranks(Group):
             for sync in task.syncs
         }
 
-    def assign(self, slots: Sequence[int], steps: Sequence[int]) -> list[tuple[int, int]]:
+    def assign(self, slots: Sequence[int], steps: Sequence[int], width: int | None) -> list[list[tuple[int, int]]]:
         assignments = balance_load(steps, self.count, most=-(-len(slots) // self.count))
         self._places = {
             slots[place]: (rank, row) for rank, places in enumerate(assignments) for row, place in enumerate(places)
         }
-        return [(place, row) for row, place in enumerate(assignments[self.index])]
+        mine = list(enumerate(assignments[self.index]))
+        stacks = divide_into_stacks([steps[place] for _, place in mine], width)
+        return [[(mine[number][1], mine[number][0]) for number in stack] for stack in stacks]
 
     def by_rank(self, slots: Sequence[int]) -> list[list[int]]:
         """Return, for each rank, the `slots` (positions of workers in the cohort) whose updates the rank stores."""

@@ -7,7 +7,7 @@ import gc
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ class InPool(Backend):
     @property
     def processes(self) -> int:  # type: ignore[override]
         return self._pool.count
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "start_method": self._pool.start_method}
 
     def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         self.leave()

@@ -58,6 +58,10 @@ class ProcessPool:
         called: format string that names a process in error messages, such as "process {}", where {} is its index.
         daemon: as in multiprocessing: the processes cannot have children, and Python terminates them at exit.
 
+    Attributes:
+        count: number of processes.
+        start_method: how the processes were really started, "spawn" or "fork".
+
     Raises WorkerError if the system cannot start so many processes.
     """
 
@@ -77,6 +81,7 @@ class ProcessPool:
             require_importable_main(instead)
         require_files(processes, instead)
         self.count, self._timeout, self._instead, self._called = processes, timeout, instead, called
+        self.start_method = "fork" if fork else "spawn"
         self._table = HeartbeatTable(processes)
         self._children: list[Child] = []
         self._starting = set(range(processes))

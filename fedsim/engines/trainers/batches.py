@@ -37,6 +37,7 @@ class WorkItem(NamedTuple):
         steps: number of steps to train, from the first step of the round; None for all steps of the round.
         step: number of the only step to train, from 0, if single steps are trained; otherwise None.
         ends: whether the worker's round ends after these steps. The client algorithm's `finish` is then called.
+        stack: number of the stack of workers that are trained at once, if workers are trained in stacks.
     """
 
     slot: int
@@ -45,6 +46,7 @@ class WorkItem(NamedTuple):
     steps: int | None = None
     step: int | None = None
     ends: bool = True
+    stack: int = 0
 
     @property
     def moment(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -116,14 +116,10 @@ class StackTrainer:
         self._gradient_states = []
 
     def _stacks(self, members: Sequence[WorkItem]) -> list[Stack]:
-        """Sort workers by descending number of steps, and split them into as few stacks as `width` allows."""
-        if not members:
-            return []
-        members = sorted(members, key=lambda member: -self._batch_source.steps_of(member))
-        count = -(-len(members) // self.width)
-        cuts = [len(members) * part // count for part in range(count + 1)]
+        """Return the stacks of `members`. Workers of the same stack follow one another."""
         self._batch_source.announce(members)
-        return [Stack(members[start:stop], self._task, self._batch_source) for start, stop in pairwise(cuts)]
+        stacks = groupby(members, key=lambda member: member.stack)
+        return [Stack(list(stack), self._task, self._batch_source) for _, stack in stacks]
 
     def _train(self, stack: Stack) -> None:
         shared, rounds = self._shared, self._client_rounds
@@ -214,7 +210,7 @@ class StackTrainer:
 
     def _usual_sizes(self) -> list[int]:
         """Return the numbers of workers in the stacks of a typical round, largest first."""
-        members = -(-len(self._shared.cohort.rows) // self._process.count)
+        members = len(self._shared.cohort.rows)
         stacks = -(-members // self.width)
         return sorted({-(-members // stacks), members // stacks}, reverse=True)
 
@@ -236,35 +232,44 @@ class StackTrainer:
             self._shared.cohort.train_loss[stack.slots] = stack.mean_losses()
 
 
-MEMORY_SHARE = 0.5  # share of total device memory for stacks; results must not depend on free memory
+MEMORY_SHARE = 0.5  # share of a GPU's total memory for stacks; results must not depend on free memory
 WIDEST_ON_CPU = 32  # wider stacks no longer reduce a step's fixed cost per row
 NARROWEST_ON_CPU = 4  # narrower stacks spend too much on fixed cost, even for large rows
 STACK_BYTES_ON_CPU = 2**23  # parameters of a stack per thread; larger stacks do not fit into the caches
+MOST_PARALLEL = 8  # a cohort is divided into up to this many stacks for the sake of parallel processes
 
 
-def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, processes: int, threads: int) -> int:
+def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, threads: int) -> int:
     """Return the maximum number of workers that are trained at once.
 
-    The number is limited by the memory of the GPU, or by the caches of a CPU.
+    The number determines how sums are rounded. So on a CPU it depends only on the experiment, and never on the cores,
+    the processes or the memory: a stack should fit into the caches, and the cohort is divided into 2, 4 or 8 stacks if
+    each then has at least `NARROWEST_ON_CPU` workers. On a GPU, it also depends on the total memory of the device.
 
     Args:
         task, shared: run and its tensors.
         probe: result of a trial run of the model.
-        processes: number of processes that share the device.
         threads: PyTorch threads of each process.
     """
-    row, state_rows = (
-        shared.cohort.rows.shape[1] * task.dtype.itemsize,
-        len(task.algorithm.start(shared.server.row[:1])),
-    )
-    on_cpu = task.device.type == "cpu"
+    if task.experiment.batched.max_rows is not None:
+        return task.experiment.batched.max_rows
+    workers = len(shared.cohort.rows)
+    if task.device.type != "cpu":
+        fitting = MEMORY_SHARE * total_memory_of(task.device) / bytes_per_worker(task, shared, probe)
+        return max(1, int(min(workers, fitting)))
+    row_bytes = shared.cohort.rows.shape[1] * task.dtype.itemsize
+    widest = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * (STACK_BYTES_ON_CPU // row_bytes)))
+    parallel = min(MOST_PARALLEL, 2 ** int(math.log2(max(1, workers // NARROWEST_ON_CPU))))
+    return -(-workers // max(parallel, -(-workers // widest)))
+
+
+def bytes_per_worker(task: RunTask, shared: SharedState, probe: StackingProbe) -> int:
+    """Estimate the memory that a stack needs for each of its workers, in bytes."""
+    row_bytes = shared.cohort.rows.shape[1] * task.dtype.itemsize
+    state_rows = len(task.algorithm.start(shared.server.row[:1]))
     captured = task.experiment.cuda_graphs is not False and unsafe(task, probe) is None
     clips = task.experiment.local.clip_norm is not None
     gradients = 1 + clips + 2 * (task.schedule.accumulate > 1)  # plus the concatenated gradients and their sums
-    made = (gradients if on_cpu else 3 + state_rows) * row + 2 * task.schedule.batch_size * probe.sample_bytes
-    row_bytes = (2 + 2 * state_rows) * row + (2 if captured else 1) * made
-    most = math.inf
-    if on_cpu:
-        most = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * (STACK_BYTES_ON_CPU // row)))
-    share = -(-len(shared.cohort.rows) // processes)
-    return max(1, int(min(share, most, MEMORY_SHARE * total_memory_of(task.device) / processes / row_bytes)))
+    made = (gradients if task.device.type == "cpu" else 3 + state_rows) * row_bytes
+    made += 2 * task.schedule.batch_size * probe.sample_bytes
+    return (2 + 2 * state_rows) * row_bytes + (2 if captured else 1) * made
