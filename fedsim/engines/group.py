@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -232,9 +231,8 @@ def divide_into_stacks(steps: Sequence[int], width: int | None) -> list[list[int
     if width is None:
         return [[place] for place in range(len(steps))]
     places = sorted(range(len(steps)), key=lambda place: -steps[place])
-    count = -(-len(places) // width)
-    cuts = [len(places) * part // count for part in range(count + 1)]
-    return [places[start:stop] for start, stop in pairwise(cuts)]
+    n, count = len(places), -(-len(places) // width)
+    return [places[n * part // count : n * (part + 1) // count] for part in range(count)]
 
 
 def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> list[list[int]]:
