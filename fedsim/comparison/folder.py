@@ -21,13 +21,15 @@ from fedsim.callbacks.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun, common_tables, plan_comparison, require_number
 from fedsim.comparison.results import Comparison
 from fedsim.config.files import read_toml
+from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
-from fedsim.errors import ExperimentError, RecordError, show
+from fedsim.engines import engine as engines
+from fedsim.errors import ExperimentError, RecordError, cut, plural, show
 from fedsim.records.axes import Axes
-from fedsim.records.history import read_history
+from fedsim.records.history import read_history, read_object
 from fedsim.records.reader import COMPARISON, ComparisonFile, Run, failure_in, places_in, read_comparison_file
 from fedsim.records.rows import canonical
-from fedsim.records.run_folder import ERROR, EXPERIMENT
+from fedsim.records.run_folder import ENVIRONMENT, ERROR, EXPERIMENT
 from fedsim.runs.resume import differences_of
 from fedsim.system.files import (
     PART,
@@ -114,6 +116,26 @@ class ComparisonRecords:
         if plan.settings.metric is not None:
             require_number(plan.settings.metric, [run.history[-1] for run in runs if run.finished])
         return Comparison(plan.name, plan.axes, runs, plan.settings, self.path if keeps_folder else None, plan.left_out)
+
+    def rounding_difference(self) -> str | None:
+        """Return a line if some finished runs may be rounded differently than the others, otherwise None.
+
+        The line names the first run that used another engine than planned, or other software, and the numbers of runs.
+        """
+        engines_of = dict[str, list[str]]()
+        software = dict[str, list[str]]()
+        for run in filter(self.is_finished, self.plan.runs):
+            folder = self.run_folder(run)
+            there, here = read_toml(folder / EXPERIMENT, folder).get("engine", "auto"), run.tables["engine"]
+            if there != here and any(engines.get(name).target.traits.stacks for name in (there, here)):
+                engines_of.setdefault(f"engine={there} instead of {here}", []).append(run.id)
+            with contextlib.suppress(RecordError):  # the file is missing or damaged
+                facts = leaves_of(read_object(folder / ENVIRONMENT))
+                versions = [str(value) for key, value in facts if key in ("packages.torch", "cpu_capability")]
+                software.setdefault(" ".join(versions), []).append(run.id)
+        groups = {**engines_of, **(software if len(software) > 1 else {})}
+        parts = [f"{plural(len(ids), 'run')} with {cut(way)} (such as {ids[0]})" for way, ids in groups.items()]
+        return f"{self.path}: results may differ in the last bits: {'; '.join(parts)}" if parts else None
 
     def take_ids(self, stored: ComparisonFile) -> None:
         """Give each run the ID of the stored run with the same settings, if there is one."""

@@ -56,7 +56,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about
 from fedsim.data import load_dataset
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, RecordError, SettingWarning, one_line, show
+from fedsim.errors import ExperimentError, FedsimWarning, RecordError, SettingWarning, one_line, show
 from fedsim.records.formatting import key_name
 from fedsim.records.reader import COMPARISON, ComparisonFile, read_comparison_file
 from fedsim.records.rows import NO_SETTINGS, ComparisonSettings, canonical, numeric_axes, score_of
@@ -185,6 +185,8 @@ def run_comparison(
 
 def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
     """Return the results of all runs. If there is a `painter`, also write tables and figures."""
+    if line := folder.rounding_difference():
+        warnings.warn(line, FedsimWarning, stacklevel=3)
     comparison = folder.comparison(keeps_folder=painter is not None)
     if painter is not None:
         _write(comparison, folder, painter)
