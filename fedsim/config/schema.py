@@ -482,7 +482,7 @@ class Batched(Table):
     """Settings of the engine `batched`."""
 
     max_rows: Amount | None = None
-    """Maximum number of workers in a stack. Unset: depends on memory and cache."""
+    """Maximum number of workers in a stack. Unset: depends on the model and the cohort, and on a GPU on its memory."""
 
 
 class Hook(ComponentTable):

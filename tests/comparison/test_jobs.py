@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 
 import pytest
 
 import fedsim
 from fedsim.comparison import Callback, jobs, plan_comparison, run_comparison
+from fedsim.comparison.folder import Shard
+from fedsim.comparison.runner import merge
 from fedsim.engines.pool import process_pool
 from fedsim.errors import FedsimWarning
 from fedsim.system.child_process import start_process
@@ -60,9 +64,56 @@ def test_several_jobs_give_the_results_of_one_and_keep_their_processes(quick, se
     assert histories(several_jobs) == histories(one_job)
     assert observer.jobs == 2
     assert len(set.union(*observer.processes)) == 2
-    assert engines_of(several_jobs) == {"serial"}
+    assert engines_of(several_jobs) == {"auto"}
     tables = [(tmp_path / name / "summary.txt").read_text().splitlines()[:8] for name in ("several", "one")]
     assert tables[0] == tables[1]
+
+
+@pytest.fixture
+def for_stacks(quick):
+    """Return an experiment that `auto` trains in stacks, with workers that finish after different steps."""
+    partition = {"name": "dirichlet", "alpha": 0.5}
+    return {**quick, "workers": 10, "partition": partition, "local": {"batch_size": 4, "lr": 0.05}}
+
+
+def test_jobs_cores_missing_runs_and_shards_decide_where_runs_are_computed_but_change_no_bit(
+    for_stacks, tmp_path, monkeypatch
+):
+    axes = {"aggregate.rule": ["mean", "median"], "seed": [0, 1]}
+
+    def results(name, jobs=None, cores=2, shard=None):
+        monkeypatch.setattr("fedsim.comparison.jobs.usable_cores", lambda: cores)
+        monkeypatch.setattr("fedsim.system.devices.usable_cores", lambda: cores)
+        plan = plan_comparison(for_stacks, axes)
+        return run_comparison(plan, tmp_path / name, jobs, shard=shard)
+
+    first = results("one job", jobs=1, cores=1)
+    facts = [json.loads((run.folder / "environment.json").read_text()) for run in first.runs]
+    assert {(how["engine"], how["width"]) for how in facts} == {("batched", 5)}
+    assert histories(results("one job on three cores", jobs=1, cores=3)) == histories(first)
+    assert histories(results("two jobs")) == histories(first)
+    shutil.rmtree(tmp_path / "two jobs" / "runs" / first.runs[2].id)
+    assert histories(results("two jobs")) == histories(first)  # with one missing run there is one job
+    for index in (0, 1):
+        results(f"shards/{index}-of-2", jobs=index + 1, shard=Shard(index, 2))
+    assert histories(merge([tmp_path], tmp_path / "merged", allow_imports=True)) == histories(first)
+
+
+def test_runs_by_another_engine_or_with_other_software_are_named_in_one_line(for_stacks, tmp_path):
+    fedsim.compare({**for_stacks, "engine": "serial"}, {"seed": [0]}, tmp_path, jobs=1)
+    told = "1 run with engine=serial instead of auto .such as seed0.$"
+    with pytest.warns(FedsimWarning, match=f"^{tmp_path}: results may differ in the last bits: {told}"):
+        fedsim.compare(for_stacks, {"seed": [0, 1]}, tmp_path, jobs=1)
+    file = tmp_path / "runs" / "seed1" / "environment.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"cpu_capability": "AVX1024"}))
+    with pytest.warns(FedsimWarning, match="AVX1024 .such as seed1."):
+        fedsim.compare(for_stacks, {"seed": [0, 1]}, tmp_path, jobs=1)
+
+
+def test_serial_and_spawn_are_not_reported_because_they_agree_bit_for_bit(quick, tmp_path, recwarn):
+    fedsim.compare({**quick, "engine": "serial"}, {"seed": [0]}, tmp_path, jobs=1)
+    fedsim.compare({**quick, "engine": "spawn", "processes": 1}, {"seed": [0, 1]}, tmp_path, jobs=1)
+    assert not [each for each in recwarn if each.category is FedsimWarning]
 
 
 @pytest.mark.slow

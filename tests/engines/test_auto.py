@@ -25,8 +25,8 @@ from tests.engines.in_process import InProcessPool
 
 @pytest.fixture
 def tables(tiny_experiment):
-    """Return an experiment for one process with one thread, with enough rows for a stack."""
-    return {**tiny_experiment, "workers": 4, "engine": "auto", "processes": 1}
+    """Return an experiment for one process with one thread, with enough workers for two stacks."""
+    return {**tiny_experiment, "workers": 8, "engine": "auto", "processes": 1}
 
 
 def how_it_was_done(tables, session=None):
@@ -49,7 +49,7 @@ def test_the_choice_and_its_reason_are_in_the_run_folder(tables, tmp_path):
 
 def test_small_batches_of_several_rows_are_stacked_and_others_are_not(tables):
     assert stacks(tables)
-    assert not stacks(tables, workers=3)
+    assert not stacks(tables, workers=7)
     assert not stacks(tables, local={"batch_size": auto.LARGEST_BATCH + 1})
     assert not stacks(tables, batched={"max_rows": 2})
 
@@ -86,10 +86,39 @@ def test_a_long_run_is_done_by_processes_and_a_short_one_is_not(tables, monkeypa
     monkeypatch.setattr(auto, "InPool", one_process_called_several)
     assert how_it_was_done({**tables, "processes": 2})["processes"] == 1
     monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
+    how = how_it_was_done({**tables, "workers": 7, "processes": 2})
+    assert (how["engine"], how["processes"]) == ("spawn", 2)
     how = how_it_was_done({**tables, "processes": 2})
-    assert (how["engine"], how["processes"]) == ("spawn", 2)  # two rows per process are too few for a stack
-    how = how_it_was_done({**tables, "workers": 8, "processes": 2})
     assert (how["engine"], how["processes"], how["width"]) == ("batched", 2, 4)
+
+
+@pytest.mark.parametrize(("workers", "stacks"), [(8, 2), (15, 2), (16, 4), (31, 4), (32, 8), (100, 8), (300, 10)])
+def test_processes_help_only_as_far_as_there_are_stacks_for_them(workers, stacks, prepared, monkeypatch):
+    spec, shared = prepared("convolution", workers=4)
+    shared = replace(shared, cohort=replace(shared.cohort, rows=torch.empty(workers, 100)))
+    asked = []
+    monkeypatch.setattr(auto, "seconds_saved", lambda task, shared, processes, stacked: asked.append(processes) or 0)
+    for cores in (2, 64):
+        AutoEngine(cores, 1, 60.0, "spawn").choose(spec, shared)
+    assert asked == [2, stacks]
+
+
+@pytest.mark.parametrize("workers", [4, 8, 17])
+@pytest.mark.parametrize("saves", [0.0, 1e9], ids=["a short run", "a long run"])
+def test_cores_and_processes_decide_where_workers_are_trained_but_change_no_bit(workers, saves, tables, monkeypatch):
+    """Whatever `auto` chooses. The shards have different sizes, so the workers finish after different steps."""
+    del tables["processes"]
+    monkeypatch.setattr(auto, "seconds_saved", lambda *_, **__: saves)
+    tables = {**tables, "workers": workers, "partition": {"name": "dirichlet", "alpha": 0.5}, "precision": "float32"}
+    results, ways = [], []
+    for cores, changes in ((1, {}), (2, {}), (3, {}), (1, {"processes": 2}), (3, {"processes": 1})):
+        monkeypatch.setattr("fedsim.system.devices.usable_cores", lambda cores=cores: cores)
+        results.append(fedsim.run({**tables, **changes}, on_start=lambda facts: ways.append(facts.how)))
+    assert len({how["processes"] for how in ways}) == (3 if saves else 1)
+    assert len({how.get("width") for how in ways}) == 1
+    for result in results[1:]:
+        assert torch.equal(result.global_row, results[0].global_row)
+        assert [record.test_loss for record in result.history] == [record.test_loss for record in results[0].history]
 
 
 def test_a_model_that_cannot_be_stacked_runs_all_the_same_and_the_reason_is_noted(tables):
@@ -133,23 +162,30 @@ def test_if_processes_fail_one_process_trains_the_same_stacks_and_one_line_says_
     tables, in_this_process, monkeypatch
 ):
     monkeypatch.setattr(InPool, "begin", fail_with(FAILED))
-    told, how, row = told_and_done({**tables, "workers": 8, "processes": 2})
+    told, how, row = told_and_done({**tables, "processes": 2})
     assert len(told) == 1
-    assert told[0].startswith("one process trains all workers, stacked: ")
+    assert told[0].startswith("one process trains all workers: ")
     assert told[0].endswith(str(FAILED).splitlines()[0])
     assert (how["engine"], how["processes"]) == ("batched", 1)
-    assert torch.equal(row, fedsim.run({**tables, "workers": 8, "engine": "batched"}).global_row)
+    assert torch.equal(row, fedsim.run({**tables, "engine": "batched"}).global_row)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_if_stacks_fail_too_one_process_trains_rows_one_by_one(processes, tables, in_this_process, monkeypatch):
-    monkeypatch.setattr(InPool, "begin", fail_with(FAILED))
+def test_stacks_that_do_not_fit_into_memory_are_an_error_because_single_workers_round_differently(
+    processes, tables, in_this_process, monkeypatch
+):
     monkeypatch.setattr(StackTrainer, "__init__", fail_with(FULL))
-    told, how, row = told_and_done({**tables, "workers": 8, "processes": processes})
-    assert len(told) == 1
-    assert told[0].startswith("one process trains all workers, one by one: ")
-    assert (how["engine"], how["processes"]) == ("serial", 1)
-    assert torch.equal(row, fedsim.run({**tables, "workers": 8, "engine": "serial", "processes": None}).global_row)
+    with pytest.raises(fedsim.ExperimentError, match=r"reduce one of: .*local\.batch_size"):
+        fedsim.run({**tables, "processes": processes})
+
+
+def test_too_little_main_memory_for_stacks_is_an_error_that_names_the_settings(tables, monkeypatch):
+    monkeypatch.setattr("fedsim.system.devices.free_memory", lambda: 6e5)
+    with pytest.raises(
+        fedsim.ExperimentError,
+        match=r"^memory: training 4 workers at once \(batched.max_rows = 4, processes = 1\) takes .* but only 600 kB",
+    ):
+        fedsim.run(tables)
 
 
 def test_what_fails_in_every_way_ends_the_run_as_it_does_with_one_process(tables, monkeypatch):
@@ -166,7 +202,7 @@ def test_runs_that_differ_in_nothing_that_a_plan_depends_on_share_it(tables, mon
             how_it_was_done({**tables, **change}, session)
         assert len(tried) == 1
         sized = "tests.models:sized"  # distinguished by its content, not by its memory address
-        changes = {"rounds": 3}, {"workers": 5}, {"local": {"batch_size": 8}}
+        changes = {"rounds": 3}, {"workers": 9}, {"local": {"batch_size": 8}}
         changes = (*changes, {"model": {"name": sized, "hidden": [8, 8]}}, {"model": {"name": sized, "hidden": [9, 9]}})
         for count, change in enumerate(changes, start=2):
             for _ in range(2):

@@ -24,7 +24,7 @@ def test_the_width_of_stacks_does_not_show(width, tiny_experiment):
     serial = fedsim.run(tables)
     stacked = fedsim.run({**tables, **STACKED, "batched": {"max_rows": width}}, on_start=settings.append)
     assert_close(serial, stacked, ROUNDING)
-    assert settings[0].how == {"processes": 1, "width": width}
+    assert settings[0].how == {"engine": "batched", "threads": 1, "processes": 1, "width": width}
 
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
@@ -42,7 +42,7 @@ def test_an_error_in_a_stack_says_in_which_round(sync, tiny_experiment):
 def width_by_hand(prepared, monkeypatch):
     """Return a function that returns the stack width for rows of 100 float32 values; a batch of 5 keeps 500 bytes."""
 
-    def width(total, processes, momentum, threads=1, rows=20, d=100, device="cpu", **changes):
+    def width(total, momentum, threads=1, rows=20, d=100, device="cpu", **changes):
         monkeypatch.setattr("fedsim.engines.trainers.stacked.total_memory_of", lambda device: total)
         local = {"batch_size": 5, "momentum": momentum}
         task, shared = prepared(workers=20, partition="iid", precision="float32", local=local, **changes)
@@ -50,25 +50,18 @@ def width_by_hand(prepared, monkeypatch):
         cohort = replace(shared.cohort, rows=torch.empty(rows, d, device="meta"))
         shared = replace(shared, cohort=cohort, server=replace(shared.server, row=torch.zeros(d)))
         probe = StackingProbe((), coupled=False, merged=False, sample_bytes=100)
-        return stack_width(task, shared, probe, processes, threads)
+        return stack_width(task, shared, probe, threads)
 
     return width
 
 
 @pytest.mark.parametrize(
-    ("total", "processes", "momentum", "width"),
-    [
-        (2 * 10 * 3 * 400 + 2 * 10 * 1000, 1, 0.0, 10),  # three copies of a row, and twice the activations of a batch
-        (2 * 10 * 3 * 400 + 2 * 10 * 1000 - 1, 1, 0.0, 9),
-        (2 * 10 * 5 * 400 + 2 * 10 * 1000, 1, 0.5, 10),  # momentum needs two more
-        (2 * 10 * 3 * 400 + 2 * 10 * 1000, 2, 0.0, 5),
-        (1, 1, 0.0, 1),
-        (1e9, 1, 0.0, 20),
-        (1e9, 3, 0.0, 7),
-    ],
+    ("rows", "width"),
+    [(1, 1), (4, 4), (7, 7), (8, 4), (15, 8), (16, 4), (20, 5), (31, 8), (32, 4), (100, 13), (256, 32), (1000, 32)],
 )
-def test_the_width_by_hand(total, processes, momentum, width, width_by_hand):
-    assert width_by_hand(total, processes, momentum) == width
+def test_a_cohort_is_divided_into_two_four_or_eight_stacks_of_at_least_four_workers(rows, width, width_by_hand):
+    """On a CPU, the memory of the machine does not matter."""
+    assert [width_by_hand(total, 0.0, rows=rows) for total in (1, 1e9)] == [width, width]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +74,8 @@ def test_the_width_by_hand(total, processes, momentum, width, width_by_hand):
     ],
 )
 def test_stacks_of_a_large_cohort_stay_in_the_caches_of_a_cpu(parameters, threads, width, width_by_hand):
-    assert width_by_hand(1e12, 1, 0.0, threads, rows=100, d=parameters) == width
+    rows = 50 * width
+    assert width_by_hand(1e12, 0.0, threads, rows=rows, d=parameters) == width
 
 
 @pytest.mark.parametrize(
@@ -96,4 +90,5 @@ def test_stacks_of_a_large_cohort_stay_in_the_caches_of_a_cpu(parameters, thread
 def test_the_width_on_a_gpu_counts_masks_and_graphs(cuda_graphs, momentum, row_bytes, width_by_hand):
     changes = {"device": "cuda", "cuda_graphs": cuda_graphs}
     totals = 2 * 7 * row_bytes, 2 * 7 * row_bytes - 1
-    assert [width_by_hand(total, 1, momentum, **changes) for total in totals] == [7, 6]
+    assert [width_by_hand(total, momentum, **changes) for total in totals] == [7, 6]
+    assert [width_by_hand(total, momentum, **changes) for total in (1, 1e9)] == [1, 20]
