@@ -121,7 +121,10 @@ def _with_choices(experiment: Experiment, choices: Mapping[str, Any]) -> Experim
     """Return the experiment with the automatic choices of a checkpoint. The user's own settings are kept."""
     changes: dict[str, Any] = {}
     numbers = {key: choices[key] for key in ("processes", "threads", "width") if _is_count(choices.get(key))}
-    if engines.get(experiment.engine).target.traits.chooses and choices.get("engine") in engines.names():
+    chosen = engines.get(choices["engine"]).target.traits if choices.get("engine") in engines.names() else None
+    if engines.get(experiment.engine).target.traits.chooses and chosen is not None:
+        if chosen.ranks:
+            return experiment  # the run began under a launcher
         changes["engine"] = choices["engine"]
         changes["threads_per_process"] = numbers.get("threads", experiment.threads_per_process)
     elif choices.get("engine") != experiment.engine:
