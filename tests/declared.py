@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from importlib import metadata
@@ -58,13 +59,15 @@ def _requirements_of(name):
         return ()
 
 
+@functools.cache
+def owners():
+    """Return the names of the distributions that own each installed top-level module."""
+    return {module: set(map(normal, names)) for module, names in metadata.packages_distributions().items()}
+
+
 def modules_besides(distributions):
     """Return the names of the installed top-level modules that do not belong to these distributions."""
-    return {
-        module
-        for module, owners in metadata.packages_distributions().items()
-        if module != "fedsim" and not distributions & set(map(normal, owners))
-    }
+    return {module for module, names in owners().items() if module != "fedsim" and not distributions & names}
 
 
 def normal(name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -33,11 +34,12 @@ PAGES = {
 }
 
 
-NEEDED = {name for text in PAGES.values() for block in blocks.blocks_of(text) for name in block.packages}
-OTHERS = modules_besides(distributions_of(f"{PROJECT['name']}[docs]", requirements())) - NEEDED
-AS_INSTALLED = (
-    f"{ABSENT.format(names=OTHERS)}import runpy\ndel sys.argv[:2]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-)
+@functools.cache
+def as_installed():
+    """Return the beginning of a program that has the packages of the extra `docs`, and those that blocks need."""
+    needed = {name for text in PAGES.values() for block in blocks.blocks_of(text) for name in block.packages}
+    others = modules_besides(distributions_of(f"{PROJECT['name']}[docs]", requirements())) - needed
+    return ABSENT.format(names=others)
 
 
 def run_forked(words, folder, environment):
@@ -45,7 +47,8 @@ def run_forked(words, folder, environment):
 
     The process is the fork of a process that has imported fedsim, which saves two seconds per page.
     """
-    program = Program(["-c", AS_INSTALLED, *words], cwd=folder, environment=environment)
+    code = f"{as_installed()}import runpy\ndel sys.argv[:2]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    program = Program(["-c", code, *words], cwd=folder, environment=environment)
     _, error = program.communicate(timeout=blocks.MOST_SECONDS)
     return program.returncode, error
 

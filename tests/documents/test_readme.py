@@ -8,7 +8,6 @@ import json
 import re
 import shlex
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ import fedsim
 from fedsim.cli.main import app
 from fedsim.errors import plural
 from tests.commands import ROOT
-from tests.declared import PROJECT, distributions_of, normal, requirements
+from tests.declared import PROJECT, distributions_of, owners, requirements
 from tests.documents.test_documentation import DOCS, blocks
 
 TEXT = (ROOT / "README.md").read_text()
@@ -38,9 +37,8 @@ COMMANDS = re.findall(r"pip install -e '?\.(?:\[([a-z,]+)\]')? && ([^`\n]+)", TE
 def test_the_commands_install_what_they_run(extras, command):
     """Every package that the code imports is a direct or indirect requirement of what pip installs before."""
     installed = distributions_of(f"{PROJECT['name']}[{extras}]", requirements())
-    owners = {module: set(map(normal, names)) for module, names in metadata.packages_distributions().items()}
     wanted = IMPORTS[command]()
-    assert {module for module in wanted if not owners.get(module, set()) & installed} == set()
+    assert {module for module in wanted if not owners().get(module, set()) & installed} == set()
     assert set(re.findall(r"[a-z]+", extras)) <= PROJECT["optional-dependencies"].keys()
 
 
@@ -70,8 +68,9 @@ def _of_programs():
 
 
 def _of_tests():
-    codes = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
-    codes = [code for code in codes if "importorskip" not in code]
+    """The imports of tests, except those that are skipped without a package, and the programs of such tests."""
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if not path.stem.endswith("_program")]
+    codes = [code for code in (path.read_text() for path in paths) if "importorskip" not in code]
     return {"pytest", "xdist", *_of_site()}.union(*(_imports(code, of_module=True) for code in codes))
 
 
