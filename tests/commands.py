@@ -68,6 +68,19 @@ def start_ranks(count, *words, cwd, words_by_rank=None):
     ]
 
 
+def start_tasks(count, *words, cwd):
+    """Start `count` ranks, each as `python *words` with the environment variables of a step of SLURM on one host.
+
+    Return the processes, ordered by rank.
+    """
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": free_port(), "SLURM_NTASKS": str(count)}
+    job |= {"SLURM_STEP_NUM_TASKS": str(count), "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "no-such-host"}
+    return [
+        start(*words, cwd=cwd, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), OMP_NUM_THREADS="1", **job)
+        for rank in range(count)
+    ]
+
+
 def start_torchrun(count, *words, cwd, restarts=1):
     """Start `count` ranks with torchrun and return its process in a list."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))

@@ -59,9 +59,14 @@ class Block:
     line: int
 
     @property
+    def packages(self) -> list[str]:
+        """Packages in the attribute `needs`."""
+        return self.attributes.get("needs", "").split()
+
+    @property
     def missing(self) -> list[str]:
         """Packages that the block needs and that are not installed."""
-        return [name for name in self.attributes.get("needs", "").split() if find_spec(name) is None]
+        return [name for name in self.packages if find_spec(name) is None]
 
     @property
     def action(self) -> str | None:

@@ -74,10 +74,11 @@ def run(
         from fedsim.data.sources import data_loaded_once
         from fedsim.engines import engine as engines
         from fedsim.records.run_folder import new_folder
+        from fedsim.runs.launch import under_launcher
         from fedsim.runs.setup import check_run
 
         stack.enter_context(data_loaded_once())
-        experiment = load_experiment(source, overrides, allow_imports=allow_imports)
+        experiment = under_launcher(load_experiment(source, overrides, allow_imports=allow_imports))
         if dry_run:
             check_run(experiment)
             for line in warnings_about(experiment):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fedsim.callbacks.callback import FunctionCallback, UserCallbacks
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun
 from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, why_unsendable
@@ -29,7 +30,7 @@ from fedsim.errors import ExperimentError, FedsimError, FedsimWarning, ProcessLo
 from fedsim.records.record import RoundRecord
 from fedsim.records.rows import canonical
 from fedsim.runs.facts import RunFacts
-from fedsim.runs.run import run
+from fedsim.runs.run import run_loaded
 from fedsim.runs.session import Session
 from fedsim.runs.setup import task_of
 from fedsim.system.child_process import GRACE, signals_deferred
@@ -175,15 +176,8 @@ def attempt(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SettingWarning)  # shown once before the first run of the comparison
-            run(
-                experiment,
-                folder,
-                resume=True,
-                on_start=on_start,
-                on_round=on_round,
-                session=session,
-                progress=False,
-            )
+            users = UserCallbacks([FunctionCallback(None, on_start, on_round)])
+            run_loaded(lambda: experiment, folder, users, resume=True, session=session, progress=False)
     except FedsimError as error:
         return str(error)
     except Exception as error:  # a bug in a component or in fedsim fails this run only

@@ -61,6 +61,7 @@ from fedsim.records.formatting import key_name
 from fedsim.records.reader import COMPARISON, ComparisonFile, read_comparison_file
 from fedsim.records.rows import NO_SETTINGS, ComparisonSettings, canonical, numeric_axes, score_of
 from fedsim.records.run_folder import ERROR
+from fedsim.runs.launch import check_copies
 from fedsim.system.child_process import exit_if_imported_by_child
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ def run_comparison(
                 f"engine = {show(run.experiment.engine)}: a comparison starts its own processes; use another engine, "
                 "and --shard i/n for several machines"
             )
+    if shard is None:
+        check_copies(run.experiment for run in plan.runs)
     if jobs is not None and jobs > 1 and (reason := why_runs_unsendable(plan.runs)):
         raise ExperimentError(f"jobs = {jobs}: {reason}; use jobs=1")
     if jobs != 1:

@@ -68,7 +68,7 @@ class Experiment(Table):
     engine: Name = DEFAULT_ENGINE
     """How workers are trained: one after another (`serial`), in several processes (`spawn`), stacked into batched
     operations (`batched`), on the ranks of a launcher (`distributed`), or by an engine chosen for this experiment
-    (`auto`). `fedsim list engines` describes each engine."""
+    (`auto`), which is `distributed` under a launcher. `fedsim list engines` describes each engine."""
     processes: Processes | None = None
     """Number of processes for `spawn` and `batched`, or the maximum number for `auto`. Unset: depends on cores and
     memory."""

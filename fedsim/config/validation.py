@@ -222,10 +222,10 @@ def _check_sizes(experiment: Experiment) -> Iterator[str]:
 
 def _check_engine(experiment: Experiment, engine_class: type[Engine]) -> Iterator[str]:
     name, traits = show(experiment.engine), engine_class.traits
-    if experiment.mode == "race" and traits.races_on is None:
-        yield f"engine = {name}: mode=race needs engine=spawn or engine=auto"
-    elif traits.ranks and not experiment.in_rounds:
+    if traits.ranks and not experiment.in_rounds:
         yield f"{experiment.policy.setting}: the engine {name} only supports synchronous rounds; use another engine"
+    elif experiment.mode == "race" and traits.races_on is None:
+        yield f"engine = {name}: mode=race needs engine=spawn or engine=auto"
 
 
 def _check_worker_tests(experiment: Experiment) -> Iterator[str]:

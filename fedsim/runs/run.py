@@ -27,6 +27,7 @@ from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 from fedsim.records.worker_results import newest_table, read_csv
 from fedsim.runs.facts import RunFacts
+from fedsim.runs.launch import under_launcher, warn_of_copies
 from fedsim.runs.result import Result
 from fedsim.runs.resume import ResumeState
 from fedsim.runs.rounds import prepared_rounds
@@ -81,14 +82,36 @@ def run(
         WorkerError: a worker failed, or processes were lost more often than `process_retries` allows.
     """
     users = UserCallbacks([FunctionCallback(on_setup, on_start, on_round), *callbacks])
+
+    def load() -> Experiment:
+        loaded = under_launcher(load_experiment(experiment, allow_imports=allow_imports, **changes))
+        warn_of_copies(loaded.engine)
+        return loaded
+
+    return run_loaded(load, out, users, resume=resume, session=session, progress=progress)
+
+
+def run_loaded(
+    load: Callable[[], Experiment],
+    out: str | Path | None,
+    users: UserCallbacks,
+    *,
+    resume: bool,
+    session: Session | None,
+    progress: bool | None,
+) -> Result:
+    """Run the experiment that `load` returns, with the engine that it names. See `run` for the other arguments.
+
+    users: callbacks that the user has passed to `run`.
+    """
     with contextlib.ExitStack() as stack, data_loaded_once():
         try:
-            experiment = load_experiment(experiment, allow_imports=allow_imports, **changes)
+            experiment = load()
             current, callbacks = _prepared(stack, experiment, out, resume, users, session, progress)
         except ExperimentError as error:
             raise error.with_traceback(None) from error.__cause__  # stack frames within fedsim would not help the user
         for line in warnings_about(experiment) if _is_main(experiment) else ():
-            warnings.warn(line, SettingWarning, stacklevel=2)
+            warnings.warn(line, SettingWarning, stacklevel=3)
         for callback in callbacks:
             callback.on_start(current)
         for round in range(len(current.history) + 1, experiment.rounds + 1):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+import venv
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.commands import ROOT
+from tests.declared import ABSENT, PROJECT, distributions_of, modules_besides, requirements
 from tests.forking import Program
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 FETCHED = re.compile(
     r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?(?:https?:)?//"""
@@ -30,9 +34,21 @@ PAGES = {
 }
 
 
+@functools.cache
+def as_installed():
+    """Return the beginning of a program that has the packages of the extra `docs`, and those that blocks need."""
+    needed = {name for text in PAGES.values() for block in blocks.blocks_of(text) for name in block.packages}
+    others = modules_besides(distributions_of(f"{PROJECT['name']}[docs]", requirements())) - needed
+    return ABSENT.format(names=others)
+
+
 def run_forked(words, folder, environment):
-    """Run `python *words` in a fork of a process that has imported fedsim, which saves two seconds per page."""
-    program = Program(words, cwd=folder, environment=environment)
+    """Run `python *words` with the packages of the extra `docs` and those that blocks name in `needs`.
+
+    The process is the fork of a process that has imported fedsim, which saves two seconds per page.
+    """
+    code = f"{as_installed()}import runpy\ndel sys.argv[:2]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    program = Program(["-c", code, *words], cwd=folder, environment=environment)
     _, error = program.communicate(timeout=blocks.MOST_SECONDS)
     return program.returncode, error
 
@@ -44,6 +60,34 @@ def test_the_blocks_of_the_page_run(page, tmp_path):
     assert blocks.error_of(PAGES[page], blocks.run(PAGES[page], tmp_path, run_forked), tmp_path) is None
     if missing := blocks.missing_packages(PAGES[page]):
         pytest.skip(f"skipped only the blocks that need {', '.join(missing)}")
+
+
+def test_every_page_is_in_the_navigation_once(monkeypatch):
+    """Here and on the site, mkdocs itself reads `mkdocs.yml` and lets the hooks add the generated pages."""
+    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install 'fedsim-sgd[docs]'")
+    from mkdocs.config import load_config
+    from mkdocs.structure.files import get_files, set_exclusions
+    from mkdocs.structure.nav import Link, get_navigation
+
+    monkeypatch.setenv("FEDSIM_DOCS_RUN", "no")
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    files = config.plugins.on_files(get_files(config), config=config)
+    set_exclusions(files, config)
+    navigation = get_navigation(files, config)
+
+    def links(items):
+        for item in items:
+            yield from links(item.children or ())
+            if isinstance(item, Link):
+                yield item.url
+
+    assert list(links(navigation.items)) == [], "not a page, for example because of the indentation in mkdocs.yml"
+    pages = [file.src_uri for file in files.documentation_pages()]
+    assert sorted(page.file.src_uri for page in navigation.pages) == sorted(pages)
+    written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert written <= set(pages)
+    assert {f"notebooks/{path.stem}.md" for path in (DOCS / "notebooks").glob("*.ipynb")} <= set(pages)
 
 
 def test_quoted_experiments_equal_those_of_the_files():
@@ -156,3 +200,21 @@ def test_the_site_fetches_nothing(site):
 def test_the_site_is_built_with_the_outputs_of_its_blocks(tmp_path):
     pytest.importorskip("mkdocs", reason="needs mkdocs: pip install 'fedsim-sgd[docs]'")
     assert '<div class="result">' in "".join(page.read_text() for page in built(tmp_path, run="yes").rglob("*.html"))
+
+
+@pytest.mark.slow
+def test_the_readmes_command_builds_the_site_in_a_fresh_environment(tmp_path):
+    """Only what the extra `docs` brings is installed. It takes about 15 minutes and needs a package index."""
+    skipped = shutil.ignore_patterns(".*", "__pycache__", "site")
+    shutil.copytree(ROOT, tmp_path / "clone", ignore=skipped)
+    venv.create(tmp_path / "fresh", with_pip=True)
+    folder = str(tmp_path / "fresh" / "bin")
+    environment = {**os.environ, "PATH": os.pathsep.join([folder, os.environ["PATH"]])}
+    environment.pop("PYTHONPATH", None)
+    for words in (["python", "-m", "pip", "install", "-e", ".[docs]"], ["mkdocs", "build", "--strict", "--quiet"]):
+        words = [f"{folder}/{words[0]}", *words[1:]]
+        done = subprocess.run(words, cwd=tmp_path / "clone", env=environment, capture_output=True, text=True)
+        if "install" in words and re.search("No matching distribution|NewConnectionError|ConnectTimeout", done.stderr):
+            pytest.skip(f"needs a package index: {done.stderr[-300:]}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "clone" / "site" / "index.html").is_file()

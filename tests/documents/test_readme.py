@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,10 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.main import app
 from fedsim.errors import plural
+from tests.commands import ROOT
+from tests.declared import PROJECT, distributions_of, owners, requirements
+from tests.documents.test_documentation import DOCS, blocks
 
-ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)
 COMPARISONS = [  # the command, and the output shown below it
@@ -23,6 +28,69 @@ COMPARISONS = [  # the command, and the output shown below it
     if language == "bash" and code.startswith("fedsim compare")
 ]
 NUMBER = re.compile(r"\d+\.\d+")
+
+
+COMMANDS = re.findall(r"pip install -e '?\.(?:\[([a-z,]+)\]')? && ([^`\n]+)", TEXT)  # (extras, command)
+
+
+@pytest.mark.parametrize(("extras", "command"), COMMANDS)
+def test_the_commands_install_what_they_run(extras, command):
+    """Every package that the code imports is a direct or indirect requirement of what pip installs before."""
+    installed = distributions_of(f"{PROJECT['name']}[{extras}]", requirements())
+    wanted = IMPORTS[command]()
+    assert {module for module in wanted if not owners().get(module, set()) & installed} == set()
+    assert set(re.findall(r"[a-z]+", extras)) <= PROJECT["optional-dependencies"].keys()
+
+
+def test_the_three_commands_are_those_for_users_testers_and_writers():
+    assert [command for _, command in COMMANDS] == list(IMPORTS)
+
+
+def _imports(code, *, of_module=False):
+    """Return the modules of other projects that Python code imports.
+
+    of_module: without imports in functions, in `try` and in `if`, which the module itself does not need.
+    """
+    tree = ast.parse(code)
+    names = set()
+    for node in tree.body if of_module else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {name.name.partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names - sys.stdlib_module_names - {"fedsim", "fedsim_main", "tests", "benchmarks", "tomli"}
+
+
+def _of_programs():
+    paths = [ROOT / "run_experiment.py", *(ROOT / "fedsim").rglob("*.py")]
+    paths = [path for path in paths if "integrations" not in path.parts]
+    return set().union(*(_imports(path.read_text(), of_module=True) for path in paths))
+
+
+def _of_tests():
+    """The imports of tests, except those that are skipped without a package, and the programs of such tests."""
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if not path.stem.endswith("_program")]
+    codes = [code for code in (path.read_text() for path in paths) if "importorskip" not in code]
+    return {"pytest", "xdist", *_of_site()}.union(*(_imports(code, of_module=True) for code in codes))
+
+
+def _of_site():
+    """The imports of the hooks, of notebooks, and of blocks that run on each page."""
+    names, own = {"mkdocs", "material", "pymdownx"}, {path.stem for path in (DOCS / "hooks").glob("*.py")}
+    codes = [path.read_text() for path in (DOCS / "hooks").glob("*.py")]
+    for path in (DOCS / "notebooks").glob("*.ipynb"):
+        codes += [
+            "".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"
+        ]
+    for path in DOCS.rglob("*.md"):
+        for block in blocks.blocks_of(path.read_text()):
+            own |= {Path(block.attributes.get("title", "")).stem}
+            if block.action == "python" and not block.packages:
+                codes.append(block.code)
+    return names.union(*map(_imports, codes)) - own
+
+
+IMPORTS = {"python run_experiment.py": _of_programs, "python -m pytest": _of_tests, "mkdocs serve": _of_site}
 
 
 def test_the_table_of_simulators_has_the_right_numbers_of_components():

@@ -4,12 +4,14 @@ import torch
 
 from fedsim.engines.distributed.preflight import difference_of, digest
 
+REMEDY = "; to run them apart, name another engine, such as engine=serial"
+
 
 def test_a_difference_is_reported_in_one_line_with_rank_and_both_values():
     same = {"versions": {"torch": "2.6"}, "the experiment": {"rounds": 3, "local.lr": 0.1}}
     assert difference_of([same, same, same]) == []
     changed = {**same, "the experiment": {"rounds": 3, "local.lr": 0.2}}
-    line = "the ranks differ in the experiment: local.lr = 0.1 on rank 0 and 0.2 on rank 2"
+    line = f"the ranks differ in the experiment: local.lr = 0.1 on rank 0 and 0.2 on rank 2{REMEDY}"
     assert difference_of([same, same, changed]) == [line]
     missing = {**same, "versions": {}}
     assert difference_of([same, missing]) == [
@@ -19,7 +21,7 @@ def test_a_difference_is_reported_in_one_line_with_rank_and_both_values():
 
 def test_of_many_differences_the_first_ones_are_reported():
     claims = [{"the experiment": dict.fromkeys("abcde", value)} for value in (1, 2)]
-    assert difference_of(claims)[0].endswith("c = 1 on rank 0 and 2 on rank 1 (and 2 more)")
+    assert difference_of(claims)[0].endswith(f"c = 1 on rank 0 and 2 on rank 1 (and 2 more){REMEDY}")
 
 
 def test_a_hash_goes_by_values_shape_and_dtype():

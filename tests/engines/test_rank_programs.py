@@ -16,7 +16,7 @@ import pytest
 import fedsim
 from fedsim.records.history import METRICS
 from fedsim.records.run_folder import MODEL
-from tests.commands import ROOT, ended, free_port, read_until, start, start_ranks, start_torchrun
+from tests.commands import ROOT, ended, free_port, read_until, start, start_ranks, start_tasks, start_torchrun
 from tests.engines.test_rendezvous import impostor, ping
 
 
@@ -43,15 +43,16 @@ def test_a_hook_that_makes_the_mean_infinite_is_named(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("launch", [start_ranks, pytest.param(start_torchrun, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launch", [start_ranks, start_tasks, pytest.param(start_torchrun, marks=pytest.mark.slow)])
 def test_the_command_runs_on_two_ranks_and_prints_once(launch, tmp_path):
     experiment = ROOT / "experiments" / "mnist_sync_sgd.toml"
     changes = ["data.name=tests.components:tiny", "rounds=2", "local.batch_size=16", "name=ranked"]
-    words = [str(ROOT / "run_experiment.py"), str(experiment), *changes, "engine=distributed", "--out", "ranked"]
+    words = [str(ROOT / "run_experiment.py"), str(experiment), *changes, "--out", "ranked"]
     codes, outs, errors = ended(launch(2, *words, cwd=tmp_path), 120)
     assert not any(codes), errors
     lines = "".join(outs).splitlines()
     assert [line.split()[0] for line in lines] == ["ranked:", lines[1].split()[0], "round", "1", "2", "final", "ranked"]
+    assert lines[0].endswith("; distributed"), "the engine auto says what it is under a launcher"
     assert "distributed, 2 processes on cpu" in lines[1]
     facts = json.loads((tmp_path / "ranked" / "environment.json").read_text())
     assert (facts["ranks"], facts["backend"], len(facts["hosts"])) == (2, "gloo", 1)
@@ -114,7 +115,13 @@ def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank,
 @pytest.mark.parametrize(
     ("words", "words_by_rank", "lines"),
     [
-        (["rounds=4"], {1: ["rounds=5"]}, ["the ranks differ in the experiment: rounds = 4 on rank 0 and 5 on rank 1"]),
+        (
+            *(["engine=auto"], {1: ["seed=1"]}),
+            [
+                "the ranks differ in the experiment: seed = 0 on rank 0 and 1 on rank 1; to run them apart, name "
+                "another engine, such as engine=serial"
+            ],
+        ),
         pytest.param(
             *(["data=tests.components:tiny_on_rank"], {}, ["the ranks differ in the data: training inputs = "]),
             marks=pytest.mark.slow,

@@ -20,7 +20,8 @@ from fedsim.engines.distributed.rendezvous import (
 )
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "400"}
-SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77", "SLURM_NNODES": "4"}
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "77", "SLURM_NNODES": "4"}
+SLURM = {**BATCH, "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
 OPENMPI = {
     **{"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
     **{"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "job-1"},
@@ -44,8 +45,47 @@ def test_slurms_ranks_meet_at_its_first_host_and_at_a_port_of_the_job():
     assert RankInfo.of({**SLURM, "MASTER_ADDR": "here", "MASTER_PORT": "9"}).address == ("here", 9)
 
 
+def test_only_steps_of_slurm_are_ranks():
+    assert RankInfo.of(BATCH) is None, "a batch script runs once, whatever --ntasks says"
+    shell = {**BATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}
+    assert RankInfo.of(shell).count == 1, "an interactive shell is a step of one task"
+    assert RankInfo.of({**SLURM, "SLURM_STEP_NUM_TASKS": "6", "SLURM_NTASKS": "6"}).count == 6
+    assert RankInfo.of({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}).rank == 1, "set by hand, outside a job"
+
+
+def test_steps_of_the_same_job_meet_at_their_own_hosts_and_ports():
+    step = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[09,12]"}
+    one, two = (RankInfo.of({**SLURM, **step, "SLURM_STEP_ID": number}) for number in "12")
+    assert one.address[0] == two.address[0] == "node09"
+    assert one.address[1] != two.address[1]
+    assert RankInfo.of({**SLURM, **step, "SLURM_STEP_NUM_NODES": "1"}).address[0] == LOOPBACK
+
+
 def test_torchrun_within_a_job_of_slurm_goes_by_torchrun():
     assert RankInfo.of({**SLURM, **TORCHRUN}).rank == 3
+
+
+@pytest.mark.parametrize(
+    ("rank", "count", "named"),
+    [
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", {"PMIX_NAMESPACE": "job-1"}),
+        ("PMI_RANK", "PMI_SIZE", {"PMI_JOBID": "job-1"}),
+    ],
+)
+def test_mpiruns_ranks_within_a_job_of_slurm_meet_at_the_jobs_first_host(rank, count, named):
+    """Ranks on the first host inherit the variables of the batch script, and the others those of mpirun's daemons."""
+    job = {**BATCH, **named, "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "node[07-09]", count: "8"}
+    daemon = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "2"}
+    daemon |= {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "node[08-09]", "SLURM_PROCID": "1"}
+    first, last = RankInfo.of({**job, rank: "0"}), RankInfo.of({**job, **daemon, rank: "7"})
+    assert (first.rank, last.rank, first.count, last.count) == (0, 7, 8, 8)
+    assert first.address == last.address
+    assert first.address[0] == "node07"
+
+
+def test_a_rank_that_srun_starts_through_pmi_has_the_local_rank_of_slurm():
+    place = RankInfo.of({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8", "SLURM_JOB_NODELIST": "a,b"})
+    assert (place.rank, place.count, place.local_rank, place.address[0]) == (5, 8, 1, "a")
 
 
 def test_mpiruns_ranks_on_several_hosts_need_an_address():

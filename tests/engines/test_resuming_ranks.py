@@ -103,3 +103,12 @@ def test_powersgd_starts_its_state_again_and_warns(tmp_path):
     assert (
         errors.count('distributed.hook = "powersgd": the state of this hook is not in the checkpoint and is reset') == 1
     )
+
+
+def test_a_run_of_ranks_continues_without_a_launcher_with_the_engine_auto(tmp_path):
+    """The engine of the earlier part was chosen by the launcher, not by `auto`."""
+    words = [word for word in WORDS if not word.startswith(("engine", "distributed"))]
+    ranks(1, *words, "engine=distributed", "rounds=2", cwd=tmp_path)
+    experiment = fedsim.load_experiment(tmp_path / "tiny.toml", [*words, "engine=auto"])
+    result = fedsim.run(experiment, tmp_path / "run", resume=True)
+    assert torch.allclose(row_of(result.folder), row_of(alone(*words, cwd=tmp_path)), rtol=0, atol=1e-5)

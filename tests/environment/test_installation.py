@@ -13,26 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.commands import ROOT
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-ABSENT = """
-import sys
-
-class Absent:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] in {names}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Absent)
-"""
-
-
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+from tests.declared import ABSENT, PROJECT, distributions_of, modules_besides
 
 
 def test_all_installs_every_extra_except_those_of_developers():
@@ -63,36 +44,12 @@ def installed(tmp_path_factory):
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder)
     (information,) = folder.glob("*.dist-info")
-    core = _requirements(metadata.Distribution.at(information))
-    absent = {
-        module
-        for module, distributions in metadata.packages_distributions().items()
-        if module != "fedsim" and not core & set(map(_normal, distributions))
-    }
+    core = distributions_of(PROJECT["name"], metadata.Distribution.at(information).requires)
+    absent = modules_besides(core)
     assert {"torch", "matplotlib", "pydantic"}.isdisjoint(absent)
     assert {"pytest", "scipy", "plotly"} <= absent
     (folder / "sitecustomize.py").write_text(ABSENT.format(names=absent))
     return folder
-
-
-def _requirements(distribution):
-    """Return the names of all direct and indirect requirements of a distribution, without extras."""
-    names, waiting = set(), [distribution]
-    while waiting:
-        for line in waiting.pop().requires or ():
-            requirement = Requirement(line)
-            name = _normal(requirement.name)
-            if name not in names and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
-                names.add(name)
-                try:
-                    waiting.append(metadata.distribution(name))
-                except metadata.PackageNotFoundError:  # a CPU build of PyTorch comes without the CUDA libraries
-                    continue
-    return names
-
-
-def _normal(name):
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @pytest.mark.slow

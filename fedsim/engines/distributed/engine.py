@@ -58,10 +58,11 @@ class InRank(InProcess):
 class DistributedEngine(Engine):
     """Engine that divides a run among the processes (ranks) that a launcher such as torchrun starts.
 
-        torchrun ... run_experiment.py engine=distributed
+        torchrun ... run_experiment.py
 
-    Each rank trains some of the workers and updates a part of the global model. The ranks run on CPUs or GPUs, on one
-    or several machines. Results agree with the engine `serial` up to rounding.
+    Under a launcher, the engine `auto` is this engine. Each rank trains some of the workers and updates a part of the
+    global model. The ranks run on CPUs or GPUs, on one or several machines. Results agree with the engine `serial` up
+    to rounding.
     """
 
     traits = EngineTraits(frozenset({"distributed"}), stacks=True, ranks=True)

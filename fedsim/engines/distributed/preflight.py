@@ -19,6 +19,7 @@ from fedsim.errors import ExperimentError, FedsimError, show
 from fedsim.version import __version__
 
 OWN = ("device", "data.root")  # keys that may differ from host to host
+EXPERIMENT = "the experiment"
 SHOWN = 3  # maximum number of differences in an error message
 
 Claims = dict[str, dict[str, Any]]  # a rank's versions, experiment and data digests, by kind and key
@@ -39,7 +40,7 @@ class Preflight:
         versions = {"fedsim": __version__, "torch": str(torch.__version__), "numpy": np.__version__}
         versions["python"] = ".".join(platform.python_version_tuple()[:2])
         shared = {key: value for key, value in leaves_of(description) if key not in OWN}
-        self._claims: Claims = {"versions": versions, "the experiment": shared}
+        self._claims: Claims = {"versions": versions, EXPERIMENT: shared}
         self.settled = self.passed = False
 
     def settle(self, train: TensorData, test: TensorData) -> None:
@@ -84,7 +85,8 @@ def difference_of(claims: list[Claims]) -> list[str]:
             if keys:
                 values = [f"{key} = {shown(0, kind, key)} and {shown(rank, kind, key)}" for key in keys[:SHOWN]]
                 more = f" (and {len(keys) - SHOWN} more)" if len(keys) > SHOWN else ""
-                return [f"the ranks differ in {kind}: {', '.join(values)}{more}"]
+                remedy = "; to run them apart, name another engine, such as engine=serial" * (kind == EXPERIMENT)
+                return [f"the ranks differ in {kind}: {', '.join(values)}{more}{remedy}"]
     return []
 
 

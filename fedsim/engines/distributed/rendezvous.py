@@ -29,15 +29,44 @@ COMMAND = "torchrun --standalone --nproc-per-node 2 run_experiment.py engine=dis
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29_500  # PyTorch's default
 PORTS = range(20_000, 32_000)  # below the ports that operating systems assign; a hash of the job's ID selects one
-
-LAUNCHERS = {  # (variable of the rank, of the number of ranks): (variable of the local rank, of the ranks on this host)
-    ("RANK", "WORLD_SIZE"): ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"): ("SLURM_LOCALID", None),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"): ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"): ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-}
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-JOB_NUMBERS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Environment variables that a launcher sets for each rank.
+
+    Attributes:
+        rank, count: rank of the process, and number of ranks.
+        local_rank: rank of the process on its host. The first variable that is set is used.
+        local_count: number of ranks on the host; None if the launcher does not tell.
+        job: IDs of the job, which are equal in all ranks.
+    """
+
+    rank: str
+    count: str
+    local_rank: tuple[str, ...]
+    local_count: str | None
+    job: tuple[str, ...]
+
+
+LAUNCHERS = (  # in a job of SLURM, the ranks of torchrun and mpirun inherit the numbers of the process that starts them
+    Launcher("RANK", "WORLD_SIZE", ("LOCAL_RANK",), "LOCAL_WORLD_SIZE", ()),
+    Launcher(
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *(("OMPI_COMM_WORLD_LOCAL_RANK",), "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    Launcher(
+        *("PMI_RANK", "PMI_SIZE"),
+        *(("MPI_LOCALRANKID", "SLURM_LOCALID"), "MPI_LOCALNRANKS"),
+        ("SLURM_JOB_ID", "PMI_JOBID"),
+    ),
+    *(
+        Launcher("SLURM_PROCID", count, ("SLURM_LOCALID",), None, ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        for count in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -63,17 +92,16 @@ class RankInfo:
 
         Raises ExperimentError if the variables are inconsistent.
         """
-        for (rank, count), (local_rank, local_count) in LAUNCHERS.items():
-            if rank in environ and count in environ:
-                numbers = {name: _number(environ, name) for name in (rank, count)}
-                if not 0 <= numbers[rank] < numbers[count]:
-                    raise ExperimentError(
-                        f"{rank} = {numbers[rank]}: must be at least 0 and less than {count} = {numbers[count]}"
-                    )
-                here = _number(environ, local_rank) if local_rank in environ else 0
-                attempt = _number(environ, RESTARTS) if RESTARTS in environ else 0
-                return cls(numbers[rank], numbers[count], here, _address(environ, numbers[count], local_count), attempt)
-        return None
+        launcher = launcher_of(environ)
+        if launcher is None:
+            return None
+        rank, count = (_number(environ, name) for name in (launcher.rank, launcher.count))
+        if not 0 <= rank < count:
+            raise ExperimentError(
+                f"{launcher.rank} = {rank}: must be at least 0 and less than {launcher.count} = {count}"
+            )
+        local_rank, attempt = (_number(environ, *names) for names in (launcher.local_rank, [RESTARTS]))
+        return cls(rank, count, local_rank, _address(environ, count, launcher), attempt)
 
     @classmethod
     def here(cls) -> RankInfo:
@@ -85,42 +113,73 @@ class RankInfo:
         if place is None:
             raise ExperimentError(
                 'engine = "distributed": this process has no rank (RANK and WORLD_SIZE are not set); '
-                f"start it with a launcher: {COMMAND}"
+                f"start it with a launcher: {COMMAND}; or use another engine, such as engine=auto"
             )
         return place
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher that has set the environment variables `environ`; None if there is none.
+
+    SLURM also sets the rank 0 in a batch script, which runs only once. Only `srun` starts ranks, and numbers the step.
+    """
+    is_batch_script = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
+    launchers = [launcher for launcher in LAUNCHERS if launcher.rank in environ and launcher.count in environ]
+    return next((launcher for launcher in launchers if not (launcher.rank == "SLURM_PROCID" and is_batch_script)), None)
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int:
+    """Return the value of the first variable that is set; 0 if none is set."""
+    name = next((name for name in names if name in environ), None)
+    if name is None:
+        return 0
     try:
         return int(environ[name])
     except ValueError:
         raise ExperimentError(f"{name} = {environ[name]!r}: must be an integer") from None
 
 
-def _address(environ: Mapping[str, str], count: int, local_count: str | None) -> tuple[str, int]:
+def _first_set(environ: Mapping[str, str], *names: str) -> str | None:
+    """Return the value of the first variable that is set and not empty; None if there is none."""
+    return next((environ[name] for name in names if environ.get(name)), None)
+
+
+def _address(environ: Mapping[str, str], count: int, launcher: Launcher) -> tuple[str, int]:
     """Return the host and port where the ranks connect, according to the launcher's environment variables.
 
     Args:
         environ: environment variables.
         count: number of ranks.
-        local_count: name of the variable with the number of ranks on this machine, if the launcher sets one.
+        launcher: launcher that has set the variables.
     """
     host = environ.get("MASTER_ADDR")
-    slurm_hosts = [_number(environ, name) for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if name in environ]
-    if host is None and "RANK" not in environ and "SLURM_PROCID" in environ and slurm_hosts[:1] not in ([], [1]):
-        host = first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
-    if host is None and local_count is not None and local_count in environ and _number(environ, local_count) < count:
+    if host is None and launcher.rank != "RANK":
+        host = _host_from_slurm(environ, count)
+    local = launcher.local_count
+    if host is None and local is not None and local in environ and _number(environ, local) < count:
         raise ExperimentError(
-            f"MASTER_ADDR is not set, although {count - _number(environ, local_count)} of {count} ranks are on other "
-            "hosts; set it to the address of the host of rank 0"
+            f"MASTER_ADDR is not set, although {count - _number(environ, local)} of {count} ranks are on other hosts; "
+            "set it to the address of the host of rank 0"
         )
     if "MASTER_PORT" in environ:
         return host or LOOPBACK, _number(environ, "MASTER_PORT")
-    job = " ".join(environ[name] for name in JOB_NUMBERS if name in environ)
-    if "RANK" in environ or not job:
+    job = " ".join(environ[name] for name in launcher.job if name in environ)
+    if not job:
         return host or LOOPBACK, DEFAULT_PORT
     digest = int.from_bytes(hashlib.blake2b(job.encode(), digest_size=8).digest(), "big")
     return host or LOOPBACK, PORTS[digest % len(PORTS)]
+
+
+def _host_from_slurm(environ: Mapping[str, str], count: int) -> str | None:
+    """Return the first host of a SLURM job or step that has several hosts, otherwise None.
+
+    A step whose number of tasks is not `count`, the number of ranks, contains the daemons of mpirun, not the ranks.
+    """
+    is_step = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") == str(count)
+    counts, lists = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"), ("SLURM_STEP_NODELIST",)
+    n_hosts = _first_set(environ, *(counts if is_step else ()), "SLURM_JOB_NUM_NODES")
+    hosts = _first_set(environ, *(lists if is_step else ()), "SLURM_JOB_NODELIST")
+    return first_host(hosts) if hosts and n_hosts not in (None, "1") else None
 
 
 def first_host(names: str) -> str | None:

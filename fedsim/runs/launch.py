@@ -1,0 +1,65 @@
+"""The engine of a run whose process a launcher such as torchrun has started together with other ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+
+from fedsim.config.experiment import Experiment
+from fedsim.config.validation import problems_with
+from fedsim.engines import engine as engines
+from fedsim.engines.distributed.rendezvous import RankInfo, launcher_of
+from fedsim.errors import ExperimentError, FedsimWarning, show
+
+RANKED = "distributed"  # the engine that `auto` is under a launcher
+
+
+def launched_ranks() -> str | None:
+    """Return the number of ranks that a launcher has started, such as "WORLD_SIZE = 2"; None for fewer than two.
+
+    Raises ExperimentError if the launcher's environment variables are inconsistent.
+    """
+    place, launcher = RankInfo.of(os.environ), launcher_of(os.environ)
+    return f"{launcher.count} = {place.count}" if place and launcher and place.count > 1 else None
+
+
+def under_launcher(experiment: Experiment) -> Experiment:
+    """Return the experiment with the engine of this process: under a launcher, `auto` is `distributed`.
+
+    Raises ExperimentError if the ranks cannot divide the experiment.
+    """
+    if not engines.get(experiment.engine).target.traits.chooses or (ranks := launched_ranks()) is None:
+        return experiment
+    ranked = experiment.model_copy(update={"engine": RANKED})
+    if lines := problems_with(ranked):
+        raise ExperimentError(*(f'engine = "auto": is {RANKED} under a launcher ({ranks}); {line}' for line in lines))
+    return ranked
+
+
+def warn_of_copies(engine: str) -> None:
+    """Warn on rank 0 if each rank of a launcher computes by itself what the engine `engine` computes."""
+    if engines.get(engine).target.traits.ranks:
+        return
+    with suppress(ExperimentError):  # the launcher's environment variables have no effect
+        if (ranks := launched_ranks()) and RankInfo.here().rank == 0:
+            line = f"engine = {show(engine)}: each rank of the launcher ({ranks}) runs its own copy"
+            warnings.warn(line, FedsimWarning, stacklevel=2)
+
+
+def check_copies(experiments: Iterable[Experiment]) -> None:
+    """Check a comparison that each rank of a launcher would compute by itself: it must name an engine.
+
+    Raises ExperimentError if an experiment has the engine `auto`, and warns on rank 0 otherwise.
+    """
+    names = list(dict.fromkeys(experiment.engine for experiment in experiments))
+    for name in names:
+        if engines.get(name).target.traits.chooses and (ranks := launched_ranks()):
+            raise ExperimentError(
+                f"engine = {show(name)}: a comparison does not divide its runs among the ranks of a launcher "
+                f"({ranks}); start it without the launcher, give each rank a part with --shard i/n, or name an engine, "
+                "such as engine=serial, with which each rank runs the whole comparison"
+            )
+    for name in names[:1]:
+        warn_of_copies(name)

@@ -1,0 +1,74 @@
+"""The packages that pip installs with fedsim and its extras, according to `pyproject.toml` and installed packages."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+from tests.commands import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ABSENT = """
+import sys
+
+class Absent:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent)
+"""  # a program that starts with these lines cannot import the packages {names}
+
+
+def requirements():
+    """Return the requirements of this project as in the metadata of its wheel."""
+    extras = PROJECT["optional-dependencies"].items()
+    return PROJECT["dependencies"] + [f'{line}; extra == "{extra}"' for extra, lines in extras for line in lines]
+
+
+def distributions_of(requirement, own_requirements):
+    """Return the names of all distributions that `pip install REQUIREMENT` installs.
+
+    own_requirements: requirements of this project.
+    """
+    done, waiting = set(), [Requirement(requirement)]
+    while waiting:
+        wanted = waiting.pop()
+        name = normal(wanted.name)
+        for extra in {"", *wanted.extras} - {extra for of, extra in done if of == name}:
+            done.add((name, extra))
+            lines = map(Requirement, own_requirements if name == PROJECT["name"] else _requirements_of(name))
+            waiting += [line for line in lines if line.marker is None or line.marker.evaluate({"extra": extra})]
+    return {name for name, _ in done}
+
+
+def _requirements_of(name):
+    try:
+        return metadata.requires(name) or ()
+    except metadata.PackageNotFoundError:  # a CPU build of PyTorch comes without the CUDA libraries
+        return ()
+
+
+@functools.cache
+def owners():
+    """Return the names of the distributions that own each installed top-level module."""
+    return {module: set(map(normal, names)) for module, names in metadata.packages_distributions().items()}
+
+
+def modules_besides(distributions):
+    """Return the names of the installed top-level modules that do not belong to these distributions."""
+    return {module for module, names in owners().items() if module != "fedsim" and not distributions & names}
+
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
