@@ -95,7 +95,9 @@ def test_adapters_are_drawn_in_the_order_of_the_model(tables):
     assert len(drawn) == 7
     assert all(map(torch.equal, drawn, expected))
     tables["model"]["lora"]["targets"] = ["7", "*"]
-    assert all(torch.equal(layer.lora_a.float(), a) for layer, a in zip(start_module(tables)[1:], expected, strict=True))
+    assert all(
+        torch.equal(layer.lora_a.float(), a) for layer, a in zip(start_module(tables)[1:], expected, strict=True)
+    )
 
 
 class Encoder(torch.nn.Module):

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedsim.core.learning_task import CLASSIFICATION, Correct, Counts, LearningTask, Reduction, counts_of
+from fedsim.core.learning_task import CLASSIFICATION, Correct, Counts, LearningTask, Reduction, counts_of, joint_of
 from fedsim.system.devices import wide_dtype
 from fedsim.system.precision import FULL, Precision
 
@@ -82,8 +82,11 @@ class Objective:
         Args:
             outputs: model outputs of each batch, [k, batch, ...].
             targets: targets of each batch, [k, batch, ...].
-            weights: weight of each sample, [k, batch]: 1 / (number of samples in the batch), or 0 for padding.
+            weights: weight of each sample, [k, batch]: 1 / (number of samples in the batch), or 0 for padding. Batches
+                of a joint loss must have no padding.
         """
+        if (is_joint := joint_of(self.task)) and is_joint(outputs[0], targets[0]):
+            return torch.stack([self.loss(*batch) for batch in zip(outputs, targets, strict=True)])
         targets = targets.flatten(0, 1)
         losses, counts = self.loss(outputs.flatten(0, 1), targets, "none").view(weights.shape), counts_of(self.task)
         if counts is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedsim.config.experiment import Experiment
 from fedsim.config.schema import Server
-from fedsim.core.learning_task import correct_of, described
+from fedsim.core.learning_task import correct_of, described, predicts_numbers
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.recorded_features import recorded_features
 from fedsim.core.registry import Imported
@@ -89,11 +89,16 @@ def check_sample_gradients(task: RunTask, train: TensorData) -> None:
     with preserve_random_state(task.device), full_precision(task.device):
         try:
             together = trials.run(trials.samples(trials.count))
-            coupled = trials.is_coupled(together)
+            coupled, joint = trials.is_coupled(together), trials.has_joint_loss(together)
             trials.compare_gradients(together.dropouts, merged=False)
         except ExperimentError as error:
             reason = error.lines[0].removeprefix(NOT_STACKABLE).removesuffix(NOT_STACKED)
             raise ExperimentError(f"{place}: {reason}; use another model") from error
+    if joint:
+        raise ExperimentError(
+            f"{task.experiment.task.setting}: returns one number for a batch, but {task.experiment.local.setting} "
+            'needs the loss of each sample; use reduction="none"'
+        )
     if coupled:
         raise ExperimentError(
             f"{place}: the output for a sample depends on the other samples of its batch, as with BatchNorm; use "
@@ -193,6 +198,21 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
         )
 
 
+def with_numbers(task: RunTask, *data: TensorData) -> list[TensorData]:
+    """Return the data sets of a run. Integer targets become floating-point numbers if the task predicts numbers."""
+    if all(part.targets.is_floating_point() for part in data):
+        return [*data]
+    inputs, targets = data[0].to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(data[0]))))
+
+    def outputs() -> object:
+        with contextlib.suppress(Exception), torch.no_grad():  # a later check reports a model that fails
+            return task.new_module().eval()(inputs)
+
+    if not predicts_numbers(task.learning_task, outputs, targets):
+        return [*data]
+    return [replace(part, targets=part.targets.to(task.dtype)) for part in data]
+
+
 def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, dataset: str) -> None:
     """Raise ExperimentError if the model cannot be trained on the data set.
 
@@ -206,9 +226,11 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     experiment, place = task.experiment, task.experiment.model.setting
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
-    check_targets = getattr(experiment.task.component, "check_targets", lambda targets: None)
+    check_targets = getattr(experiment.task.component, "check_targets", None)
     try:
-        check_targets(targets)
+        if check_targets:
+            check_targets(targets)
+            _check_labels(train, test)
         with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}{_remedy(train)}"):
             outputs = check_outputs(task.new_module(), inputs, targets, experiment.task.component, classes=classes)
             _check_outputs_in_training(task, inputs, outputs)
@@ -227,6 +249,15 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
         table.component(outputs, targets)
     if task.precision.autocast is not None:
         _check_autocast(task, inputs, targets)
+
+
+def _check_labels(train: TensorData, test: TensorData) -> None:
+    """Raise DataError if a class label is negative."""
+    for name, data in (("training", train), ("test", test)):
+        if data.has_integers and not data.has_labels:
+            raise DataError(
+                f"the {name} set contains the label {int(data.targets.min())}; class labels must be at least 0"
+            )
 
 
 def _remedy(train: TensorData) -> str:

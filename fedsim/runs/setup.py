@@ -109,6 +109,7 @@ def _with_data(
     on_setup(f"loading the data set {show(data.name)}")
     train, test = session.data(data.name, data.root, data.params, device)
     # The checks call user objects, which may change their state. So they get a copy.
+    train, test = checks.with_numbers(own_copy(task), train, test)
     checks.check_outputs_of_model(own_copy(task), train, test, data.name)
     checks.check_sample_gradients(own_copy(task), train)
     fewest = (
