@@ -309,24 +309,21 @@ def _check_autocast(task: RunTask, inputs: Tensor, targets: Tensor) -> None:
         task.objective(task.new_module().train(), inputs, targets).backward()
 
 
-def check_local_work(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
-    """Raise ExperimentError if the batch sizes, numbers of steps or learning rates of the workers are impossible.
+def check_local_work(task: RunTask, sizes: Mapping[int, int]) -> None:
+    """Raise ExperimentError if the numbers of steps or learning rates of the workers are impossible.
 
-    Args:
-        task: description of the run.
-        train: training samples.
-        sizes: number of training samples by worker ID.
+    `sizes` contains the number of training samples of each worker, by ID.
     """
-    _check_smallest_batch(task, train, sizes)
     _check_steps(task, sizes)
     _check_lr_schedules(task, sizes)
     _check_last_step(task, sizes)
 
 
-def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
+def check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
     """Raise ExperimentError if a worker has a batch of one sample and the model cannot be trained on one sample.
 
-    `sizes` contains the number of training samples of each worker, by ID.
+    `sizes` contains the number of training samples of each worker, by ID. The ID of the server, if it has samples of
+    its own, follows the IDs of the workers.
     """
     experiment, schedule = task.experiment, task.schedule
     epoch = replace(schedule, epochs=1, steps=None)  # an epoch of fine-tuning before a test of workers
@@ -340,12 +337,15 @@ def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, 
     if worker is None:
         return
     batch_size = experiment.local.batch_size
-    if sizes[worker] == 1:
-        subject, remedy = f"{experiment.partition.setting}: worker {worker} has", "give each worker two or more"
+    holder = f"worker {worker}" if worker < experiment.workers else "the server"
+    if holder == "the server" and sizes[worker] == 1:
+        subject, remedy = "aggregate.root_samples = 1: the server has", "set it to 2 or more"
+    elif sizes[worker] == 1:
+        subject, remedy = f"{experiment.partition.setting}: {holder} has", "give each worker two or more"
     elif batch_size == 1:
         subject, remedy = "local.batch_size = 1: each batch has", "set it to 2 or more"
     else:
-        subject = f"local.batch_size = {batch_size}: the last batch of worker {worker} ({sizes[worker]} samples) has"
+        subject = f"local.batch_size = {batch_size}: the last batch of {holder} ({sizes[worker]} samples) has"
         remedy = "use another local.batch_size" if task.algorithm.full_gradient else "set local.drop_last = true"
 
     def line(reason: str) -> str:
