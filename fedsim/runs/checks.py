@@ -207,6 +207,7 @@ def with_numbers(task: RunTask, *data: TensorData) -> list[TensorData]:
     def outputs() -> object:
         with contextlib.suppress(Exception), torch.no_grad():  # a later check reports a model that fails
             return task.new_module().eval()(inputs)
+        return None
 
     if not predicts_numbers(task.learning_task, outputs, targets):
         return [*data]

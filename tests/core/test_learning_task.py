@@ -231,7 +231,7 @@ def linear() -> nn.Module:
     return nn.Linear(5, 3)
 
 
-@pytest.mark.parametrize("engine", ["serial", "spawn", "batched"])
+@pytest.mark.parametrize("engine", ["serial", pytest.param("spawn", marks=pytest.mark.slow), "batched"])
 @pytest.mark.parametrize("name", JOINT)
 def test_what_a_loss_returns_for_a_batch_is_the_loss_of_the_batch(name, engine):
     """Batches of workers in a stack differ in size. The loss of a data set is that of all its samples at once."""

@@ -11,6 +11,7 @@ import fedsim
 from fedsim.core.learning_task import learning_task
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import prepare
+from tests.matrix import in_turn
 from tests.other_tasks import NEXT_TOKEN, PADDING, REGRESSION, counting, planes
 
 WORKERS, BATCH = 3, 4
@@ -61,8 +62,7 @@ def mean_of_full_gradients(tables, key):
 
 
 @pytest.mark.parametrize("engine", ["serial", "batched"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("name", TASKS)
+@in_turn(("name", "algorithm"), TASKS, ALGORITHMS)
 def test_the_full_gradient_is_the_mean_over_batches_weighted_by_their_samples(name, algorithm, engine):
     (tables, data, loss), (settings, key, factor) = TASKS[name], ALGORITHMS[algorithm]
     train = data(None)[0].to(torch.device("cpu"), torch.float64)
