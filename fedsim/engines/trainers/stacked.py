@@ -32,8 +32,8 @@ StackedGradientState = tuple[Stack, StackState, FactorsAhead, Iterator[StepBatch
 class StackTrainer:
     """Trainer that trains several workers at once (a stack of at most `width` workers).
 
-    Short batches are padded with samples of weight 0. With BatchNorm, batches are not padded, and only workers with
-    equal batch sizes are computed together.
+    Short batches are padded with samples of weight 0. With BatchNorm or a joint loss, batches are not padded, and only
+    workers with equal batch sizes are computed together.
     """
 
     def __init__(
