@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import fedsim
 from fedsim.comparison.runner import merge
+from fedsim.core.randomness import draw_key
 from fedsim.core.rows import Layout
 from fedsim.errors import ExperimentError
 from fedsim.models import two_nn
@@ -73,6 +76,28 @@ def test_an_adapted_model_starts_as_the_model_itself(tables):
     plain, adapted = start_module(tables), start_module({**tables, "model": {**tables["model"], "lora": {"rank": 2}}})
     inputs = torch.randn(5, 784, dtype=torch.float64)
     assert torch.equal(adapted(inputs), plain(inputs))
+
+
+def narrow_layers() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Flatten(), *(torch.nn.Linear(n, n - 100) for n in range(784, 110, -100)))
+
+
+def test_adapters_are_drawn_in_the_order_of_the_model(tables):
+    """The order of a set would be another one in each process."""
+    tables = {**tables, "model": {"name": narrow_layers, "lora": {"rank": 2}}}
+    with torch.random.fork_rng():
+        torch.manual_seed(draw_key(0, "model"))
+        layers = narrow_layers()[1:]
+        expected = [layer.weight.new_empty(2, layer.in_features) for layer in layers]
+        for matrix in expected:
+            torch.nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
+    drawn = [layer.lora_a.float() for layer in start_module(tables)[1:]]
+    assert len(drawn) == 7
+    assert all(map(torch.equal, drawn, expected))
+    tables["model"]["lora"]["targets"] = ["7", "*"]
+    assert all(
+        torch.equal(layer.lora_a.float(), a) for layer, a in zip(start_module(tables)[1:], expected, strict=True)
+    )
 
 
 class Encoder(torch.nn.Module):

@@ -75,12 +75,14 @@ def run(
         from fedsim.engines import engine as engines
         from fedsim.records.run_folder import new_folder
         from fedsim.runs.launch import under_launcher
+        from fedsim.runs.session import Session
         from fedsim.runs.setup import check_run
 
         stack.enter_context(data_loaded_once())
         experiment = under_launcher(load_experiment(source, overrides, allow_imports=allow_imports))
         if dry_run:
-            check_run(experiment)
+            with Session() as session:
+                check_run(experiment, session, to_run=False)
             for line in warnings_about(experiment):
                 warnings.warn(line, SettingWarning, stacklevel=1)
             print(to_toml(experiment), end="")

@@ -114,7 +114,7 @@ def compare(
         from fedsim.comparison import plan_comparison, run_comparison
         from fedsim.comparison.displays import ComparisonDisplay
         from fedsim.comparison.folder import Shard
-        from fedsim.comparison.runner import merge
+        from fedsim.comparison.runner import check_runs, merge
         from fedsim.records.axes import describe_point
         from fedsim.records.rows import ComparisonSettings
         from fedsim.records.run_folder import new_folder
@@ -144,6 +144,8 @@ def compare(
                 raise ExperimentError("--shard: needs --out FOLDER; use the same folder for all shards")
             if dry_run:
                 planned = part.of(plan) if part else plan.runs
+                if not skip_invalid:
+                    check_runs(planned, to_run=False)
                 print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))
                 for line in plan.left_out:
                     print(f"left out: {line}")

@@ -110,7 +110,7 @@ class FedPer(PersonalSGD):
                 f"{place}: {all_or_none} of the model's parameters are personal; use local.algorithm={instead}"
             )
         buffers = (entry.name for entry in Layout.of(module).buffers)
-        return personal.union(name for name in buffers if any(matches(name, pattern) for pattern in self.personal))
+        return [*personal, *(name for name in buffers if any(matches(name, pattern) for pattern in self.personal))]
 
 
 @client_algorithm("lg_fedavg")

@@ -19,6 +19,7 @@ from fedsim.comparison.figures import heatmap_csv
 from fedsim.comparison.folder import (
     SHARDS,
     ComparisonFolder,
+    ComparisonRecords,
     Shard,
     differences_of_comparisons,
     inner_folder,
@@ -54,14 +55,16 @@ from fedsim.comparison.tables import (
 )
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about
-from fedsim.data import load_dataset
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, SettingWarning, one_line, show
+from fedsim.records.axes import with_points
 from fedsim.records.formatting import key_name
 from fedsim.records.reader import COMPARISON, ComparisonFile, read_comparison_file
 from fedsim.records.rows import NO_SETTINGS, ComparisonSettings, canonical, numeric_axes, score_of
 from fedsim.records.run_folder import ERROR
 from fedsim.runs.launch import check_copies
+from fedsim.runs.session import Session
+from fedsim.runs.setup import check_run
 from fedsim.system.child_process import exit_if_imported_by_child
 
 if TYPE_CHECKING:
@@ -171,12 +174,13 @@ def run_comparison(
         raise ExperimentError(f"jobs = {jobs}: {reason}; use jobs=1")
     if jobs != 1:
         exit_if_imported_by_child()  # a child process would find the folder locked by its parent
+    runs, records = plan.runs if shard is None else shard.of(plan), ComparisonRecords(path, plan)
+    unfinished = [run for run in runs if not records.is_finished(run)]
+    check_runs(unfinished, to_run=True, skip_invalid=bool(plan.settings.skip_invalid))  # before the folder exists
     with ComparisonFolder(path, plan) as folder, Painter() as painter:
         plan = folder.plan
         runs = plan.runs if shard is None else shard.of(plan)
         todo = [run for run in runs if not folder.is_finished(run)]
-        for data in (run.experiment.data for run in distinct(todo, lambda experiment: experiment.resolved()["data"])):
-            load_dataset(data.name, data.root, **data.params)  # fail once, before the first run, if data is missing
         jobs = min(jobs or default_jobs(plan, todo), max(1, len(todo)))
         _warn(todo, plan.settings.metric)
         callback.on_start(plan, todo, jobs)
@@ -184,6 +188,26 @@ def run_comparison(
         if shard is not None:
             return Comparison(plan.name, plan.axes, list(map(folder.result, runs)), plan.settings, path)
         return summarised(folder, painter if keeps_folder else None)
+
+
+def check_runs(runs: Sequence[PlannedRun], *, to_run: bool, skip_invalid: bool = False) -> None:
+    """Raise ExperimentError if one of the runs is impossible with its data, for example with the partition of its seed.
+
+    Args:
+        runs: the runs to check.
+        to_run: whether to check on the device of the run, and to download missing data; see `check_run`.
+        skip_invalid: whether only missing data is an error. An impossible run then fails at its start.
+    """
+    problems: dict[str, list[dict[str, Any]]] = {}  # maps an error line to the points with this error
+    with Session() as session:
+        for run in runs:
+            try:
+                check_run(run.experiment, session, to_run=to_run)
+            except ExperimentError as error:
+                for line in error.lines:
+                    problems.setdefault(line, []).append(run.point)
+    if problems and not skip_invalid:
+        raise ExperimentError(*(with_points(line, affected, len(runs)) for line, affected in problems.items()))
 
 
 def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:

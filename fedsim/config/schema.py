@@ -21,7 +21,7 @@ from fedsim.byzantine import attack_strategy
 from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, client_algorithm, lr_schedule
 from fedsim.clients.adapters import TrainFunction
 from fedsim.core.base_table import ComponentTable, Table
-from fedsim.core.learning_task import REDUCTION, LearningTask, LossTask, learning_task
+from fedsim.core.learning_task import LearningTask, LossTask, learning_task
 from fedsim.core.metrics import OutputMetric, metric
 from fedsim.core.objects import Name
 from fedsim.core.registry import Registration
@@ -79,16 +79,10 @@ class Task(ComponentTable):
         """Task with its parameters: an instance of the dataclass `name`, or the result of the function `name`."""
         registration, bound = self.registration, self.registration.bind(self.params)
         if registration.takes:
-            return LossTask(self.name, bound, tuple(registration.takes))
+            return LossTask.of(self.name, bound, tuple(registration.takes), registration.target)
         task = bound if is_dataclass(registration.target) else bound()
         if isinstance(task, nn.Module):
-            reduction = getattr(task, REDUCTION, "mean")
-            if reduction not in ("mean", "none"):
-                raise ExperimentError(
-                    f'{self.setting}: has reduction={show(reduction)}; must be "mean" or "none", because the '
-                    'loss of a batch is the mean over its samples; use reduction="mean" and scale local.lr'
-                )
-            return LossTask(self.name, bound)
+            return LossTask.of(self.name, bound, (), task)
         if missing := [name for name in ("loss", "check_outputs") if not hasattr(task, name)]:
             raise ExperimentError(
                 f"{self.setting}: has no method {missing[0]}; must be a loss function of (outputs, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 
 from fedsim.core.registry import Registration, Registry
 from fedsim.errors import DataError, ExperimentError, one_line
@@ -21,8 +23,6 @@ from fedsim.errors import DataError, ExperimentError, one_line
 Reduction = Literal["mean", "none"]
 
 TOKENS = "next_token model=char_lstm for tokens"
-REDUCTION = "reduction"
-REDUCTIONS = REDUCTION, "size_average", "reduce"  # the last two are PyTorch's deprecated names
 
 
 class TaskRegistry(Registry):
@@ -36,9 +36,7 @@ class TaskRegistry(Registry):
         inputs = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
         if len(inputs) != 2:
             return registration
-        return dataclasses.replace(
-            registration, takes={p.name: p.name in inputs for p in parameters if p.name in (*inputs, *REDUCTIONS)}
-        )
+        return dataclasses.replace(registration, takes=dict.fromkeys(inputs, True))
 
 
 learning_task = TaskRegistry("task", accepts="a loss or a task")
@@ -72,6 +70,7 @@ class LearningTask(Protocol):
 
 Correct = Callable[[Tensor, Tensor], Tensor]
 Counts = Callable[[Tensor], Tensor]
+IsJoint = Callable[[Tensor, Tensor], bool]
 
 
 def correct_of(task: LearningTask) -> Correct | None:
@@ -82,6 +81,24 @@ def correct_of(task: LearningTask) -> Correct | None:
 def counts_of(task: LearningTask) -> Counts | None:
     """Return the method `counts` of a task, or None if there is one prediction per sample."""
     return getattr(task, "counts", None)
+
+
+def joint_of(task: LearningTask) -> IsJoint | None:
+    """Return the method `is_joint` of a loss function or loss module, or None for tasks with a loss per sample."""
+    return task.is_joint if isinstance(task, LossTask) else None
+
+
+def predicts_numbers(task: LearningTask, outputs: Callable[[], object], targets: Tensor) -> bool:
+    """Whether a task compares the model's outputs with numbers, so that integer targets must become floating-point.
+
+    Args:
+        task: learning task.
+        outputs: function that returns the model's outputs for some samples.
+        targets: targets of these samples.
+    """
+    if isinstance(task, LossTask) and task.compares_numbers:
+        return shape_of(outputs()) in (tuple(targets.shape), (*targets.shape, 1))
+    return isinstance(task, Regression)
 
 
 def require_labels(task: str, targets: Tensor) -> None:
@@ -311,52 +328,73 @@ class NextToken:
 class LossTask:
     """Learning task that a loss function or loss module defines. It has no accuracy.
 
+    The loss is called as it is, with its own `reduction`. If it returns one number (a joint loss), this number is the
+    loss of the batch, and the number for all samples of a data set is the loss of the data set. If it returns one loss
+    per sample or per target, the loss of a batch or data set is their mean.
+
     Attributes:
         name: name of the loss, for error messages.
         function: loss function, or a function without arguments that returns a loss module.
-        takes: names of the loss function's first parameters (outputs, targets, ...). Empty for a loss module.
+        takes: names of the loss function's first two parameters (outputs, targets). Empty for a loss module.
+        compares_numbers: whether targets of the outputs' shape must be floating-point, as for most of PyTorch's losses.
     """
 
     name: str
     function: Callable[..., Any]
     takes: tuple[str, ...] = ()
+    compares_numbers: bool = False
+
+    @classmethod
+    def of(cls, name: str, function: Callable[..., Any], takes: tuple[str, ...], target: object) -> LossTask:
+        """Create a task. `target` is the loss function or loss module, without parameters that an experiment sets."""
+        target = target.func if isinstance(target, functools.partial) else target
+        is_pytorchs = isinstance(target, _Loss) or getattr(target, "__module__", "") == F.__name__
+        uses_labels = isinstance(target, nn.MultiLabelMarginLoss) or target is F.multilabel_margin_loss
+        return cls(name, function, takes, is_pytorchs and not uses_labels)
 
     def __reduce__(self) -> tuple[Any, ...]:  # does not pickle the module
-        return LossTask, (self.name, self.function, self.takes)
+        return LossTask, (self.name, self.function, self.takes, self.compares_numbers)
 
     @cached_property
     def _module(self) -> nn.Module:
-        module = self.function()
-        if hasattr(module, REDUCTION):
-            module.reduction = "none"
-        return module
+        return self.function()
 
-    def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the losses before averaging: one per sample [batch], or one per target."""
+    def _value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what the loss returns: one number, one loss per sample [batch], or one per target."""
         outputs = _paired(outputs, targets)
         targets = targets.to(outputs.dtype) if targets.is_floating_point() else targets
         if not self.takes:
             return self._module.to(outputs.device, outputs.dtype)(outputs, targets)
-        keywords = {REDUCTION: "none"} if REDUCTION in self.takes else {}
-        return self.function(**dict(zip(self.takes, (outputs, targets), strict=False)), **keywords)
+        return self.function(**dict(zip(self.takes, (outputs, targets), strict=True)))
+
+    def is_joint(self, outputs: Tensor, targets: Tensor) -> bool:
+        """Whether the loss returns one number for a batch, as it does for the first batch that is passed."""
+        known = vars(self)  # the dataclass is frozen
+        if "joint" not in known:
+            with torch.no_grad():
+                known["joint"] = not self._value(outputs, targets).ndim
+        return known["joint"]
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        losses = self._losses(outputs, targets)
-        return losses.mean() if reduction == "mean" else losses.reshape(len(losses), -1).mean(1)
+        """Return the loss of a batch. With reduction = "none", return the loss of each sample unless it is joint."""
+        value = self._value(outputs, targets)
+        if not value.ndim:
+            return value
+        return value.mean() if reduction == "mean" else value.reshape(len(value), -1).mean(1)
 
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
-        """Raise ExperimentError if the loss fails or does not return one loss per sample."""
+        """Raise ExperimentError if the loss fails, or returns neither one number nor one per sample."""
         if not isinstance(outputs, Tensor):
             raise ExperimentError(f"the model must return a tensor, not {shape_of(outputs)}")
         context = f"for outputs {list(_paired(outputs, targets).shape)} and targets {described(targets)}"
         try:
-            losses = self._losses(outputs, targets)
+            losses = self._value(outputs, targets)
         except Exception as error:
             raise ExperimentError(f"the loss {self.name} fails {context}: {one_line(error)}") from error
-        if not isinstance(losses, Tensor) or losses.shape not in (targets.shape, targets.shape[:1]):
+        if not isinstance(losses, Tensor) or losses.shape not in ((), targets.shape, targets.shape[:1]):
             raise ExperimentError(
-                f"the loss {self.name} must return one loss per sample, [batch] (fedsim passes "
-                f'reduction="none" if it has this parameter); {context} it returned {shape_of(losses)}'
+                f"the loss {self.name} must return a tensor with one number, or with one loss per sample, [batch]; "
+                f"{context} it returned {shape_of(losses)}"
             )
         if targets.ndim == 1 and outputs.ndim == 2 and classes > outputs.shape[1]:
             raise ExperimentError(

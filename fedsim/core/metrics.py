@@ -236,6 +236,7 @@ def r2(outputs: Tensor, targets: Tensor) -> Tensor:
     >>> fedsim.core.metrics.r2(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 3.0]))
     tensor(0.5000)
     """
+    targets = targets.to(outputs.dtype)
     errors = _differences(outputs, targets).square().sum(0)
     spread = (targets - targets.mean(0)).square().sum(0)
     known = 1 - errors / torch.where(spread > 0, spread, torch.ones_like(spread))

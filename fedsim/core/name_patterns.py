@@ -19,8 +19,8 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
-def matching(patterns: Sequence[str], names: Sequence[str], key: str, kind: str) -> set[str]:
-    """Return those `names` that match one of the patterns.
+def matching(patterns: Sequence[str], names: Sequence[str], key: str, kind: str) -> list[str]:
+    """Return those `names` that match one of the patterns, in their order.
 
     Args:
         patterns: patterns from an experiment.
@@ -34,4 +34,4 @@ def matching(patterns: Sequence[str], names: Sequence[str], key: str, kind: str)
         if not any(matches(name, pattern) for name in names):
             modules = dict.fromkeys([*(name.rpartition(".")[0] or name for name in names), *names])
             raise ExperimentError(f"{key}: no {kind} matches {show(pattern)}; {nearest(pattern, modules)}")
-    return {name for name in names if any(matches(name, pattern) for pattern in patterns)}
+    return [name for name in names if any(matches(name, pattern) for pattern in patterns)]

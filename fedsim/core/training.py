@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedsim.core.learning_task import CLASSIFICATION, Correct, Counts, LearningTask, Reduction, counts_of
+from fedsim.core.learning_task import CLASSIFICATION, Correct, Counts, LearningTask, Reduction, counts_of, joint_of
 from fedsim.system.devices import wide_dtype
 from fedsim.system.precision import FULL, Precision
 
@@ -76,20 +76,23 @@ class Objective:
         """Return the loss of the model outputs."""
         return self.task.loss(self.precision.widened(outputs), targets, reduction)
 
-    def losses(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Return one loss per sample, [k, batch], scaled such that (losses * weights).sum(1) are the k mean losses.
+    def means(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+        """Return the losses of k batches, [k].
 
         Args:
             outputs: model outputs of each batch, [k, batch, ...].
             targets: targets of each batch, [k, batch, ...].
-            weights: weight of each sample, [k, batch], which sums to 1 over each batch.
+            weights: weight of each sample, [k, batch]: 1 / (number of samples in the batch), or 0 for padding. Batches
+                of a joint loss must have no padding.
         """
+        if (is_joint := joint_of(self.task)) and is_joint(outputs[0], targets[0]):
+            return torch.stack([self.loss(*batch) for batch in zip(outputs, targets, strict=True)])
         targets = targets.flatten(0, 1)
         losses, counts = self.loss(outputs.flatten(0, 1), targets, "none").view(weights.shape), counts_of(self.task)
         if counts is None:
-            return losses
-        answers = counts(targets).view(weights.shape)
-        return losses * answers / (answers * weights).sum(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+            return (losses * weights).sum(1)
+        answers = counts(targets).view(weights.shape) * weights
+        return (losses * answers).sum(1) / answers.sum(1).clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 def backward(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss = DEFAULT_LOSS) -> Tensor:

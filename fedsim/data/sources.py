@@ -67,7 +67,7 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
     Returns two TensorData (train, test), each with inputs [n, ...] and targets [n] (class labels) or [n, ...].
 
     Raises DataError if files can be neither found nor downloaded, if the training or test set is empty, if their inputs
-    differ in type or shape, if targets are NaN or infinite, or if a label is negative.
+    differ in type or shape, or if targets are NaN or infinite.
 
     >>> train, test = fedsim.load_dataset("mnist5k")
     >>> inputs, targets = train.gather(torch.arange(3))
@@ -90,11 +90,6 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
     for part, data in (("training", train), ("test", test)):
         if not len(data):
             raise DataError(f"data.name = {show(name)}: the {part} set is empty; it needs at least one sample")
-        if data.has_labels and int(data.targets.min()) < 0:
-            raise DataError(
-                f"data.name = {show(name)}: the {part} set contains the label {int(data.targets.min())}; class labels "
-                "must be at least 0"
-            )
         if data.targets.is_floating_point() and not data.targets.isfinite().all():
             raise DataError(f"data.name = {show(name)}: the {part} set has targets that are NaN or infinite")
     first, second = (f"{data.inputs.dtype} of shape {list(data.inputs.shape[1:])}" for data in (train, test))

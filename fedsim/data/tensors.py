@@ -80,9 +80,14 @@ class TensorData(Dataset):
         return len(self.targets if self.rows is None else self.rows)
 
     @property
-    def has_labels(self) -> bool:
-        """Whether each target is one class label."""
+    def has_integers(self) -> bool:
+        """Whether each target is one integer."""
         return self.targets.ndim == 1 and not self.targets.is_floating_point()
+
+    @cached_property
+    def has_labels(self) -> bool:
+        """Whether each target is one class label: an integer, and none is negative."""
+        return self.has_integers and not bool((self.targets < 0).any())
 
     @property
     def classes(self) -> int:
@@ -100,7 +105,7 @@ class TensorData(Dataset):
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Any]]:
         """Return a list of (input, target) samples at `indices`. Class labels are ints. A DataLoader calls this."""
         inputs, targets = self.gather(torch.as_tensor(indices))
-        return list(zip(inputs, targets.tolist() if self.has_labels else targets, strict=True))
+        return list(zip(inputs, targets.tolist() if self.has_integers else targets, strict=True))
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalised inputs [batch, ...] and the targets [batch, ...] at `indices`, on the data's device.

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsim.core.learning_task import correct_of, counts_of
+from fedsim.core.learning_task import correct_of, counts_of, joint_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import MetricSums, test
-from fedsim.engines.shared_state import SharedState, Split, test_batch_size
+from fedsim.engines.shared_state import SharedState, Split, TestResults, test_batch_size
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.capture import GraphPool, Run
 from fedsim.engines.trainers.row_module import RowModule
@@ -43,14 +43,14 @@ class EvaluationResult:
         """Return the metrics of the latest test, from the results that all processes have stored in `shared`."""
         data, (test, validation) = shared.data, (shared.tests["test"], shared.tests["validation"])
         targets = data.test.sample_targets
-        loss, accuracy, success = _means(task, test.sums, targets)
+        loss, accuracy, success = _means(task, test, targets)
         metrics = dict(_metrics(task, test.outputs, targets))
         if not len(data.validation):
             return cls(loss, accuracy, success, metrics=metrics)
         targets = data.validation.sample_targets
         of_validation = _metrics(task, validation.outputs, targets)
         metrics |= {f"validation_{label}": value for label, value in of_validation}
-        means = _means(task, validation.sums, targets)[:2]
+        means = _means(task, validation, targets)[:2]
         return cls(loss, accuracy, success, *means, metrics)
 
     @classmethod
@@ -76,19 +76,22 @@ class EvaluationResult:
         return asdict(self)
 
 
-def _means(task: RunTask, sums: Tensor, targets: Tensor) -> tuple[float, float | None, float | None]:
-    """Return (mean loss, accuracy, attack success rate). The accuracy or success rate is None if it is undefined.
+def _means(task: RunTask, results: TestResults, targets: Tensor) -> tuple[float, float | None, float | None]:
+    """Return (loss, accuracy, attack success rate). The accuracy or success rate is None if it is undefined.
 
     Args:
         task: run to compute.
-        sums: sums of each batch, [batches, 4]; see `TestResults.sums`.
+        results: results of the test.
         targets: targets of all tested samples.
     """
-    counts = counts_of(task.learning_task)
+    counts, is_joint = counts_of(task.learning_task), joint_of(task.learning_task)
     answers = len(targets) if counts is None else max(1, int(counts(targets).sum()))
-    loss_sum, correct, successes, tries = sums.sum(0).tolist()
-    accuracy = None if correct_of(task.learning_task) is None else correct / answers
-    return loss_sum / answers, accuracy, successes / tries if tries else None
+    loss_sum, correct, successes, tries = results.sums.sum(0).tolist()
+    loss, success = loss_sum / answers, successes / tries if tries else None
+    if is_joint is not None and len(results.outputs):
+        outputs = results.outputs.flatten(0, 1)[: len(targets)]
+        loss = task.learning_task.loss(outputs, targets).item() if is_joint(outputs, targets) else loss
+    return loss, None if correct_of(task.learning_task) is None else correct / answers, success
 
 
 def _metrics(task: RunTask, outputs: Tensor, targets: Tensor) -> Iterator[tuple[str, float]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedsim.clients import State
 from fedsim.clients.algorithm import state_at_first
+from fedsim.core.learning_task import joint_of
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.rows import Layout, new_rows
 from fedsim.data import ListedShards, Shards, TensorData
@@ -176,7 +177,7 @@ class TestResults:
     Attributes:
         sums: [batches, 4], float64, on the CPU. The columns are the sum of losses, the number of correct predictions,
             the number of predictions that match the attacker's goal, and the number of samples that have such a goal.
-        outputs: [batches, batch size, ...], outputs of the model, if metrics need them; otherwise [0].
+        outputs: [batches, batch size, ...], outputs of the model, if metrics or a joint loss need them; otherwise [0].
     """
 
     sums: Tensor
@@ -187,10 +188,14 @@ class TestResults:
         """Allocate the results for a test of `module` on all samples of `data`."""
         size = test_batch_size(task.device)
         sums = torch.zeros(-(-len(data) // size), 4, dtype=torch.double)
-        if not task.experiment.metrics or not len(data):
-            return cls(sums, torch.zeros(0, device=task.device))
+        nothing, is_joint = torch.zeros(0, device=task.device), joint_of(task.learning_task)
+        if not len(data) or not (task.experiment.metrics or is_joint):
+            return cls(sums, nothing)
+        inputs, targets = data.gather(torch.arange(1))
         with torch.no_grad(), preserve_random_state(task.device):
-            sample = module.eval()(data.gather(torch.arange(1))[0])
+            sample = module.eval()(inputs)
+        if is_joint and not is_joint(sample, targets) and not task.experiment.metrics:
+            return cls(sums, nothing)
         return cls(sums, sample.new_zeros(len(sums), size, *sample.shape[1:]))
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fedsim.clients.algorithm import personal_model
-from fedsim.core.learning_task import Correct, correct_of, counts_of
+from fedsim.core.learning_task import Correct, correct_of, counts_of, joint_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import MetricSums, test
 from fedsim.engines.shared_state import SharedState, test_batch_size
@@ -177,6 +178,18 @@ class WorkerTests:
             correct: function that decides which predictions are correct; None to count none.
         """
         task, learning = self._task, self._task.learning_task
+        is_joint, joint_batches = joint_of(learning), list[tuple[Tensor, Tensor]]()
+
+        def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+            if is_joint is None or not is_joint(outputs, targets):
+                return learning.loss(outputs, targets)
+            joint_batches.append((outputs, targets))
+            return outputs.new_zeros(())
+
         self._module.load(row.clone(), self._gradient, buffers)
         seed_everything(task.device, task.experiment.seed, *drawn)
-        return test(self._module.module, batches, learning.loss, correct, counts_of(learning))
+        sums = test(self._module.module, batches, loss, correct, counts_of(learning))
+        if joint_batches:
+            outputs, targets = map(torch.cat, zip(*joint_batches, strict=True))
+            sums = sums._replace(loss_sum=learning.loss(outputs, targets).to(sums.loss_sum.dtype) * len(targets))
+        return sums

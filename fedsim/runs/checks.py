@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedsim.config.experiment import Experiment
 from fedsim.config.schema import Server
-from fedsim.core.learning_task import correct_of, described
+from fedsim.core.learning_task import correct_of, described, predicts_numbers
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.recorded_features import recorded_features
 from fedsim.core.registry import Imported
@@ -89,11 +89,16 @@ def check_sample_gradients(task: RunTask, train: TensorData) -> None:
     with preserve_random_state(task.device), full_precision(task.device):
         try:
             together = trials.run(trials.samples(trials.count))
-            coupled = trials.is_coupled(together)
+            coupled, joint = trials.is_coupled(together), trials.has_joint_loss(together)
             trials.compare_gradients(together.dropouts, merged=False)
         except ExperimentError as error:
             reason = error.lines[0].removeprefix(NOT_STACKABLE).removesuffix(NOT_STACKED)
             raise ExperimentError(f"{place}: {reason}; use another model") from error
+    if joint:
+        raise ExperimentError(
+            f"{task.experiment.task.setting}: returns one number for a batch, but {task.experiment.local.setting} "
+            'needs the loss of each sample; use reduction="none"'
+        )
     if coupled:
         raise ExperimentError(
             f"{place}: the output for a sample depends on the other samples of its batch, as with BatchNorm; use "
@@ -193,6 +198,22 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
         )
 
 
+def with_numbers(task: RunTask, *data: TensorData) -> list[TensorData]:
+    """Return the data sets of a run. Integer targets become floating-point numbers if the task predicts numbers."""
+    if all(part.targets.is_floating_point() for part in data):
+        return [*data]
+    inputs, targets = data[0].to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(data[0]))))
+
+    def outputs() -> object:
+        with contextlib.suppress(Exception), torch.no_grad():  # a later check reports a model that fails
+            return task.new_module().eval()(inputs)
+        return None
+
+    if not predicts_numbers(task.learning_task, outputs, targets):
+        return [*data]
+    return [replace(part, targets=part.targets.to(task.dtype)) for part in data]
+
+
 def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, dataset: str) -> None:
     """Raise ExperimentError if the model cannot be trained on the data set.
 
@@ -206,9 +227,11 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     experiment, place = task.experiment, task.experiment.model.setting
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
-    check_targets = getattr(experiment.task.component, "check_targets", lambda targets: None)
+    check_targets = getattr(experiment.task.component, "check_targets", None)
     try:
-        check_targets(targets)
+        if check_targets:
+            check_targets(targets)
+            _check_labels(train, test)
         with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}{_remedy(train)}"):
             outputs = check_outputs(task.new_module(), inputs, targets, experiment.task.component, classes=classes)
             _check_outputs_in_training(task, inputs, outputs)
@@ -227,6 +250,15 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
         table.component(outputs, targets)
     if task.precision.autocast is not None:
         _check_autocast(task, inputs, targets)
+
+
+def _check_labels(train: TensorData, test: TensorData) -> None:
+    """Raise DataError if a class label is negative."""
+    for name, data in (("training", train), ("test", test)):
+        if data.has_integers and not data.has_labels:
+            raise DataError(
+                f"the {name} set contains the label {int(data.targets.min())}; class labels must be at least 0"
+            )
 
 
 def _remedy(train: TensorData) -> str:
@@ -278,24 +310,21 @@ def _check_autocast(task: RunTask, inputs: Tensor, targets: Tensor) -> None:
         task.objective(task.new_module().train(), inputs, targets).backward()
 
 
-def check_local_work(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
-    """Raise ExperimentError if the batch sizes, numbers of steps or learning rates of the workers are impossible.
+def check_local_work(task: RunTask, sizes: Mapping[int, int]) -> None:
+    """Raise ExperimentError if the numbers of steps or learning rates of the workers are impossible.
 
-    Args:
-        task: description of the run.
-        train: training samples.
-        sizes: number of training samples by worker ID.
+    `sizes` contains the number of training samples of each worker, by ID.
     """
-    _check_smallest_batch(task, train, sizes)
     _check_steps(task, sizes)
     _check_lr_schedules(task, sizes)
     _check_last_step(task, sizes)
 
 
-def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
+def check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, int]) -> None:
     """Raise ExperimentError if a worker has a batch of one sample and the model cannot be trained on one sample.
 
-    `sizes` contains the number of training samples of each worker, by ID.
+    `sizes` contains the number of training samples of each worker, by ID. The ID of the server, if it has samples of
+    its own, follows the IDs of the workers.
     """
     experiment, schedule = task.experiment, task.schedule
     epoch = replace(schedule, epochs=1, steps=None)  # an epoch of fine-tuning before a test of workers
@@ -309,12 +338,15 @@ def _check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, 
     if worker is None:
         return
     batch_size = experiment.local.batch_size
-    if sizes[worker] == 1:
-        subject, remedy = f"{experiment.partition.setting}: worker {worker} has", "give each worker two or more"
+    holder = f"worker {worker}" if worker < experiment.workers else "the server"
+    if holder == "the server" and sizes[worker] == 1:
+        subject, remedy = "aggregate.root_samples = 1: the server has", "set it to 2 or more"
+    elif sizes[worker] == 1:
+        subject, remedy = f"{experiment.partition.setting}: {holder} has", "give each worker two or more"
     elif batch_size == 1:
         subject, remedy = "local.batch_size = 1: each batch has", "set it to 2 or more"
     else:
-        subject = f"local.batch_size = {batch_size}: the last batch of worker {worker} ({sizes[worker]} samples) has"
+        subject = f"local.batch_size = {batch_size}: the last batch of {holder} ({sizes[worker]} samples) has"
         remedy = "use another local.batch_size" if task.algorithm.full_gradient else "set local.drop_last = true"
 
     def line(reason: str) -> str:

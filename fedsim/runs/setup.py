@@ -85,16 +85,22 @@ def prepare(
         yield task, engine
 
 
-def check_run(experiment: Experiment) -> None:
+def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> None:
     """Raise an error if the experiment cannot be run.
 
-    No data is downloaded. If the data is missing, the checks that need it are skipped.
+    Args:
+        experiment: experiment to check.
+        session: session that keeps the data for the next check.
+        to_run: whether to use the device of the run, and to download missing data. Otherwise, a CPU is used, and the
+            checks that need missing data are skipped.
     """
-    cpu, data = torch.device("cpu"), experiment.data
-    task = task_of(experiment, cpu)
-    if not lacks_files(data.name, data.root or default_root(), **data.params):
-        with Session() as session:
-            _with_data(experiment, task, session, cpu, lambda step: None)
+    device, data = torch.device("cpu"), experiment.data
+    if to_run:
+        device = engines.get(experiment.engine).target.device_for(experiment.device)
+    task = task_of(experiment, device)
+    if to_run or not lacks_files(data.name, data.root or default_root(), **data.params):
+        with preserve_random_state(device):
+            _with_data(experiment, task, session, device, lambda step: None)
 
 
 def _with_data(
@@ -109,6 +115,7 @@ def _with_data(
     on_setup(f"loading the data set {show(data.name)}")
     train, test = session.data(data.name, data.root, data.params, device)
     # The checks call user objects, which may change their state. So they get a copy.
+    train, test = checks.with_numbers(own_copy(task), train, test)
     checks.check_outputs_of_model(own_copy(task), train, test, data.name)
     checks.check_sample_gradients(own_copy(task), train)
     fewest = (
@@ -121,9 +128,10 @@ def _with_data(
     task = replace(task, byzantine=attackers_of(experiment, train, shards))
     sampled = workers_to_describe(shards, experiment.seed)
     sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if sampled is None else sampled)}
-    checks.check_local_work(task, train, sizes)
-    cohorts_of(experiment, shards)  # raises an error if it needs sizes of shards that are not known
     root = server_samples(experiment, train, worker_tests) if experiment.rule.accepts("root") else None
+    checks.check_local_work(task, sizes)
+    checks.check_smallest_batch(task, train, sizes if root is None else {**sizes, len(shards): len(root)})
+    cohorts_of(experiment, shards)  # raises an error if it needs sizes of shards that are not known
     return task, train, test, shards, root, worker_tests, validation
 
 

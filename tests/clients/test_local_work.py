@@ -243,6 +243,14 @@ def test_a_last_batch_of_one_sample_with_batchnorm_is_an_error_before_the_run(no
     assert result.history[0]["samples"] == [64, 80, 48]
 
 
+def test_a_last_batch_of_one_sample_at_the_server_with_batchnorm_is_an_error_before_the_run(normalised):
+    tables = {**normalised, "partition": "iid", "workers": 3, "local": {"batch_size": 16, "steps": 4}}
+    line = r"^local.batch_size = 16: the last batch of the server \(17 samples\) has one sample, .*drop_last = true$"
+    for samples, match in ((17, line), (1, r"^aggregate.root_samples = 1: the server has one sample, .* 2 or more$")):
+        with pytest.raises(ExperimentError, match=match):
+            fedsim.run({**tables, "aggregate": {"rule": "fltrust", "root_samples": samples}})
+
+
 def test_a_shard_of_one_sample_with_batchnorm_is_an_error_that_names_the_worker(normalised):
     tables = {
         **normalised,

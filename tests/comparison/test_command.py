@@ -39,7 +39,7 @@ def test_a_dry_run_lists_the_runs_and_leaves_nothing(cli, tmp_path):
 
 
 def test_failed_runs_are_listed_and_the_exit_code_is_1(cli):
-    done = cli("compare", *SERIAL, "workers=3,1000", "--out", "x")
+    done = cli("compare", *SERIAL, "workers=3,1000", "--out", "x", "--skip-invalid")
     assert done.exit_code == 1
     assert done.stderr == "error: workers1000: workers = 1000: must be between 1 and the number of samples, 203\n"
     assert "[2/2] workers1000: failed: workers = 1000: must be between" in done.stdout
@@ -51,6 +51,8 @@ def test_failed_runs_are_listed_and_the_exit_code_is_1(cli):
     [
         (["workers=1,2", "cohort=2"], "error: workers=1: cohort = 2: must be at most 1, the number of workers"),
         (["seed=0,1", "--jobs", "0"], "error: jobs = 0: must be at least 1\n"),
+        (["workers=3,1000"], "error: workers=1000: workers = 1000: must be between 1 and the number of samples, 203"),
+        (["workers=3,1000", "--dry-run"], "error: workers=1000: workers = 1000: must be between 1 and the number of"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_and_exit_code_2(cli, tmp_path, words, message):

@@ -11,6 +11,7 @@ import fedsim
 from fedsim.comparison import Callback, plan_comparison, run_comparison, runner
 from fedsim.comparison.jobs import default_jobs, in_one_process, job_bytes
 from fedsim.errors import SettingWarning
+from tests import components
 
 RULES = ["weighted_mean", "mean", {"rule": "tests.components:clipped_mean", "c": 0.1}]
 
@@ -73,7 +74,7 @@ def test_without_a_folder_no_file_is_left(serial, tmp_path, monkeypatch):
 def test_the_other_runs_continue_after_a_failure(quick, tmp_path, jobs):
     tables = {**quick, "rounds": 1, "model": {"name": "tests.models:Fails", "how": "never"}}
     axes = {"model.how": ["raise", "never"], "workers": [3, 1000], "seed": [0]}
-    comparison = fedsim.compare(tables, axes, tmp_path / "x", jobs)
+    comparison = fedsim.compare(tables, axes, tmp_path / "x", jobs, skip_invalid=True)
     errors = [run.error for run in comparison.runs]
     assert re.match("worker [01] in round 1 failed", errors[0])  # both workers fail, and either error may arrive first
     assert "ZeroDivisionError: this model divides by zero" in errors[0]
@@ -83,6 +84,23 @@ def test_the_other_runs_continue_after_a_failure(quick, tmp_path, jobs):
     assert "Traceback" in (comparison.runs[0].folder / "error.txt").read_text()
     assert "3 of 4 runs failed" in (tmp_path / "x" / "summary.txt").read_text()
     assert [row.failed for row in comparison.summary] == [1, 0, 1, 1]
+
+
+def test_every_seed_is_checked_with_its_data_before_the_first_run(quick, tmp_path):
+    """BatchNorm cannot be trained on a batch of one sample. Whether there is one depends on the seed's partition."""
+    labels, seeds = components.tiny(None)[0].targets, range(12)
+    shards = {seed: fedsim.partition(labels, 4, "dirichlet", seed, alpha=1.0) for seed in seeds}
+    bad = [seed for seed in seeds if any(len(shard) % 8 == 1 for shard in shards[seed])]
+    good = [seed for seed in seeds if seed not in bad]
+    tables = {**quick, "model": "tests.models:Normalised", "workers": 4, "local": {"batch_size": 8}, "rounds": 1}
+    tables |= {"partition": {"name": "dirichlet", "alpha": 1.0}}
+    with pytest.raises(fedsim.ExperimentError, match=r"one sample, on which the model cannot be trained") as caught:
+        fedsim.compare(tables, {"seed": [good[0], *bad]}, tmp_path / "x", 1)
+    assert len(bad) > 1
+    listed = [re.findall(r"^seed=(\d+): |and (\d+) more", line) for line in caught.value.lines]
+    assert sum(1 if seed else int(more) for pairs in listed for seed, more in pairs) == len(bad)
+    assert not (tmp_path / "x").exists()
+    assert not fedsim.compare(tables, {"seed": good[:2]}, tmp_path / "y", 1).failed
 
 
 def test_only_unfinished_and_failed_runs_are_repeated(serial, tmp_path, monkeypatch):

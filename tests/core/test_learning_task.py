@@ -13,10 +13,14 @@ from torch import nn
 import fedsim
 from fedsim import DataError, ExperimentError, TensorData
 from fedsim.core.learning_task import Classification, NextToken, regression
+from fedsim.core.metrics import r2
+from fedsim.core.randomness import batch_order
 from fedsim.records.record import metrics_in
+from fedsim.runs.setup import prepare
 from tests.components import tiny
 from tests.matrix import in_turn
 from tests.other_tasks import NEXT_TOKEN, PADDING, REGRESSION, Bigrams, counting, planes
+from tests.textbook import start_of
 
 
 def even_digits(root):
@@ -171,17 +175,160 @@ def test_a_loss_is_a_task(form):
     assert (result.test_loss, result.test_accuracy) == (pytest.approx(expected.test_loss), None)
 
 
-def test_the_losses_of_class_weights_and_of_several_outputs_equal_those_of_pytorch():
+def test_a_loss_is_called_with_its_own_reduction():
     outputs, labels, weight = torch.randn(6, 3, dtype=torch.double), torch.tensor([0, 1, 2, 0, 1, 2]), torch.rand(3)
-    task = fedsim.Experiment(task=nn.CrossEntropyLoss(weight=weight)).task.component  # float32 weights, float64 outputs
-    expected = F.cross_entropy(outputs, labels, weight=weight.double(), reduction="none")
-    assert torch.allclose(task.loss(outputs, labels, "none"), expected)
-    assert torch.allclose(task.loss(outputs, labels), expected.mean())
-    task = fedsim.Experiment(task=F.mse_loss).task.component
+    of_samples = F.cross_entropy(outputs, labels, weight=weight.double(), reduction="none")
+    theirs = {"mean": of_samples.sum() / weight.double()[labels].sum(), "sum": of_samples.sum()}
+    theirs |= {"none": of_samples.mean()}
+    for reduction, expected in theirs.items():  # float32 weights, float64 outputs
+        loss = nn.CrossEntropyLoss(weight=weight, reduction=reduction)
+        assert torch.allclose(fedsim.Experiment(task=loss).task.component.loss(outputs, labels), expected)
+        assert loss.reduction == reduction
+    task = fedsim.Experiment(task={"name": F.mse_loss, "reduction": "none"}).task.component
     targets = torch.randn(6, 3)
     assert torch.allclose(task.loss(outputs, targets, "none"), (outputs - targets).square().mean(1))
     with pytest.raises(ExperimentError, match="has 3 classes, but the labels go up to 4"):
         fedsim.Experiment(task=F.cross_entropy).task.component.check_outputs(outputs, labels, 5)
+
+
+WEIGHT = torch.tensor([1.0, 9.0, 3.0], dtype=torch.double)
+
+
+def three_classes(root):
+    """A data set whose targets are 0, 1 or 2. The classes are of different sizes."""
+    return tuple(TensorData(d.inputs, (d.targets > -1).long() + (d.targets > 0.5).long()) for d in planes(root))
+
+
+def as_numbers(root):
+    return tuple(TensorData(d.inputs, (d.targets > 0).double()[:, None].expand(-1, 3)) for d in planes(root))
+
+
+def weighted(outputs, targets):
+    return F.cross_entropy(outputs, targets, weight=WEIGHT)
+
+
+class Spread(nn.Module):
+    """A loss that is not a weighted mean over the samples of a batch."""
+
+    def forward(self, outputs, targets):
+        return F.cross_entropy(outputs, targets) + outputs.std()
+
+
+JOINT = {
+    "class weights": (nn.CrossEntropyLoss(weight=WEIGHT), three_classes),
+    "class weights in a function": (weighted, three_classes),
+    "ignored targets": (nn.CrossEntropyLoss(ignore_index=2), three_classes),
+    "smoothed labels and class weights": (nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.3), three_classes),
+    "log-likelihood": (nn.NLLLoss(weight=WEIGHT), three_classes),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), three_classes),
+    "weights of samples": (nn.CrossEntropyLoss(weight=WEIGHT, reduction="none"), three_classes),
+    "weights of positive targets": (nn.BCEWithLogitsLoss(pos_weight=WEIGHT), as_numbers),
+    "own": (Spread(), three_classes),
+}
+
+
+def linear() -> nn.Module:
+    return nn.Linear(5, 3)
+
+
+@pytest.mark.parametrize("engine", ["serial", pytest.param("spawn", marks=pytest.mark.slow), "batched"])
+@pytest.mark.parametrize("name", JOINT)
+def test_what_a_loss_returns_for_a_batch_is_the_loss_of_the_batch(name, engine):
+    """Batches of workers in a stack differ in size. The loss of a data set is that of all its samples at once."""
+    (loss, data), lr, batch = JOINT[name], 0.02, 16
+    shards = [range(12), range(12, 30), range(30, 80), range(80, 120)]
+    tables = {
+        **{"task": loss, "data": data, "model": "tests.core.test_learning_task:linear", "engine": engine},
+        **{"workers": 4, "rounds": 1, "partition": list(map(list, shards)), "precision": "float64"},
+        **{"local": {"lr": lr, "batch_size": batch}, **({} if engine == "serial" else {"processes": 2})},
+    }
+    result = fedsim.run(tables)
+    train, test = (part.to(torch.device("cpu"), torch.float64) for part in data(None))
+    expected, losses = torch.zeros(18, dtype=torch.double), []
+    for worker, shard in enumerate(shards):
+        model = start_of(linear)
+        order = torch.tensor(shard)[batch_order(0, 1, worker, 0, len(shard))]
+        for positions in order.split(batch):
+            inputs, targets = train.gather(positions)
+            value = loss(model(inputs), targets).mean()
+            gradients = torch.autograd.grad(value, list(model.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter -= lr * gradient
+            losses.append(value.item() * len(positions) / len(train))
+        expected += nn.utils.parameters_to_vector(model.parameters()).detach() * len(shard) / len(train)
+    assert torch.allclose(result.global_row, expected, rtol=0, atol=1e-12)
+    inputs, targets = test.gather(torch.arange(len(test)))
+    record = result.history[0]
+    assert record.test_loss == pytest.approx(loss(result.model(inputs), targets).mean().item(), rel=1e-12)
+    assert record.train_loss == pytest.approx(sum(losses), rel=1e-12, nan_ok=True)  # NaN if all targets are ignored
+
+
+def test_the_joint_loss_of_a_data_set_is_that_of_all_its_samples(monkeypatch):
+    """It depends neither on the batches of tests nor on who tests."""
+    for module in ("engines.shared_state", "engines.evaluation", "engines.worker_evaluation"):
+        monkeypatch.setattr(f"fedsim.{module}.test_batch_size", lambda device: 7)
+    tables = {**SHORT, "task": nn.CrossEntropyLoss(weight=WEIGHT), "data": three_classes, "precision": "float64"}
+    tables |= {"model": linear, "rounds": 1, "workers": 1, "data.local_test_fraction": 0.5, "local": {"lr": 1e-300}}
+    result = fedsim.run({**tables, "data.validation_fraction": 0.3, "worker_evaluation": {"every": 1}})
+    with fedsim.Session() as session, prepare(result.experiment, session) as (_, engine):
+        data = engine.shared.data
+        parts = {
+            "test": data.test.gather(torch.arange(len(data.test))),
+            "validation": data.validation.gather(torch.arange(len(data.validation))),
+            "worker": data.train.gather(data.worker_tests.of(0)),
+        }
+    expected = {
+        name: F.cross_entropy(result.model(inputs), targets, weight=WEIGHT).item()
+        for name, (inputs, targets) in parts.items()
+    }
+    record = result.history[0]
+    assert record.test_loss == pytest.approx(expected["test"], rel=1e-12)
+    assert record.validation_loss == pytest.approx(expected["validation"], rel=1e-12)
+    assert record.metrics["global_worker_loss_mean"] == pytest.approx(expected["worker"], rel=1e-12)
+
+
+def test_clipping_the_gradients_of_samples_needs_their_losses():
+    tables = {**SHORT, "data": three_classes, "model": linear, "rounds": 1}
+    tables |= {"local": {"algorithm": "dp_sgd", "clip": 1.0, "noise": 1.0, "lr": 0.1}}
+    with pytest.raises(ExperimentError, match=r'returns one number for a batch, .*; use reduction="none"$'):
+        fedsim.run({**tables, "task": nn.CrossEntropyLoss(weight=WEIGHT)})
+    fedsim.run({**tables, "task": nn.CrossEntropyLoss(weight=WEIGHT, reduction="none")})
+
+
+def rounded(root, *, to: str = "int64"):
+    """A data set whose targets are whole numbers, some of which are negative."""
+    dtype = getattr(torch, to)
+    return tuple(TensorData(d.inputs, (5 * d.targets).round().to(dtype)) for d in planes(root))
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+@pytest.mark.parametrize(
+    "task", ["regression", nn.MSELoss(), F.huber_loss, {"name": "torch.nn:HuberLoss", "delta": 0.5}], ids=range(4)
+)
+def test_integer_targets_are_numbers_as_floats_are(task, engine):
+    tables = {**SHORT, **REGRESSION, "engine": engine, "rounds": 1, "task": task, "metrics": ["r2", "mae"]}
+    results = [fedsim.run({**tables, "data": {"name": rounded, "to": to}}) for to in ("int64", "float32")]
+    assert torch.equal(*(result.global_row for result in results))
+    first, second = (result.history[0] for result in results)
+    assert (first.test_loss, first.train_loss, first.metrics) == (second.test_loss, second.train_loss, second.metrics)
+
+
+def test_indices_of_several_labels_stay_integers():
+    def data(root):
+        labels = torch.tensor([[0, 2, -1], [1, -1, -1], [2, 1, -1], [0, -1, -1]]).repeat(30, 1)
+        train, test = planes(root)
+        return TensorData(train.inputs, labels), TensorData(test.inputs, labels[: len(test)])
+
+    loss = nn.MultiLabelMarginLoss()
+    result = fedsim.run({**SHORT, "data": data, "model": linear, "rounds": 1, "task": loss})
+    inputs, labels = data(None)[1].gather(torch.arange(40))
+    assert result.test_loss == pytest.approx(loss(result.model(inputs), labels).item())
+
+
+def test_r2_of_integers_is_that_of_floats():
+    outputs, targets = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 2, 3])
+    assert r2(outputs, targets) == r2(outputs, targets.float()) == 0.5
 
 
 @dataclass(frozen=True)
@@ -199,13 +346,12 @@ def test_a_task_whose_loss_takes_no_reduction_is_refused():
     ("loss", "line"),
     [
         (
-            lambda outputs, targets: F.mse_loss(outputs, targets),
-            r"must return one loss per sample, \[batch\] .*\(\)$",
+            lambda outputs, targets: (outputs - targets)[:5],
+            r"must return a tensor with one number, or with one loss per sample, \[batch\]; .*\(5,\)$",
         ),
         (nn.CosineEmbeddingLoss(), "the loss <CosineEmbeddingLoss.*> fails for outputs .8. and targets float32 .8.: "),
-        (nn.MSELoss(reduction="sum"), 'task.name = .*MSELoss.*: has reduction="sum"; must be "mean" or "none"'),
     ],
-    ids=["mean", "three inputs", "sum"],
+    ids=["another size", "three inputs"],
 )
 def test_what_is_not_a_loss_per_sample_gives_a_one_line_error(loss, line):
     with pytest.raises(ExperimentError, match=line) as caught:

@@ -135,7 +135,7 @@ def test_captured_steps_agree_with_the_ordinary_path(case, precision):
 
 
 UNSAFE = {
-    "outputs depend on the whole batch": {"model": "tests.models:Normalised"},
+    "outputs or losses depend on the whole batch": {"model": "tests.models:Normalised"},
     "batches are altered": {"data": {"name": "tests.components:tiny", "augment": ["flip"]}},
     "the partition": {"partition": {"name": "feature_noise", "sigma": 1.0}},
     "the attack": {"workers": 7, "attack": {"name": "backdoor", "fraction": 0.3}},

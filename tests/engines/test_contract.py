@@ -90,6 +90,7 @@ CASES = {
     "buffers of the server": {"model": "tests.models:Normalised", "buffers": "frozen"},
     "state that no row holds": {"model": "tests.models:Stateful", "workers": 5, "cohort": 4},
     "shared and unused parameters": {"model": "tests.models:Tied", "local": {"weight_decay": 0.1, "momentum": 0.5}},
+    "low-rank adapters": {"model": {"name": "tests.models:sized", "hidden": [12, 11], "lora": {"rank": 2}}},
     "token numbers": {"model": "tests.models:Embedded", "data": "tests.components:tokens"},
     "a rule on columns": {"aggregate": {"rule": "trimmed_mean", "f": 1}},
     "a rule by distances, under attack": {**ATTACKED, "attack": {"name": "alie", "fraction": 0.3}, "aggregate": "krum"},
@@ -177,6 +178,7 @@ PROCESSED = {
 
 TASKS = {
     "another loss": {"task": "tests.components:Smoothed", "partition": "tests.components:uneven"},
+    "a loss of whole batches": {"task": "tests.components:weighted_loss", "partition": "tests.components:uneven"},
     "regression": {**REGRESSION, "partition": "tests.components:uneven"},
     "a character LSTM": {**CHAR_LSTM, "partition": "tests.components:uneven"},
     "a transformer with dropout": {
@@ -333,6 +335,7 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("a character LSTM",),
     ("a transformer with dropout",),
     ("a residual network",),
+    ("low-rank adapters", "a loss of whole batches"),
 )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedsim.clients import OuterProductGrad
 from fedsim.clients.adapters import TrainFunction
-from fedsim.core.learning_task import LearningTask
+from fedsim.core.learning_task import LearningTask, joint_of
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
@@ -38,7 +38,8 @@ class StackingProbe:
 
     Attributes:
         dropouts: dropout calls of a forward pass, in call order.
-        coupled: whether a sample's output depends on the other samples of the batch, as with BatchNorm.
+        coupled: whether a sample's output or loss depends on the other samples of the batch, as with BatchNorm or with
+            a joint loss. Batches are then not padded.
         merged: whether the batches of k workers can be merged into one batch [k * batch, ...]; otherwise
             `torch.func.vmap` is used.
         sample_bytes: bytes per sample of the activations that are saved for the backward pass.
@@ -65,6 +66,7 @@ class StackingProbe:
         with preserve_random_state(task.device), full_precision(task.device):
             together = trials.run(trials.samples(trials.count))
             coupled = trials.is_coupled(together)
+            joint = trials.has_joint_loss(together)
             merged = (
                 not coupled and not trials.depends_on_position(together) and trials.can_be_merged(together.dropouts)
             )
@@ -75,7 +77,7 @@ class StackingProbe:
             if task.precision.autocast is not None:
                 together = trials.run(trials.samples(trials.count), task.precision)
                 trials.compare_gradients(together.dropouts, task.precision, merged=merged)
-        return cls(together.dropouts, coupled, merged, together.sample_bytes)
+        return cls(together.dropouts, coupled or joint, merged, together.sample_bytes)
 
 
 def _require_finite(shared: SharedState) -> None:
@@ -182,6 +184,11 @@ class Trials:
             and self._agree(trial.buffers, together.buffers)
             for n_shared, trial in trials
         )
+
+    def has_joint_loss(self, together: ProbeResult) -> bool:
+        """Whether the loss of a batch is not the mean over its samples. `together` is the result of `run`."""
+        is_joint = joint_of(self._task.learning_task)
+        return is_joint is not None and is_joint(together.outputs, self.samples(self.count)[1])
 
     def depends_on_position(self, together: ProbeResult) -> bool:
         """Whether a sample's output depends on its position in the batch, so that batches cannot be merged.

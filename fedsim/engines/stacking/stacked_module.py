@@ -88,6 +88,7 @@ class StackedModule:
         *,
         leave_products: int | None = None,
         term: FeatureTerm | None = None,
+        shares: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor | OuterProductGrad]]:
         """Return each model's loss [k] on its batch, and a gradient [k, ...] for each parameter.
 
@@ -100,7 +101,8 @@ class StackedModule:
             factors: scaled dropout masks [k, batch, ...], one for each dropout call, in call order.
             leave_products: minimum size in bytes of parameters whose gradients are returned as an OuterProductGrad,
                 if possible; None to compute all gradients.
-            term: loss term that is added to the per-sample losses.
+            term: loss term that is added to the loss of each sample.
+            shares: number by which each model's gradient is multiplied, [k]; None for 1.
         """
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
         least = leave_products if self._precision.autocast is None else None
@@ -112,11 +114,11 @@ class StackedModule:
         with torch.enable_grad():
             stacks = leaves, list(buffers), inputs, list(factors)
             outputs, buffers[:], *features = self._forward(stacks, products, records=term is not None)
-            losses = self._objective.losses(outputs, targets, weights)
+            losses = self._objective.means(outputs, targets, weights)
             if term is not None:
-                losses = losses + term.loss(self._precision.widened(features[0]), at_points)
-            losses = (losses * weights).sum(1)
-            parameter_gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+                losses = losses + (term.loss(self._precision.widened(features[0]), at_points) * weights).sum(1)
+            shares = torch.ones_like(losses) if shares is None else shares.to(losses.dtype)
+            parameter_gradients = torch.autograd.grad(losses, leaves, shares, allow_unused=True)
         gradients = [
             _total(parameter, gradient, left or [])
             for parameter, gradient, left in zip(parameters, parameter_gradients, products, strict=True)

@@ -51,7 +51,7 @@ def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
     if task.experiment.local_schedule is not None:
         return "the learning rate changes (local.schedule), but a captured step has a fixed rate"
     if probe.coupled:
-        return "outputs depend on the whole batch (BatchNorm), so short batches cannot be padded"
+        return "outputs or losses depend on the whole batch (as with BatchNorm), so short batches cannot be padded"
     poisoned = bool(task.byzantine) and task.experiment.attack.component.poison is not None
     if task.experiment.data.transforms or task.transforms is not None or poisoned:
         return "batches are altered per worker (by data.augment, the partition or the attack)"

@@ -210,9 +210,12 @@ class StackStep:
         losses, gradients = self.gradients(state, batch, active, leave_products=self._left_of_rows)
         return losses, self._as_rows(gradients)
 
-    def sum_gradients(self, state: StackState, batch: Batch) -> None:
-        """Add the gradients of m workers to the state tensor "sum" [m, d]. Buffers are updated in place."""
-        _, gradients = self.gradients(state, batch, leave_products=self._left_of_rows)
+    def sum_gradients(self, state: StackState, batch: Batch, shares: Tensor) -> None:
+        """Add the gradients of m workers to the state tensor "sum" [m, d]. Buffers are updated in place.
+
+        Each worker's gradient is multiplied by its number in `shares` [m].
+        """
+        _, gradients = self.gradients(state, batch, leave_products=self._left_of_rows, shares=shares)
         for entry, gradient in self._parts(gradients):
             total = state.part(entry)[1]["sum"]
             if isinstance(gradient, Tensor):
@@ -241,7 +244,13 @@ class StackStep:
         return rows
 
     def gradients(
-        self, state: StackState, batch: Batch, active: Tensor | None = None, *, leave_products: int | None = None
+        self,
+        state: StackState,
+        batch: Batch,
+        active: Tensor | None = None,
+        *,
+        leave_products: int | None = None,
+        shares: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor | OuterProductGrad]]:
         """Return the losses [m] of m workers, and a gradient [m, ...] for each parameter.
 
@@ -251,6 +260,7 @@ class StackStep:
             active: bool [m], true for the active workers; None for all.
             leave_products: minimum size in bytes of parameters whose gradients are returned as an OuterProductGrad,
                 if possible; None to compute all gradients.
+            shares: number by which each worker's gradient is multiplied, [m]; None for 1.
         """
         if self._samples is not None:
             losses, private = self._samples(state.rows, state.buffers, *batch)
@@ -258,7 +268,7 @@ class StackStep:
         buffers = list(state.buffers)
         term = self._feature_term(state)
         losses, gradients = self._module.gradients(
-            state.parameters, buffers, *batch[:4], leave_products=leave_products, term=term
+            state.parameters, buffers, *batch[:4], leave_products=leave_products, term=term, shares=shares
         )
         for ours, new in zip(state.buffers, buffers, strict=True):
             if new is not ours:

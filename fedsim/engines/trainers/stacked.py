@@ -32,8 +32,8 @@ StackedGradientState = tuple[Stack, StackState, FactorsAhead, Iterator[StepBatch
 class StackTrainer:
     """Trainer that trains several workers at once (a stack of at most `width` workers).
 
-    Short batches are padded with samples of weight 0. With BatchNorm, batches are not padded, and only workers with
-    equal batch sizes are computed together.
+    Short batches are padded with samples of weight 0. With BatchNorm or a joint loss, batches are not padded, and only
+    workers with equal batch sizes are computed together.
     """
 
     def __init__(
@@ -73,15 +73,14 @@ class StackTrainer:
             with self._process.working_on_several(stack.members[0].round):
                 rows = shared.cohort.rows[stack.index]
                 state = StackState(self._module, rows, {"sum": torch.zeros_like(rows)}, self._buffers(stack))
-                sizes = [[self._batch_source.size(member.worker)] for member in stack.members]
-                samples = torch.tensor(sizes, dtype=rows.dtype, device=rows.device)
+                sizes = [self._batch_source.size(member.worker) for member in stack.members]
+                samples = torch.tensor(sizes, device=rows.device)
                 ahead = stack.dropout_factors(self._probe.dropouts, after=True)
                 alterations = stack.alterations_of_view("full_gradient")
                 for whole in stack.full_pass():
                     factors = ahead.of(whole.step, len(stack))
                     for part, theirs, batch in self._parts(stack, state, whole, factors, alterations, moves=True):
-                        share = part.counts.unsqueeze(1).to(rows.dtype) / samples[part.places]
-                        self._step.sum_gradients(theirs, batch._replace(weights=batch.weights * share))
+                        self._step.sum_gradients(theirs, batch, part.counts / samples[part.places])
                 shared.cohort.full_gradients[stack.index] = state.algorithm_state["sum"]
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
