@@ -220,15 +220,24 @@ class Experiment(Table):
         return 1.0 if self.weights == "inverse_probability" else None
 
     @property
-    def releases(self) -> Releases | None:
-        """Noisy sums that each round releases, for privacy accounting, or None without differential privacy."""
+    def protects(self) -> Literal["worker", "sample"] | None:
+        """Unit of differential privacy: a worker with its updates, a sample of a worker, or None without protection."""
+        if self.privacy.component.active:
+            return "worker"
+        return None if self.local.component.sample_noise is None else "sample"
+
+    def releases(self, holders: int) -> Releases | None:
+        """Return the noisy sums of each round, for privacy accounting, or None without differential privacy.
+
+        `holders` is the maximum number of workers in a round that hold the same sample.
+        """
         mechanism, sampling = self.privacy.component, self.sampling.registration.target
         releases = Releases(mechanism.noise, self.workers, self.cohort_size, by_replacement=mechanism.by_replacement)
         if mechanism.at_server:
             return replace(releases, sampling=getattr(sampling, "amplifies", None))
         if mechanism.active or (sample_noise := self.local.component.sample_noise) is None:
             return releases if mechanism.active else None
-        return replace(releases, noise=sample_noise.noise, per_round=self.local.most_work)
+        return replace(releases, noise=sample_noise.noise, per_round=self.local.most_work, holders=holders)
 
     @property
     def nonfinite(self) -> Literal["error", "exclude", "keep"]:

@@ -143,7 +143,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
             | {f"aggregate.{key}" for key in ("rule", "f", "weights", "root_samples")}
             | ({"server"} if not policy.uses_server_optimizer else set()),
         )
-    if experiment.releases is None:
+    if experiment.protects is None:
         yield f"privacy.mechanism={experiment.privacy.mechanism}", {"privacy.delta", "privacy.accountant"}
     if experiment.clock.replay_log is not None:
         yield "clock.replay_log", {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
@@ -411,7 +411,7 @@ def _check_privacy(experiment: Experiment) -> Iterator[str]:
     """Yield an error line for each setting under which more than clipped updates with noise would be released."""
     mechanism, algorithm, rule = experiment.privacy.component, experiment.local.component, experiment.rule
     private, by_samples, weights = mechanism.active, algorithm.sample_noise is not None, experiment.aggregate.weights
-    protects = private or by_samples
+    protects = experiment.protects
     where, strategy = experiment.privacy.setting if private else experiment.local.setting, experiment.sampling.component
     if protects and not experiment.in_rounds:
         yield f"{where}: needs synchronous rounds, which {experiment.policy.setting} does not have; use policy=sync"

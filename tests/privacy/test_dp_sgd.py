@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 import torch
 
 import fedsim
 from fedsim.core.randomness import Draws
+from fedsim.runs.privacy_plan import privacy_plan
 from tests import components
 from tests.textbook import Federation, small_two_nn
 
@@ -84,3 +87,77 @@ def test_what_cannot_be_combined_is_refused(tables, key):
         fedsim.Experiment(**{"local": LOCAL, **tables})
     assert caught.value.key == key
     assert len(caught.value.lines) == 1
+
+
+def epsilon_of_sums(count, noise, delta=1e-5):
+    """Return the epsilon of `count` sums that include the same sample, computed by dp-accounting alone."""
+    library, rdp = pytest.importorskip("dp_accounting"), pytest.importorskip("dp_accounting.rdp")
+    accountant = rdp.RdpAccountant(neighboring_relation=library.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    return accountant.compose(library.GaussianDpEvent(noise), count).get_epsilon(delta)
+
+
+def most_releases(shards, cohorts, epochs):
+    """Return how many sums of a run include the same sample: one in each epoch of each worker that holds the sample."""
+    releases = collections.Counter()
+    for cohort in cohorts:
+        for worker in cohort:
+            releases.update(epochs * shards[worker].tolist())
+    return max(releases.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "holders", "epochs"),
+    [("virtual", {"samples": 190}, 4, 1), ("virtual", {"samples": 40}, 3, 2), ("iid", {}, 1, 2)],
+)
+def test_epsilon_counts_every_worker_that_holds_a_sample(name, params, holders, epochs, tiny_experiment):
+    partition = {"name": name, **params}
+    tables = {**tables_of(tiny_experiment, noise=2.0, epochs=epochs), "workers": 4, "partition": partition}
+    result = fedsim.run(tables)
+    shards = fedsim.partition(components.tiny(None)[0].targets, 4, name, **params)
+    count = most_releases(shards, [record.cohort for record in result.history], epochs)
+    assert count == 2 * epochs * holders
+    assert result.history[-1].metrics["epsilon"] == pytest.approx(epsilon_of_sums(count, 2.0), rel=1e-9)
+    plan = dict(privacy_plan(result.experiment))
+    assert plan["epsilon (rdp)"] == f"{epsilon_of_sums(count, 2.0):.3g}"
+    assert ("overlap" in plan) == (holders > 1)
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "poisson"])
+def test_epsilon_counts_at_most_the_workers_of_a_cohort(sampling, tiny_experiment):
+    tables = {**tables_of(tiny_experiment, noise=2.0), "workers": 30, "cohort": 2, "sampling": sampling, "rounds": 3}
+    experiment = fedsim.Experiment(**tables, partition={"name": "virtual", "samples": 190})
+    history = fedsim.run(experiment).history
+    shards = fedsim.partition(components.tiny(None)[0].targets, 30, "virtual", samples=190)
+    count = most_releases(shards, [record.cohort for record in history], 1)
+    epsilon = history[-1].metrics["epsilon"]
+    assert epsilon == pytest.approx(epsilon_of_sums(3 * experiment.largest_cohort, 2.0), rel=1e-9)
+    assert epsilon >= epsilon_of_sums(count, 2.0)
+
+
+def test_epsilon_counts_the_server_that_trains_on_samples_of_workers(tiny_experiment):
+    rule = {"rule": "fltrust", "root_samples": 20}
+    tables = {**tables_of(tiny_experiment, noise=2.0), "aggregate": rule}
+    result = fedsim.run(tables)
+    assert result.history[-1].metrics["epsilon"] == pytest.approx(epsilon_of_sums(2 * 2, 2.0), rel=1e-9)
+    assert dict(privacy_plan(result.experiment))["epsilon (rdp)"] == f"{epsilon_of_sums(4, 2.0):.3g}"
+
+
+def twice(labels, worker):
+    """A virtual partition in which each worker holds its samples twice."""
+    return [worker, worker + 1] * 5
+
+
+@pytest.mark.parametrize(
+    ("workers", "partition", "reason"),
+    [
+        (1001, {"name": "virtual", "samples": 5}, "shards may overlap"),
+        (3, "tests.privacy.test_dp_sgd:twice", "holds the same sample twice"),
+    ],
+)
+def test_an_unknown_number_of_releases_is_refused(workers, partition, reason, tiny_experiment):
+    tables = {**tables_of(tiny_experiment), "workers": workers, "cohort": 2, "partition": partition}
+    for action in (fedsim.run, lambda tables: privacy_plan(fedsim.Experiment(**tables))):
+        with pytest.raises(fedsim.ExperimentError, match=reason) as caught:
+            action(tables)
+        assert caught.value.key == "partition.name"
+        assert len(caught.value.lines) == 1
