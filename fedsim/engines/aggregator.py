@@ -448,13 +448,15 @@ class Aggregator:
         task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
         sync, algorithm = task.sync_in(self._moment[0]), task.algorithm_at(*self._moment)
         corrects = sync == "parameters" and algorithm.has("correct")
+        hides_cohort = task.experiment.privacy.component.at_server  # its actual size would not be covered by epsilon
+        counted = task.experiment.expected_updates if hides_cohort else self._workers
         row_state = {name: row for name, row in server.algorithm.items() if corrects and len(row) == len(server.row)}
         for block, update in self._result:
             if task.keeps_last:
                 server.last[block] = update
             if corrects:
                 columns = {name: row[block] for name, row in row_state.items()}
-                algorithm.correct(update, server.algorithm | columns, self._workers, workers)
+                algorithm.correct(update, server.algorithm | columns, counted, workers)
             task.stepper_at(self._moment).step(server.row[block], update, self._state_of(sync, block))
         for row in (server.row, *[server.last] * task.keeps_last, *row_state.values()) if not self._complete else ():
             self._group.complete(row)

@@ -140,6 +140,31 @@ def test_an_empty_round_still_adds_noise(tiny_experiment):
     assert fedsim.run({**private, "mode": "clock"}).history[first - 1].cohort == []
 
 
+@pytest.mark.parametrize(("seed", "size"), [(0, 0), (1, 1), (3, 3)])
+def test_feddyn_uses_the_expected_number_of_updates(seed, size, tiny_experiment):
+    # In round 1, FedDyn trains like FedProx. The aggregate D then moves the model by D - h / alpha = D (1 + m / N).
+    alpha, m, n = 0.5, 1, 10
+    tables = {**tiny_experiment, **FLAT, "seed": seed, "workers": n, "cohort": m, "sampling": "poisson"}
+    tables |= {"precision": "float64", "privacy": central(0.05, 1.0)}
+    local = {"steps": 3, "lr": 0.05}
+    by_algorithm = {"fedprox": {"mu": alpha}, "feddyn": {"alpha": alpha}}
+    moves = {}
+    for name, params in by_algorithm.items():
+        result = fedsim.run({**tables, "local": {"algorithm": name, **params, **local}})
+        start = fedsim.run({**tables, "local": {"lr": 0.0, "steps": 1}, "privacy": "none"})
+        moves[name] = result.global_row - start.global_row
+    assert len(result.history[0].cohort) == size
+    assert torch.allclose(moves["feddyn"], moves["fedprox"] * (1 + m / n), rtol=1e-9, atol=1e-12)
+
+
+def dividing_by_its_rows(updates):
+    """A linear rule that always divides by the actual number of updates."""
+    return updates.mean(0)
+
+
+dividing_by_its_rows.columnwise = dividing_by_its_rows.linear = True
+
+
 def test_the_norm_adapts_as_in_the_paper(tiny_experiment):
     privacy = {"mechanism": "adaptive", "clip": 0.05, "noise": 0.5, "quantile": 0.7, "lr": 0.5, "count_noise": 2.0}
     tables = {**tiny_experiment, **FLAT, "workers": 8, "cohort": 5, "rounds": 4, "privacy": privacy}
@@ -215,6 +240,7 @@ def test_personal_parameters_get_no_noise(tiny_experiment):
     ("tables", "error"),
     [
         ({"aggregate": "median"}, "aggregate.rule"),
+        ({"aggregate": "tests.privacy.test_mechanisms:dividing_by_its_rows"}, "aggregate.rule"),
         ({"aggregate": {"weights": "samples"}}, "aggregate.weights"),
         ({"sync": "gradients"}, "privacy.mechanism"),
         ({"mode": "clock", "policy": "fedbuff"}, "privacy.mechanism"),
@@ -229,6 +255,40 @@ def test_what_would_release_more_is_refused(tables, error):
         fedsim.Experiment(**{"privacy": central(1.0, 1.0), **tables})
     assert caught.value.key == error
     assert len(caught.value.lines) == 1
+
+
+PROTECTIONS = [
+    {"privacy": central(1.0, 1.0)},
+    {"privacy": {"mechanism": "local", "clip": 1.0, "noise": 1.0}},
+    {"local": {"algorithm": "dp_sgd", "lr": 0.1, "clip": 1.0, "noise": 1.0}},
+]
+
+
+@pytest.mark.parametrize("protection", PROTECTIONS)
+@pytest.mark.parametrize(
+    "metric", ["train_loss", "metrics.clipped_updates", "metrics.worker_accuracy_mean", "metrics.of_my_rule"]
+)
+def test_private_values_decide_no_end_of_a_run(metric, protection):
+    stop = {"metric": metric, "mode": "min", "patience": 2}
+    with pytest.raises(fedsim.ExperimentError, match=r"^stop.metric = .* reveal") as caught:
+        fedsim.Experiment(**protection, stop=stop)
+    assert len(caught.value.lines) == 1
+    fedsim.Experiment(stop=stop)
+
+
+@pytest.mark.parametrize("protection", PROTECTIONS)
+@pytest.mark.parametrize("metric", ["test_loss", "validation_loss", "metrics.macro_f1", "metrics.epsilon"])
+def test_tests_and_epsilon_may_decide_the_end_of_a_run(metric, protection):
+    stop = {"metric": metric, "mode": "min", "patience": 2}
+    fedsim.Experiment(**protection, stop=stop, metrics=["macro_f1"], data={"validation_fraction": 0.1})
+
+
+def test_an_update_with_nan_decides_no_end_of_a_run():
+    stopping = {"aggregate": {"rule": "mean", "nonfinite": "stop"}}
+    for protection in PROTECTIONS[:2]:
+        with pytest.raises(fedsim.ExperimentError, match=r"^aggregate.nonfinite = .*exclude$"):
+            fedsim.Experiment(**stopping, **protection)
+    fedsim.Experiment(**stopping)
 
 
 def test_buffers_without_protection_are_refused(tiny_experiment):
