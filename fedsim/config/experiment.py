@@ -41,6 +41,8 @@ from fedsim.processing import UpdateProcessor
 from fedsim.system.files import is_outside
 from fedsim.system.precision import PRECISIONS
 
+Weighting = Literal["uniform", "samples", "inverse_probability"] | list[float]
+
 FOLDER_NAME = f"at most {MAX_NAME} characters (a-z, A-Z, 0-9, and . _ -), starting with a letter or digit"
 Processes = Annotated[int, Field(gt=0, le=1024)]  # also for threads; more could overload the machine
 
@@ -207,9 +209,13 @@ class Experiment(Table):
         return [table.component for table in self.broadcast]
 
     @property
-    def weights(self) -> Literal["uniform", "samples", "inverse_probability"] | list[float]:
+    def weights(self) -> Weighting:
         """Aggregation weights of the workers: `aggregate.weights`, or the default ("samples" or "uniform")."""
-        by_samples = self.rule.needs_weights and not self.privacy.component.at_server
+        return self.weights_for(self.rule)
+
+    def weights_for(self, rule: Pipeline) -> Weighting:
+        """Return the aggregation weights of the workers if `rule` were the rule of the experiment."""
+        by_samples = rule.needs_weights and not self.privacy.component.at_server
         return self.aggregate.weights or ("samples" if by_samples else "uniform")
 
     @property
@@ -294,6 +300,10 @@ class Experiment(Table):
         if not self.in_rounds:
             return 0
         return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
+
+    def sync_in(self, round: int) -> Literal["parameters", "gradients"]:
+        """Return "gradients" if `round` aggregates the gradients of each step, otherwise "parameters"."""
+        return "gradients" if round <= self.rounds_of_gradients else "parameters"
 
     @property
     def cohort_size(self) -> int:
