@@ -67,7 +67,7 @@ class Releases:
         """Name of the neighbouring relation in dp-accounting.
 
         ADD_OR_REMOVE_ONE: a worker is added or left out, with Poisson sampling. REPLACE_ONE: a worker is replaced by
-        another. REPLACE_SPECIAL: a worker's updates are replaced by zeros, if each worker is counted in every round.
+        another. REPLACE_SPECIAL: a worker contributes zeros to every sum, if each worker is counted in every round.
         """
         if self.by_replacement or self.effective_sampling == "without_replacement":
             return "REPLACE_ONE"

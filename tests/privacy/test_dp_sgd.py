@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 
 import pytest
 import torch
@@ -69,6 +70,16 @@ def test_models_without_gradients_of_samples_are_named(engine, tiny_experiment):
     with pytest.raises(fedsim.ExperimentError, match=r"tests.models:Normalised.*BatchNorm") as caught:
         fedsim.run(tables)
     assert len(caught.value.lines) == 1
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of PyTorch's attention under vmap
+def test_recurrent_layers_are_refused_and_attention_is_not():
+    text = {"data": "shakespeare", "task": "next_token", "rounds": 1, "workers": 2, "partition": "iid"}
+    text["local"] = {**LOCAL, "batch_size": 2, "steps": 1}
+    small_gpt = {"name": "gpt", "layers": 1, "width": 8, "heads": 1}
+    assert math.isfinite(fedsim.run({**text, "model": small_gpt}).history[0].train_loss)
+    with pytest.raises(fedsim.ExperimentError, match=r'^model.name = "char_lstm": has no gradient for each sample'):
+        fedsim.run({**text, "model": {"name": "char_lstm", "layers": 1, "hidden": 4}})
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,27 @@ def test_processors_follow_the_clipping_of_the_workers(tiny_experiment):
     assert received[-1] == pytest.approx([0.03] * 5, rel=1e-3)
 
 
+@pytest.mark.parametrize(("compressed", "norm"), [(False, 0.03), (True, 0.01)])
+def test_attackers_see_clipped_updates_after_or_before_the_processors(compressed, norm, tiny_experiment):
+    seen.clear()
+    attack = {"name": "tests.privacy.test_mechanisms:far", "workers": [0], "compressed": compressed}
+    processors = ["tests.privacy.test_mechanisms:longer"]
+    fedsim.run({**tiny_experiment, **FLAT, "attack": attack, "processors": processors, "privacy": central(0.01)})
+    assert seen[-1] == pytest.approx([norm] * 4, rel=1e-3)
+
+
+def test_the_count_changes_by_a_half_for_a_missing_worker_and_by_one_for_a_replaced_worker():
+    mechanism = AdaptiveCentralPrivacy(clip=1.0, noise=0.0, lr=1.0)
+
+    def count(clipped, updates):  # m b, up to the same noise
+        return -10 * math.log(mechanism.next_clip(1.0, clipped, updates, 10.0, 0, 1))
+
+    for clipped in range(10):
+        assert abs(count(clipped, 10) - count(clipped, 9)) == pytest.approx(1 / 2)  # one unclipped update less
+        assert abs(count(clipped + 1, 10) - count(clipped, 9)) == pytest.approx(1 / 2)  # one clipped update less
+        assert abs(count(clipped + 1, 10) - count(clipped, 10)) == pytest.approx(1)
+
+
 seen = []
 
 
