@@ -76,6 +76,10 @@ def test_the_divisor_is_the_expected_number_of_updates(tiny_experiment):
     history = fedsim.run({**tables, "privacy": UNCLIPPED}).history
     assert len({len(record.cohort) for record in history}) > 1
     assert all(record.coefficients == pytest.approx([1 / 5] * len(record.cohort)) for record in history)
+    history = fedsim.run(
+        {**tables, "privacy": central(1e-6)}
+    ).history  # all updates of a cohort of any size are clipped
+    assert [record.metrics["clipped_updates"] for record in history] == [1.0] * 4
     dropping = {**tables, "sampling": {"name": "uniform", "client_dropout": 0.5}}
     history = fedsim.run({**dropping, "privacy": UNCLIPPED}).history
     assert all(record.coefficients == pytest.approx([1 / 2.5] * len(record.cohort)) for record in history)
@@ -177,6 +181,35 @@ def test_the_norm_adapts_as_in_the_paper(tiny_experiment):
         noisy = centred + 2.0 * numpy_generator(0, "clip_count", record.round).normal()
         clip *= math.exp(-0.5 * (noisy / 5 + 1 / 2 - 0.7))
     assert len({record.metrics["clip_norm"] for record in history}) == 4
+
+
+def test_an_empty_round_adapts_the_norm_by_the_noise_of_the_count_alone(tiny_experiment):
+    privacy = {"mechanism": "adaptive", "clip": 0.05, "noise": 0.5, "quantile": 0.7, "lr": 0.5, "count_noise": 2.0}
+    tables = {**tiny_experiment, **FLAT, "workers": 10, "cohort": 1, "sampling": "poisson", "rounds": 2}
+    empty, following = fedsim.run({**tables, "privacy": privacy}).history
+    assert not empty.cohort
+    assert "clipped_updates" not in empty.metrics
+    assert empty.metrics["clip_norm"] == pytest.approx(0.05)
+    noise = 2.0 * numpy_generator(0, "clip_count", 1).normal()
+    assert following.metrics["clip_norm"] == pytest.approx(0.05 * math.exp(-0.5 * (noise + 1 / 2 - 0.7)))
+
+
+def test_the_server_clips_to_the_norm_of_the_round_not_of_the_next(tiny_experiment):
+    privacy = {"mechanism": "adaptive", "clip": 0.01, "noise": 0.0, "quantile": 0.9, "lr": 2.0, "count_noise": 1e-9}
+    tables = {**tiny_experiment, **FLAT, "aggregate": "tests.privacy.test_mechanisms:watched_mean", "rounds": 2}
+    attack = {"name": "tests.privacy.test_mechanisms:far", "workers": [0]}
+    received.clear()
+    history = fedsim.run({**tables, "attack": attack, "privacy": privacy}).history
+    for record, norms in zip(history, received, strict=True):
+        assert norms[0] == pytest.approx(record.metrics["clip_norm"], rel=1e-4)  # of the attacker, who does not clip
+    assert history[1].metrics["clip_norm"] > 2 * history[0].metrics["clip_norm"]
+
+
+def test_the_default_noise_of_the_count_is_a_twentieth_of_the_cohort():
+    mechanism = AdaptiveCentralPrivacy(clip=1.0, noise=1.0)
+    assert mechanism.noise_of_sum(cohort=100) == pytest.approx(1 / math.sqrt(1 - (1 / (2 * 100 / 20)) ** 2))
+    with pytest.raises(fedsim.ExperimentError, match=r"must be less than 0\.5"):
+        mechanism.check(5)
 
 
 def test_the_norm_finds_the_quantile():
