@@ -10,6 +10,7 @@ import torch
 
 import fedsim
 from fedsim.core.randomness import Draws
+from fedsim.engines.trainers import sample_gradients
 from fedsim.runs.privacy_plan import privacy_plan
 from tests import components
 from tests.textbook import Federation, small_two_nn
@@ -40,6 +41,16 @@ def test_a_run_equals_a_plain_loop_over_samples(engine, tiny_experiment):
             rows.append(row)
         plain.row = torch.stack(rows).mean(0)
     assert torch.allclose(ours, plain.row, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+def test_a_batch_that_needs_much_memory_is_computed_in_parts(engine, tiny_experiment, monkeypatch):
+    tables = {**tables_of(tiny_experiment), "rounds": 1, "engine": engine, "processes": 1}
+    whole = fedsim.run(tables)
+    monkeypatch.setattr(sample_gradients, "MOST_BYTES", 7 * 8 * len(whole.global_row))  # 7 gradients of float64
+    in_parts = fedsim.run(tables)
+    assert torch.allclose(in_parts.global_row, whole.global_row, rtol=0, atol=1e-9)
+    assert in_parts.history[0].train_loss == pytest.approx(whole.history[0].train_loss, rel=1e-9)
 
 
 def test_noise_has_its_standard_deviation(tiny_experiment):
