@@ -164,6 +164,13 @@ def test_epsilon_counts_the_server_that_trains_on_samples_of_workers(tiny_experi
     assert dict(privacy_plan(result.experiment))["epsilon (rdp)"] == f"{epsilon_of_sums(4, 2.0):.3g}"
 
 
+def test_the_server_counts_in_addition_to_the_workers_of_a_cohort(tiny_experiment):
+    rule = {"rule": "fltrust", "root_samples": 200}
+    tables = {**tables_of(tiny_experiment, noise=2.0), "aggregate": rule, "workers": 6, "cohort": 2}
+    experiment = fedsim.Experiment(**tables, partition={"name": "virtual", "samples": 200})
+    assert dict(privacy_plan(experiment))["epsilon (rdp)"] == f"{epsilon_of_sums(2 * (2 + 1), 2.0):.3g}"
+
+
 def twice(labels, worker):
     """A virtual partition in which each worker holds its samples twice."""
     return [worker, worker + 1] * 5
