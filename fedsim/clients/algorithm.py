@@ -295,7 +295,7 @@ class ClientAlgorithm:
         `full_gradient`.
         """
 
-    def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
+    def correct(self, update: Tensor, server: State, workers: float, population: int) -> None:
         """Correct the aggregated update in place, before it changes the global model.
 
         The method must treat each column separately.
@@ -304,7 +304,8 @@ class ClientAlgorithm:
             update: some columns of the aggregated update, [columns].
             server: state of the server: the same columns of tensors [d], which may be changed, and tensors [1], which
                 must not be changed.
-            workers: number of workers whose updates were aggregated.
+            workers: number of workers whose updates were aggregated. With central differential privacy, which hides
+                this number, the expected number.
             population: number of all workers in the experiment.
         """
 

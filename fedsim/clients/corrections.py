@@ -75,7 +75,7 @@ class FedDyn(LocalSGD):
         worker.kept["h_k"] = state["constant"].add_(rows, alpha=self.alpha).neg_()
         return {}
 
-    def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
+    def correct(self, update: Tensor, server: State, workers: float, population: int) -> None:
         h = server["h"].sub_(update, alpha=self.alpha * workers / population)
         update.sub_(h, alpha=1 / self.alpha)
 
@@ -137,7 +137,7 @@ class FedNova(LocalSGD):
         if workers:
             server["tau_eff"].copy_(sums["weighted_normaliser"] / sums["weight"])
 
-    def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
+    def correct(self, update: Tensor, server: State, workers: float, population: int) -> None:
         update.mul_(server["tau_eff"])
 
 
@@ -252,7 +252,7 @@ class Mime(MimeLite):
     def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
         return {}
 
-    def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
+    def correct(self, update: Tensor, server: State, workers: float, population: int) -> None:
         server["momentum"].lerp_(server["mean_gradient"], 1 - self.beta)  # the update is not corrected
 
 

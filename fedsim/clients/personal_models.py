@@ -273,7 +273,7 @@ class PFedMe(ClientAlgorithm):
         worker.kept["theta"] = state["theta"]
         return {}
 
-    def correct(self, update: Tensor, server: State, workers: int, population: int) -> None:
+    def correct(self, update: Tensor, server: State, workers: float, population: int) -> None:
         update.mul_(self.beta)
 
     def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:

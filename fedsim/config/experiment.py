@@ -41,6 +41,8 @@ from fedsim.processing import UpdateProcessor
 from fedsim.system.files import is_outside
 from fedsim.system.precision import PRECISIONS
 
+Weighting = Literal["uniform", "samples", "inverse_probability"] | list[float]
+
 FOLDER_NAME = f"at most {MAX_NAME} characters (a-z, A-Z, 0-9, and . _ -), starting with a letter or digit"
 Processes = Annotated[int, Field(gt=0, le=1024)]  # also for threads; more could overload the machine
 
@@ -207,9 +209,13 @@ class Experiment(Table):
         return [table.component for table in self.broadcast]
 
     @property
-    def weights(self) -> Literal["uniform", "samples", "inverse_probability"] | list[float]:
+    def weights(self) -> Weighting:
         """Aggregation weights of the workers: `aggregate.weights`, or the default ("samples" or "uniform")."""
-        by_samples = self.rule.needs_weights and not self.privacy.component.at_server
+        return self.weights_for(self.rule)
+
+    def weights_for(self, rule: Pipeline) -> Weighting:
+        """Return the aggregation weights of the workers if `rule` were the rule of the experiment."""
+        by_samples = rule.needs_weights and not self.privacy.component.at_server
         return self.aggregate.weights or ("samples" if by_samples else "uniform")
 
     @property
@@ -220,15 +226,24 @@ class Experiment(Table):
         return 1.0 if self.weights == "inverse_probability" else None
 
     @property
-    def releases(self) -> Releases | None:
-        """Noisy sums that each round releases, for privacy accounting, or None without differential privacy."""
+    def protects(self) -> Literal["worker", "sample"] | None:
+        """Unit of differential privacy: a worker with its updates, a sample of a worker, or None without protection."""
+        if self.privacy.component.active:
+            return "worker"
+        return None if self.local.component.sample_noise is None else "sample"
+
+    def releases(self, holders: int) -> Releases | None:
+        """Return the noisy sums of each round, for privacy accounting, or None without differential privacy.
+
+        `holders` is the maximum number of workers in a round that hold the same sample.
+        """
         mechanism, sampling = self.privacy.component, self.sampling.registration.target
         releases = Releases(mechanism.noise, self.workers, self.cohort_size, by_replacement=mechanism.by_replacement)
         if mechanism.at_server:
             return replace(releases, sampling=getattr(sampling, "amplifies", None))
         if mechanism.active or (sample_noise := self.local.component.sample_noise) is None:
             return releases if mechanism.active else None
-        return replace(releases, noise=sample_noise.noise, per_round=self.local.most_work)
+        return replace(releases, noise=sample_noise.noise, per_round=self.local.most_work, holders=holders)
 
     @property
     def nonfinite(self) -> Literal["error", "exclude", "keep"]:
@@ -285,6 +300,10 @@ class Experiment(Table):
         if not self.in_rounds:
             return 0
         return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
+
+    def sync_in(self, round: int) -> Literal["parameters", "gradients"]:
+        """Return "gradients" if `round` aggregates the gradients of each step, otherwise "parameters"."""
+        return "gradients" if round <= self.rounds_of_gradients else "parameters"
 
     @property
     def cohort_size(self) -> int:

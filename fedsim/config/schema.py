@@ -538,7 +538,8 @@ class Noise(ComponentTable):
 class Clock(Table):
     """Durations on the virtual clock.
 
-    Computing takes gradients x step_seconds x slowdown x noise. Sending a message takes latency + bytes / bandwidth.
+    Computing takes gradients x step_seconds x slowdown x noise. The communication of one work item (a round of local
+    training, or a step that sends a gradient) takes latency + bytes / bandwidth, for both directions together.
     """
 
     step_seconds: PositiveFloat = 1.0
@@ -548,7 +549,7 @@ class Clock(Table):
     noise: Noise = Noise()
     """Random variation of computing times."""
     latency: NonNegative = 0.0
-    """Latency of each message in seconds."""
+    """Latency of the communication of one work item, in seconds, for both directions together."""
     bandwidth: PositiveFloat | None = None
     """Bandwidth in bytes per second. Unset: infinite."""
     departures: dict[str, NonNegative] = Field(default={})

@@ -143,7 +143,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
             | {f"aggregate.{key}" for key in ("rule", "f", "weights", "root_samples")}
             | ({"server"} if not policy.uses_server_optimizer else set()),
         )
-    if experiment.releases is None:
+    if experiment.protects is None:
         yield f"privacy.mechanism={experiment.privacy.mechanism}", {"privacy.delta", "privacy.accountant"}
     if experiment.clock.replay_log is not None:
         yield "clock.replay_log", {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
@@ -411,7 +411,7 @@ def _check_privacy(experiment: Experiment) -> Iterator[str]:
     """Yield an error line for each setting under which more than clipped updates with noise would be released."""
     mechanism, algorithm, rule = experiment.privacy.component, experiment.local.component, experiment.rule
     private, by_samples, weights = mechanism.active, algorithm.sample_noise is not None, experiment.aggregate.weights
-    protects = private or by_samples
+    protects = experiment.protects is not None
     where, strategy = experiment.privacy.setting if private else experiment.local.setting, experiment.sampling.component
     if protects and not experiment.in_rounds:
         yield f"{where}: needs synchronous rounds, which {experiment.policy.setting} does not have; use policy=sync"
@@ -433,8 +433,35 @@ def _check_privacy(experiment: Experiment) -> Iterator[str]:
             f"aggregate.rule = {show(rule.name)}: must be a mean, because {where} adds noise to a sum; use "
             "aggregate.rule=mean, or privacy.mechanism=local"
         )
+    elif mechanism.at_server and not rule.accepts("weight_total"):
+        yield (
+            f"aggregate.rule = {show(rule.name)}: must divide by its input `weight_total`, the expected number of "
+            f"updates, because {where} hides their actual number; add this input, or use aggregate.rule=mean"
+        )
     if mechanism.at_server and weights not in (None, "uniform"):
         yield f"aggregate.weights = {show(weights)}: must be uniform with {where}, which clips equally; omit it"
+    if protects:
+        yield from _check_private_stops(experiment, where)
+
+
+def _check_private_stops(experiment: Experiment, where: str) -> Iterator[str]:
+    """Yield an error line for each setting under which private values of workers decide when the run ends.
+
+    `where` is the setting that protects workers or their samples.
+    """
+    stop, labels = experiment.stop, [table.component.label for table in experiment.metrics]
+    public = {"epsilon", *labels, *(f"validation_{label}" for label in labels)}  # the labels are those of test metrics
+    is_private = stop.metric.startswith("metrics.") and stop.metric.removeprefix("metrics.") not in public
+    if stop.active and (is_private or stop.metric == "train_loss"):
+        yield (
+            f"stop.metric = {show(stop.metric)}: is not computed from test or validation samples, so the end of a run "
+            f"would reveal values of workers that {where} does not protect; use stop.metric=test_loss"
+        )
+    if experiment.protects == "worker" and experiment.aggregate.nonfinite == "stop":
+        yield (
+            f'aggregate.nonfinite = "stop": the end of the run would depend on single updates, which {where} does not '
+            "protect; use aggregate.nonfinite=exclude"
+        )
 
 
 def _check_secure(experiment: Experiment) -> Iterator[str]:

@@ -35,7 +35,8 @@ def synthetic(
     A random 90 percent of each user's samples are training samples. The other samples are the test set.
 
     Args:
-        alpha: how much the models of users differ, >= 0.
+        alpha: standard deviation of u_k, >= 0. It changes no sample, because u_k shifts all logits of a sample equally.
+            The same holds for the code of FedProx.
         beta: how much the inputs of users differ, >= 0.
         users: number of users.
         iid: whether all users have the same distribution.

@@ -12,14 +12,15 @@ The engine `distributed` communicates as much as the rule needs, for n rows of d
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fedsim.aggregation import AggregationInputs, Gram, column_blocks, screened
+from fedsim.aggregation import AggregationInputs, Gram, Pipeline, column_blocks, screened
 from fedsim.aggregation.numerics.columns import Reduce, combine, keep_own
 from fedsim.aggregation.rules.averages import mean
 from fedsim.engines.group import Group, rows_at
@@ -29,6 +30,9 @@ from fedsim.engines.task import RunTask, Sync
 from fedsim.errors import DivergedError
 from fedsim.processing import apply_chain
 from fedsim.system.devices import synchronize, to_device
+
+if TYPE_CHECKING:
+    from fedsim.config.experiment import Experiment
 
 
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:
@@ -59,16 +63,67 @@ def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], sampl
         workers: IDs of the workers.
         samples: number of samples of each worker.
     """
-    kind, rule = task.experiment.weights, task.experiment.rule
-    needed = rule.needs_weights or task.experiment.weight_total is not None
+    by_probability = partial(weights_by_probability, shared, workers)
+    return weights_for_rule(task.experiment, task.experiment.rule, workers, samples, by_probability)
+
+
+def weights_for_rule(
+    experiment: Experiment,
+    rule: Pipeline,
+    workers: Sequence[int],
+    samples: Sequence[int],
+    by_probability: Callable[[], Tensor],
+) -> Tensor | None:
+    """Return the weight of each of n workers if `rule` aggregates, as a tensor [n] on the CPU; None for equal weights.
+
+    Args:
+        experiment: experiment of the run.
+        rule: rule of the experiment, or another one that is applied to the same updates.
+        workers: IDs of the workers.
+        samples: number of samples of each worker.
+        by_probability: function that returns the weights [n] of `aggregate.weights = "inverse_probability"`.
+    """
+    kind, needed = experiment.weights_for(rule), rule.needs_weights or experiment.weight_total is not None
     if not rule.accepts_weights or (kind == "uniform" and not needed):
         return None
     if kind == "inverse_probability":
-        return weights_by_probability(shared, workers)
+        return by_probability()
     values: Sequence[float] = samples
     if kind != "samples":
         values = [1.0] * len(workers) if kind == "uniform" else [kind[worker] for worker in workers]
     return torch.tensor(values, dtype=torch.double)
+
+
+def inputs_of(
+    experiment: Experiment,
+    moment: tuple[int, ...],
+    *,
+    updates: Tensor,
+    workers: Sequence[int],
+    weights: Tensor | None,
+    **more: Any,
+) -> AggregationInputs:
+    """Return the inputs of an aggregation rule in a run of `experiment`, for the run itself and for `fedsim replay`.
+
+    Args:
+        experiment: experiment of the run.
+        moment: (round,), or (round, step) if every step aggregates gradients.
+        updates: update of each of n workers, [n, d], or some columns of the updates.
+        workers: IDs of the workers.
+        weights: weights of the workers, [n]; None for equal weights.
+        more: further inputs by name.
+    """
+    return AggregationInputs(
+        updates=updates,
+        weights=weights,
+        workers=list(workers),
+        seed=experiment.seed,
+        moment=moment,
+        local_lr=experiment.local_lr_at(*moment),
+        sync=experiment.sync_in(moment[0]),
+        weight_total=experiment.weight_total,
+        **more,
+    )
 
 
 def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
@@ -448,13 +503,15 @@ class Aggregator:
         task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
         sync, algorithm = task.sync_in(self._moment[0]), task.algorithm_at(*self._moment)
         corrects = sync == "parameters" and algorithm.has("correct")
+        hides_cohort = task.experiment.privacy.component.at_server  # its actual size would not be covered by epsilon
+        counted = task.experiment.expected_updates if hides_cohort else self._workers
         row_state = {name: row for name, row in server.algorithm.items() if corrects and len(row) == len(server.row)}
         for block, update in self._result:
             if task.keeps_last:
                 server.last[block] = update
             if corrects:
                 columns = {name: row[block] for name, row in row_state.items()}
-                algorithm.correct(update, server.algorithm | columns, self._workers, workers)
+                algorithm.correct(update, server.algorithm | columns, counted, workers)
             task.stepper_at(self._moment).step(server.row[block], update, self._state_of(sync, block))
         for row in (server.row, *[server.last] * task.keeps_last, *row_state.values()) if not self._complete else ():
             self._group.complete(row)
@@ -530,21 +587,17 @@ class Aggregator:
             rows: updates of all workers, [n, d], or some of their columns.
             reduce: function that adds up values, or takes their maximum, over all processes.
         """
-        task = self._task
-        return AggregationInputs(
+        return inputs_of(
+            self._task.experiment,
+            context.moment,
             updates=rows_at(rows, context.slots),
+            workers=context.workers,
             weights=context.weights,
             root=None if self.root_slot is None else rows[self.root_slot],
-            losses=self.losses if task.experiment.rule.accepts("losses") else None,
-            workers=list(context.workers),
-            seed=task.experiment.seed,
-            moment=context.moment,
+            losses=self.losses if self._task.experiment.rule.accepts("losses") else None,
             state=self._state,
             last=self._shared.server.last if self.has_last else None,
-            local_lr=task.experiment.local_lr_at(*context.moment),
-            sync=task.sync_in(context.moment[0]),
             reduce=reduce,
-            weight_total=task.experiment.weight_total,
         )
 
     def _read_losses(self, context: AggregationContext) -> None:

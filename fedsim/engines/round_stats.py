@@ -17,12 +17,14 @@ class AggregationContext:
     Attributes:
         slots: position of each worker in the cohort.
         workers: ID of each worker.
+        samples: number of samples of each worker in this aggregation.
         weights: weight of each of the n workers, [n], float64 on the CPU; None for equal weights.
         moment: (round,), or (round, step) if every step aggregates gradients. Random numbers depend on `moment`.
     """
 
     slots: Sequence[int]
     workers: list[int]
+    samples: list[int]
     weights: Tensor | None
     moment: tuple[int, ...]
 

@@ -101,7 +101,7 @@ class RunTask:
 
     def sync_in(self, round: int) -> Sync:
         """Return "gradients" if `round` aggregates the gradients of each step, otherwise "parameters"."""
-        return "gradients" if round <= self.experiment.rounds_of_gradients else "parameters"
+        return self.experiment.sync_in(round)
 
     @property
     def objective(self) -> Objective:

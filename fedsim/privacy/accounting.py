@@ -41,7 +41,8 @@ class Releases:
         cohort: number of workers that are chosen in a round (on average with Poisson sampling).
         sampling: random sampling whose result stays secret: "poisson", or "without_replacement" for a cohort of fixed
             size. None: every worker is assumed to take part in every round.
-        per_round: number of sums per round in which a worker (or a sample) is included.
+        per_round: number of sums per round in which a worker includes its update (or one of its samples).
+        holders: number of workers in a round that may hold the same sample. Each of them has its own sums.
         by_replacement: whether a worker is replaced by another, also without random sampling.
 
     >>> Releases(noise=2.0, workers=10, cohort=10).relation
@@ -53,6 +54,7 @@ class Releases:
     cohort: int
     sampling: Sampling = None
     per_round: int = 1
+    holders: int = 1
     by_replacement: bool = False
 
     @property
@@ -65,7 +67,7 @@ class Releases:
         """Name of the neighbouring relation in dp-accounting.
 
         ADD_OR_REMOVE_ONE: a worker is added or left out, with Poisson sampling. REPLACE_ONE: a worker is replaced by
-        another. REPLACE_SPECIAL: a worker's updates are replaced by zeros, if each worker is counted in every round.
+        another. REPLACE_SPECIAL: a worker contributes zeros to every sum, if each worker is counted in every round.
         """
         if self.by_replacement or self.effective_sampling == "without_replacement":
             return "REPLACE_ONE"
@@ -138,7 +140,7 @@ def _epsilon(releases: Releases, rounds: int, delta: float, accountant: str) -> 
         event = library.PoissonSampledDpEvent(releases.cohort / releases.workers, event)
     elif sampling == "without_replacement":
         event = library.SampledWithoutReplacementDpEvent(releases.workers, releases.cohort, event)
-    event = library.SelfComposedDpEvent(event, rounds * releases.per_round)
+    event = library.SelfComposedDpEvent(event, rounds * releases.per_round * releases.holders)
     relation = library.NeighboringRelation[releases.relation if sampling else "ADD_OR_REMOVE_ONE"]
     account = ACCOUNTANTS[accountant](relation, partial(_epsilon, releases, rounds, delta, "rdp"))
     if not account.supports(event):

@@ -125,8 +125,9 @@ class AdaptiveCentralPrivacy(CentralPrivacy):
 
         b = (sum_k (b_k - 1/2) + N(0, s^2)) / m + 1/2;  C = C exp(-lr (b - quantile))
 
-    The noisy sum of the b_k costs privacy too. The noise of the sum of updates is therefore multiplied by
-    (1 - (z / (2 s))^2)^(-1/2), so that both sums together have the noise multiplier z.
+    A worker that is left out, or that contributes zeros to both sums, changes sum_k (b_k - 1/2) by 1/2, and a worker
+    that is replaced by another by up to 1. This noisy sum costs privacy too. The noise of the sum of updates is
+    therefore multiplied by (1 - (z / (2 s))^2)^(-1/2), so that both sums together have the noise multiplier z.
 
     Args:
         clip: maximum L2 norm C of an update in the first round, > 0.

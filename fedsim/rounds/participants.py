@@ -10,7 +10,8 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.data import Shards, TensorData, hold_out, partition_shards
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, show
+from fedsim.privacy import Releases
 from fedsim.server import Cohort, CohortSampler
 
 MOST_SAMPLED = 1_000  # maximum number of workers whose shards are drawn to describe a virtual population
@@ -77,6 +78,36 @@ def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
     if shards.listed or len(shards) <= MOST_SAMPLED:
         return None
     return sample_workers(numpy_generator(seed, "look"), len(shards), MOST_SAMPLED).tolist()
+
+
+def releases_of(experiment: Experiment, shards: Shards, root: np.ndarray) -> Releases | None:
+    """Return the noisy sums of each round, for privacy accounting, or None without differential privacy.
+
+    If samples are protected and shards overlap, a sample is in the sums of every worker that holds it.
+
+    Args:
+        experiment: experiment.
+        shards: training samples of each worker.
+        root: indices of the server's own training samples, on which the server trains like a worker.
+
+    Raises ExperimentError if it is unknown in how many sums a sample is included.
+    """
+    if experiment.protects != "sample":
+        return experiment.releases(holders=1)
+    place, algorithm = f"partition.name = {show(experiment.partition.name)}", experiment.local.setting
+    if workers_to_describe(shards, experiment.seed) is not None:
+        raise ExperimentError(
+            f"{place}: shards may overlap, which {algorithm} counts for at most {MOST_SAMPLED:,} workers; use fewer "
+            "workers, or another partition, such as iid"
+        )
+    samples = [shards.of(worker).numpy() for worker in range(len(shards))]
+    if not shards.listed and any(len(np.unique(of_worker)) < len(of_worker) for of_worker in samples):
+        raise ExperimentError(
+            f"{place}: a worker holds the same sample twice, which {algorithm} does not protect; use another "
+            "partition, such as iid"
+        )
+    holders = np.bincount(np.concatenate([*samples, root]))  # the server counts like one more worker of each round
+    return experiment.releases(holders=min(int(holders.max()), experiment.largest_cohort + bool(len(root))))
 
 
 def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:

@@ -1,7 +1,8 @@
 """Differential privacy in the rounds of a run: clipping and noise, and the numbers that are recorded.
 
-The order in a round is: local update, clipping and noise of the workers, attack, processors, clipping by the server if
-an attack or processors may have lengthened updates, sum, noise of the server.
+The order in a round is: local update, clipping and noise of the workers, processors, attack (before the processors with
+`attack.compressed`), clipping by the server if an attack or processors may have lengthened updates, sum, noise of the
+server.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import WorkItem
 from fedsim.privacy import clip_update
+from fedsim.rounds.participants import releases_of
 
 
 class PrivacyState(CheckpointModel):
@@ -46,7 +48,7 @@ class PrivateRounds:
         self.mechanism = task.experiment.privacy.component
         self.clip = self.mechanism.clip
         self._clip_of_round, self._clipped, self._updates = self.clip, 0, 0
-        self._releases = task.experiment.releases
+        self._releases = releases_of(task.experiment, shared.data.shards, shared.data.root.numpy())
 
     def at_workers(self, sent: Sequence[WorkItem], round: int) -> None:
         """Clip the updates that this process's workers send, and add the noise of the workers, in place."""

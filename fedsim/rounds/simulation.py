@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -70,6 +71,7 @@ class Simulation(Executor):
         self.evaluated = workers_to_evaluate(task, shared.data.worker_tests)
         self.worker_tests = WorkerTests(task, shared, self.module, self.gradient, self.batch_source)
         self.check_reports = ReportCheck(experiment)
+        self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
 
     def run_round(self, round: int) -> Round | None:
         """Run one round, counted from 1. Return (record of the round, test results of individual workers).
@@ -153,6 +155,8 @@ class Simulation(Executor):
             sent: receives the number and size of the updates that the workers send.
         """
         task, group, round = self.task, self.group, context.moment[0]
+        kept = round in task.experiment.records.updates and self.aggregator.has_last
+        self.latest = replace(context, weights=None), self.shared.server.last.cpu().numpy().copy() if kept else None
         in_parameters, attackers = task.sync_in(round) == "parameters", task.byzantine.in_round(round)
         senders = [member for member in mine if member.worker != self.batch_source.root]
         self.privacy.at_workers(senders, round)
@@ -425,6 +429,14 @@ class Simulation(Executor):
         processed_bytes = sent.nbytes / sent.count + self.aggregator.broadcast_bytes
         self.clock.pass_round(gradients, processed_bytes=processed_bytes, in_step=in_step)
 
+    def latest_aggregation(self) -> tuple[AggregationContext, np.ndarray | None]:
+        """Return the latest aggregation, without weights, and the aggregated update before it, [d].
+
+        The update is None if no rule or attack uses it, or if the updates of the round are not stored.
+        """
+        assert self.latest is not None
+        return self.latest
+
     def evaluate_workers(self, round: int, *, now: bool = False) -> WorkerResults | None:
         """Test the models of individual workers on their own test samples, if such tests are due in this round.
 
@@ -498,7 +510,7 @@ class Simulation(Executor):
         """Return all workers of the cohort with their weights, for an aggregation in which all of them take part."""
         samples = [self.batch_source.size(worker) for worker in cohort]
         weights = weights_of(self.task, self.shared, cohort, samples)
-        return AggregationContext(range(len(cohort)), list(cohort), weights, (round,))
+        return AggregationContext(range(len(cohort)), list(cohort), samples, weights, (round,))
 
     def contexts_of_steps(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
         """Yield, for each step of a round of synchronous SGD, the workers that still have data, with their weights."""
@@ -511,7 +523,7 @@ class Simulation(Executor):
                 weights = weights_of(self.task, self.shared, workers, samples)
                 if weights is not None and not weights.any():
                     return  # all workers that still have data have weight 0
-            yield AggregationContext(active, workers, weights, (round, step))
+            yield AggregationContext(active, workers, samples, weights, (round, step))
 
     def work_of(self, cohort: Sequence[int], round: int) -> dict[int, tuple[int, int]]:
         """Return how much each worker of the cohort trains in `round`, as (steps, samples) by worker ID."""

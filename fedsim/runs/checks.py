@@ -74,8 +74,8 @@ def check_privacy(task: RunTask) -> None:
             f"buffers = {show(experiment.buffers)}: workers would send buffers ({buffers[0].name}, ...) without noise, "
             f"because {experiment.privacy.setting} protects only updates; use buffers=frozen, or another model"
         )
-    if experiment.releases is not None:
-        experiment.releases.epsilon(experiment.rounds, experiment.privacy.delta, experiment.privacy.accountant)
+    if (releases := experiment.releases(holders=1)) is not None:  # the data, and so the holders, are not known yet
+        releases.epsilon(experiment.rounds, experiment.privacy.delta, experiment.privacy.accountant)
 
 
 def check_sample_gradients(task: RunTask, train: TensorData) -> None:

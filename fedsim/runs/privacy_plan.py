@@ -5,6 +5,7 @@ from __future__ import annotations
 from fedsim.config.experiment import Experiment
 from fedsim.errors import ExperimentError
 from fedsim.privacy import ACCOUNTANTS, UnsupportedSamplingError
+from fedsim.runs.setup import releases_before
 
 NEIGHBOURS = {
     "ADD_OR_REMOVE_ONE": "each {unit}, which may be added or left out",
@@ -16,6 +17,7 @@ SAMPLED = {
     "without_replacement": "{cohort:,} of {workers:,} workers, drawn without replacement",
     None: "not counted: as if each of {workers:,} workers took part in every round",
 }
+HELD = "up to {holders:,} workers of a round hold the same sample, and each of them counts"
 
 
 def privacy_plan(experiment: Experiment, target: float | None = None) -> list[tuple[str, str]]:
@@ -33,19 +35,20 @@ def privacy_plan(experiment: Experiment, target: float | None = None) -> list[tu
     >>> dict(privacy_plan(experiment))["epsilon (pld)"]
     '3.34'
     """
-    releases, delta, rounds = experiment.releases, experiment.privacy.delta, experiment.rounds
+    releases, delta, rounds = releases_before(experiment), experiment.privacy.delta, experiment.rounds
     if releases is None:
         raise ExperimentError(
             f"{experiment.privacy.setting}: the experiment has no differential privacy; set "
             "privacy.mechanism=central, or local.algorithm=dp_sgd"
         )
-    of_updates = experiment.privacy.component.active
-    table, unit = (experiment.privacy, "worker") if of_updates else (experiment.local, "sample")
-    neighbours, sampled = NEIGHBOURS[releases.relation].format(unit=unit), SAMPLED[releases.effective_sampling]
+    table = experiment.privacy if experiment.protects == "worker" else experiment.local
+    neighbours = NEIGHBOURS[releases.relation].format(unit=experiment.protects)
+    sampled = SAMPLED[releases.effective_sampling]
     per_round = f", {releases.per_round} sums in each" if releases.per_round > 1 else ""
     lines = [
         ("protects", f"{neighbours} ({table.setting}, noise = {releases.noise:g})"),
         ("sampling", sampled.format(cohort=releases.cohort, workers=releases.workers)),
+        *([("overlap", HELD.format(holders=releases.holders))] if releases.holders > 1 else []),
         ("rounds", f"{rounds:,}{per_round}"),
         ("delta", f"{delta:g}"),
     ]

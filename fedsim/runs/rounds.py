@@ -18,6 +18,7 @@ from fedsim.engines.pool.retry import Note
 from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import DivergedError
 from fedsim.records.record import RoundRecord
+from fedsim.rounds.simulation import Simulation
 from fedsim.runs.facts import RunFacts
 from fedsim.runs.loops.loop import Loop, loop_of
 from fedsim.runs.recovery import recovering
@@ -90,7 +91,8 @@ class Rounds:
     def kept_updates(self, record: RoundRecord) -> dict[str, Tensor]:
         """Return the inputs of the aggregation rule in the latest round by name, such as the workers' updates [n, d].
 
-        If the round aggregates gradients, the inputs are those of its last step.
+        If the round aggregates gradients, the inputs are those of its last step, in which the workers with fewer
+        samples may no longer take part.
 
         Args:
             record: record of the latest round.
@@ -99,20 +101,24 @@ class Rounds:
         gathered = self.engine.backend.round_rows(cohort, record.round)
         if gathered is None:
             return {}
-        (rows, losses), n = gathered, len(cohort)
-        byzantine = task.byzantine.in_round(record.round)
+        (rows, losses), (context, last) = gathered, self.engine.backend.run(Simulation.latest_aggregation)[0]
+        byzantine, slots = task.byzantine.in_round(record.round), list(context.slots)
         updates = {
-            "updates": rows[:n],
-            "workers": torch.tensor(cohort),
-            "samples": torch.tensor([shared.data.shards.size(worker) for worker in cohort]),
-            "byzantine": torch.tensor([worker in byzantine for worker in cohort]),
+            "updates": rows[slots],
+            "workers": torch.tensor(context.workers),
+            "samples": torch.tensor(context.samples),
+            "byzantine": torch.tensor([worker in byzantine for worker in context.workers]),
         }
+        if len(context.moment) > 1:
+            updates["step"] = torch.tensor(context.moment[1:])
+        if last is not None:
+            updates["last"] = torch.from_numpy(last)
         if task.experiment.rule.accepts("root"):
             updates["root"] = rows[-1]
         if task.experiment.rule.accepts("losses"):
-            updates["losses"] = losses[:n]
+            updates["losses"] = losses[slots]
         if task.experiment.weights == "inverse_probability":
-            updates["cohort_weights"] = weights_by_probability(shared, cohort)
+            updates["cohort_weights"] = weights_by_probability(shared, context.workers)
         return {name: tensor.cpu().clone() for name, tensor in updates.items()}
 
     def release(self) -> None:

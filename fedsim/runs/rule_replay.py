@@ -20,6 +20,7 @@ from fedsim.aggregation import rule as rules_by_name
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.core.text_wrapping import hang
+from fedsim.engines.aggregator import inputs_of, weights_for_rule
 from fedsim.errors import ExperimentError, RecordError, cut, show
 from fedsim.records.formatting import label
 from fedsim.records.run_folder import EXPERIMENT
@@ -28,16 +29,18 @@ from fedsim.system.files import is_file, require_regular, to_json
 FILE = re.compile(r"updates-(\d+)\.safetensors$")
 MOST_BYTES = 2**40  # maximum size of a file of updates, which is memory-mapped
 FLOATS, WHOLE = (torch.float32, torch.float64), (torch.int64,)
-STORED = {  # dtypes and shape by name; `root` and `losses` are only stored for rules that use them
+STORED = {  # dtypes and shape by name; some are only stored for rules that use them, `step` only of gradients
     "updates": (FLOATS, "nd"),
     "workers": (WHOLE, "n"),
     "samples": (WHOLE, "n"),
     "byzantine": ((torch.bool,), "n"),
     "root": (FLOATS, "d"),
     "losses": (FLOATS, "n"),
+    "last": (FLOATS, "d"),
     "cohort_weights": (FLOATS, "n"),
+    "step": (WHOLE, "1"),
 }
-OPTIONAL = {"root", "losses", "cohort_weights"}
+OPTIONAL = {"root", "losses", "last", "cohort_weights", "step"}
 CHOSEN = 1e-6  # a worker counts as chosen if its coefficient exceeds this fraction of the largest coefficient
 
 
@@ -155,7 +158,7 @@ def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | N
         return f"updates: must be [n, d] with at least one row, not {list(tensors['updates'].shape)}"
     for name in (name for name in STORED if name in tensors):
         kinds, shape = STORED[name]
-        wanted = [{"n": n, "d": d}[size] for size in shape]
+        wanted = [{"n": n, "d": d, "1": 1}[size] for size in shape]
         if tensors[name].dtype not in kinds or list(tensors[name].shape) != wanted:
             actual = f"{str(tensors[name].dtype).removeprefix('torch.')} {list(tensors[name].shape)}"
             return f"{cut(name)}: must be {kinds[0]} {wanted}, not {actual}".replace("torch.", "")
@@ -164,6 +167,8 @@ def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | N
         return f"workers: must be {n} worker IDs from 0 to {experiment.workers - 1}, without duplicates"
     if int(tensors["samples"].min()) < 0:
         return "samples: must be at least 0"
+    if "step" in tensors and int(tensors["step"]) < 0:
+        return "step: must be at least 0"
     return None
 
 
@@ -216,27 +221,17 @@ def _pipeline(rule: Any, f: int) -> Pipeline:
 
 
 def _cohort(stored: StoredRound, pipeline: Pipeline) -> AggregationInputs:
-    tensors, experiment = stored.tensors, stored.experiment
-    weighting, weights = experiment.aggregate.weights, None
-    if isinstance(weighting, list):
-        weights = torch.tensor([weighting[worker] for worker in stored.workers], dtype=torch.double)
-    elif weighting == "inverse_probability":
-        weights = tensors["cohort_weights"].double()
-    elif weighting == "samples" or (weighting is None and pipeline.needs_weights):
-        weights = tensors["samples"].double()
-    elif pipeline.needs_weights:
-        weights = torch.ones(len(tensors["updates"]), dtype=torch.double)
-    return AggregationInputs(
+    tensors, experiment, workers = stored.tensors, stored.experiment, stored.workers
+    samples, step = tensors["samples"].tolist(), tensors["step"].tolist() if "step" in tensors else []
+    return inputs_of(
+        experiment,
+        (stored.round, *step),
         updates=tensors["updates"],
-        weights=weights if pipeline.accepts_weights else None,
+        workers=workers,
+        weights=weights_for_rule(experiment, pipeline, workers, samples, lambda: tensors["cohort_weights"].double()),
         root=tensors.get("root"),
         losses=tensors.get("losses"),
-        workers=stored.workers,
-        seed=experiment.seed,
-        moment=(stored.round,),
-        local_lr=experiment.local_lr_at(stored.round),
-        sync="gradients" if stored.round <= experiment.rounds_of_gradients else "parameters",
-        weight_total=1.0 if weighting == "inverse_probability" else None,
+        last=tensors.get("last"),
     )
 
 

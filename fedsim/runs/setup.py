@@ -29,7 +29,15 @@ from fedsim.engines.named import RACING
 from fedsim.engines.pool.retry import Note, announce, retried
 from fedsim.engines.shared_state import SharedState
 from fedsim.errors import ExperimentError, FedsimWarning, show
-from fedsim.rounds.participants import attackers_of, cohorts_of, server_samples, shards_of, workers_to_describe
+from fedsim.privacy import Releases
+from fedsim.rounds.participants import (
+    attackers_of,
+    cohorts_of,
+    releases_of,
+    server_samples,
+    shards_of,
+    workers_to_describe,
+)
 from fedsim.rounds.simulation import Simulation
 from fedsim.runs import checks
 from fedsim.runs.session import Session
@@ -103,9 +111,23 @@ def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> None
             _with_data(experiment, task, session, device, lambda step: None)
 
 
+def releases_before(experiment: Experiment) -> Releases | None:
+    """Return the noisy sums of each round of an experiment, as its run counts them, or None without privacy.
+
+    Data is only loaded if several workers, or a worker and the server, may hold the same sample.
+    """
+    may_overlap = "worker" in experiment.partition.registration.takes or experiment.rule.accepts("root")
+    if experiment.protects != "sample" or not may_overlap:
+        return experiment.releases(holders=1)
+    cpu = torch.device("cpu")
+    with Session() as session:
+        _, _, _, shards, root, *_ = _with_data(experiment, task_of(experiment, cpu), session, cpu, lambda step: None)
+    return releases_of(experiment, shards, root)
+
+
 def _with_data(
     experiment: Experiment, task: RunTask, session: Session, device: torch.device, on_setup: Callable[[str], object]
-) -> tuple[RunTask, TensorData, TensorData, Shards, np.ndarray | None, Shards | None, TensorData]:
+) -> tuple[RunTask, TensorData, TensorData, Shards, np.ndarray, Shards | None, TensorData]:
     """Load the data of a run, divide it among the workers, and check it.
 
     Returns (task with its Byzantine workers, training samples, test samples, shards, indices of the server's samples,
@@ -128,10 +150,11 @@ def _with_data(
     task = replace(task, byzantine=attackers_of(experiment, train, shards))
     sampled = workers_to_describe(shards, experiment.seed)
     sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if sampled is None else sampled)}
-    root = server_samples(experiment, train, worker_tests) if experiment.rule.accepts("root") else None
+    root = server_samples(experiment, train, worker_tests) if experiment.rule.accepts("root") else np.zeros(0, int)
     checks.check_local_work(task, sizes)
-    checks.check_smallest_batch(task, train, sizes if root is None else {**sizes, len(shards): len(root)})
+    checks.check_smallest_batch(task, train, {**sizes, len(shards): len(root)} if len(root) else sizes)
     cohorts_of(experiment, shards)  # raises an error if it needs sizes of shards that are not known
+    releases_of(experiment, shards, root)  # raises an error if epsilon cannot be computed
     return task, train, test, shards, root, worker_tests, validation
 
 

@@ -76,6 +76,10 @@ def test_the_divisor_is_the_expected_number_of_updates(tiny_experiment):
     history = fedsim.run({**tables, "privacy": UNCLIPPED}).history
     assert len({len(record.cohort) for record in history}) > 1
     assert all(record.coefficients == pytest.approx([1 / 5] * len(record.cohort)) for record in history)
+    history = fedsim.run(
+        {**tables, "privacy": central(1e-6)}
+    ).history  # all updates of a cohort of any size are clipped
+    assert [record.metrics["clipped_updates"] for record in history] == [1.0] * 4
     dropping = {**tables, "sampling": {"name": "uniform", "client_dropout": 0.5}}
     history = fedsim.run({**dropping, "privacy": UNCLIPPED}).history
     assert all(record.coefficients == pytest.approx([1 / 2.5] * len(record.cohort)) for record in history)
@@ -140,6 +144,31 @@ def test_an_empty_round_still_adds_noise(tiny_experiment):
     assert fedsim.run({**private, "mode": "clock"}).history[first - 1].cohort == []
 
 
+@pytest.mark.parametrize(("seed", "size"), [(0, 0), (1, 1), (3, 3)])
+def test_feddyn_uses_the_expected_number_of_updates(seed, size, tiny_experiment):
+    # In round 1, FedDyn trains like FedProx. The aggregate D then moves the model by D - h / alpha = D (1 + m / N).
+    alpha, m, n = 0.5, 1, 10
+    tables = {**tiny_experiment, **FLAT, "seed": seed, "workers": n, "cohort": m, "sampling": "poisson"}
+    tables |= {"precision": "float64", "privacy": central(0.05, 1.0)}
+    local = {"steps": 3, "lr": 0.05}
+    by_algorithm = {"fedprox": {"mu": alpha}, "feddyn": {"alpha": alpha}}
+    moves = {}
+    for name, params in by_algorithm.items():
+        result = fedsim.run({**tables, "local": {"algorithm": name, **params, **local}})
+        start = fedsim.run({**tables, "local": {"lr": 0.0, "steps": 1}, "privacy": "none"})
+        moves[name] = result.global_row - start.global_row
+    assert len(result.history[0].cohort) == size
+    assert torch.allclose(moves["feddyn"], moves["fedprox"] * (1 + m / n), rtol=1e-9, atol=1e-12)
+
+
+def dividing_by_its_rows(updates):
+    """A linear rule that always divides by the actual number of updates."""
+    return updates.mean(0)
+
+
+dividing_by_its_rows.columnwise = dividing_by_its_rows.linear = True
+
+
 def test_the_norm_adapts_as_in_the_paper(tiny_experiment):
     privacy = {"mechanism": "adaptive", "clip": 0.05, "noise": 0.5, "quantile": 0.7, "lr": 0.5, "count_noise": 2.0}
     tables = {**tiny_experiment, **FLAT, "workers": 8, "cohort": 5, "rounds": 4, "privacy": privacy}
@@ -152,6 +181,35 @@ def test_the_norm_adapts_as_in_the_paper(tiny_experiment):
         noisy = centred + 2.0 * numpy_generator(0, "clip_count", record.round).normal()
         clip *= math.exp(-0.5 * (noisy / 5 + 1 / 2 - 0.7))
     assert len({record.metrics["clip_norm"] for record in history}) == 4
+
+
+def test_an_empty_round_adapts_the_norm_by_the_noise_of_the_count_alone(tiny_experiment):
+    privacy = {"mechanism": "adaptive", "clip": 0.05, "noise": 0.5, "quantile": 0.7, "lr": 0.5, "count_noise": 2.0}
+    tables = {**tiny_experiment, **FLAT, "workers": 10, "cohort": 1, "sampling": "poisson", "rounds": 2}
+    empty, following = fedsim.run({**tables, "privacy": privacy}).history
+    assert not empty.cohort
+    assert "clipped_updates" not in empty.metrics
+    assert empty.metrics["clip_norm"] == pytest.approx(0.05)
+    noise = 2.0 * numpy_generator(0, "clip_count", 1).normal()
+    assert following.metrics["clip_norm"] == pytest.approx(0.05 * math.exp(-0.5 * (noise + 1 / 2 - 0.7)))
+
+
+def test_the_server_clips_to_the_norm_of_the_round_not_of_the_next(tiny_experiment):
+    privacy = {"mechanism": "adaptive", "clip": 0.01, "noise": 0.0, "quantile": 0.9, "lr": 2.0, "count_noise": 1e-9}
+    tables = {**tiny_experiment, **FLAT, "aggregate": "tests.privacy.test_mechanisms:watched_mean", "rounds": 2}
+    attack = {"name": "tests.privacy.test_mechanisms:far", "workers": [0]}
+    received.clear()
+    history = fedsim.run({**tables, "attack": attack, "privacy": privacy}).history
+    for record, norms in zip(history, received, strict=True):
+        assert norms[0] == pytest.approx(record.metrics["clip_norm"], rel=1e-4)  # of the attacker, who does not clip
+    assert history[1].metrics["clip_norm"] > 2 * history[0].metrics["clip_norm"]
+
+
+def test_the_default_noise_of_the_count_is_a_twentieth_of_the_cohort():
+    mechanism = AdaptiveCentralPrivacy(clip=1.0, noise=1.0)
+    assert mechanism.noise_of_sum(cohort=100) == pytest.approx(1 / math.sqrt(1 - (1 / (2 * 100 / 20)) ** 2))
+    with pytest.raises(fedsim.ExperimentError, match=r"must be less than 0\.5"):
+        mechanism.check(5)
 
 
 def test_the_norm_finds_the_quantile():
@@ -195,6 +253,27 @@ def test_processors_follow_the_clipping_of_the_workers(tiny_experiment):
     assert received[-1] == pytest.approx([0.03] * 5, rel=1e-3)
 
 
+@pytest.mark.parametrize(("compressed", "norm"), [(False, 0.03), (True, 0.01)])
+def test_attackers_see_clipped_updates_after_or_before_the_processors(compressed, norm, tiny_experiment):
+    seen.clear()
+    attack = {"name": "tests.privacy.test_mechanisms:far", "workers": [0], "compressed": compressed}
+    processors = ["tests.privacy.test_mechanisms:longer"]
+    fedsim.run({**tiny_experiment, **FLAT, "attack": attack, "processors": processors, "privacy": central(0.01)})
+    assert seen[-1] == pytest.approx([norm] * 4, rel=1e-3)
+
+
+def test_the_count_changes_by_a_half_for_a_missing_worker_and_by_one_for_a_replaced_worker():
+    mechanism = AdaptiveCentralPrivacy(clip=1.0, noise=0.0, lr=1.0)
+
+    def count(clipped, updates):  # m b, up to the same noise
+        return -10 * math.log(mechanism.next_clip(1.0, clipped, updates, 10.0, 0, 1))
+
+    for clipped in range(10):
+        assert abs(count(clipped, 10) - count(clipped, 9)) == pytest.approx(1 / 2)  # one unclipped update less
+        assert abs(count(clipped + 1, 10) - count(clipped, 9)) == pytest.approx(1 / 2)  # one clipped update less
+        assert abs(count(clipped + 1, 10) - count(clipped, 10)) == pytest.approx(1)
+
+
 seen = []
 
 
@@ -215,6 +294,7 @@ def test_personal_parameters_get_no_noise(tiny_experiment):
     ("tables", "error"),
     [
         ({"aggregate": "median"}, "aggregate.rule"),
+        ({"aggregate": "tests.privacy.test_mechanisms:dividing_by_its_rows"}, "aggregate.rule"),
         ({"aggregate": {"weights": "samples"}}, "aggregate.weights"),
         ({"sync": "gradients"}, "privacy.mechanism"),
         ({"mode": "clock", "policy": "fedbuff"}, "privacy.mechanism"),
@@ -229,6 +309,40 @@ def test_what_would_release_more_is_refused(tables, error):
         fedsim.Experiment(**{"privacy": central(1.0, 1.0), **tables})
     assert caught.value.key == error
     assert len(caught.value.lines) == 1
+
+
+PROTECTIONS = [
+    {"privacy": central(1.0, 1.0)},
+    {"privacy": {"mechanism": "local", "clip": 1.0, "noise": 1.0}},
+    {"local": {"algorithm": "dp_sgd", "lr": 0.1, "clip": 1.0, "noise": 1.0}},
+]
+
+
+@pytest.mark.parametrize("protection", PROTECTIONS)
+@pytest.mark.parametrize(
+    "metric", ["train_loss", "metrics.clipped_updates", "metrics.worker_accuracy_mean", "metrics.of_my_rule"]
+)
+def test_private_values_decide_no_end_of_a_run(metric, protection):
+    stop = {"metric": metric, "mode": "min", "patience": 2}
+    with pytest.raises(fedsim.ExperimentError, match=r"^stop.metric = .* reveal") as caught:
+        fedsim.Experiment(**protection, stop=stop)
+    assert len(caught.value.lines) == 1
+    fedsim.Experiment(stop=stop)
+
+
+@pytest.mark.parametrize("protection", PROTECTIONS)
+@pytest.mark.parametrize("metric", ["test_loss", "validation_loss", "metrics.macro_f1", "metrics.epsilon"])
+def test_tests_and_epsilon_may_decide_the_end_of_a_run(metric, protection):
+    stop = {"metric": metric, "mode": "min", "patience": 2}
+    fedsim.Experiment(**protection, stop=stop, metrics=["macro_f1"], data={"validation_fraction": 0.1})
+
+
+def test_an_update_with_nan_decides_no_end_of_a_run():
+    stopping = {"aggregate": {"rule": "mean", "nonfinite": "stop"}}
+    for protection in PROTECTIONS[:2]:
+        with pytest.raises(fedsim.ExperimentError, match=r"^aggregate.nonfinite = .*exclude$"):
+            fedsim.Experiment(**stopping, **protection)
+    fedsim.Experiment(**stopping)
 
 
 def test_buffers_without_protection_are_refused(tiny_experiment):

@@ -217,6 +217,16 @@ def test_top_k_is_a_contraction_that_keeps_the_largest(d):
         assert torch.equal(sent.abs().sort().values[-k:], row.abs().sort().values[-k:])
 
 
+@pytest.mark.parametrize(("d", "index_bits"), [(63, 6), (64, 6), (65, 7)])
+def test_an_index_takes_the_bits_of_the_largest_index(d, index_bits):
+    assert fedsim.compress(torch.arange(d) + 1.0, "top_k", k=8)[1] == 8 * 4 + math.ceil(8 * index_bits / 8)
+
+
+def test_each_bucket_of_qsgd_has_its_own_norm_also_an_incomplete_last_one():
+    update = torch.tensor([3.0, 0.0, 0.0, 4.0, -7.0])  # one number in each bucket, which is then exact
+    assert torch.equal(fedsim.compress(update, "qsgd", bucket=2, levels=4)[0], update)
+
+
 def test_rand_k_unscaled_is_a_contraction_on_average():
     row = row_of(50, torch.float64)
     errors = (samples("rand_k", row, 4000, k=10, scaled=False) - row).square().sum(1) / row.square().sum()
@@ -251,6 +261,13 @@ def test_the_error_of_a_sketch_is_bounded():
     allowed = sum(math.comb(rows, j) * 0.25**j * 0.75 ** (rows - j) for j in range(rows // 2 + 1, rows + 1))
     assert 0 < outside < allowed
     assert (estimates.mean(0) - row).abs().max() < 5 * bound / seeds**0.5
+
+
+def test_collisions_in_fewer_than_half_of_the_rows_do_not_change_an_estimate():
+    # A row has a collision with the probability 1/8, at least 3 of 5 rows with 0.016, and at least 1 row with 0.49.
+    update = torch.tensor([1000.0, 1.0])
+    sent = [fedsim.compress(update, "sketch", columns=8, rows=5, k=2, seed=seed)[0] for seed in range(100)]
+    assert sum(torch.equal(row, update) for row in sent) >= 90
 
 
 def test_a_sketch_finds_the_heavy_coordinates():

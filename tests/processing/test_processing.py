@@ -11,6 +11,7 @@ from fedsim import ExperimentError
 from fedsim.core.randomness import sample_cohort
 from fedsim.models import logistic
 from fedsim.processing import apply_chain, initial_states, processor
+from fedsim.processing.processors import clip
 from tests import components
 from tests.textbook import Federation
 
@@ -185,6 +186,19 @@ def test_the_clipped_norm_is_right_for_long_and_large_updates():
     for update in (torch.randn(3_000_000), torch.full((100,), 1e20), torch.ones(100_000, dtype=torch.float16)):
         clipped, _ = fedsim.compress(update, "clip", max_norm=1.0)
         assert clipped.double().norm() == pytest.approx(1.0, rel=1e-6 if update.dtype == torch.float32 else 1e-3)
+
+
+@pytest.mark.parametrize(("length", "share"), [(0.9, False), (1.1, True)])
+def test_only_longer_updates_count_as_clipped(length, share):
+    metrics = {}
+    clip(torch.tensor([0.0, length]), metrics, max_norm=1.0)
+    assert bool(metrics["clipped_share"]) == share
+
+
+def test_the_noise_has_the_standard_deviation_of_the_setting():
+    noise, nbytes = fedsim.compress(torch.zeros(20_000), "gaussian_noise", std=0.3)
+    assert noise.std() == pytest.approx(0.3, rel=0.03)  # six standard errors
+    assert nbytes == 80_000
 
 
 def test_numbers_of_two_bytes_are_compressed_as_float32():

@@ -11,6 +11,7 @@ import fedsim
 from fedsim.aggregation import Pipeline
 from fedsim.aggregation.numerics import gram
 from fedsim.cli.main import app
+from fedsim.engines.aggregator import Aggregator
 from fedsim.errors import ExperimentError, RecordError
 from fedsim.runs.rule_replay import applicable_rules, load_round, replay, replay_table, stored_rounds
 
@@ -45,6 +46,47 @@ def test_replaying_the_runs_own_rule_gives_what_the_run_did(sync, tables, tmp_pa
     lr = 0.05 if sync == "gradients" else -1.0  # a step goes against a gradient but along an update
     assert torch.allclose(result.global_row, start - lr * replayed.update, rtol=0, atol=1e-6)
     assert list(replayed.shares.values()) == result.history[0]["coefficients"]
+
+
+DIRICHLET = {"attack": {}, "partition": {"name": "dirichlet", "alpha": 0.3}, "aggregate": "weighted_mean"}
+PRIVACY = {"mechanism": "central", "clip": 0.01, "noise": 1.0}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**DIRICHLET, "privacy": PRIVACY},
+        {**DIRICHLET, "privacy": PRIVACY, "cohort": 5, "sampling": "poisson"},
+        {**DIRICHLET, "privacy": {**PRIVACY, "mechanism": "local"}},
+        {**DIRICHLET, "cohort": 5, "sampling": {"name": "uniform", "client_dropout": 0.4}},
+        {**DIRICHLET, "cohort": 5, "aggregate": {"rule": "mean", "weights": "inverse_probability"}},
+        {**DIRICHLET, "aggregate": {"rule": "mean", "weights": list(range(1, 10))}},
+        {**DIRICHLET, "sync": "gradients"},  # only some workers have samples left for the last step
+        {"sync": "gradients", "local": {"steps": 2}, "aggregate": [{"rule": "bucketing", "s": 2}, "median"]},
+        {"aggregate": [{"rule": "bucketing", "s": 2}, "mean"]},
+        {"aggregate": {"rule": "centered_clipping", "tau": 0.1}},  # starts at the previous result
+        {"aggregate": {"rule": "fltrust", "root_samples": 10}},
+        {"aggregate": {"rule": "qfedavg"}, "engine": "spawn", "processes": 2},
+    ],
+)
+def test_a_replay_has_the_weights_and_the_result_of_the_run(changes, tables, tmp_path, monkeypatch):
+    aggregate, updates = Aggregator.aggregate, []
+
+    def watched(aggregator, context):
+        stats = aggregate(aggregator, context)
+        updates.append(torch.cat([update for _, update in aggregator._result]))
+        return stats
+
+    if "engine" not in changes:
+        monkeypatch.setattr(Aggregator, "aggregate", watched)
+    result = fedsim.run({**tables, **changes}, tmp_path / "run")
+    stored = load_round(tmp_path / "run", 2, allow_imports=True)
+    rule, params = result.experiment.aggregate.rule, result.experiment.aggregate.params
+    (replayed,) = replay(stored, [{"rule": rule, **params} if params else rule])
+    if updates:
+        assert torch.allclose(replayed.update, updates[-1], rtol=0, atol=1e-9)
+    if result.history[1].coefficients and changes.get("sync") != "gradients":  # else they are means over the steps
+        assert list(replayed.shares.values()) == pytest.approx(result.history[1].coefficients, rel=1e-12)
 
 
 def test_each_rule_does_what_aggregate_does_with_the_stored_rows(run):

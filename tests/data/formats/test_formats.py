@@ -431,6 +431,12 @@ def test_synthetic_is_the_generator_of_fedprox():
     assert 2.7 < np.std(means) < 3.3
 
 
+def test_alpha_of_synthetic_changes_no_sample():
+    (plain, _), (shifted, _) = (fedsim.load_dataset("synthetic", alpha=alpha, users=40) for alpha in (0.0, 2.0))
+    assert torch.equal(plain.inputs, shifted.inputs)
+    assert torch.equal(plain.targets, shifted.targets)
+
+
 def test_synthetic_iid_has_one_model_for_all_users():
     train, test = fedsim.load_dataset("synthetic", iid=True, users=60)
     inputs, labels = train.inputs.double(), train.targets
