@@ -264,8 +264,8 @@ def _tensor(value: Any, place: str) -> Tensor:
         return value.detach()
     if isinstance(value, Real) and not isinstance(value, np.generic):
         raise ExperimentError(
-            f"{place}: must be a tensor or an array, not the number {value!r}; pass numbers of samples as weights, or in "
-            "pairs [(update, n), ...] of fedsim.aggregate"
+            f"{place}: must be a tensor or an array, not the number {value!r}; pass numbers of samples as weights, or "
+            "in pairs [(update, n), ...] of fedsim.aggregate"
         )
     try:
         return torch.from_numpy(np.require(value, requirements=["C", "W"]))

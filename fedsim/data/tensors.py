@@ -60,6 +60,11 @@ class TensorData(Dataset):
             raise ValueError(
                 f"targets must be an int64 or floating-point tensor [n, ...], not {described(self.targets)}"
             )
+        for name, owners in self.ids.items():
+            if owners.shape != (len(self),):
+                raise ValueError(
+                    f"ids: {name} must contain one owner per sample, [{len(self)}], not {list(owners.shape)}"
+                )
 
     @classmethod
     def of_images(cls, images: Tensor, targets: Tensor, mean: Sequence[float], std: Sequence[float]) -> TensorData:
