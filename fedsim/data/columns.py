@@ -12,6 +12,7 @@ from pydantic import Field
 
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.suggestions import nearest
+from fedsim.data.partitions.allocation import group
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, one_line, show
 
@@ -53,7 +54,7 @@ def train_and_test(
         if not len(columns[target]):
             raise DataError(f"{place}: has no samples")
     targets = [_values(columns[target], f"{place}: column {show(target)}") for columns, place in parts]
-    if any(values.dtype.kind == "U" for values in targets):
+    if named := any(values.dtype.kind == "U" for values in targets):
         targets = [values.astype(str) for values in targets]
         classes = np.unique(targets[0])
         for values, (_, place) in zip(targets, parts, strict=True):
@@ -68,7 +69,9 @@ def train_and_test(
         require_finite(values, f"{place}: column {show(target)}")
         owners = {name: _values(columns[name], f"{place}: column {show(name)}") for name in ids}
         samples.append(samples_of(_joined(arrays, place), values, owners, place))
-    return (samples[0], samples[1]) if test is not None else split_test(samples[0], test_fraction)
+    if test is not None:
+        return samples[0], samples[1]
+    return split_test(samples[0], test_fraction, places[0], are_classes=named)
 
 
 def is_table(data: Any) -> bool:
@@ -109,11 +112,52 @@ def samples_of(inputs: np.ndarray, targets: np.ndarray, ids: Mapping[str, np.nda
         raise DataError(f"{place}: {error}") from None
 
 
-def split_test(data: TensorData, fraction: float) -> tuple[TensorData, TensorData]:
-    """Split a data set at random into training samples and a `fraction` of test samples, the same for every seed."""
-    order = numpy_generator(0, "test_split").permutation(len(data))
-    held_out = round(fraction * len(data))
-    return data.take(np.sort(order[held_out:])), data.take(np.sort(order[:held_out]))
+def split_test(
+    data: TensorData, fraction: float, place: str, *, are_classes: bool = False
+) -> tuple[TensorData, TensorData]:
+    """Split a data set at random into training samples and a `fraction` of test samples, the same for every seed.
+
+    For class labels, the draw is stratified: each class has the same fraction of test samples up to rounding, and at
+    least one training sample.
+
+    Args:
+        data: data set of n samples.
+        fraction: fraction of test samples. Their number is round(fraction n).
+        place: name of the data set in error messages.
+        are_classes: whether integer targets are certainly class labels. Otherwise, they count as class labels unless
+            there are more different values than test samples.
+
+    Raises DataError if the targets are certainly class labels, and there are too few samples to leave one training
+    sample to each class.
+    """
+    order, held_out = numpy_generator(0, "test_split").permutation(len(data)), round(fraction * len(data))
+    chosen = np.zeros(len(data), dtype=bool)
+    if data.has_labels and (are_classes or len(data.targets.unique()) <= held_out):
+        _, class_of, sizes = np.unique(data.targets.numpy(), return_inverse=True, return_counts=True)
+        if held_out > len(data) - len(sizes):
+            raise DataError(
+                f"{place}: {held_out} of {len(data)} samples would be drawn for tests, which leaves classes without "
+                f"training samples ({len(sizes)} classes); use a smaller data.test_fraction"
+            )
+        members = group(order, class_of[order], len(sizes))  # each class in the drawn order
+        counts = _stratified(sizes, held_out)
+        chosen[np.concatenate([samples[:count] for samples, count in zip(members, counts, strict=True)])] = True
+    else:
+        chosen[order[:held_out]] = True
+    return data.take(np.flatnonzero(~chosen)), data.take(np.flatnonzero(chosen))
+
+
+def _stratified(sizes: np.ndarray, total: int) -> np.ndarray:
+    """Divide `total` test samples among classes in proportion to `sizes` [C], and return their numbers [C].
+
+    Rounds by largest remainders, of which ties go to the first class. Each class keeps at least one training sample.
+    """
+    shares = total * sizes
+    counts, remainders = np.divmod(shares, sizes.sum())
+    while (left := total - counts.sum()) > 0:
+        may_grow = np.flatnonzero(counts < sizes - 1)
+        counts[may_grow[np.argsort(-remainders[may_grow], kind="stable")][:left]] += 1
+    return counts
 
 
 def data_path(path: str) -> str:

@@ -118,6 +118,7 @@ def _with_data(
 
     on_setup(f"partitioning the data among {experiment.workers:,} workers")
     shards, worker_tests = shards_of(experiment, train, index_of)
+    checks.warn_of_held_out_classes(experiment, train, validation, shards, worker_tests)
     task = replace(task, byzantine=attackers_of(experiment, train, shards))
     sampled = workers_to_describe(shards, experiment.seed)
     sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if sampled is None else sampled)}

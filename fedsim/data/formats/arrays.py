@@ -63,7 +63,7 @@ def arrays(*, path: str, test_fraction: Fraction = 0.2) -> tuple[TensorData, Ten
             )
     train = samples_of(values["inputs"], values["targets"], stored, path)
     if "test_inputs" not in values:
-        return split_test(train, test_fraction)
+        return split_test(train, test_fraction, path)
     return train, samples_of(values["test_inputs"], values["test_targets"], {}, path)
 
 

@@ -60,7 +60,7 @@ def image_folder(
     classes = sorted(e.name for e in train_folder.iterdir() if e.is_dir() and not e.name.startswith("."))
     train = _read(train_folder, classes, size, grey)
     if test_folder is None:
-        return split_test(train, test_fraction)
+        return split_test(train, test_fraction, path, are_classes=True)
     return train, _read(test_folder, classes, size, grey)
 
 

@@ -4,8 +4,8 @@ A strategy is a function that returns a list of index arrays, one per worker. It
 names: labels [n], n_workers, rng (for all random draws), ids (dict from column name to the owners [n]), and by_class
 (one array of ascending sample indices per class). Its keyword-only parameters are its configuration. Each index in
 range(n) must occur in exactly one shard, and no shard may be empty. A strategy registered with `covers=False` may leave
-samples out. A strategy registered with `whole=True` returns indices of samples in the whole data set, including the samples
-that are held out for validation, which are then dropped from its shards.
+samples out. A strategy registered with `whole=True` returns indices of samples in the whole data set. Those that are
+held out for validation are then dropped from its shards.
 
 A strategy with a parameter `worker` is VIRTUAL: it returns the index array of one worker, and receives a separate `rng`
 for each worker. The function is called only when a shard is needed, so the number of workers is not limited. Shards may
