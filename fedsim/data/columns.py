@@ -353,12 +353,12 @@ def parts_of(names: Collection[str], place: str) -> tuple[str | None, str | None
     >>> parts_of(["Train", "cats", "VAL"], "photos")
     ('Train', 'VAL')
     """
-    parts = []
+    parts: list[str | None] = []
     for accepted in (TRAIN_PARTS, *TEST_PARTS):
         matching = [name for name in names if name.casefold() in accepted]
         if len(matching) > 1:
             raise DataError(f"{place}: {' and '.join(sorted(matching))} are names of the same part; keep only one")
-        parts += matching or [None]
+        parts.append(matching[0] if matching else None)
     train, test, validation = parts
     if test is not None and validation is not None:
         warnings.warn(
