@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -115,23 +116,95 @@ def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Fo
 
     Args:
         updates: a tensor or array [n, d]; a list of n updates (tensors or arrays of any shape, or dicts or lists of
-            these, such as a state_dict); or a dict of stacked tensors [n, ...].
+            these, such as a state_dict); a dict of n dicts with the same keys, such as the state_dict of each client;
+            or a dict of stacked tensors [n, ...].
         place: name of the updates in error messages.
         like: format that the updates must have. None: any format.
 
-    Raises ExperimentError if the updates have different keys or shapes. The message names the first difference.
+    Raises ExperimentError if the updates have different keys or shapes (the message names the first difference), or if
+    a dict may be read as updates of clients and as stacked tensors.
     """
     if isinstance(updates, np.ndarray):
         return _tensor(updates, place), MatrixForm(is_array=True)
+    names = [f"{place}[{index}]" for index in range(len(updates))] if isinstance(updates, (list, tuple)) else []
     if isinstance(updates, Mapping) and has_tensors(updates):
-        return _stacked_rows(updates, place, like)
-    if not isinstance(updates, (list, tuple)) or not updates or not has_tensors(updates[0]):
+        if not _are_clients(updates, place):
+            return _stacked_rows(updates, place, like)
+        names, updates = [f"{place}[{client!r}]" for client in updates], list(updates.values())
+    if not names or not has_tensors(updates[0]):
         return updates, MatrixForm(is_array=False)
-    form = like if isinstance(like, NestedForm) else _form_of(updates[0], f"{place}[0]")
-    all_entries = [_entries_like(form, update, f"{place}[{index}]") for index, update in enumerate(updates)]
+    form = like if isinstance(like, NestedForm) else _form_of(updates[0], names[0])
+    all_entries = [_entries_like(form, update, name) for name, update in zip(names, updates, strict=True)]
     if form is not like and isinstance(updates[0], Mapping):  # gradients in a list may share memory by chance
         form = replace(form, shared=_shared(all_entries))
     return torch.stack([form.flat(entries) for entries in all_entries]), form
+
+
+def without_weights(updates: Any, place: str) -> tuple[Any, list[float] | None]:
+    """Split pairs (update, weight) or (weight, update), as in Flower, into updates and weights.
+
+    Args:
+        updates: list of n pairs, or dict of n pairs by client. Weights are numbers, such as numbers of samples. Any
+            other object is returned unchanged, with None instead of weights.
+        place: name of the updates in error messages.
+
+    >>> without_weights([(torch.tensor([1.0]), 10), (torch.tensor([3.0]), 30)], "updates")
+    ([tensor([1.]), tensor([3.])], [10, 30])
+    """
+    pairs = list(updates.values()) if isinstance(updates, Mapping) else updates
+    if not isinstance(pairs, (list, tuple)) or not pairs:
+        return updates, None
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+        return updates, None
+    for at in (0, 1):
+        if all(_is_number(pair[at]) and has_tensors(pair[1 - at]) for pair in pairs):
+            return [pair[1 - at] for pair in pairs], [pair[at] for pair in pairs]
+        if all(_is_integer_tensor(pair[at]) for pair in pairs) and isinstance(updates, (list, tuple)):
+            raise ExperimentError(
+                f"{place}[0][{at}]: a single integer tensor may be a number of samples or an entry of the update; pass "
+                "int(n) for a number of samples, or updates as dicts"
+            )
+    return updates, None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (Real, np.number)) and not isinstance(value, bool)
+
+
+def _is_integer_tensor(value: Any) -> bool:
+    if not isinstance(value, (Tensor, np.ndarray)) or value.ndim:
+        return False
+    return not (value.dtype.is_floating_point if isinstance(value, Tensor) else value.dtype.kind == "f")
+
+
+def _are_clients(updates: Mapping[Any, Any], place: str) -> bool:
+    """Whether a dict contains one update per client, instead of stacked tensors [n, ...].
+
+    Raises ExperimentError if this is ambiguous.
+    """
+    values = list(updates.values())
+    if all(isinstance(value, Mapping) for value in values):
+        shapes = [{key: _is_leaf(leaf) and tuple(leaf.shape) for key, leaf in value.items()} for value in values]
+        if len(values) > 1 and False not in shapes[0].values() and all(shape == shapes[0] for shape in shapes):
+            return True
+        kind = "one dict" if len(values) == 1 else "dicts with different keys or shapes"
+    elif all(isinstance(value, (list, tuple)) for value in values):
+        kind = "lists of tensors"
+    elif not all(isinstance(key, str) for key in updates):
+        kind = "tensors whose keys are not text"
+    elif len(values) > 1 and all(_is_leaf(value) and np.ndim(value) == 1 for value in values):
+        kind = "vectors"
+    else:
+        return False
+    raise ExperimentError(
+        f"{place}: a dict of {kind} may contain one update per client or stacked tensors [n, ...]; for clients, "
+        "pass a list such as list(updates.values()); for stacked tensors, pass one dict of tensors with two or more "
+        "dimensions by name"
+    )
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray))
 
 
 def _stacked_rows(updates: Any, place: str, like: Form | None) -> tuple[Tensor, NestedForm]:
@@ -189,6 +262,11 @@ def _entries(update: Any, place: str) -> Entries:
 def _tensor(value: Any, place: str) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
+    if isinstance(value, Real) and not isinstance(value, np.generic):
+        raise ExperimentError(
+            f"{place}: must be a tensor or an array, not the number {value!r}; pass numbers of samples as weights, or "
+            "in pairs [(update, n), ...] of fedsim.aggregate"
+        )
     try:
         return torch.from_numpy(np.require(value, requirements=["C", "W"]))
     except (TypeError, ValueError):

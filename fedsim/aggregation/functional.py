@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.containers import as_rows, checked_matrix
+from fedsim.aggregation.containers import as_rows, checked_matrix, without_weights
 from fedsim.aggregation.inputs import AggregationInputs, Nonfinite, screened
 from fedsim.aggregation.numerics.columns import all_finite
 from fedsim.aggregation.numerics.threads import alone_if_small
@@ -39,12 +39,13 @@ def aggregate(
 
     Args:
         updates: a tensor or NumPy array [n, d] of any floating-point dtype and device; a list of n updates, which are
-            tensors or arrays of any shape, or dicts (such as state_dicts) or lists of these; or one dict of stacked
-            tensors [n, ...]. `updates` is not changed. All updates have the same entries, in any order. Entries that
+            tensors or arrays of any shape, or dicts (such as state_dicts) or lists of these; a dict of state_dicts by
+            client; a list or dict of pairs (update, weight) or (weight, update); or one dict of stacked tensors
+            [n, ...]. `updates` is not changed. All updates have the same entries, in any order. Entries that
             are not floating-point, such as BatchNorm's num_batches_tracked, are taken from the first update. Entries
             of a dict that share memory in all updates, such as tied weights, count once and share memory in the result.
-        weights: weight of each update, [n], finite, >= 0 and not all zero, with any sum. None: equal weights.
-            Rules that do not support weights raise an error.
+        weights: weight of each update, [n], finite, >= 0 and not all zero, with any sum. None: equal weights, or those
+            in the pairs. Rules that do not support weights raise an error.
         rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
             pre-aggregators followed by a rule, such as `["nnm", "trimmed_mean"]`. An element of the list may also be a
             dict with its own parameters: `[{"rule": "bucketing", "s": 3}, "krum"]`.
@@ -59,7 +60,7 @@ def aggregate(
     Returns the aggregate with the structure, dtype and device of one update: [d] for a matrix [n, d].
 
     Raises ExperimentError (a ValueError) for an unknown rule, an invalid parameter, shape or weight, a NaN or infinity
-    in the updates, or a violated constraint on n and f.
+    in the updates, a violated constraint on n and f, or updates whose form is ambiguous.
 
     >>> updates = torch.tensor([[1.0, 2.0], [2.0, 3.0], [3.0, 1.0], [90.0, -90.0]])
     >>> fedsim.aggregate(updates, rule="median")
@@ -68,11 +69,23 @@ def aggregate(
     tensor([2., 2.])
     >>> fedsim.aggregate([{"w": row} for row in updates], weights=[1, 1, 2, 0])
     {'w': tensor([2.2500, 1.7500])}
+    >>> fedsim.aggregate([({"w": torch.zeros(1)}, 10), ({"w": torch.ones(1)}, 30)])  # (update, number of samples)
+    {'w': tensor([0.7500])}
     >>> fedsim.aggregate({"w": updates, "b": updates[:, 0]}, rule="median")
     {'w': tensor([2.5000, 1.5000]), 'b': tensor(2.5000)}
     """
     checked_nonfinite(nonfinite)
     pipeline = _pipeline(rule, params)
+    updates, in_pairs = without_weights(updates, "updates")
+    if in_pairs is not None:
+        if weights is not None:
+            raise ExperimentError("weights: are also in the pairs (update, weight) of `updates`; omit one of the two")
+        if not pipeline.accepts_weights:
+            raise ExperimentError(
+                f"updates: the rule {pipeline.name} does not support the weights in the pairs (update, weight); pass "
+                "only the updates"
+            )
+        weights = in_pairs
     updates, form = as_rows(updates, "updates")
     updates = checked_matrix(updates, "updates")
     n, d = updates.shape

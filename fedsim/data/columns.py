@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +14,17 @@ from pydantic import Field
 
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.suggestions import nearest
+from fedsim.data.partitions.allocation import group
+from fedsim.data.pictures import pixels_of
 from fedsim.data.tensors import TensorData, as_tensor_data
-from fedsim.errors import DataError, one_line, show
+from fedsim.errors import DataError, FedsimWarning, cut, one_line, show
 
 TARGETS = "label", "labels", "target", "targets", "y"  # names of the target column that need not be set
+NAMELESS = re.compile(r"(Unnamed: \d+(\.\d+)?)?")  # names that pandas gives to a column without a name
+PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # columns in which pandas stores an index without a name
+TRAIN_PARTS = ("train", "training")
+TEST_PARTS = ("test", "testing"), ("validation", "valid", "val")  # in order of preference
+MISSING = "na", "n/a", "nan", "null", "none", "?"
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Columns = Mapping[str, Any]
 
@@ -29,6 +38,7 @@ def train_and_test(
     inputs: Sequence[str] | None = None,
     ids: Sequence[str] | None = None,
     test_fraction: float = 0.2,
+    index: Collection[str] = (),
 ) -> tuple[TensorData, TensorData]:
     """Return the training and test samples of data sets that are stored as columns, such as CSV files.
 
@@ -37,15 +47,19 @@ def train_and_test(
             contain text. Text targets become class labels in sorted order.
         places: names of `train` and `test` in error messages, such as a file name.
         target: name of the column of targets. None: the only column called label, labels, target, targets or y.
-        inputs: names of the columns of inputs, which are concatenated. None: all other columns.
+        inputs: names of the columns of inputs, which are concatenated. None: all other columns, without those that only
+            number the rows.
         ids: names of the columns that contain the owner of each sample, such as a user. None: there are none.
         test_fraction: fraction of `train` that is drawn as test samples if `test` is None.
+        index: names of the columns that were the index of a data frame, and are no inputs.
 
-    Raises DataError, with the place and the column, for missing columns, text in inputs, NaN and infinity.
+    Raises DataError, with the place and the column, for missing columns, text in inputs, NaN and infinity, columns
+    without a name, and columns that cannot be joined to one input, such as images and numbers.
     """
     parts = [(columns, place) for columns, place in zip((train, test), places, strict=True) if columns is not None]
     target, ids = target or _only_target(train, places[0]), ids or ()
-    inputs = [name for name in train if name not in (target, *ids)] if inputs is None else inputs
+    if inputs is None:
+        inputs = _input_columns({name: train[name] for name in train if name not in (target, *ids)}, index, places[0])
     for columns, place in parts:
         for name in (target, *inputs, *ids):
             if name not in columns:
@@ -53,9 +67,10 @@ def train_and_test(
         if not len(columns[target]):
             raise DataError(f"{place}: has no samples")
     targets = [_values(columns[target], f"{place}: column {show(target)}") for columns, place in parts]
-    if any(values.dtype.kind == "U" for values in targets):
+    if named := any(values.dtype.kind == "U" for values in targets):
         targets = [values.astype(str) for values in targets]
         classes = np.unique(targets[0])
+        _warn_of_unlikely_classes(classes, f"{places[0]}: column {show(target)}")
         for values, (_, place) in zip(targets, parts, strict=True):
             if len(unknown := np.setdiff1d(values, classes)):
                 raise DataError(
@@ -64,11 +79,13 @@ def train_and_test(
         targets = [np.searchsorted(classes, values) for values in targets]
     samples = []
     for (columns, place), values in zip(parts, targets, strict=True):
-        arrays = [_numbers(columns[name], f"{place}: column {show(name)}") for name in inputs]
+        arrays = {name: _numbers(columns[name], f"{place}: column {show(name)}") for name in inputs}
         require_finite(values, f"{place}: column {show(target)}")
         owners = {name: _values(columns[name], f"{place}: column {show(name)}") for name in ids}
         samples.append(samples_of(_joined(arrays, place), values, owners, place))
-    return (samples[0], samples[1]) if test is not None else split_test(samples[0], test_fraction)
+    if test is not None:
+        return samples[0], samples[1]
+    return split_test(samples[0], test_fraction, places[0], are_classes=named)
 
 
 def is_table(data: Any) -> bool:
@@ -109,11 +126,52 @@ def samples_of(inputs: np.ndarray, targets: np.ndarray, ids: Mapping[str, np.nda
         raise DataError(f"{place}: {error}") from None
 
 
-def split_test(data: TensorData, fraction: float) -> tuple[TensorData, TensorData]:
-    """Split a data set at random into training samples and a `fraction` of test samples, the same for every seed."""
-    order = numpy_generator(0, "test_split").permutation(len(data))
-    held_out = round(fraction * len(data))
-    return data.take(np.sort(order[held_out:])), data.take(np.sort(order[:held_out]))
+def split_test(
+    data: TensorData, fraction: float, place: str, *, are_classes: bool = False
+) -> tuple[TensorData, TensorData]:
+    """Split a data set at random into training samples and a `fraction` of test samples, the same for every seed.
+
+    For class labels, the draw is stratified: each class has the same fraction of test samples up to rounding, and at
+    least one training sample.
+
+    Args:
+        data: data set of n samples.
+        fraction: fraction of test samples. Their number is round(fraction n).
+        place: name of the data set in error messages.
+        are_classes: whether integer targets are certainly class labels. Otherwise, they count as class labels unless
+            there are more different values than test samples.
+
+    Raises DataError if the targets are certainly class labels, and there are too few samples to leave one training
+    sample to each class.
+    """
+    order, held_out = numpy_generator(0, "test_split").permutation(len(data)), round(fraction * len(data))
+    chosen = np.zeros(len(data), dtype=bool)
+    if data.has_labels and (are_classes or len(data.targets.unique()) <= held_out):
+        _, class_of, sizes = np.unique(data.targets.numpy(), return_inverse=True, return_counts=True)
+        if held_out > len(data) - len(sizes):
+            raise DataError(
+                f"{place}: {held_out} of {len(data)} samples would be drawn for tests, which leaves classes without "
+                f"training samples ({len(sizes)} classes); use a smaller data.test_fraction"
+            )
+        members = group(order, class_of[order], len(sizes))  # each class in the drawn order
+        counts = _stratified(sizes, held_out)
+        chosen[np.concatenate([samples[:count] for samples, count in zip(members, counts, strict=True)])] = True
+    else:
+        chosen[order[:held_out]] = True
+    return data.take(np.flatnonzero(~chosen)), data.take(np.flatnonzero(chosen))
+
+
+def _stratified(sizes: np.ndarray, total: int) -> np.ndarray:
+    """Divide `total` test samples among classes in proportion to `sizes` [C], and return their numbers [C].
+
+    Rounds by largest remainders, of which ties go to the first class. Each class keeps at least one training sample.
+    """
+    shares = total * sizes
+    counts, remainders = np.divmod(shares, sizes.sum())
+    while (left := total - counts.sum()) > 0:
+        may_grow = np.flatnonzero(counts < sizes - 1)
+        counts[may_grow[np.argsort(-remainders[may_grow], kind="stable")][:left]] += 1
+    return counts
 
 
 def data_path(path: str) -> str:
@@ -163,7 +221,7 @@ def _values(values: Any, place: str) -> np.ndarray:
         if value is None or (isinstance(value, float) and np.isnan(value)) or (isinstance(value, str) and not value):
             raise DataError(f"{place}: has no value in row {row}; remove such rows or fill in the values")
     if all(isinstance(value, str) for value in array):
-        return array.astype(str)
+        return without_spaces(array.astype(str), place)
     try:
         numbers = np.array(array.tolist())
         return numbers if numbers.dtype.kind in "iubf" else numbers.astype(float)
@@ -203,21 +261,107 @@ def _numbers(values: Any, place: str) -> np.ndarray:
     return array.astype(np.float32) if array.dtype.kind == "f" else array
 
 
-def pixels_of(picture: Any, mode: str, size: int | None = None) -> np.ndarray:
-    """Return a PIL image as uint8 [height, width, channels], converted to `mode` and resized to `size` x `size`.
+def _joined(columns: Mapping[str, np.ndarray], place: str) -> np.ndarray:
+    """Join input columns to one array, float32 [n, features]. A single array [n, ...] is returned unchanged.
 
-    Raises ValueError for more than 8 bits per channel, which PIL would not scale but cut off.
+    Raises DataError if there is no column, or if an image or another array of two or more dimensions would be joined.
     """
-    if picture.mode.startswith(("I", "F")):
-        raise ValueError(f"the image has the mode {picture.mode} of PIL; convert it to 8 bits per channel")
-    picture = picture.convert(mode)
-    return np.atleast_3d(picture if size is None else picture.resize((size, size)))
-
-
-def _joined(arrays: list[np.ndarray], place: str) -> np.ndarray:
-    """Join input columns to one array, float32 [n, features]. A single array [n, ...] is returned unchanged."""
-    if not arrays:
+    if not columns:
         raise DataError(f"{place}: has no input columns, only the target and owners; add at least one input column")
+    arrays = list(columns.values())
     if len(arrays) == 1 and arrays[0].ndim > 1:
         return arrays[0]  # pictures and tokens keep their integers
+    for name, array in columns.items():
+        if array.ndim > 2:
+            raise DataError(
+                f"{place}: column {show(name)} has values of shape {list(array.shape[1:])}, such as images, which "
+                "cannot be joined with other columns to one input; set `inputs` to one of the columns "
+                f"{cut(', '.join(columns))}, or remove the others"
+            )
     return np.concatenate([array.reshape(len(array), -1).astype(np.float32) for array in arrays], axis=1)
+
+
+def _input_columns(columns: Columns, index: Collection[str], place: str) -> list[str]:
+    """Return the names of the columns of inputs: all that do not number the rows, which are named in a warning.
+
+    Raises DataError if another column has no name.
+    """
+    inputs = []
+    for name, values in columns.items():
+        is_nameless = isinstance(name, str) and NAMELESS.fullmatch(name) is not None
+        numbers_rows = is_nameless and np.array_equal(np.asarray(values), np.arange(len(values)))
+        if numbers_rows or name in index or (isinstance(name, str) and PANDAS_INDEX.fullmatch(name)):
+            warnings.warn(
+                f"{place}: column {show(name)} is the index of a data frame, and is not an input; to use it, set "
+                "`inputs` or `ids`",
+                FedsimWarning,
+                stacklevel=2,
+            )
+        elif is_nameless:
+            raise DataError(
+                f"{place}: column {show(name)} has no name, and is not an index 0, 1, 2, ...; give it a name, remove "
+                "it, or set `inputs` to the columns of inputs"
+            )
+        else:
+            inputs.append(name)
+    return inputs
+
+
+def _warn_of_unlikely_classes(classes: np.ndarray, place: str) -> None:
+    """Warn of class names that differ only in case, or probably stand for a missing value."""
+    by_folded: dict[str, str] = {}
+    for name in classes.tolist():
+        twin = by_folded.setdefault(name.casefold(), name)
+        if twin != name:
+            problem = f"{show(twin)} and {show(name)} are different classes; if they are one, write them alike"
+        elif name.casefold() in MISSING:
+            problem = f"{show(name)} is a class; if it is a missing value, remove its rows"
+        else:
+            continue
+        warnings.warn(f"{place}: {problem}", FedsimWarning, stacklevel=2)
+
+
+def without_spaces(values: np.ndarray, place: str) -> np.ndarray:
+    """Return an array of text [n] without spaces around its values. If there are any, one warning names them.
+
+    Other arrays are returned unchanged. Raises DataError if nothing is left of a value.
+    """
+    if values.dtype.kind != "U":
+        return values
+    stripped = np.char.strip(values)
+    if len(empty := np.flatnonzero(stripped == "")):
+        raise DataError(f"{place}: has no value in row {empty[0]}; remove such rows or fill in the values")
+    if len(changed := np.flatnonzero(stripped != values)):
+        warnings.warn(
+            f"{place}: spaces around {len(changed)} of {len(values)} values are removed, such as in "
+            f"{show(str(values[changed[0]]))}",
+            FedsimWarning,
+            stacklevel=2,
+        )
+    return stripped
+
+
+def parts_of(names: Collection[str], place: str) -> tuple[str | None, str | None]:
+    """Return the names of the training part and the test part among names of folders or splits.
+
+    Upper and lower case are the same. The training part is called train or training, and the test part test, testing,
+    validation, valid or val. If there are parts for tests and for validation, a warning says that only the first is
+    used. None: there is no such part.
+
+    Raises DataError if two names are those of one part, such as train and Training.
+
+    >>> parts_of(["Train", "cats", "VAL"], "photos")
+    ('Train', 'VAL')
+    """
+    parts: list[str | None] = []
+    for accepted in (TRAIN_PARTS, *TEST_PARTS):
+        matching = [name for name in names if name.casefold() in accepted]
+        if len(matching) > 1:
+            raise DataError(f"{place}: {' and '.join(sorted(matching))} are names of the same part; keep only one")
+        parts.append(matching[0] if matching else None)
+    train, test, validation = parts
+    if test is not None and validation is not None:
+        warnings.warn(
+            f"{place}: {validation} is not used, because {test} is the test part", FedsimWarning, stacklevel=2
+        )
+    return train, validation if test is None else test

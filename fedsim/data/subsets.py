@@ -194,7 +194,9 @@ def _as_array(targets: Any) -> np.ndarray:
     return array if array.dtype.kind in "iubf" else as_targets(targets)
 
 
-def split_validation(train: TensorData, share: float, seed: int, fewest: int = 1) -> tuple[TensorData, TensorData]:
+def split_validation(
+    train: TensorData, share: float, seed: int, fewest: int = 1
+) -> tuple[TensorData, TensorData, np.ndarray | None]:
     """Split the training samples at random into remaining training samples and held-out validation samples.
 
     Args:
@@ -203,19 +205,23 @@ def split_validation(train: TensorData, share: float, seed: int, fewest: int = 1
         seed: seed for the random split.
         fewest: minimum number of samples that must remain for training, such as the number of workers.
 
-    Returns (remaining, held out), each in the data set's order. Samples are copied, unless `share` is 0.
+    Returns (remaining, held out, index_of): the samples, each in the data set's order, and the index of each of the n
+    samples among the remaining ones, int64 [n], -1 for samples that are held out. If `share` is 0, samples are not
+    copied, and index_of is None.
 
     Raises ExperimentError if a positive share rounds to zero samples, or if fewer than `fewest` samples remain.
 
     >>> data = fedsim.TensorData(torch.arange(10.0), torch.arange(10))
-    >>> remaining, held_out = fedsim.data.subsets.split_validation(data, 0.2, seed=0)
+    >>> remaining, held_out, _ = fedsim.data.subsets.split_validation(data, 0.2, seed=0)
     >>> len(remaining), len(held_out), sorted([*remaining.targets.tolist(), *held_out.targets.tolist()]) == [*range(10)]
     (8, 2, True)
     """
     if not share:
-        return train, train.take(np.zeros(0, dtype=np.int64))
+        return train, train.take(np.zeros(0, dtype=np.int64)), None
     remaining, held_out = validation_positions(len(train), share, seed, fewest)
-    return train.take(remaining), train.take(held_out)
+    index_of = np.full(len(train), -1)
+    index_of[remaining] = np.arange(len(remaining))
+    return train.take(remaining), train.take(held_out), index_of
 
 
 def validation_positions(n: int, share: float, seed: int, fewest: int = 1) -> tuple[np.ndarray, np.ndarray]:

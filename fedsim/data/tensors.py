@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from fedsim.core.learning_task import described
 from fedsim.data.partitions.ids import id_columns
+from fedsim.data.pictures import raw_pixels_of
 from fedsim.errors import DataError
 
 TARGET_KEYS = "label", "labels", "target", "targets"
@@ -60,6 +61,11 @@ class TensorData(Dataset):
             raise ValueError(
                 f"targets must be an int64 or floating-point tensor [n, ...], not {described(self.targets)}"
             )
+        for name, owners in self.ids.items():
+            if owners.shape != (len(self),):
+                raise ValueError(
+                    f"ids: {name} must contain one owner per sample, [{len(self)}], not {list(owners.shape)}"
+                )
 
     @classmethod
     def of_images(cls, images: Tensor, targets: Tensor, mean: Sequence[float], std: Sequence[float]) -> TensorData:
@@ -203,7 +209,8 @@ def as_tensor_data(data: Any) -> TensorData:
     `data` may also be a pair (inputs, targets) of tensors or arrays. A sample may be a dict with one input and one
     target whose key is label, labels, target or targets.
 
-    Inputs may be tensors, arrays, numbers or PIL images of equal shape. uint8 inputs, such as images, are divided by
+    Inputs may be tensors, arrays, numbers or PIL images of equal shape. PIL images are rotated as their EXIF data say,
+    and palettes are converted to colours. uint8 inputs, such as images, are divided by
     255, as torchvision's ToTensor does. Other integers (tokens) are unchanged. Targets may be numbers, tensors or
     arrays of equal shape: integers become int64, and floating-point targets are unchanged. The data set's attribute
     `ids` is kept.
@@ -312,7 +319,7 @@ def _as_tensor(value: Any, place: str) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
     if hasattr(value, "getbands"):  # a PIL image, recognised without importing PIL
-        pixels = torch.from_numpy(np.array(value))
+        pixels = torch.from_numpy(raw_pixels_of(value))
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     try:
         return torch.as_tensor(np.require(value, requirements=["C", "W"]) if isinstance(value, np.ndarray) else value)

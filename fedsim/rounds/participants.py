@@ -32,13 +32,23 @@ def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shar
     return np.sort(samples[numpy_generator(experiment.seed, "root").choice(len(samples), size, replace=False)])
 
 
-def shards_of(experiment: Experiment, train: TensorData) -> tuple[Shards, Shards | None]:
+def shards_of(
+    experiment: Experiment, train: TensorData, index_of: np.ndarray | None = None
+) -> tuple[Shards, Shards | None]:
     """Return (training samples of each worker, local test samples of each worker).
 
     The local test samples are None if the experiment does not test individual workers.
+
+    Args:
+        experiment: experiment to run.
+        train: training samples, without those that are held out for validation.
+        index_of: index in `train` of each training sample of the data set, [n], -1 for samples that are held out. None:
+            no sample is held out.
     """
     chosen, labels = experiment.partition, train.sample_targets.cpu()
-    shards = partition_shards(labels, experiment.workers, chosen.name, experiment.seed, ids=train.ids, **chosen.params)
+    shards = partition_shards(
+        labels, experiment.workers, chosen.name, experiment.seed, ids=train.ids, index_of=index_of, **chosen.params
+    )
     fraction = experiment.data.local_test_fraction
     return hold_out(shards, fraction, experiment.seed) if fraction else (shards, None)
 

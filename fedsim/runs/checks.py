@@ -6,9 +6,11 @@ Each check raises ExperimentError with the setting to change.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,13 +22,13 @@ from fedsim.core.recorded_features import recorded_features
 from fedsim.core.registry import Imported
 from fedsim.core.rows import Layout
 from fedsim.core.training import check_outputs
-from fedsim.data import TensorData
+from fedsim.data import Shards, TensorData
 from fedsim.data.tensors import compact
 from fedsim.engines import Engine, RunTask
 from fedsim.engines.memory import memory_needed
 from fedsim.engines.stacking.operations import NOT_STACKABLE, NOT_STACKED
 from fedsim.engines.stacking.probe import Trials
-from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show, show_bytes
+from fedsim.errors import DataError, ExperimentError, FedsimError, SettingWarning, one_line, show, show_bytes
 from fedsim.system.devices import free_memory
 from fedsim.system.precision import full_precision
 
@@ -239,6 +241,7 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
         raise DataError(f"data.name = {show(dataset)}: {error}") from error
     except ExperimentError as error:
         raise ExperimentError(f"{place}: {error}") from error
+    _warn_of_classes(task, train, test, outputs, dataset)
     attack = experiment.attack.component
     if task.byzantine and not train.has_labels and (attack.goal is not None or "classes" in attack.poison_accepts):
         raise ExperimentError(
@@ -259,6 +262,62 @@ def _check_labels(train: TensorData, test: TensorData) -> None:
             raise DataError(
                 f"the {name} set contains the label {int(data.targets.min())}; class labels must be at least 0"
             )
+
+
+def _warn_of_classes(task: RunTask, train: TensorData, test: TensorData, outputs: Tensor, dataset: str) -> None:
+    """Warn of outputs that are no sample's class label, and of classes without training samples.
+
+    Tokens are not checked, because a text may contain only a part of its vocabulary.
+    """
+    if not train.has_labels or not train.dtype.is_floating_point or outputs.ndim != 2 or outputs.shape[1] == 1:
+        return
+    trained, tested = (data.sample_targets.cpu().numpy() for data in (train, test))
+    unused = np.setdiff1d(np.arange(outputs.shape[1]), np.union1d(trained, tested))
+    if len(unused):
+        warnings.warn(
+            f"{task.experiment.model.setting}: {len(unused)} of the model's {outputs.shape[1]} outputs, such as number "
+            f"{unused[0]}, are the class of no sample; if this is not intended, use a model with fewer outputs or "
+            "renumber the classes",
+            SettingWarning,
+            stacklevel=2,
+        )
+    _warn_if_untrained(f"data.name = {show(dataset)}", "the test set", trained, tested)
+
+
+def warn_of_held_out_classes(
+    experiment: Experiment, train: TensorData, validation: TensorData, shards: Shards, worker_tests: Shards | None
+) -> None:
+    """Warn if all samples of a class are held out for validation or for local tests.
+
+    Args:
+        experiment: experiment to run.
+        train: training samples, without those that are held out for validation.
+        validation: samples that are held out for validation.
+        shards: training samples of each worker.
+        worker_tests: local test samples of each worker, or None. They are not checked if they are drawn on demand.
+    """
+    if not train.has_labels or not train.dtype.is_floating_point:
+        return
+    labels = train.sample_targets.cpu().numpy()
+    setting = f"data.validation_fraction = {experiment.data.validation_fraction}"
+    _warn_if_untrained(setting, "the validation set", labels, validation.sample_targets.cpu().numpy())
+    if worker_tests is not None and worker_tests.listed:
+        trained, tested = (
+            labels[np.concatenate([part.of(worker).numpy() for worker in range(len(part))])]
+            for part in (shards, worker_tests)
+        )
+        setting = f"data.local_test_fraction = {experiment.data.local_test_fraction}"
+        _warn_if_untrained(setting, "the local test sets", trained, tested)
+
+
+def _warn_if_untrained(setting: str, test_set: str, trained: np.ndarray, tested: np.ndarray) -> None:
+    """Warn if there are tested labels that are not among the trained labels."""
+    if len(untrained := np.setdiff1d(tested, trained)):
+        warnings.warn(
+            f"{setting}: {test_set} has samples of class {untrained[0]}, of which there are no training samples",
+            SettingWarning,
+            stacklevel=2,
+        )
 
 
 def _remedy(train: TensorData) -> str:

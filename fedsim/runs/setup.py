@@ -143,10 +143,11 @@ def _with_data(
     fewest = (
         1 if "worker" in experiment.partition.registration.takes else experiment.workers
     )  # virtual shards may overlap
-    train, validation = split_validation(train, data.validation_fraction, experiment.seed, fewest)
+    train, validation, index_of = split_validation(train, data.validation_fraction, experiment.seed, fewest)
 
     on_setup(f"partitioning the data among {experiment.workers:,} workers")
-    shards, worker_tests = shards_of(experiment, train)
+    shards, worker_tests = shards_of(experiment, train, index_of)
+    checks.warn_of_held_out_classes(experiment, train, validation, shards, worker_tests)
     task = replace(task, byzantine=attackers_of(experiment, train, shards))
     sampled = workers_to_describe(shards, experiment.seed)
     sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if sampled is None else sampled)}

@@ -57,6 +57,74 @@ def test_lists_of_arrays_as_in_flower():
     assert [[each.shape for each in update] for update in byzantine] == [[(2, 3), (4,)]] * 2
 
 
+ZEROS, ONES = {"w": torch.zeros(3), "b": torch.zeros(())}, {"w": torch.ones(3), "b": torch.ones(())}
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [
+        [(ZEROS, 10), (ONES, 30)],
+        [(10, ZEROS), (30, ONES)],
+        [[ZEROS, 10.0], [ONES, np.float64(30)]],
+        ((np.int64(1), ZEROS), (np.int64(3), ONES)),
+        {"alice": (ZEROS, 10), "bob": (ONES, 30)},
+        [({"w": np.zeros(3), "b": np.zeros(())}, 1), ({"w": np.ones(3), "b": np.ones(())}, 3)],
+    ],
+)
+def test_pairs_with_numbers_of_samples_give_the_weighted_mean(updates):
+    """(10 * 0 + 30 * 1) / 40 = 0.75."""
+    mean = fedsim.aggregate(updates)
+    assert [mean["w"].tolist(), float(mean["b"])] == [[0.75] * 3, 0.75]
+
+
+def test_pairs_as_in_flower_give_the_weighted_mean():
+    generator = np.random.default_rng(1)
+    updates = [[generator.standard_normal((2, 3)), generator.standard_normal(4)] for _ in range(3)]
+    counts = [7, 2, 11]
+    result = fedsim.aggregate(list(zip(updates, counts, strict=True)))
+    for place, value in enumerate(result):
+        assert np.allclose(value, sum(n * update[place] for n, update in zip(counts, updates, strict=True)) / 20)
+
+
+def test_a_dict_of_state_dicts_is_a_list_of_clients(models):
+    """In the order of the dict: the median of each entry over the clients, and the counters of the first client."""
+    states = {f"client {k}": model.state_dict() for k, model in enumerate(models)}
+    median = fedsim.aggregate(states, rule="median")
+    for name in ("0.weight", "1.bias"):
+        assert torch.equal(median[name], torch.stack([state[name] for state in states.values()]).median(0).values)
+    assert list(median) == list(states["client 0"])
+
+
+@pytest.mark.parametrize(
+    ("updates", "options", "line"),
+    [
+        ([(ZEROS, 10), (ONES, 30)], {"rule": "median"}, "updates: the rule median does not support the weights in"),
+        ([(ZEROS, 10), (ONES, 30)], {"weights": [1, 2]}, "weights: are also in the pairs"),
+        ([(ZEROS, -1), (ONES, 3)], {}, "weights: must be finite, >= 0"),
+        ([(ZEROS, 10), (30, ONES)], {}, r"updates\[0\]\[1\]: must be a tensor or an array, not the number 10"),
+        ([(ZEROS, 10, {}), (ONES, 30, {})], {}, r"updates\[0\]\[1\]: .* not the number 10; pass numbers of samples"),
+        ((ZEROS, 10), {}, r"updates\[1\]: must be a tensor or an array, not the number 10"),
+        ([{**ZEROS, "n": 10}, {**ONES, "n": 30}], {}, r"updates\[0\]\['n'\]: .* not the number 10"),
+        ([(ZEROS, torch.tensor(10)), (ONES, torch.tensor(30))], {}, r"updates\[0\]\[1\]: a single integer tensor may"),
+        ({0: torch.zeros(2, 3), 1: torch.ones(2, 3)}, {}, "updates: a dict of tensors whose keys are not text may"),
+        ({"alice": torch.zeros(3), "bob": torch.ones(3)}, {}, "updates: a dict of vectors may contain one update per"),
+        ({"alice": [torch.zeros(3)], "bob": [torch.ones(3)]}, {}, "updates: a dict of lists of tensors may"),
+        (
+            {"a": {"w": torch.zeros(3)}, "b": {"w": torch.zeros(3, 2)}},
+            {},
+            "updates: a dict of dicts with different keys",
+        ),
+        ({"params": {"w": torch.zeros(3, 2)}}, {}, "updates: a dict of one dict may"),
+        ({"a": ZEROS, "c": {"w": torch.zeros(3)}}, {}, "updates: a dict of dicts with different keys or shapes may"),
+        ({"a": {"b": ZEROS}, "c": {"b": ZEROS}}, {}, "updates: a dict of dicts with different keys or shapes may"),
+    ],
+)
+def test_what_may_be_read_in_two_ways_is_an_error(updates, options, line):
+    with pytest.raises(ExperimentError, match=f"^{line}") as caught:
+        fedsim.aggregate(updates, **options)
+    assert len(caught.value.lines) == 1
+
+
 @pytest.mark.parametrize(
     ("updates", "line"),
     [

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from fedsim.data.columns import Fraction, data_path, require_finite, samples_of, split_test, unreadable
+from fedsim.data.columns import (
+    Fraction,
+    data_path,
+    require_finite,
+    samples_of,
+    split_test,
+    unreadable,
+    without_spaces,
+)
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, show
@@ -46,7 +55,7 @@ def arrays(*, path: str, test_fraction: Fraction = 0.2) -> tuple[TensorData, Ten
     (torch.Size([8, 3]), 2, ['user'])
     """
     stored = _read(path)
-    parts = {role: next((name for name in names if name in stored), None) for role, names in NAMES.items()}
+    parts = {role: _array_of(role, stored, path) for role in NAMES}
     tested = parts["test_inputs"] or parts["test_targets"]
     for role in ("inputs", "targets", *(("test_inputs", "test_targets") if tested else ())):
         if parts[role] is None:
@@ -61,10 +70,19 @@ def arrays(*, path: str, test_fraction: Fraction = 0.2) -> tuple[TensorData, Ten
                 f"{path}: {show(name)} has the shape {list(array.shape)}; a column of owners must be [{n}], one owner "
                 "per sample"
             )
-    train = samples_of(values["inputs"], values["targets"], stored, path)
+    owners = {name: without_spaces(array, f"{path}: {show(name)}") for name, array in stored.items()}
+    train = samples_of(values["inputs"], values["targets"], owners, path)
     if "test_inputs" not in values:
-        return split_test(train, test_fraction)
+        return split_test(train, test_fraction, path)
     return train, samples_of(values["test_inputs"], values["test_targets"], {}, path)
+
+
+def _array_of(role: str, stored: Mapping[str, np.ndarray], path: str) -> str | None:
+    """Return the name of the array with this role, or None. Raise DataError if there are several."""
+    names = [name for name in NAMES[role] if name in stored]
+    if len(names) > 1:
+        raise DataError(f"{path}: has several arrays of {role}: {', '.join(names)}; keep only one")
+    return names[0] if names else None
 
 
 def _read(path: str) -> dict[str, np.ndarray]:

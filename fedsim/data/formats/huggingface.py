@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedsim.data.columns import Fraction, data_path, train_and_test
+from fedsim.data.columns import Fraction, data_path, parts_of, train_and_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, one_line, show
@@ -23,7 +23,7 @@ def huggingface(
     *,
     path: str,
     config: str | None = None,
-    train: str = "train",
+    train: str | None = None,
     test: str | None = None,
     target: str | None = None,
     inputs: list[str] | None = None,
@@ -40,16 +40,17 @@ def huggingface(
         root: folder for files that are downloaded from the hub.
         path: name on the hub, such as `flwrlabs/femnist`, or a folder.
         config: configuration of the data set on the hub.
-        train: name of the split with the training samples.
-        test: name of the split with the test samples. Unset: the split `test`, or without such a split, a fraction
-            `test_fraction` of the training samples that is drawn at random, the same for every seed.
+        train: name of the split with the training samples. Unset: the split called train or training.
+        test: name of the split with the test samples. Unset: the split called test, testing, validation, valid or val,
+            or without such a split, a fraction `test_fraction` of the training samples that is drawn at random, the
+            same for every seed.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
         inputs: columns of the inputs. Unset: all columns except the target and `ids`.
         ids: columns that contain the owner of each sample, for the partition `natural`.
         test_fraction: fraction of test samples, 0 < test_fraction < 1.
 
     Raises DataError, which names the data set and the column, if the data set cannot be read, for missing columns, for
-    inputs that are text, and for NaN.
+    inputs that are text or images beside other inputs, and for NaN.
 
     >>> train, test = fedsim.load_dataset(  # doctest: +SKIP
     ...     "huggingface", path="flwrlabs/femnist", inputs=["image"], target="character", ids=["writer_id"])
@@ -66,12 +67,13 @@ def huggingface(
             f"{path}: cannot be read: {one_line(error)}; on a computer without network access, use a local folder"
         ) from None
     if not hasattr(splits, "keys"):
-        splits = {train: splits}
+        splits = {train or "train": splits}
+    known = parts_of(list(splits), path) if train is None or test is None else (None, None)
+    train, test = train or known[0] or "train", test or known[1]
     for key, name in (("train", train), ("test", test)):
         if name is not None and name not in splits:
             raise DataError(f"data.{key} = {show(name)}: no such split; {path} has {', '.join(splits)}")
-    test = test or "test"
-    parts = [None if name not in splits else _columns(splits[name]) for name in (train, test)]
+    parts = [None if name is None else _columns(splits[name]) for name in (train, test)]
     places = f"{path}, split {train}", f"{path}, split {test}"
     return train_and_test(
         parts[0] or {}, parts[1], places, target=target, inputs=inputs, ids=ids, test_fraction=test_fraction

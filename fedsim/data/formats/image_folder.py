@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from pydantic import PositiveInt
 
-from fedsim.data.columns import Fraction, pixels_of, split_test
+from fedsim.data.columns import Fraction, parts_of, split_test
+from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
-from fedsim.errors import DataError, one_line
+from fedsim.errors import DataError, FedsimWarning, cut, one_line
 
 SUFFIXES = ".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"
-TEST_FOLDERS = "test", "val", "valid"
 
 
 @dataset("image_folder")
@@ -28,7 +30,9 @@ def image_folder(
     """Image files `PATH/train/CLASS/IMAGE` and `PATH/test/CLASS/IMAGE`, or `PATH/CLASS/IMAGE` without a test part.
 
     Classes are numbered in sorted order. Images `CLASS/OWNER/IMAGE` belong to the owner OWNER, for the partition
-    `natural`. Pixels are uint8 [n, channels, height, width], divided by 255 when a batch is made.
+    `natural`. Pixels are uint8 [n, channels, height, width], divided by 255 when a batch is made. Images are rotated as
+    their EXIF data say. `train` may also be called training, and `test` testing, validation, valid or val, in upper or
+    lower case. Other files and folders are not read, and are named in a warning.
 
     Args:
         path: the folder.
@@ -37,7 +41,8 @@ def image_folder(
         test_fraction: fraction of the samples that is drawn at random for tests if there is no test part. The draw is
             the same for every seed.
 
-    Raises DataError, with the file, for images that cannot be read or have different sizes, and for unknown classes.
+    Raises DataError, with the file, for images that cannot be read, have different sizes or no class, and for images
+    without an owner beside images with an owner.
 
     >>> import tempfile, pathlib
     >>> from PIL import Image
@@ -51,29 +56,69 @@ def image_folder(
     (torch.Size([8, 3, 64, 64]), 2)
     """
     folder = Path(path).expanduser()
-    train_folder = folder / "train" if (folder / "train").is_dir() else folder
-    if not train_folder.is_dir():
+    if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    test_folder = next((folder / name for name in TEST_FOLDERS if (folder / name).is_dir()), None)
-    if train_folder == folder and test_folder is not None:
-        raise DataError(f"{folder}: has a folder {test_folder.name}, but no folder train; put the classes into train")
-    classes = sorted(e.name for e in train_folder.iterdir() if e.is_dir() and not e.name.startswith("."))
-    train = _read(train_folder, classes, size, grey)
-    if test_folder is None:
-        return split_test(train, test_fraction)
-    return train, _read(test_folder, classes, size, grey)
+    subfolders = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    train_part, test_part = parts_of(subfolders, str(folder))
+    train_folder = folder if train_part is None else folder / train_part
+    if train_part is None and test_part is not None:
+        raise DataError(f"{folder}: has a folder {test_part}, but no folder train; put the classes into train")
+    if train_part is not None:
+        parts = train_part, test_part
+        others = [name for name in subfolders if name not in parts and _listed(folder / name)[0]]
+        _check_other_folders(folder, train_part, test_part, others)
+    files = _files(train_folder)
+    classes = sorted({file.relative_to(train_folder).parts[0] for file in files if file.parent != train_folder})
+    train = _read(train_folder, files, classes, size, grey)
+    if test_part is None:
+        return split_test(train, test_fraction, path, are_classes=True)
+    test_folder = folder / test_part
+    return train, _read(test_folder, _files(test_folder), classes, size, grey)
 
 
-def _read(folder: Path, classes: list[str], size: int | None, grey: bool) -> TensorData:
-    """Return the images in `folder`/CLASS as a data set, in the sorted order of their paths."""
-    from PIL import Image  # a requirement of torchvision
+def _check_other_folders(folder: Path, train: str, test: str | None, others: Sequence[str]) -> None:
+    """Check folders of images beside the training part, which may be classes if there is no test part."""
+    if others and test is None:
+        raise DataError(
+            f"{folder}: has a folder {train} beside other folders of images, such as {others[0]}; if {train} is the "
+            f"training part, move the others away, and if it is a class, move all classes into a folder train"
+        )
 
+
+def _files(folder: Path) -> list[Path]:
+    """Return the image files below a folder in sorted order. A warning names other files and folders without images."""
+    images, others = _listed(folder)
+    if not images:
+        suffixes = ", ".join(SUFFIXES)
+        raise DataError(f"{folder}: has no images ({suffixes}); it must have one folder of images per class")
+    filled = {file.relative_to(folder).parts[0] for file in images}
+    others += [entry for entry in folder.iterdir() if entry.is_dir() and entry.name not in filled]
+    if others := [entry for entry in sorted(others) if not entry.name.startswith(".")]:
+        warnings.warn(
+            f"{folder}: files that are no images and folders without images are not read, such as "
+            f"{cut(str(others[0].relative_to(folder)))} ({len(others)} in all)",
+            FedsimWarning,
+            stacklevel=2,
+        )
+    return images
+
+
+def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the image files and the other files below a folder, each in sorted order, without hidden ones."""
     files = sorted(
         file
         for top in folder.iterdir()  # rglob follows links only at its start
         for file in (top, *top.rglob("*"))
-        if file.suffix.lower() in SUFFIXES and not any(p.startswith(".") for p in file.relative_to(folder).parts)
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     )
+    images = [file for file in files if file.suffix.lower() in SUFFIXES]
+    return images, [file for file in files if file.suffix.lower() not in SUFFIXES]
+
+
+def _read(folder: Path, files: Sequence[Path], classes: Sequence[str], size: int | None, grey: bool) -> TensorData:
+    """Return the image files `folder`/CLASS/... as a data set, in the order of `files`."""
+    from PIL import Image  # a requirement of torchvision
+
     images, labels, owners = list[np.ndarray](), list[int](), list[str]()
     for file in files:
         name, *below = file.relative_to(folder).parts
@@ -93,9 +138,12 @@ def _read(folder: Path, classes: list[str], size: int | None, grey: bool) -> Ten
         images.append(pixels)
         labels.append(classes.index(name))
         owners.append(below[0] if len(below) > 1 else "")
-    if not images:
-        suffixes = ", ".join(SUFFIXES)
-        raise DataError(f"{folder}: has no images ({suffixes}); it must have one folder of images per class")
+    if any(owners) and not all(owners):
+        with_owner = next(file for file, owner in zip(files, owners, strict=True) if owner)
+        raise DataError(
+            f"{files[owners.index('')]}: is in no folder of an owner, but {with_owner.relative_to(folder)} is; move it "
+            "into the folder of its owner, or remove it"
+        )
     inputs = torch.from_numpy(np.stack(images).transpose(0, 3, 1, 2).copy())
     ids = {"owner": np.array(owners)} if all(owners) else {}
     return TensorData(inputs, torch.tensor(labels), scale=1 / 255, ids=ids)

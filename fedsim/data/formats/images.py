@@ -19,6 +19,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedsim.core.suggestions import closest
+from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import MNIST_STATISTICS, dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, FedsimError, MissingPackageError, one_line, show
@@ -360,17 +361,13 @@ def _tensors(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
 
 def _read_samples(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
     """Return the images and the labels of a torchvision data set by reading its samples one by one."""
-    from PIL import ImageOps  # a dependency of torchvision
-
     pixels, labels = torch.empty(0), torch.zeros(len(part), dtype=torch.int64)
     for index in range(len(part)):
         place = f"image {index}{_file_of(part, index)}"
         try:
             image, label = part[index]
-            image = image if image.mode == "L" else image.convert("RGB")
-            if image_size is not None:
-                image = ImageOps.fit(image, (image_size, image_size))
-            sample = torch.from_numpy(np.array(image)).reshape(image.height, image.width, -1).permute(2, 0, 1)
+            array = pixels_of(image, "L" if image.mode == "L" else "RGB", image_size, crop=True)
+            sample = torch.from_numpy(array.copy()).permute(2, 0, 1)
         except Exception as error:
             raise DataError(f"{place}: cannot be read: {one_line(error)}") from error
         if not isinstance(label, (int, np.integer)):

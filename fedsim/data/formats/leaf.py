@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.data.columns import require_finite, samples_of
+from fedsim.data.columns import parts_of, require_finite, samples_of
+from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, one_line, show
@@ -38,8 +39,8 @@ def leaf(
         images: folder of the image files, if inputs are file names.
         size: height and width to which these images are resized.
 
-    Raises DataError, with the file and the user, for files that cannot be read, users without data, and inputs and
-    targets of different lengths or shapes.
+    Raises DataError, with the file and the user, for files that cannot be read, users without data or that are listed
+    twice or not at all, and inputs and targets of different lengths or shapes.
 
     >>> import json, tempfile, pathlib
     >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -52,12 +53,14 @@ def leaf(
     >>> train.inputs.shape, train.ids["user"].tolist()
     (torch.Size([3, 1, 28, 28]), ['ann', 'bob', 'bob'])
     """
-    parts = []
-    for part in ("train", "test"):
+    folder, parts = Path(path).expanduser(), []
+    names = parts_of([entry.name for entry in folder.iterdir()] if folder.is_dir() else [], path)
+    for part in (name or default for name, default in zip(names, ("train", "test"), strict=True)):
         inputs, targets, users = [], [], []
-        for place, user, user_inputs, user_targets in _users(Path(path).expanduser() / part):
+        for place, user, user_inputs, user_targets in _users(folder / part):
+            is_text = images is None and any(isinstance(value, str) for value in user_inputs)
             inputs += [_as_input(value, images, size, place) for value in user_inputs]
-            targets += [_as_target(value, place) for value in user_targets]
+            targets += [_as_target(value, place, is_text) for value in user_targets]
             users += [user] * len(user_inputs)
         if not inputs:
             raise DataError(f"{path}/{part}: has no samples; its files must name users with x and y")
@@ -90,6 +93,11 @@ def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
         except KeyError as error:
             raise DataError(f"{file}: has no key {error}, which LEAF's files must have") from None
         for user in users:
+            if users.count(user) > 1:
+                raise DataError(f"{file}: names the user {show(user)} twice; each user must occur once")
+        if isinstance(data, dict) and (unlisted := [user for user in data if user not in users]):
+            raise DataError(f"{file}: has data of the user {show(unlisted[0])}, who is not in its list of users")
+        for user in users:
             place = f"{file}: user {show(user)}"
             try:
                 inputs, targets = data[user]["x"], data[user]["y"]
@@ -106,21 +114,28 @@ def _as_input(value: Any, images: str | None, size: int, place: str) -> Any:
     if not isinstance(value, str):
         return value
     if images is None:
-        return [_as_target(character, place) for character in value]
+        return [_number_of(character, place) for character in value]
     from PIL import Image  # a requirement of torchvision
 
     file = Path(images).expanduser() / value
     try:
         with Image.open(file) as image:
-            return np.asarray(image.convert("RGB").resize((size, size))).transpose(2, 0, 1)
+            return pixels_of(image, "RGB", size).transpose(2, 0, 1)
     except Exception as error:
         raise DataError(f"{place}: {file}: cannot be read: {one_line(error)}") from None
 
 
-def _as_target(value: Any, place: str) -> Any:
-    """Return a number unchanged, and a character as its index in LEAF's list of characters."""
+def _as_target(value: Any, place: str, is_text: bool) -> Any:
+    """Return a number unchanged. If inputs are text, return the index of a character in LEAF's list of characters."""
     if not isinstance(value, str):
         return value
-    if len(value) != 1 or value not in CHARACTERS:
-        raise DataError(f"{place}: {show(value)} is not one of LEAF's {len(CHARACTERS)} characters")
-    return CHARACTERS.index(value)
+    if not is_text:
+        raise DataError(f"{place}: the target {show(value)} is text, but the inputs are not; write numbers of classes")
+    return _number_of(value, place)
+
+
+def _number_of(character: str, place: str) -> int:
+    """Return the index of a character in LEAF's list of characters."""
+    if len(character) != 1 or character not in CHARACTERS:
+        raise DataError(f"{place}: {show(character)} is not one of LEAF's {len(CHARACTERS)} characters")
+    return CHARACTERS.index(character)

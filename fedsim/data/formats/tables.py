@@ -36,12 +36,13 @@ def table(
         test_path: file of the test samples. Unset: a fraction `test_fraction` of the samples in `path` is drawn at
             random. The draw is the same for every seed.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
-        inputs: columns of the inputs. Unset: all columns except the target and `ids`.
+        inputs: columns of the inputs. Unset: all columns except the target, `ids`, and the index of a data frame. In
+            CSV files, an index is a column without a name, or called "Unnamed: 0", with the values 0, 1, 2, ...
         ids: columns that contain the owner of each sample (such as a user), for the partition `natural`.
         test_fraction: fraction of test samples, 0 < test_fraction < 1.
 
     Raises DataError, with the file and the column, for a file that cannot be read, missing columns, inputs that are
-    text, NaN and missing values.
+    text, NaN, missing values and other columns without a name.
 
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "points.csv"
@@ -50,14 +51,17 @@ def table(
     >>> train.inputs.shape, len(test), sorted(set(train.ids["user"].tolist()))
     (torch.Size([8, 1]), 2, ['a', 'b'])
     """
-    train = _read(path)
-    test = None if test_path is None else _read(test_path)
-    places = path, test_path or ""
-    return train_and_test(train, test, places, target=target, inputs=inputs, ids=ids, test_fraction=test_fraction)
+    train, index = _read(path)
+    test = None if test_path is None else _read(test_path)[0]
+    options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "index": index}
+    return train_and_test(train, test, (path, test_path or ""), test_fraction=test_fraction, **options)
 
 
-def _read(path: str) -> dict[str, Any]:
-    """Return the columns of a CSV or Parquet file by name. Raise DataError if the file cannot be read."""
+def _read(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the columns of a CSV or Parquet file by name, and the names of those that were a data frame's index.
+
+    Raises DataError if the file cannot be read.
+    """
     path, suffix = data_path(path), Path(path).suffix.lower()
     parquet = suffix in (".parquet", ".pq")
     module = import_extra("pyarrow.parquet" if parquet else "pyarrow.csv", extra="tables", purpose="reading tables")
@@ -79,4 +83,5 @@ def _read(path: str) -> dict[str, Any]:
             row = int(np.flatnonzero(column.is_null())[0])
             raise DataError(f"{path}: column {name} has no value in row {row}; remove such rows or fill in the values")
         columns[name] = column.to_numpy()
-    return columns
+    described = (content.schema.pandas_metadata or {}).get("index_columns", [])
+    return columns, [name for name in described if isinstance(name, str)]

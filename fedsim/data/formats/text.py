@@ -122,6 +122,9 @@ def text(
     >>> train, test = fedsim.load_dataset("text", path="play.txt", length=32)  # doctest: +SKIP
     """
     files = [file for name in ([path] if isinstance(path, str) else path) for file in _files_of(name)]
+    if len(set(files)) < len(files):
+        twice = next(file for file in files if files.count(file) > 1)
+        raise DataError(f"data.path: {show(str(twice))} is named twice; name each file once")
     parts = [_split(_read(file), test_fraction) for file in files]
     if tokens == "bpe":
         encoded = _byte_pairs(parts, vocabulary)
@@ -224,9 +227,14 @@ def _byte_pairs(parts: Sequence[tuple[str, str]], vocabulary: int) -> list[tuple
 
 
 def _files_of(name: str) -> list[Path]:
-    """Return [path] for a file, or a folder's files *.txt (also in subfolders). Raises DataError if there are none."""
-    path = Path(name).expanduser()
-    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    """Return [path] for a file, or a folder's files *.txt (also in subfolders). Raises DataError if there are none.
+
+    Hidden files are left out. The ending may be in upper case.
+    """
+    path, files = Path(name).expanduser(), [Path(name).expanduser()]
+    if path.is_dir():
+        visible = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
+        files = sorted(file for file in visible if file.suffix.lower() == ".txt")
     if not files or not files[0].is_file():
         problem = "has no files *.txt" if path.is_dir() else "there is no such file or folder"
         raise DataError(f"data.path = {show(name)}: {problem}")

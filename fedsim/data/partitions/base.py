@@ -4,7 +4,8 @@ A strategy is a function that returns a list of index arrays, one per worker. It
 names: labels [n], n_workers, rng (for all random draws), ids (dict from column name to the owners [n]), and by_class
 (one array of ascending sample indices per class). Its keyword-only parameters are its configuration. Each index in
 range(n) must occur in exactly one shard, and no shard may be empty. A strategy registered with `covers=False` may leave
-samples out.
+samples out. A strategy registered with `whole=True` returns indices of samples in the whole data set. Those that are
+held out for validation are then dropped from its shards.
 
 A strategy with a parameter `worker` is VIRTUAL: it returns the index array of one worker, and receives a separate `rng`
 for each worker. The function is called only when a shard is needed, so the number of workers is not limited. Shards may
@@ -39,7 +40,7 @@ from fedsim.errors import ExperimentError, show
 partition_strategy = Registry(
     "partition strategy",
     inputs=("labels", "n_workers", "rng", "ids", "worker", "by_class"),
-    traits=("covers",),
+    traits=("covers", "whole"),
 )
 
 Transform = Callable[..., Tensor]  # maps `images` [batch, ...] to the same shape; may accept `draws` or `generator`
@@ -89,11 +90,15 @@ def partition_shards(
     seed: int = 0,
     *,
     ids: Ids = None,
+    index_of: np.ndarray | None = None,
     **params: Any,
 ) -> Shards:
     """Split a data set's samples like `partition`, but return a `Shards` object, from which shards are read one by one.
 
     Shards of a virtual strategy are drawn on demand, so errors in such a shard are raised only then.
+
+    If `labels` are those of a part of a data set, `index_of` [N] contains the index in `labels` of each sample of the
+    data set, or -1 for samples that are held out. A strategy such as `given` returns indices in the whole data set.
 
     >>> shards = fedsim.data.partition_shards(np.arange(100) % 10, 10**6, "virtual", samples=5)
     >>> len(shards), shards.size(999_999)
@@ -128,8 +133,26 @@ def partition_shards(
         values["by_class"] = samples_by_class(labels) if has_classes(labels) else None
     shards = registration.bind(params)(**registration.select_inputs(**values))
     shards = [np.asarray(shard, dtype=np.int64) for shard in shards]
-    _check_shards(shards, len(labels), n_workers, strategy, covers=getattr(registration.target, "covers", True))
-    return ListedShards.of_arrays(shards)
+    covers, whole = getattr(registration.target, "covers", True), getattr(registration.target, "whole", False)
+    if index_of is None or not whole:
+        _check_shards(shards, len(labels), n_workers, strategy, covers=covers)
+        return ListedShards.of_arrays(shards)
+    _check_shards(shards, len(index_of), n_workers, strategy, covers=covers)
+    return ListedShards.of_arrays(_without_held_out(shards, index_of, strategy))
+
+
+def _without_held_out(shards: list[np.ndarray], index_of: np.ndarray, strategy: str) -> list[np.ndarray]:
+    """Drop the held-out samples from shards of the whole data set, and return indices among the remaining samples.
+
+    Raises ExperimentError if all samples of a worker are held out.
+    """
+    kept = [index_of[shard][index_of[shard] >= 0] for shard in shards]
+    if empty := [worker for worker, shard in enumerate(kept) if not len(shard)]:
+        raise ExperimentError(
+            f'partition.name = "{strategy}": all samples of worker {empty[0]} are held out for validation; use a '
+            "smaller data.validation_fraction, or give this worker more samples"
+        )
+    return kept
 
 
 def partition_transforms(n_workers: int, strategy: str, **params: Any) -> list[Transform | None]:

@@ -65,7 +65,7 @@ class Natural:
         return len(owners_of(columns, self.by)[0])
 
 
-@partition_strategy("given", covers=False)
+@partition_strategy("given", covers=False, whole=True)
 @dataclass(frozen=True)
 class Given:
     """Each worker holds a given list of samples, for partitions that were made elsewhere.
@@ -74,13 +74,16 @@ class Given:
     worker for each list. Samples in no list are not used. The lists become part of the experiment and of its file, so
     use `path` for more than 500,000 samples.
 
+    Indices are those of the training samples that `load_dataset` returns. Samples that `data.validation_fraction` holds
+    out are dropped from the lists.
+
     Args:
         shards: indices of the training samples of each worker.
         path: file with these lists instead of `shards`. JSON: `[[0, 2], [1]]` or `{"ann": [0, 2], "bob": [1]}`. CSV:
             the columns `sample` and `worker`. Workers are sorted by their numbers, or otherwise in order of appearance.
 
     Returns one index array [size] per worker. Raises ExperimentError if the file cannot be read, or if a sample has two
-    workers. Cost: O(n).
+    workers, or if all samples of a worker are held out. Cost: O(n).
 
     >>> fedsim.partition(np.zeros(4), 2, "given", shards=[[3, 0], [1]])
     [array([3, 0]), array([1])]

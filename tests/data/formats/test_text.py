@@ -100,7 +100,7 @@ def test_overlapping_windows_share_one_tensor_of_bytes(plays):
     assert {tensor.untyped_storage().nbytes() for tensor in tensors} == {characters}
     positions = torch.arange(0, len(train), 99991)
     expected = train.gather(positions)
-    rest, held_out = split_validation(train, 0.25, seed=0)
+    rest, held_out, _ = split_validation(train, 0.25, seed=0)
     share([tensor for part in (rest, held_out, train, test) for tensor in part.tensors])
     parts = (train, test, rest, held_out)
     assert len({part.inputs.untyped_storage().data_ptr() for part in parts}) == 1

@@ -6,9 +6,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 import fedsim
+from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
+from fedsim.runs.session import Session
+from fedsim.runs.setup import prepare
 from tests import components
 
 OWNERS = {"writer": np.repeat(["ann", "bob", "cy"], 50), "session": np.arange(150) // 25}
@@ -59,6 +63,71 @@ def test_a_list_of_arrays_is_a_partition(tiny_experiment):
     result = fedsim.run({**tables, "rounds": 1, "partition": [np.arange(40), np.array([60, 50])]})
     assert result.experiment.workers == 2
     assert result.history[0].samples == [40, 2]
+
+
+def trained_on(tables, lists, fraction, train):
+    """The positions in `train` of each worker's samples in a run whose partition is `lists`, in order."""
+    experiment = fedsim.Experiment(
+        **{**tables, "partition": lists, "data": {"name": (train, train), "validation_fraction": fraction}}
+    )
+    with Session() as session, prepare(experiment, session) as (_, engine):
+        shared = engine.shared.data
+        inputs = [shared.train.gather(shared.shards.of(k))[0] for k in range(experiment.workers)]
+        assert len(shared.validation) == round(fraction * len(train))
+    return [rows.flatten(1)[:, 0].long().tolist() for rows in inputs]
+
+
+@pytest.fixture
+def numbered():
+    """Samples whose first pixel is their position in the data set."""
+    images = torch.zeros(100, 1, 28, 28)
+    images[:, 0, 0, 0] = torch.arange(100)
+    return fedsim.TensorData(images, torch.arange(100) % 10)
+
+
+@pytest.mark.parametrize("lists", [[[0, 1, 2, 5], [60, 99, 61, 62]], np.arange(100).reshape(4, 25)[::-1].tolist()])
+def test_lists_are_positions_in_the_data_set_before_validation(lists, numbered, tiny_experiment):
+    """Samples held out for validation are dropped, and the others are those that the lists name."""
+    tables = {key: value for key, value in tiny_experiment.items() if key != "workers"}
+    assert trained_on(tables, lists, 0.0, numbered) == lists
+    order = numpy_generator(tiny_experiment.get("seed", 0), "validation_split").permutation(100)
+    held_out = set(order[:20].tolist())
+    remaining = [[position for position in shard if position not in held_out] for shard in lists]
+    assert remaining != lists
+    assert trained_on(tables, lists, 0.2, numbered) == remaining
+
+
+@pytest.mark.parametrize(
+    ("lists", "line"),
+    [
+        ([[0, 100], [1]], "returned index 100; valid indices are 0 to 99"),
+        ([[0, 1], [1, 2]], "must assign each of the 100 samples to at most one worker"),
+        ([[-1], [1]], "returned index -1; valid indices are 0 to 99"),
+        ("held out", "all samples of worker 1 are held out for validation; use a smaller data.validation_fraction"),
+    ],
+)
+def test_lists_are_checked_against_the_whole_data_set(lists, line, numbered, tiny_experiment):
+    tables = {key: value for key, value in tiny_experiment.items() if key != "workers"}
+    order = numpy_generator(tiny_experiment.get("seed", 0), "validation_split").permutation(100)
+    lists = [order[20:].tolist(), order[3:5].tolist()] if lists == "held out" else lists
+    with pytest.raises(ExperimentError, match=line) as caught:
+        trained_on(tables, lists, 0.2, numbered)
+    assert len(caught.value.lines) == 1
+
+
+def test_owners_keep_their_samples_when_others_are_held_out(numbered, tiny_experiment):
+    owners = np.arange(100) // 10
+    train = fedsim.TensorData(numbered.inputs, numbered.targets, ids={"user": owners})
+    tables = {key: value for key, value in tiny_experiment.items() if key != "workers"}
+    shards = trained_on(tables, "natural", 0.2, train)
+    order = numpy_generator(tiny_experiment.get("seed", 0), "validation_split").permutation(100)
+    remaining = sorted(order[20:].tolist())
+    assert shards == [[position for position in remaining if owners[position] == owner] for owner in range(10)]
+
+
+def test_owners_of_another_number_of_samples_are_an_error():
+    with pytest.raises(ValueError, match=r"ids: user must contain one owner per sample, \[3\], not \[4\]"):
+        fedsim.TensorData(torch.zeros(3, 1), torch.arange(3), ids={"user": np.arange(4)})
 
 
 @pytest.mark.parametrize(

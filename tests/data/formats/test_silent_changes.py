@@ -1,0 +1,323 @@
+"""Data in files that would quietly become something else: read as they are meant, named, or refused in one line."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from fedsim.data.columns import parts_of
+from fedsim.errors import DataError, FedsimWarning
+
+
+def load(name, *expected, **params):
+    """Load a data set whose warnings are exactly those that contain `expected`, one line each."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FedsimWarning)
+        data = fedsim.load_dataset(name, **params)
+    lines = [str(warning.message) for warning in caught if issubclass(warning.category, FedsimWarning)]
+    assert len(lines) == len(expected), lines
+    for line, part in zip(lines, expected, strict=True):
+        assert part in line
+        assert "\n" not in line
+    return data
+
+
+def refused(name, match, **params):
+    with pytest.raises(DataError, match=match) as caught:
+        fedsim.load_dataset(name, **params)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def picture():
+    image = pytest.importorskip("PIL.Image")
+
+    def write(file, value=0, size=(6, 4), orientation=None):
+        """Write an image [4, 6] whose pixels are numbers from `value` in the order of rows, and return the numbers."""
+        pixels = (np.arange(size[0] * size[1]).reshape(size[1], size[0]) + value).astype(np.uint8)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        saved = image.fromarray(pixels)
+        exif = image.Exif()
+        if orientation is not None:
+            exif[0x0112] = orientation
+        saved.save(file, exif=exif)
+        return pixels
+
+    return write
+
+
+# Each orientation of EXIF, as what must be done with the stored pixels (EXIF 2.3, table of the tag 274).
+ORIENTATIONS = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.T,
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: a[::-1, ::-1].T,
+    8: lambda a: np.rot90(a),
+}
+
+
+class TestFolders:
+    @pytest.mark.parametrize(
+        ("train", "test"),
+        [("Train", "Test"), ("training", "testing"), ("train", "Validation"), ("TRAINING", "valid"), ("train", "VAL")],
+    )
+    def test_names_of_parts_are_compared_without_case(self, train, test, tmp_path, picture):
+        for part, value in ((train, 0), (test, 100)):
+            for number, name in enumerate(("cat", "dog")):
+                picture(tmp_path / part / name / "1.png", value + number)
+        train_data, test_data = load("image_folder", path=str(tmp_path), grey=True)
+        assert train_data.inputs[:, 0, 0, 0].tolist() == [0, 1]
+        assert test_data.inputs[:, 0, 0, 0].tolist() == [100, 101]
+        assert train_data.targets.tolist() == test_data.targets.tolist() == [0, 1]
+
+    def test_two_names_of_one_part_are_an_error(self, tmp_path, picture):
+        for part in ("train", "Training", "test"):
+            picture(tmp_path / part / "cat" / "1.png")
+        refused("image_folder", "Training and train are names of the same part; keep only one", path=str(tmp_path))
+
+    def test_a_validation_part_beside_a_test_part_is_named(self, tmp_path, picture):
+        for number, part in enumerate(("train", "val", "Test")):
+            picture(tmp_path / part / "cat" / "1.png", number)
+        _, test = load("image_folder", "val is not used, because Test is the test part", path=str(tmp_path))
+        assert test.inputs[:, 0, 0, 0].tolist() == [2]
+
+    def test_a_class_called_train_is_not_taken_for_a_part(self, tmp_path, picture):
+        for name in ("bus", "train"):
+            picture(tmp_path / name / "1.png")
+        refused("image_folder", "has a folder train beside other folders of images, such as bus", path=str(tmp_path))
+
+    def test_a_stray_image_beside_folders_of_owners_is_named(self, tmp_path, picture):
+        for name in ("cat", "dog"):
+            for owner in ("ann", "bob"):
+                picture(tmp_path / "train" / name / owner / "1.png")
+        picture(tmp_path / "test" / "cat" / "1.png")
+        train, _ = load("image_folder", path=str(tmp_path))
+        assert train.ids["owner"].tolist() == ["ann", "bob"] * 2
+        (tmp_path / "train/dog/._1.png").write_bytes(b"of macOS")
+        load("image_folder", path=str(tmp_path))
+        picture(tmp_path / "train/dog/stray.png")
+        refused(
+            "image_folder", "train/dog/stray.png: is in no folder of an owner, but cat/ann/1.png is", path=str(tmp_path)
+        )
+
+    def test_other_files_and_empty_folders_are_named_and_are_no_classes(self, tmp_path, picture):
+        for part in ("train", "test"):
+            for name in ("cat", "dog"):
+                picture(tmp_path / part / name / "1.png")
+        (tmp_path / "train/__MACOSX").mkdir()
+        (tmp_path / "train/cat/2.heic").write_bytes(b"")
+        train, _ = load("image_folder", "not read, such as __MACOSX (2 in all)", path=str(tmp_path))
+        assert train.targets.tolist() == [0, 1]
+
+    @pytest.mark.parametrize("orientation", ORIENTATIONS)
+    def test_images_are_rotated_as_exif_says(self, orientation, tmp_path, picture):
+        pixels = picture(tmp_path / "cat" / "1.png", orientation=orientation)
+        picture(tmp_path / "cat" / "2.png", size=ORIENTATIONS[orientation](pixels).shape[::-1])
+        data = torch.cat(
+            [part.inputs for part in load("image_folder", path=str(tmp_path), grey=True, test_fraction=0.4)]
+        )
+        expected = ORIENTATIONS[orientation](pixels)
+        assert any(np.array_equal(image[0], expected) for image in data)
+
+
+def test_pictures_of_data_sets_are_rotated_and_have_no_palette(tmp_path, picture):
+    image = pytest.importorskip("PIL.Image")
+    pixels = picture(tmp_path / "1.png", orientation=6)
+    colours = np.arange(24, dtype=np.uint8).reshape(2, 4, 3) * 10
+    with image.open(tmp_path / "1.png") as turned:
+        data = fedsim.data.as_tensor_data([(turned, 0)])
+        assert np.array_equal(data.inputs[0, 0], np.rot90(pixels, -1))
+    palette = image.fromarray(colours).quantize(256, method=image.Quantize.FASTOCTREE)
+    data = fedsim.data.as_tensor_data([(palette, 0), (image.fromarray(colours), 1)])
+    assert np.array_equal(data.inputs[1], colours.transpose(2, 0, 1))
+    assert (data.inputs[0].int() - data.inputs[1].int()).abs().max() < 30
+    bits = image.fromarray(np.array([[0, 255]], dtype=np.uint8)).convert("1")
+    assert fedsim.data.as_tensor_data([(bits, 0)]).gather(torch.arange(1))[0].tolist() == [[[[0.0, 1.0]]]]
+
+
+def test_pictures_of_leaf_are_rotated(tmp_path, picture):
+    pixels = picture(tmp_path / "a.png", orientation=6)
+    for part in ("Train", "TEST"):
+        (tmp_path / part).mkdir()
+        data = {"users": ["1"], "user_data": {"1": {"x": ["a.png"], "y": [0]}}}
+        (tmp_path / part / "all.json").write_text(json.dumps(data))
+    image = pytest.importorskip("PIL.Image")
+    train, _ = load("leaf", path=str(tmp_path), images=str(tmp_path), size=4)
+    upright = image.fromarray(np.rot90(pixels, -1).copy()).convert("RGB").resize((4, 4))
+    assert np.array_equal(train.inputs[0], np.asarray(upright).transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ({"users": ["a", "a"], "user_data": {"a": {"x": [[1.0]], "y": [0]}}}, 'names the user "a" twice'),
+        ({"users": [], "user_data": {"a": {"x": [[1.0]], "y": [0]}}}, 'data of the user "a", who is not in its list'),
+        (
+            {"users": ["a"], "user_data": {"a": {"x": [[1.0]], "y": ["3"]}}},
+            'the target "3" is text, but the inputs are',
+        ),
+    ],
+)
+def test_users_and_targets_of_leaf_are_not_guessed(content, match, tmp_path):
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "all.json").write_text(json.dumps(content))
+    refused("leaf", match, path=str(tmp_path))
+
+
+class TestTables:
+    @pytest.fixture(autouse=True)
+    def _needs_pyarrow(self):
+        pytest.importorskip("pyarrow")
+
+    def write(self, path, header, rows):
+        path.write_text("\n".join([header, *rows]) + "\n")
+        return str(path)
+
+    @pytest.mark.parametrize("name", ["", "Unnamed: 0"])
+    def test_the_index_of_a_data_frame_is_not_an_input(self, name, tmp_path):
+        rows = [f"{k},{k / 4},{k % 2}" for k in range(20)]
+        path = self.write(tmp_path / "a.csv", f"{name},x,y", rows)
+        train, test = load(
+            "csv", f'a.csv: column "{name}" is the index of a data frame, and is not an input', path=path
+        )
+        assert train.inputs.shape == (16, 1)
+        assert sorted(torch.cat([train.inputs, test.inputs]).flatten().tolist()) == [k / 4 for k in range(20)]
+        both, _ = load("csv", path=path, inputs=[name, "x"])
+        assert both.inputs.shape == (16, 2)
+        owned, _ = load("csv", path=path, ids=[name])
+        assert owned.inputs.shape == (16, 1)
+
+    def test_other_columns_without_a_name_are_an_error(self, tmp_path):
+        rows = [f"{(7 * k) % 20},{k / 4},{k % 2}" for k in range(20)]  # rows in a shuffled order
+        path = self.write(tmp_path / "a.csv", ",x,y", rows)
+        refused("csv", 'a.csv: column "" has no name, and is not an index', path=path)
+        assert load("csv", path=path, inputs=["x"])[0].inputs.shape == (16, 1)
+
+    def test_a_test_file_may_have_another_index(self, tmp_path):
+        train_path = self.write(tmp_path / "a.csv", ",x,y", [f"{k},{k / 4},{k % 2}" for k in range(8)])
+        test_path = self.write(tmp_path / "b.csv", ",x,y", [f"{k + 8},{k / 4},{k % 2}" for k in range(4)])
+        _, test = load("csv", "is the index", path=train_path, test_path=test_path)
+        assert test.inputs.flatten().tolist() == [0, 0.25, 0.5, 0.75]
+
+    def test_the_index_of_a_frame_in_a_parquet_file_is_not_an_input(self, tmp_path):
+        pandas = pytest.importorskip("pandas")
+        frame = pandas.DataFrame({"x": np.arange(10.0), "y": np.arange(10) % 2})
+        frame.sample(frac=1, random_state=0).to_parquet(tmp_path / "a.parquet")
+        line = 'column "__index_level_0__" is the index of a data frame'
+        assert load("parquet", line, path=str(tmp_path / "a.parquet"))[0].inputs.shape == (8, 1)
+        frame.sample(frac=1, random_state=0).rename_axis("number").to_parquet(tmp_path / "b.parquet")
+        line = 'column "number" is the index of a data frame'
+        assert load("parquet", line, path=str(tmp_path / "b.parquet"))[0].inputs.shape == (8, 1)
+        assert load("parquet", path=str(tmp_path / "b.parquet"), inputs=["x", "number"])[0].inputs.shape == (8, 2)
+
+    def test_a_data_frame_that_was_read_with_its_index_is_meant_without(self):
+        pandas = pytest.importorskip("pandas")
+        frame = pandas.DataFrame({"Unnamed: 0": np.arange(10), "x": np.arange(10.0), "y": np.arange(10) % 2})
+        assert load((frame, frame), 'the training data: column "Unnamed: 0" is the index')[0].inputs.shape == (10, 1)
+
+    def test_spaces_around_labels_and_owners_are_removed(self, tmp_path):
+        rows = [f"{k / 4},{('ann', 'ann ', 'bob')[k % 3]},{('dog', ' dog', 'cat')[k % 3]}" for k in range(12)]
+        path = self.write(tmp_path / "a.csv", "x,user,y", rows)
+        lines = [
+            'column "y": spaces around 4 of 12 values are removed, such as in " dog"',
+            'column "user": spaces around 4',
+        ]
+        train, test = load("csv", *lines, path=path, ids=["user"], inputs=["x"])
+        number = np.rint(torch.cat([train.inputs, test.inputs]).flatten().numpy() * 4).astype(int)
+        assert torch.cat([train.targets, test.targets]).tolist() == [int(k % 3 != 2) for k in number]
+        assert np.concatenate([train.ids["user"], test.ids["user"]]).tolist() == [
+            "bob" if k % 3 == 2 else "ann" for k in number
+        ]
+        path = self.write(tmp_path / "b.csv", "x,y", ["1,a", "2, ", "3,b"])
+        refused("csv", 'column "y": has no value in row 1', path=path)
+
+    def test_classes_that_may_be_one_or_missing_are_named(self, tmp_path):
+        names = ["Dog", "dog", "NA"]
+        path = self.write(tmp_path / "a.csv", "x,y", [f"{k},{names[k % 3]}" for k in range(15)])
+        lines = ['"NA" is a class; if it is a missing value', '"Dog" and "dog" are different classes']
+        assert load("csv", *lines, path=path)[0].classes == 3
+
+    def test_an_image_beside_numbers_is_an_error(self):
+        image, pandas = pytest.importorskip("PIL.Image"), pytest.importorskip("pandas")
+        pictures = [image.fromarray(np.full((4, 5), k, dtype=np.uint8)) for k in range(4)]
+        frame = pandas.DataFrame({"image": pictures, "age": [1.0, 2.0, 3.0, 4.0], "label": [0, 1, 0, 1]})
+        refused((frame, frame), r'column "image" has values of shape \[1, 4, 5\], .* `inputs` to one of .* image, age')
+        alone = frame.drop(columns="age")
+        assert load((alone, alone))[0].inputs.shape == (4, 1, 4, 5)
+
+
+class TestHuggingFace:
+    @pytest.fixture(autouse=True)
+    def _datasets(self, tmp_path):
+        self.datasets = pytest.importorskip("datasets")
+
+    def save(self, folder, names, **columns):
+        columns = columns or {"x": [0.0, 1.0, 2.0, 3.0, 4.0], "label": [0, 1, 0, 1, 0]}
+        parts = {
+            name: self.datasets.Dataset.from_dict(
+                {key: [value + 10 * k for value in values] if key == "x" else values for key, values in columns.items()}
+            )
+            for k, name in enumerate(names)
+        }
+        self.datasets.DatasetDict(parts).save_to_disk(folder)
+        return str(folder)
+
+    @pytest.mark.parametrize("names", [("train", "validation"), ("Train", "Test"), ("training", "val")])
+    def test_names_of_splits_are_compared_without_case(self, names, tmp_path):
+        train, test = load("huggingface", path=self.save(tmp_path / "saved", names))
+        assert train.inputs.flatten().tolist() == [0, 1, 2, 3, 4]
+        assert test.inputs.flatten().tolist() == [10, 11, 12, 13, 14]
+
+    def test_a_split_that_is_named_is_taken(self, tmp_path):
+        path = self.save(tmp_path / "saved", ("train", "validation", "test"))
+        assert load("huggingface", "validation is not used", path=path)[1].inputs[0] == 20
+        _, test = load("huggingface", path=path, train="train", test="validation")
+        assert test.inputs[0] == 10
+        refused("huggingface", 'data.train = "full": no such split', path=path, train="full", test="test")
+
+    def test_an_image_beside_numbers_is_an_error(self, tmp_path):
+        image = pytest.importorskip("PIL.Image")
+        pictures = [image.fromarray(np.full((28, 28), k, dtype=np.uint8)) for k in range(5)]
+        data = self.datasets.Dataset.from_dict({"image": pictures, "age": [1.0] * 5, "label": [0, 1, 0, 1, 0]})
+        data = data.cast_column("image", self.datasets.Image())
+        self.datasets.DatasetDict({"train": data}).save_to_disk(tmp_path / "saved")
+        match = r'split train: column "image" has values of shape \[1, 28, 28\], such as images, which cannot be joined'
+        refused("huggingface", match, path=str(tmp_path / "saved"))
+        train, _ = load("huggingface", path=str(tmp_path / "saved"), inputs=["image"])
+        assert train.inputs.shape == (4, 1, 28, 28)
+
+
+def test_arrays_with_the_same_role_are_an_error(tmp_path):
+    arrays = {"x": np.zeros((4, 2), np.float32), "y": np.arange(4), "targets": np.arange(4)[::-1].copy()}
+    np.savez(tmp_path / "a.npz", **arrays)
+    refused("npz", "has several arrays of targets: targets, y; keep only one", path=str(tmp_path / "a.npz"))
+
+
+def test_spaces_around_owners_in_arrays_are_removed(tmp_path):
+    owners = np.array(["ann", "ann ", "bob", "bob"])
+    np.savez(tmp_path / "a.npz", x=np.zeros((4, 2), np.float32), y=np.zeros(4, int), user=owners)
+    parts = load("npz", 'a.npz: "user": spaces around 1 of 4 values', path=str(tmp_path / "a.npz"), test_fraction=0.25)
+    assert sorted(np.concatenate([part.ids["user"] for part in parts]).tolist()) == ["ann", "ann", "bob", "bob"]
+
+
+def test_texts_are_read_once_and_with_every_ending(tmp_path):
+    for name in ("a.txt", "B.TXT", ".hidden.txt", "sub/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name * 100)
+    train, _ = load("text", path=str(tmp_path), length=8)
+    read = sorted(set(train.ids["file"].tolist()))
+    assert read == sorted(str(tmp_path / name) for name in ("a.txt", "B.TXT", "sub/c.txt"))
+    refused("text", r'a.txt" is named twice', path=[str(tmp_path), str(tmp_path / "a.txt")], length=8)
+
+
+def test_names_that_are_no_parts_are_no_parts():
+    assert parts_of(["trains", "tests", "cats", "vals"], "here") == (None, None)
