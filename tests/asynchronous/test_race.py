@@ -13,6 +13,7 @@ from fedsim.asynchronous.race.state import RaceState
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
 from fedsim.engines.pool.process_pool import ProcessPool
+from fedsim.records.record import RECORD, metric_called
 from tests import components
 from tests.asynchronous import race_components
 
@@ -72,7 +73,7 @@ def test_every_policy_learns(session, name):
             assert record["cohort"] == [0, 1, 2]
         assert all(value > 0 for value in measured["samples_per_second"])
         if name != "hogwild":
-            assert measured["updates_lost"] == measured["torn_reads"] == 0
+            assert measured["updates_lost"] == measured["overlapped_gradients"] == 0
             assert measured["locks_taken"] > 0
     if not any(record["race"]["held_back"] for record in result.history):
         assert [sum(record["samples"]) for record in result.history] == [4000] * 3
@@ -190,6 +191,56 @@ def test_a_policy_that_never_starts_a_worker_is_an_error():
     assert caught.value.lines == (
         "policy: the race cannot continue in round 1, because no worker is busy and the policy lets no worker start",
     )
+
+
+def test_staleness_and_overlaps_of_two_scripted_processes(tmp_path):
+    """Worker 0 takes 3 steps and worker 1 takes 4, in an order that the script determines.
+
+    A worker reads the counters just before the point `in` and just after the point `out`. Points that stand together
+    in the script keep other workers away from these moments, and from the moments before `write` and after `written`.
+    """
+    script = [
+        "in0 in1",
+        "out0 write0",  # worker 0, step 0: nobody has written
+        "written0 in0",
+        "out1 write1",  # worker 1, step 0: one update since it began
+        "written1 in1",
+        "out0 write0",  # worker 0, step 1: one update
+        "out1 write1",  # worker 1, step 1: no update, but worker 0 is writing
+        "written1 in1",
+        "written0 in0",
+        "out1 write1",  # worker 1, step 2: the write that was in progress when it began has ended
+        "written1 in1",
+        "out1 write1",  # worker 1, step 3: nobody has written
+        "out0 write0",  # worker 0, step 2: one update, and another write in progress
+        "written0 written1",
+    ]
+    folder = race_components.Script.write(tmp_path, script)
+    result = race(
+        None,
+        "hogwild",
+        **{"workers": 2, "model": {"name": f"{COMPONENTS}:Scripted", **folder}, "timeout": 30.0},
+        **{"data": f"{COMPONENTS}:worker_ids", "partition": f"{COMPONENTS}:in_halves"},
+        **{"policy": {"name": f"{COMPONENTS}:ScriptedHogwild", **folder}, "local": {"steps": [3, 4], "batch_size": 2}},
+    )
+    record = result.history[0]
+    assert record["asynchronous"]["staleness"] == {"0": 3, "1": 4}
+    assert record["race"]["overlapped_gradients"] == 5 / 7
+    assert record["race"]["updates"] == record["asynchronous"]["updates"] == 7
+    assert record["samples"] == [6, 8]
+
+
+def test_the_former_name_of_overlapped_gradients_reports_the_new_one():
+    record = RECORD.validate_json('{"round": 1, "race": {"torn_reads": 0.5}}')  # from the folder of an earlier run
+    assert record["race"]["overlapped_gradients"] == 0.5
+    with pytest.raises(KeyError, match="torn_reads: is now called overlapped_gradients"):
+        record["race"]["torn_reads"]
+    with pytest.raises(AttributeError, match="torn_reads: is now called overlapped_gradients"):
+        _ = record.race.torn_reads
+    with pytest.raises(
+        fedsim.ExperimentError, match=r"metric race.torn_reads: is now called race.overlapped_gradients"
+    ):
+        metric_called("-race.torn_reads")
 
 
 def test_lost_updates_are_counted():

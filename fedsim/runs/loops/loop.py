@@ -22,7 +22,7 @@ class Loop(Protocol):
     """
 
     def prepare(self) -> None:
-        """Prepare the engine's processes for rounds. Called before the first round, and after processes were replaced."""
+        """Prepare the engine's processes. Called before the first round, and after processes were replaced."""
 
     def run_round(self, round: int) -> RoundRecord:
         """Run one round, counted from 1, and return its record. Rounds must be run in order."""

@@ -199,7 +199,7 @@ def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
         updates=total.updates,
         updates_lost=lost,
         lost_fraction=lost / total.updates,
-        torn_reads=total.overlapped / total.updates,
+        overlapped_gradients=total.overlapped / total.updates,
         locks_taken=total.locks_taken,
         lock_contention=total.locks_waited / total.locks_taken if total.locks_taken else 0.0,
         lock_seconds=total.lock_seconds,
