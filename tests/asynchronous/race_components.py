@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.asynchronous.policies import Policy
+from fedsim.asynchronous.policies.decentralized import Gossip
 from fedsim.asynchronous.policies.gradient_updates import Hogwild, Locked
 from fedsim.asynchronous.race.state import WRITES_ENDED
 from fedsim.data import TensorData
@@ -131,6 +133,40 @@ class ScriptedHogwild(Hogwild):
         Script(self.folder).pass_points(arrival.worker, "write")
         super().take(server, arrival)
         Script(self.folder).pass_points(arrival.worker, "written")
+
+
+@dataclass(frozen=True)
+class ScriptedGossip(Gossip):
+    """Gossip that passes the points `write` and `written` of its `Script` at the beginning and end of each update."""
+
+    folder: str = ""
+
+    def take(self, server, arrival):
+        Script(self.folder).pass_points(arrival.worker, "write")
+        super().take(server, arrival)
+        Script(self.folder).pass_points(arrival.worker, "written")
+
+
+def contend(process, race_state):
+    """Let process 1 ask for a lock while process 0 holds it. Process 0 releases it when process 1 begins to wait."""
+    locks, lockf = race_state.locks, fcntl.lockf
+
+    def announced(descriptor, operation, *span):
+        if operation == fcntl.LOCK_EX:  # without LOCK_NB
+            process.barrier.wait()
+        return lockf(descriptor, operation, *span)
+
+    if process.index == 0:
+        locks.acquire([0, 1])
+        process.barrier.wait()
+        process.barrier.wait()
+    else:
+        process.barrier.wait()
+        fcntl.lockf = announced
+        locks.acquire([0])
+        fcntl.lockf = lockf
+    locks.release([0, 1])
+    return locks.taken, locks.waited, locks.seconds
 
 
 def worker_ids(root):

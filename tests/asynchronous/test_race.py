@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from statistics import fmean
 
 import pytest
@@ -8,12 +9,16 @@ import torch
 import torch.nn.functional as F
 
 import fedsim
+from fedsim.asynchronous.dispatch import RoundStats
 from fedsim.asynchronous.policies import policy
-from fedsim.asynchronous.race.state import RaceState
+from fedsim.asynchronous.race.state import Measures, RaceState
+from fedsim.asynchronous.race.worker import ProcessResult
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
+from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.pool.process_pool import ProcessPool
-from fedsim.records.record import RECORD, metric_called
+from fedsim.records.record import RECORD, AsyncRecord, metric_called
+from fedsim.runs.loops.race_loop import RaceRoundResult, _race_record
 from tests import components
 from tests.asynchronous import race_components
 
@@ -215,19 +220,33 @@ def test_staleness_and_overlaps_of_two_scripted_processes(tmp_path):
         "out0 write0",  # worker 0, step 2: one update, and another write in progress
         "written0 written1",
     ]
-    folder = race_components.Script.write(tmp_path, script)
-    result = race(
-        None,
-        "hogwild",
-        **{"workers": 2, "model": {"name": f"{COMPONENTS}:Scripted", **folder}, "timeout": 30.0},
-        **{"data": f"{COMPONENTS}:worker_ids", "partition": f"{COMPONENTS}:in_halves"},
-        **{"policy": {"name": f"{COMPONENTS}:ScriptedHogwild", **folder}, "local": {"steps": [3, 4], "batch_size": 2}},
-    )
-    record = result.history[0]
+    record = scripted_race(tmp_path, "ScriptedHogwild", script, steps=[3, 4])
     assert record["asynchronous"]["staleness"] == {"0": 3, "1": 4}
     assert record["race"]["overlapped_gradients"] == 5 / 7
     assert record["race"]["updates"] == record["asynchronous"]["updates"] == 7
     assert record["samples"] == [6, 8]
+
+
+def test_staleness_of_two_scripted_processes_with_locks(tmp_path):
+    """The staleness of an exchange is the number of exchanges since the worker began, of which the last has two."""
+    exchanges = [f"out{worker} write{worker} written{worker}" for worker in (0, 1, 1, 0, 0)]
+    script = ["in0 in1", exchanges[0], "in0", exchanges[1], "in1", exchanges[2], exchanges[3], "in0", exchanges[4]]
+    record = scripted_race(tmp_path, "ScriptedGossip", script, steps=[3, 2])
+    assert record["asynchronous"]["staleness"] == {"0": 3, "1": 1, "2": 1}
+    assert record["race"]["updates_lost"] == record["race"]["overlapped_gradients"] == 0
+    assert record["race"]["updates"] == 5
+
+
+def scripted_race(folder, policy, script, steps):
+    """Return the record of a race of two workers, which pass the points of their script in order."""
+    where = race_components.Script.write(folder, script)
+    return race(
+        None,
+        policy,
+        **{"workers": 2, "model": {"name": f"{COMPONENTS}:Scripted", **where}, "timeout": 60.0},
+        **{"data": f"{COMPONENTS}:worker_ids", "partition": f"{COMPONENTS}:in_halves"},
+        **{"policy": {"name": f"{COMPONENTS}:{policy}", **where}, "local": {"steps": steps, "batch_size": 2}},
+    ).history[0]
 
 
 def test_the_former_name_of_overlapped_gradients_reports_the_new_one():
@@ -255,6 +274,42 @@ def test_lost_updates_are_counted():
             if race_state.lost():
                 break
     assert 0 < race_state.lost() < 5000 * 200
+
+
+def test_lost_updates_are_the_additions_that_are_missing_from_the_counters():
+    race_state = RaceState(2, torch.device("cpu"))
+    race_state.add(0)
+    race_state.add(1, (1, 0))  # a pair of workers has two counters
+    assert race_state.lost() == 0
+    race_state.loss_counters[0, :16] -= 1.0  # a quarter of an update is overwritten
+    assert race_state.lost() == 0.25
+
+
+def test_a_lock_that_another_process_holds_is_counted_once():
+    with ProcessPool(2) as pool:
+        (taken, waited, seconds), contended = pool.call(race_components.contend, RaceState(2, torch.device("cpu")))
+    assert (taken, waited, seconds) == (2, 0, 0.0)
+    assert contended[:2] == (1, 1)
+    assert contended[2] > 0
+
+
+def test_a_record_adds_the_measurements_of_processes_and_repetitions():
+    def result(lost, accuracy, *processes):
+        work = ProcessResult()
+        for samples, measures in processes:
+            work.add(ProcessResult(RoundStats(Counter(samples), loss_sum=6.0, loss_samples=3), Measures(*measures)))
+        return RaceRoundResult(work, lost, AsyncRecord(), EvaluationResult(test_loss=1.0, test_accuracy=accuracy))
+
+    first = result(1.5, 0.5, ({0: 30}, (4, 3, 10, 2, 0.5, 1, 2.0)), ({1: 10}, (2, 1, 6, 2, 0.25, 0, 5.0)))
+    second = result(0.5, 0.75, ({0: 20, 1: 10}, (2, 0, 4, 1, 0.25, 1, 4.0)))
+    record = _race_record([first, second])
+    assert record.samples_per_second == [40 / 5.0, 30 / 4.0]  # a round lasts as long as in its slowest process
+    assert record.train_losses == [2.0, 2.0]
+    assert (record.runs, record.test_accuracies) == (2, [0.5, 0.75])
+    assert (record.updates, record.updates_lost, record.lost_fraction) == (8, 2.0, 0.25)
+    assert record.overlapped_gradients == 4 / 8
+    assert (record.locks_taken, record.lock_contention, record.lock_seconds) == (20, 5 / 20, 1.0)
+    assert record.held_back == 2
 
 
 @pytest.mark.parametrize(
