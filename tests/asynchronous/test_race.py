@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import fedsim
 from fedsim.asynchronous.dispatch import RoundStats
 from fedsim.asynchronous.policies import policy
 from fedsim.asynchronous.race.state import Measures, RaceState
-from fedsim.asynchronous.race.worker import ProcessResult
+from fedsim.asynchronous.race.worker import LockedRaceWorker, ProcessResult
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
 from fedsim.engines.evaluation import EvaluationResult
@@ -291,6 +293,21 @@ def test_a_lock_that_another_process_holds_is_counted_once():
     assert (taken, waited, seconds) == (2, 0, 0.0)
     assert contended[:2] == (1, 1)
     assert contended[2] > 0
+
+
+def test_a_race_measures_the_seconds_of_a_step(monkeypatch):
+    """A round of 4 steps that takes 2 seconds counts 0.5 seconds per step, which sets the steps of `async_local_sgd`."""
+    moments = iter([10.0, 12.0])
+    monkeypatch.setattr("fedsim.asynchronous.race.worker.time", SimpleNamespace(perf_counter=lambda: next(moments)))
+    worker = object.__new__(LockedRaceWorker)
+    worker._dispatcher = SimpleNamespace(train=lambda slots: None, scheduler=SimpleNamespace(steps=lambda item: 4))
+    worker._server, worker._round = SimpleNamespace(step_seconds=torch.ones(3)), 1
+    worker._process = SimpleNamespace(working_on=lambda *place: contextlib.nullcontext())
+    worker._locked, worker._may_start = lambda *slots: contextlib.nullcontext(), lambda slot: True
+    worker._start = worker._partner = lambda slot: ()
+    worker._arrive = lambda item, partner: None
+    assert worker._work(1)
+    assert worker._server.step_seconds.tolist() == [1.0, 0.5, 1.0]
 
 
 def test_a_record_adds_the_measurements_of_processes_and_repetitions():
