@@ -182,9 +182,12 @@ def test_one_worker_alone_is_bit_identical_to_the_clock(session_of_one, name, mo
     """Policies without server locks are bit-identical to the clock; the clock replays the races of all others."""
     tables = {"workers": 1, "model": model, "buffers": buffers, "policy": name, "rounds": 2}
     tables = {**tables, "data": "tests.components:tiny", "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5}}
-    on_clock = fedsim.run({**tables, "mode": "clock", "engine": "serial"}).model.state_dict()
-    raced = race(session_of_one, name, **tables).model.state_dict()
-    assert all(torch.equal(raced[key], value) for key, value in on_clock.items())
+    on_clock = fedsim.run({**tables, "mode": "clock", "engine": "serial"})
+    raced = race(session_of_one, name, **tables)
+    state = raced.model.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in on_clock.model.state_dict().items())
+    losses = [record.train_loss for record in on_clock.history]
+    assert [record.train_loss for record in raced.history] == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_model_that_replaces_its_parameters_is_an_error():
@@ -296,7 +299,7 @@ def test_a_lock_that_another_process_holds_is_counted_once():
 
 
 def test_a_race_measures_the_seconds_of_a_step(monkeypatch):
-    """A round of 4 steps that takes 2 seconds counts 0.5 seconds per step, which sets the steps of `async_local_sgd`."""
+    """A round of 4 steps that takes 2 seconds counts 0.5 seconds per step. They set the steps of `async_local_sgd`."""
     moments = iter([10.0, 12.0])
     monkeypatch.setattr("fedsim.asynchronous.race.worker.time", SimpleNamespace(perf_counter=lambda: next(moments)))
     worker = object.__new__(LockedRaceWorker)
