@@ -233,3 +233,11 @@ def test_free_slots_draw_their_workers_in_order():
     run.advance(1)
     assert [(item.slot, item.worker) for item in run.trained[0]] == list(enumerate(drawn))
     assert drawn != sorted(drawn)
+
+
+def test_the_train_loss_is_the_mean_over_samples():
+    """The losses of workers 0 and 1 are 0 and 1. Worker 0 takes batches of 4, 4 and 2 while worker 1 takes one of 4."""
+    run = simulate(policy_of("asgd"), delays_of([1.0, 2.0])).advance(4)
+    stats = run.clock.dispatcher.stats
+    assert stats.samples == {0: 4 + 4 + 2, 1: 4}
+    assert stats.train_loss == 4 / 14
