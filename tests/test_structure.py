@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -128,6 +129,12 @@ def test_an_init_module_lists_what_it_offers_or_offers_nothing():
                 ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
             ]
             assert len(tree.body) == 1 or "__all__" in targets, path
+
+
+def test_the_workflow_runs_all_tests():
+    """One step runs all default tests, and one step all slow tests."""
+    runs = re.findall(r"- run: (python -m pytest.*)", (ROOT / ".github" / "workflows" / "test.yml").read_text())
+    assert sorted(runs) == ["python -m pytest", "python -m pytest -m slow"]
 
 
 def code_lines(path: Path) -> int:

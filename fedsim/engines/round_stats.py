@@ -59,34 +59,43 @@ def _floats(values: list[float | Tensor]) -> list[float | Tensor]:
 
 @dataclass
 class SentUpdates:
-    """Number and size of the updates (or gradients) that workers sent in a round.
+    """Updates (or gradients) that workers sent in a round.
 
     Attributes:
-        count: number of updates.
-        nbytes: bytes that a network would carry for these updates.
+        sizes: for each worker ID, the bytes that a network would carry for each of the worker's updates, in the order
+            in which they were sent.
         metrics: numbers that compressors and other update processors recorded.
     """
 
-    count: int = 0
-    nbytes: int = 0
+    sizes: dict[int, list[int]] = field(default_factory=dict)
     metrics: MetricLog = field(default_factory=MetricLog)
 
-    def add(self, count: int, nbytes: int, metrics: Mapping[str, float | Tensor] | None = None) -> None:
-        """Add `count` updates with `nbytes` bytes in total. `metrics` are numbers to record."""
-        self.count += count
-        self.nbytes += nbytes
+    @property
+    def count(self) -> int:
+        """Number of updates."""
+        return sum(map(len, self.sizes.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all updates together."""
+        return sum(map(sum, self.sizes.values()))
+
+    def add(self, workers: Iterable[int], nbytes: int, metrics: Mapping[str, float | Tensor] | None = None) -> None:
+        """Add one update of `nbytes` bytes from each of the `workers`. `metrics` are numbers to record."""
+        for worker in workers:
+            self.sizes.setdefault(worker, []).append(nbytes)
         self.metrics.record(metrics or {})
 
     def on_host(self) -> SentUpdates:
         """Return a copy with floats instead of tensors, which can be sent to another process."""
-        return SentUpdates(self.count, self.nbytes, self.metrics.on_host())
+        return SentUpdates(self.sizes, self.metrics.on_host())
 
     @classmethod
     def total(cls, parts: Iterable[SentUpdates]) -> SentUpdates:
-        """Return the sums of the counts and sizes of several processes' updates, and a list of all their metrics."""
+        """Return the updates and metrics of several processes together. Each worker belongs to one process."""
         total = cls()
         for part in parts:
-            total.add(part.count, part.nbytes)
+            total.sizes |= part.sizes
             total.metrics.extend(part.metrics)
         return total
 
@@ -100,7 +109,7 @@ class AggregationStats:
             linear.
         excluded: IDs of the workers whose updates were excluded because of NaN or infinity.
         metrics: numbers that the rule recorded.
-        sent: number and size of the aggregated gradients, if every step of the round aggregates gradients.
+        sent: sizes of the aggregated gradients, if every step of the round aggregates gradients.
     """
 
     shares: list[float] | None = None

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
+from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
 from pydantic.dataclasses import dataclass as validated_dataclass
 
-from fedsim.errors import cut
+from fedsim.errors import ExperimentError, cut
 
 LARGEST = 1e145  # largest number that is read from a file; a sum of squares of such numbers is finite
 MOST_NAMES = 50  # maximum number of phases, and of metrics, in a round
@@ -118,10 +118,23 @@ Text = Annotated[str, AfterValidator(cut)]
 Named = Annotated[dict[Text, Number], Field(max_length=MOST_NAMES)]
 
 
+RENAMED = {"torn_reads": "overlapped_gradients"}  # former names of fields
+
+
 class Record(dict[str, Any]):
     """Immutable dataclass that can also be used as a dict of its fields, for example by `json.dumps` and pandas."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(f"{key}: is now called {RENAMED[key]}" if key in RENAMED else key)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name}: is now called {RENAMED[name]}"
+            if name in RENAMED
+            else f"{type(self).__name__!r} object has no attribute {name!r}"
+        )
 
     def __post_init__(self) -> None:
         self.update({item.name: getattr(self, item.name) for item in fields(self)})
@@ -174,8 +187,13 @@ class RaceRecord(Record):
     """Number of updates that another process overwrote, estimated with a shared counter. 0 if locks are used."""
     lost_fraction: Annotated[Number, Metric("Updates lost (fraction)", "lower", share=True)] = None
     """`updates_lost` / `updates`."""
-    torn_reads: Annotated[Number, Metric("Torn reads (fraction)", "lower", share=True)] = None
-    """Fraction of gradients during whose computation another process changed the model."""
+    overlapped_gradients: Annotated[
+        Number,
+        Field(validation_alias=AliasChoices("overlapped_gradients", "torn_reads")),
+        Metric("Gradients overlapped by a write (fraction)", "lower", share=True),
+    ] = None
+    """Fraction of gradients during whose forward and backward pass another process was writing to the model. Such a
+    gradient may be computed from a mixture of two versions, but need not be. 0 if locks are used."""
     locks_taken: Count | None = None
     """Number of times that a process acquired a lock."""
     lock_contention: Annotated[Number, Metric("Contended locks (fraction)", "lower", share=True)] = None
@@ -351,11 +369,15 @@ SIGNS: dict[str, Literal["higher", "lower"]] = {"+": "higher", "-": "lower"}
 def metric_called(name: str) -> Metric:
     """Return the metric with this name. A sign before the name says whether higher (+) or lower (-) is better.
 
+    Raises ExperimentError for a former name.
+
     >>> metric_called("-metrics.drift").key, metric_called("-metrics.drift").better, metric_called("test_loss").better
     ('metrics.drift', 'lower', 'lower')
     """
     key = name.removeprefix(name[:1]) if name[:1] in SIGNS else name
     path = tuple(key.split(".", 1))
+    if path[0] == "race" and path[-1] in RENAMED:
+        raise ExperimentError(f"metric {key}: is now called race.{RENAMED[path[-1]]}")
     declared = [metric.named(path[-1]) if "{}" in metric.label else metric for metric in METRICS]
     metric = next((known for known in declared if known.key == key), Metric(key, None, path=path))
     return replace(metric, better=SIGNS.get(name[:1], metric.better))

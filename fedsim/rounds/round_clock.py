@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedsim.asynchronous.delays import Delays
@@ -35,7 +35,7 @@ class RoundClock:
         delays: delays of workers and network.
         row_bytes: bytes of the global parameters that a worker receives, without the setting `broadcast`.
         buffer_bytes: bytes of the buffers that a worker receives, and also sends.
-        message_bytes: bytes that a worker receives and sends in addition to parameters and buffers.
+        message_bytes: bytes that a worker receives and sends per round in addition to parameters and buffers.
 
     Attributes:
         now: virtual seconds since the start of the run.
@@ -43,8 +43,7 @@ class RoundClock:
 
     def __init__(self, delays: Delays, row_bytes: int = 0, buffer_bytes: int = 0, message_bytes: int = 0) -> None:
         self._delays = delays
-        # Bytes per round besides the update: parameters received, buffers in both directions, and messages.
-        self._other_bytes = row_bytes + 2 * buffer_bytes + message_bytes
+        self._row_bytes, self._buffer_bytes, self._message_bytes = row_bytes, buffer_bytes, message_bytes
         self._started: Counter[int] = Counter()  # number of started rounds or steps, by worker
         self.now = 0.0
 
@@ -54,20 +53,32 @@ class RoundClock:
         row_bytes = 0 if task.experiment.broadcast else shared.server.row.nbytes - personal_bytes(task)
         return cls(delays_of(task.experiment), row_bytes, buffer_bytes(task, shared), sum(message_bytes(task, shared)))
 
-    def pass_round(self, gradients: Mapping[int, int], *, processed_bytes: float, in_step: bool) -> None:
-        """Advance the virtual time by one round.
+    def pass_round(self, gradients: Mapping[int, int], sent: Mapping[int, Sequence[int]], broadcast: int = 0) -> None:
+        """Advance the virtual time by one round, after which each worker sends an update.
 
         Args:
             gradients: number of gradients that each worker of the cohort computes, by worker ID.
-            processed_bytes: mean number of bytes of an update (or gradient) after compression, and of a broadcast.
-            in_step: whether the workers wait for each other after each gradient, not only at the end of the round.
+            sent: bytes of each worker's updates after compression, by worker ID.
+            broadcast: bytes that each worker receives with the setting `broadcast`.
         """
-        nbytes = self._other_bytes + processed_bytes
-        if not in_step:
-            self._pass(gradients, nbytes)
-            return
-        for step in range(max(gradients.values())):
-            self._pass({worker: 1 for worker, count in gradients.items() if step < count}, nbytes)
+        received = self._row_bytes + self._message_bytes + 2 * self._buffer_bytes + broadcast
+        self._pass({worker: (count, received + sum(sent[worker])) for worker, count in gradients.items()})
+
+    def pass_steps(self, sent: Mapping[int, Sequence[int]]) -> None:
+        """Advance the virtual time by one round in which the workers wait for each other after each gradient.
+
+        Each worker receives the buffers before its first step, and sends them after its last step.
+
+        Args:
+            sent: bytes of each worker's gradients after compression, one number per step, by worker ID.
+        """
+        for step in range(max(map(len, sent.values()), default=0)):
+            work = {}
+            for worker, sizes in sent.items():
+                if step < len(sizes):
+                    ends = (step == 0) + (step == len(sizes) - 1)
+                    work[worker] = (1, self._row_bytes + ends * self._buffer_bytes + sizes[step])
+            self._pass(work)
 
     def state(self) -> dict[str, Any]:
         """Return the state of the clock between two rounds, in JSON types, for a checkpoint."""
@@ -78,13 +89,12 @@ class RoundClock:
         saved = RoundClockState.model_validate(state)
         self.now, self._started = saved.now, Counter(dict(saved.started))
 
-    def _pass(self, gradients: Mapping[int, int], nbytes: float) -> None:
+    def _pass(self, work: Mapping[int, tuple[int, int]]) -> None:
         """Advance the virtual time until the slowest worker has computed and sent its gradients.
 
         Args:
-            gradients: number of gradients that each worker computes, by worker ID.
-            nbytes: bytes that each worker receives and sends.
+            work: number of gradients that each worker computes, and bytes that it receives and sends, by worker ID.
         """
-        seconds = [self._delays.seconds(worker, self._started[worker], n, nbytes) for worker, n in gradients.items()]
-        self._started.update(gradients.keys())
+        seconds = [self._delays.seconds(worker, self._started[worker], *amounts) for worker, amounts in work.items()]
+        self._started.update(work.keys())
         self.now += max(seconds, default=0.0)

@@ -152,7 +152,7 @@ class Simulation(Executor):
         Args:
             context: workers whose updates are aggregated, with their weights.
             mine: workers that this process trains, each as a `WorkItem`.
-            sent: receives the number and size of the updates that the workers send.
+            sent: receives the sizes of the updates that the workers send.
         """
         task, group, round = self.task, self.group, context.moment[0]
         kept = round in task.experiment.records.updates and self.aggregator.has_last
@@ -170,7 +170,7 @@ class Simulation(Executor):
             group.barrier()
         else:
             unsent = personal_bytes(task) if in_parameters else 0
-            sent.add(len(context.slots), len(context.slots) * (self.shared.server.row.nbytes - unsent))
+            sent.add(context.workers, self.shared.server.row.nbytes - unsent)
         if free:
             self.aggregator.attack(context)
             group.barrier()
@@ -216,7 +216,7 @@ class Simulation(Executor):
         self.trainer.begin_gradient_round(mine)
         for step, context in enumerate(self.contexts_of_steps(cohort, round)):
             if isinstance(self.trainer, ParallelTrainer):  # stores no per-worker gradients
-                of_round.sent.add(len(context.slots), len(context.slots) * self.shared.server.row.nbytes)
+                of_round.sent.add(context.workers, self.shared.server.row.nbytes)
                 of_round.add(context, self.trainer.step_along_mean(step, context))
                 continue
             with self.in_precision():
@@ -324,7 +324,7 @@ class Simulation(Executor):
         Args:
             mine: workers that this process trains, each as a `WorkItem`.
             context: workers that take part in the aggregation. Other workers are skipped.
-            sent: receives the number, size and metrics of the processed updates.
+            sent: receives the sizes and metrics of the processed updates.
             free: IDs of the workers whose updates are sent unprocessed.
         """
         task, rows, active = self.task, self.shared.cohort.rows, set(context.workers)
@@ -334,7 +334,7 @@ class Simulation(Executor):
         for member in mine:
             metrics: dict[str, Any] = {}
             if member.worker in free:
-                sent.add(1, sent_columns.width * rows.itemsize)
+                sent.add([member.worker], sent_columns.width * rows.itemsize)
                 continue
             with self.process.working_on(member.worker, context.moment[0]):
                 row = sent_columns.of(rows[member.slot]) if personal else rows[member.slot]
@@ -346,7 +346,7 @@ class Simulation(Executor):
                         row += (state * 0).sum()
                 if personal:
                     sent_columns.write(rows[member.slot], row)
-            sent.add(1, nbytes, metrics)
+            sent.add([member.worker], nbytes, metrics)
         self.aggregator.rows_changed([member.slot for member in mine])
 
     def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:
@@ -415,19 +415,21 @@ class Simulation(Executor):
 
         Args:
             work: (steps, samples) of each worker in the round, by worker ID.
-            sent: number and size of the updates.
+            sent: sizes of the updates.
             round: number of the round.
         """
         if self.clock is None:
             return
-        task, in_step = self.task, self.task.sync_in(round) == "gradients"
+        task = self.task
+        if task.sync_in(round) == "gradients":
+            self.clock.pass_steps(sent.sizes)
+            return
         sizes = {worker: self.batch_source.size(worker) for worker in work}
         gradients = {
-            worker: steps if in_step else task.algorithm.gradients(steps, task.schedule.batches_of_all(sizes[worker]))
+            worker: task.algorithm.gradients(steps, task.schedule.batches_of_all(sizes[worker]))
             for worker, (steps, _) in work.items()
         }
-        processed_bytes = sent.nbytes / sent.count + self.aggregator.broadcast_bytes
-        self.clock.pass_round(gradients, processed_bytes=processed_bytes, in_step=in_step)
+        self.clock.pass_round(gradients, sent.sizes, self.aggregator.broadcast_bytes)
 
     def latest_aggregation(self) -> tuple[AggregationContext, np.ndarray | None]:
         """Return the latest aggregation, without weights, and the aggregated update before it, [d].

@@ -31,8 +31,32 @@ def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | 
         note: function that records each lost process; None to record nothing.
     """
     if not (experiment.process_retries and engine.backend.can_lose_processes):
+        loop.prepare()
         return loop
     return RecoveringLoop(loop, experiment, engine, note)
+
+
+def repeated(
+    call: Callable[[], T], experiment: Experiment, engine: Engine, note: Note | None, action: str, round: int = 0
+) -> T:
+    """Return the result of a function that calls the engine's processes. If a process dies, replace it and call again.
+
+    Args:
+        call: function that needs nothing from the processes except the task that they have begun.
+        experiment: experiment of the run.
+        engine: engine that has begun the task.
+        note: function that records each lost process; None to record nothing.
+        action: beginning of the error message, such as "tests have been tried".
+        round: current round; 0 before the first round.
+    """
+
+    def attempt(number: int) -> T:
+        if not engine.backend.at_work:  # also after an error in one of its processes, which has closed the pool
+            engine.backend.replace_processes()
+        return call()
+
+    retries = experiment.process_retries
+    return retried(attempt, retries, lambda loss, number: announce(loss, number, retries, note, round=round), action)
 
 
 class RecoveringLoop:
@@ -45,6 +69,14 @@ class RecoveringLoop:
         self._loop, self._engine, self._note = loop, engine, note
         self._retries, self._rounds = experiment.process_retries, experiment.rounds
         self._before: Snapshot | None = None
+        self._prepared = False
+        self._repeated(self.prepare, STARTED, 0)
+
+    def prepare(self) -> None:
+        """Prepare the processes for the next round, unless they are prepared."""
+        if not self._prepared:
+            self._loop.prepare()
+            self._prepared = True
 
     def run_round(self, round: int) -> RoundRecord:
         """Run one round, and return its record.
@@ -90,7 +122,9 @@ class RecoveringLoop:
 
         def attempt(number: int) -> T:
             if number > 1:
+                self._prepared = False
                 self._engine.backend.replace_processes()
+                self.prepare()
                 if self._before is not None:
                     self._loop.resume(self._before)
             return call()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from fedsim.records.record import RoundRecord
 from fedsim.rounds.simulation import Simulation
 from fedsim.runs.facts import RunFacts
 from fedsim.runs.loops.loop import Loop, loop_of
-from fedsim.runs.recovery import recovering
+from fedsim.runs.recovery import STARTED, recovering, repeated
 from fedsim.runs.session import Session
 from fedsim.runs.setup import prepare
 
@@ -46,7 +47,8 @@ class Rounds:
         keep_log: Callable[[bytes], object] | None,
     ) -> None:
         self._task, self.engine = task, engine
-        self.facts = RunFacts.of(experiment, task, engine)
+        self._repeated = partial(repeated, experiment=experiment, engine=engine, note=note)
+        self.facts = self._repeated(lambda: RunFacts.of(experiment, task, engine), action=STARTED)
         self.tests: WorkerResults | None = None
         loop = loop_of(experiment, task, engine, keep_log, self._keep_tests)
         self.loop: Loop = recovering(loop, experiment, engine, note)
@@ -63,11 +65,11 @@ class Rounds:
         try:
             return self.loop.run_round(round)
         except DivergedError as error:
-            if not engine.backend.at_work:  # an error in one of its processes has closed the pool
-                engine.backend.replace_processes()
             shared.server.row.copy_(before[0])
             shared.server.buffers.copy_(before[1])
-            engine.backend.run(Executor.test, round)
+            self._repeated(
+                lambda: engine.backend.run(Executor.test, round), action="tests have been tried", round=round
+            )
             tested = EvaluationResult.of(self._task, shared)
             return RoundRecord(round=round, diverged=error.problem, **tested.fields())
 
@@ -123,7 +125,7 @@ class Rounds:
 
     def release(self) -> None:
         """Free the memory of the run."""
-        del self.run_round, self.loop, self.engine
+        del self.run_round, self.loop, self.engine, self._repeated
 
     def _keep_tests(self, tests: WorkerResults) -> None:
         self.tests = tests

@@ -6,6 +6,9 @@ from collections import Counter
 
 import pytest
 
+from fedsim.asynchronous.dispatch import Scheduler
+from fedsim.core.randomness import numpy_generator
+from fedsim.engines.schedule import Schedule
 from fedsim.errors import ExperimentError
 from tests.asynchronous.simulated import delays_of, policy_of, simulate
 
@@ -216,3 +219,25 @@ def test_too_few_workers_for_an_update_raise_an_error():
         run.advance(100)
     assert run.server.version == 2
     assert run.server.policy.buffered(run.server) == 1
+
+
+def test_free_slots_draw_their_workers_in_order():
+    """Three of six workers train at the same time. The k-th draw is for slot k."""
+    run = simulate(policy_of("fedbuff", k=3), delays_of([1.0] * 3), seed=1)
+    run.clock._duration = lambda item, unit, moved: 1.0
+    run.clock.dispatcher.scheduler = Scheduler(1, 6, 3, "model", Schedule(4), lambda worker: 10)
+    drawn = []
+    for draw in range(3):
+        rng = numpy_generator(1, "dispatch", draw)
+        drawn.append(next(worker for worker in iter(lambda rng=rng: int(rng.integers(6)), None) if worker not in drawn))
+    run.advance(1)
+    assert [(item.slot, item.worker) for item in run.trained[0]] == list(enumerate(drawn))
+    assert drawn != sorted(drawn)
+
+
+def test_the_train_loss_is_the_mean_over_samples():
+    """The losses of workers 0 and 1 are 0 and 1. Worker 0 takes batches of 4, 4 and 2 while worker 1 takes one of 4."""
+    run = simulate(policy_of("asgd"), delays_of([1.0, 2.0])).advance(4)
+    stats = run.clock.dispatcher.stats
+    assert stats.samples == {0: 4 + 4 + 2, 1: 4}
+    assert stats.train_loss == 4 / 14

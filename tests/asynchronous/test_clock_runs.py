@@ -337,3 +337,13 @@ def test_averaged_buffers_equal_those_of_the_synchronous_run():
     assert torch.equal(together.global_row, apart.global_row)
     for name, value in together.model.state_dict().items():
         assert torch.allclose(value.double(), apart.model.state_dict()[name].double(), rtol=0, atol=1e-12), name
+
+
+def test_workers_take_steps_in_proportion_to_their_speed(tiny_experiment):
+    """At 0.5, 1 and 2 seconds per step, 8, 4 and 2 steps take 4 seconds each."""
+    tables = {**tiny_experiment, "model": "logistic", "workers": 3, "rounds": 1, "mode": "clock", "engine": "serial"}
+    tables |= {"policy": {"name": "async_local_sgd", "dylu": True}, "local": {"steps": 8, "batch_size": 2}}
+    tables |= {"clock": {"step_seconds": 0.5, "slowdown": {"name": "list", "values": [1, 2, 4]}}}
+    (record,) = fedsim.run(tables).history
+    assert record.samples == [16, 8, 4]
+    assert record.virtual_seconds == 4.0

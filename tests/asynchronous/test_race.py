@@ -1,18 +1,26 @@
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import Counter
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fedsim
+from fedsim.asynchronous.dispatch import RoundStats
 from fedsim.asynchronous.policies import policy
-from fedsim.asynchronous.race.state import RaceState
+from fedsim.asynchronous.race.state import Measures, RaceState
+from fedsim.asynchronous.race.worker import LockedRaceWorker, ProcessResult
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
+from fedsim.engines.evaluation import EvaluationResult
 from fedsim.engines.pool.process_pool import ProcessPool
+from fedsim.records.record import RECORD, AsyncRecord, metric_called
+from fedsim.runs.loops.race_loop import RaceRoundResult, _race_record
 from tests import components
 from tests.asynchronous import race_components
 
@@ -72,7 +80,7 @@ def test_every_policy_learns(session, name):
             assert record["cohort"] == [0, 1, 2]
         assert all(value > 0 for value in measured["samples_per_second"])
         if name != "hogwild":
-            assert measured["updates_lost"] == measured["torn_reads"] == 0
+            assert measured["updates_lost"] == measured["overlapped_gradients"] == 0
             assert measured["locks_taken"] > 0
     if not any(record["race"]["held_back"] for record in result.history):
         assert [sum(record["samples"]) for record in result.history] == [4000] * 3
@@ -174,9 +182,12 @@ def test_one_worker_alone_is_bit_identical_to_the_clock(session_of_one, name, mo
     """Policies without server locks are bit-identical to the clock; the clock replays the races of all others."""
     tables = {"workers": 1, "model": model, "buffers": buffers, "policy": name, "rounds": 2}
     tables = {**tables, "data": "tests.components:tiny", "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5}}
-    on_clock = fedsim.run({**tables, "mode": "clock", "engine": "serial"}).model.state_dict()
-    raced = race(session_of_one, name, **tables).model.state_dict()
-    assert all(torch.equal(raced[key], value) for key, value in on_clock.items())
+    on_clock = fedsim.run({**tables, "mode": "clock", "engine": "serial"})
+    raced = race(session_of_one, name, **tables)
+    state = raced.model.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in on_clock.model.state_dict().items())
+    losses = [record.train_loss for record in on_clock.history]
+    assert [record.train_loss for record in raced.history] == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_model_that_replaces_its_parameters_is_an_error():
@@ -192,6 +203,70 @@ def test_a_policy_that_never_starts_a_worker_is_an_error():
     )
 
 
+def test_staleness_and_overlaps_of_two_scripted_processes(tmp_path):
+    """Worker 0 takes 3 steps and worker 1 takes 4, in an order that the script determines.
+
+    A worker reads the counters just before the point `in` and just after the point `out`. Points that stand together
+    in the script keep other workers away from these moments, and from the moments before `write` and after `written`.
+    """
+    script = [
+        "in0 in1",
+        "out0 write0",  # worker 0, step 0: nobody has written
+        "written0 in0",
+        "out1 write1",  # worker 1, step 0: one update since it began
+        "written1 in1",
+        "out0 write0",  # worker 0, step 1: one update
+        "out1 write1",  # worker 1, step 1: no update, but worker 0 is writing
+        "written1 in1",
+        "written0 in0",
+        "out1 write1",  # worker 1, step 2: the write that was in progress when it began has ended
+        "written1 in1",
+        "out1 write1",  # worker 1, step 3: nobody has written
+        "out0 write0",  # worker 0, step 2: one update, and another write in progress
+        "written0 written1",
+    ]
+    record = scripted_race(tmp_path, "ScriptedHogwild", script, steps=[3, 4])
+    assert record["asynchronous"]["staleness"] == {"0": 3, "1": 4}
+    assert record["race"]["overlapped_gradients"] == 5 / 7
+    assert record["race"]["updates"] == record["asynchronous"]["updates"] == 7
+    assert record["samples"] == [6, 8]
+
+
+def test_staleness_of_two_scripted_processes_with_locks(tmp_path):
+    """The staleness of an exchange is the number of exchanges since the worker began, of which the last has two."""
+    exchanges = [f"out{worker} write{worker} written{worker}" for worker in (0, 1, 1, 0, 0)]
+    script = ["in0 in1", exchanges[0], "in0", exchanges[1], "in1", exchanges[2], exchanges[3], "in0", exchanges[4]]
+    record = scripted_race(tmp_path, "ScriptedGossip", script, steps=[3, 2])
+    assert record["asynchronous"]["staleness"] == {"0": 3, "1": 1, "2": 1}
+    assert record["race"]["updates_lost"] == record["race"]["overlapped_gradients"] == 0
+    assert record["race"]["updates"] == 5
+
+
+def scripted_race(folder, policy, script, steps):
+    """Return the record of a race of two workers, which pass the points of their script in order."""
+    where = race_components.Script.write(folder, script)
+    return race(
+        None,
+        policy,
+        **{"workers": 2, "model": {"name": f"{COMPONENTS}:Scripted", **where}, "timeout": 60.0},
+        **{"data": f"{COMPONENTS}:worker_ids", "partition": f"{COMPONENTS}:in_halves"},
+        **{"policy": {"name": f"{COMPONENTS}:{policy}", **where}, "local": {"steps": steps, "batch_size": 2}},
+    ).history[0]
+
+
+def test_the_former_name_of_overlapped_gradients_reports_the_new_one():
+    record = RECORD.validate_json('{"round": 1, "race": {"torn_reads": 0.5}}')  # from the folder of an earlier run
+    assert record["race"]["overlapped_gradients"] == 0.5
+    with pytest.raises(KeyError, match="torn_reads: is now called overlapped_gradients"):
+        record["race"]["torn_reads"]
+    with pytest.raises(AttributeError, match="torn_reads: is now called overlapped_gradients"):
+        _ = record.race.torn_reads
+    with pytest.raises(
+        fedsim.ExperimentError, match=r"metric race.torn_reads: is now called race.overlapped_gradients"
+    ):
+        metric_called("-race.torn_reads")
+
+
 def test_lost_updates_are_counted():
     race_state = RaceState(2, torch.device("cpu"))
     with ProcessPool(2) as pool:
@@ -204,6 +279,57 @@ def test_lost_updates_are_counted():
             if race_state.lost():
                 break
     assert 0 < race_state.lost() < 5000 * 200
+
+
+def test_lost_updates_are_the_additions_that_are_missing_from_the_counters():
+    race_state = RaceState(2, torch.device("cpu"))
+    race_state.add(0)
+    race_state.add(1, (1, 0))  # a pair of workers has two counters
+    assert race_state.lost() == 0
+    race_state.loss_counters[0, :16] -= 1.0  # a quarter of an update is overwritten
+    assert race_state.lost() == 0.25
+
+
+def test_a_lock_that_another_process_holds_is_counted_once():
+    with ProcessPool(2) as pool:
+        (taken, waited, seconds), contended = pool.call(race_components.contend, RaceState(2, torch.device("cpu")))
+    assert (taken, waited, seconds) == (2, 0, 0.0)
+    assert contended[:2] == (1, 1)
+    assert contended[2] > 0
+
+
+def test_a_race_measures_the_seconds_of_a_step(monkeypatch):
+    """A round of 4 steps that takes 2 seconds counts 0.5 seconds per step. They set the steps of `async_local_sgd`."""
+    moments = iter([10.0, 12.0])
+    monkeypatch.setattr("fedsim.asynchronous.race.worker.time", SimpleNamespace(perf_counter=lambda: next(moments)))
+    worker = object.__new__(LockedRaceWorker)
+    worker._dispatcher = SimpleNamespace(train=lambda slots: None, scheduler=SimpleNamespace(steps=lambda item: 4))
+    worker._server, worker._round = SimpleNamespace(step_seconds=torch.ones(3)), 1
+    worker._process = SimpleNamespace(working_on=lambda *place: contextlib.nullcontext())
+    worker._locked, worker._may_start = lambda *slots: contextlib.nullcontext(), lambda slot: True
+    worker._start = worker._partner = lambda slot: ()
+    worker._arrive = lambda item, partner: None
+    assert worker._work(1)
+    assert worker._server.step_seconds.tolist() == [1.0, 0.5, 1.0]
+
+
+def test_a_record_adds_the_measurements_of_processes_and_repetitions():
+    def result(lost, accuracy, *processes):
+        work = ProcessResult()
+        for samples, measures in processes:
+            work.add(ProcessResult(RoundStats(Counter(samples), loss_sum=6.0, loss_samples=3), Measures(*measures)))
+        return RaceRoundResult(work, lost, AsyncRecord(), EvaluationResult(test_loss=1.0, test_accuracy=accuracy))
+
+    first = result(1.5, 0.5, ({0: 30}, (4, 3, 10, 2, 0.5, 1, 2.0)), ({1: 10}, (2, 1, 6, 2, 0.25, 0, 5.0)))
+    second = result(0.5, 0.75, ({0: 20, 1: 10}, (2, 0, 4, 1, 0.25, 1, 4.0)))
+    record = _race_record([first, second])
+    assert record.samples_per_second == [40 / 5.0, 30 / 4.0]  # a round lasts as long as in its slowest process
+    assert record.train_losses == [2.0, 2.0]
+    assert (record.runs, record.test_accuracies) == (2, [0.5, 0.75])
+    assert (record.updates, record.updates_lost, record.lost_fraction) == (8, 2.0, 0.25)
+    assert record.overlapped_gradients == 4 / 8
+    assert (record.locks_taken, record.lock_contention, record.lock_seconds) == (20, 5 / 20, 1.0)
+    assert record.held_back == 2
 
 
 @pytest.mark.parametrize(

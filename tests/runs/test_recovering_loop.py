@@ -30,7 +30,12 @@ class Fake:
             del self.losses[0]
             raise ProcessLostError("process 1 is gone", "is gone", 1, None)
 
+    def prepare(self):
+        self.maybe("prepare")
+        self.prepared = self.replaced
+
     def run_round(self, round):
+        assert self.prepared == self.replaced, "new processes are prepared before they run a round"
         self.row += 0.5
         self.maybe("run_round")
         self.row += 0.5
@@ -55,7 +60,7 @@ class Fake:
         self.finished = True
 
 
-@pytest.mark.parametrize("where", ["run_round", "start", "resume"])
+@pytest.mark.parametrize("where", ["run_round", "start", "prepare", "resume"])
 def test_every_loss_counts_for_its_round(where):
     fake = Fake("run_round", where)
     loop = fake.loop()

@@ -201,6 +201,43 @@ def test_a_process_that_is_killed_while_it_starts(retries, tmp_path, monkeypatch
     assert (event["event"], event["round"], event["process"]) == ("worker replaced", 0, 1)
 
 
+EVERY_CALL = {
+    "race without locks": {"mode": "race", "policy": "hogwild", "race": {"runs": 1}},
+    "race with locks": {"mode": "race", "policy": "locked", "race": {"runs": 2}},
+    "rounds": {"data": {"name": "tests.components:tiny", "local_test_fraction": 0.3}},
+    "clock": {"mode": "clock", "policy": "fedbuff"},
+    "divergence": {"aggregate": {"nonfinite": "stop"}, "local": {"lr": 1e38, "steps": 2}, "model": "2nn"},
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k == "race without locks" else pytest.mark.slow) for k in EVERY_CALL]
+)
+def test_a_process_killed_before_any_call_is_replaced(kind, monkeypatch):
+    """One of two processes is killed just before the pool's first, second, ... call, until there are no more calls."""
+    tables = {**TABLES, **SPAWN, "rounds": 1, "local": {"steps": 2}, "model": "logistic", **EVERY_CALL[kind]}
+    begin, calls, fatal = ProcessPool.begin, [], [0]
+
+    def killing(pool, function, *arguments, **options):
+        calls.append(function)
+        if len(calls) == fatal[0]:
+            os.kill(pool._children[1].process.pid, signal.SIGKILL)
+        begin(pool, function, *arguments, **options)
+
+    monkeypatch.setattr(ProcessPool, "begin", killing)
+    whole = fedsim.run(tables)
+    assert (whole.history[0].diverged is not None) == (kind == "divergence")
+    for fatal[0] in range(1, len(calls)):  # the last call only releases memory
+        calls.clear()
+        with pytest.warns(FedsimWarning, match=r"process 1.* was killed by SIGKILL .*; a new process replaces it"):
+            result = fedsim.run(tables)
+        if "race" not in kind:
+            assert torch.equal(result.global_row, whole.global_row)
+            assert untimed(result.history) == untimed(whole.history)
+        assert len(result.history) == 1
+    assert fatal[0] >= 3
+
+
 def test_a_process_that_dies_when_all_is_done_takes_nothing_with_it(session, monkeypatch):
     tables = {**TABLES, **SPAWN, "rounds": 1, "model": "logistic"}
     with monkeypatch.context() as patch:

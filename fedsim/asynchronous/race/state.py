@@ -130,7 +130,8 @@ class Measures:
 
     Attributes:
         updates: number of results that were used.
-        overlapped: number of gradients during whose computation another process changed the global model.
+        overlapped: number of gradients during whose forward and backward pass another process was writing to the global
+            model.
         locks_taken, locks_waited, lock_seconds: number of acquired locks, number of locks for which a process had to
             wait, and total waiting time.
         held_back: number of times that a worker's round ended early, because no worker could make progress.

@@ -41,6 +41,9 @@ class ClockLoop:
         train = partial(_train, engine, self._timer)  # a bound method would be a reference cycle that keeps the rows
         self._source = _source_of(experiment, task, self._server, scheduler, train, self._bytes_up, self._bytes_down)
 
+    def prepare(self) -> None:
+        """Do nothing: the processes are ready as soon as the engine has begun the task."""
+
     def run_round(self, round: int) -> RoundRecord:
         timer, source, policy = self._timer, self._source, self._policy
         dispatcher = source.dispatcher

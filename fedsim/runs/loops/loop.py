@@ -21,6 +21,9 @@ class Loop(Protocol):
     A run that is resumed from a saved state continues with bit-identical results, except in races.
     """
 
+    def prepare(self) -> None:
+        """Prepare the engine's processes. Called before the first round, and after processes were replaced."""
+
     def run_round(self, round: int) -> RoundRecord:
         """Run one round, counted from 1, and return its record. Rounds must be run in order."""
 

@@ -75,7 +75,6 @@ class RaceLoop:
             self._server.tables = tables_of(task.new_module(), self._server.stepper)
         self._server.share()
         self._race_state = RaceState(self._server.n, engine.shared.server.row.device)
-        engine.backend.run(_set_up, self._server, self._race_state)
         self._runs = experiment.race.runs
         copies = self._runs if self._runs > 1 else 0
         self._states = [[tensor.clone() for tensor in self._tensors().values()] for _ in range(copies)]
@@ -83,6 +82,10 @@ class RaceLoop:
         self._arrivals = [0] * self._runs
         self._keep_log = keep_log if self._policy.locking == "server" else None
         self._log: list[tuple[int, int, np.ndarray]] = []  # (run, round, log entries)
+
+    def prepare(self) -> None:
+        """Create the `RaceWorker` of each process."""
+        self._engine.backend.run(_set_up, self._server, self._race_state)
 
     def run_round(self, round: int) -> RoundRecord:
         self._timer.reset()
@@ -113,7 +116,6 @@ class RaceLoop:
         return state
 
     def resume(self, state: Snapshot) -> None:
-        self._engine.backend.run(_set_up, self._server, self._race_state)  # the processes may have been replaced
         for run in range(self._runs):
             self._switch_to(run)
             state.put_back(self._tensors(), f"{run}.")
@@ -197,7 +199,7 @@ def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
         updates=total.updates,
         updates_lost=lost,
         lost_fraction=lost / total.updates,
-        torn_reads=total.overlapped / total.updates,
+        overlapped_gradients=total.overlapped / total.updates,
         locks_taken=total.locks_taken,
         lock_contention=total.locks_waited / total.locks_taken if total.locks_taken else 0.0,
         lock_seconds=total.lock_seconds,

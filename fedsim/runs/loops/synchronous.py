@@ -32,6 +32,9 @@ class SynchronousLoop:
         self._task, self._engine, self._keep_results = task, engine, keep_results
         self._warned = False
 
+    def prepare(self) -> None:
+        """Do nothing: the processes are ready as soon as the engine has begun the task."""
+
     def run_round(self, round: int) -> RoundRecord:
         """Run one round, counted from 1, and return its record."""
         finished = self._engine.backend.run(Simulation.run_round, round)[0]

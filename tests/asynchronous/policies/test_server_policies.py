@@ -321,3 +321,24 @@ def test_dylu_ignores_departed_workers():
 def test_impossible_settings_are_refused(name, params, message):
     with pytest.raises(ExperimentError, match=message):
         policy_of(name, **params).check(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "after_each"),
+    [
+        ("asgd", {}, [8 + 1 / 4, 8.25 + (10 - 8.25) / 4]),
+        ("dc_asgd", {}, [8 + 1 / 4, 8.25 + (10 - 8.25) / 4]),
+        ("staleness_aware", {}, [8 + 1 / 4, 8.25 + (10 - 8.25) / 4]),
+        ("async_local_sgd", {}, [8 + 1 / 4, 8.25 + (10 - 8.25) / 4]),
+        ("fedasync", {"alpha": 0.6}, [8 + 0.6 * 1, 8.6 + 0.6 * 2**-0.5 * (10 - 8.6)]),
+        ("k_sync", {"k": 2}, [8, (9 + 10) / 2]),
+        ("k_async", {"k": 2}, [8, (9 + 10) / 2]),
+        ("easgd", {"period": 1}, [8 + 1 / 4, 8.25 + (10 - 8.25) / 4]),
+    ],
+)
+def test_buffers_after_the_first_two_results(name, params, after_each):
+    """Four workers begin with the buffer 8. Worker 0 arrives first and sends 9, then worker 1 sends 10."""
+    run = simulate(policy_of(name, **params), delays_of([1.0, 1.5, 9.0, 9.0]), global_buffers=[8.0])
+    for expected in after_each:
+        run.advance(1)
+        assert run.server.shared.server.buffers.item() == pytest.approx(expected, rel=1e-12)
