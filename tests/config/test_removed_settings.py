@@ -51,8 +51,8 @@ MLP = 'model.inputs = 20, model.classes = 3: do not apply to model.name = "mlp",
             {"aggregate": {"name": "multi_krum", "m": 2}},
             ['aggregate.rule=["nnm","median"]'],
             [
-                'aggregate.m = 2: does not apply to aggregate.rule = ["nnm", "median"], because it was set for '
-                '"multi_krum"; set it again'
+                'aggregate.m = 2: does not apply to aggregate.rule = [{rule = "nnm"}, {rule = "median"}], because it '
+                'was set for "multi_krum"; set it again'
             ],
         ),
         (
