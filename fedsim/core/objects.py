@@ -21,6 +21,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import CellType
 from typing import Annotated, Any, TypeVar
 
 import cloudpickle
@@ -162,8 +163,8 @@ def _may_change(target: Any, depth: int) -> bool:
     elif inspect.isfunction(target):
         if _assigns(target):
             return True
-        inner = inspect.getclosurevars(target).nonlocals.values()
-        inner = [value for value in inner if not isinstance(value, (Tensor, np.ndarray))]  # probably constants
+        cells = [cell.cell_contents for cell in target.__closure__ or () if cell != CellType()]  # without empty cells
+        inner = [value for value in cells if not isinstance(value, (Tensor, np.ndarray))]  # probably constants
     elif isinstance(target, (list, dict, set, bytearray, Tensor, np.ndarray, torch.Generator, np.random.Generator)):
         return True
     elif not isinstance(target, (type, nn.Module, tuple, enum.Enum)) and not inspect.ismodule(target):

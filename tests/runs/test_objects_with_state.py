@@ -70,6 +70,17 @@ def collector():
     return lambda updates: seen.append(updates.mean(0)) or sum(seen)
 
 
+def unfinished():
+    """Return a function with an empty cell."""
+
+    def rule(updates):
+        return later(updates)
+
+    if rule is None:
+        later = rule
+    return rule
+
+
 def scaled(factor):
     return lambda updates: factor * updates.mean(0)
 
@@ -87,6 +98,7 @@ def scaled(factor):
         (Scaled([2.0]), True),
         (Scaled(Momentum()), True),
         (scaled(2.0), False),
+        (unfinished(), False),
         (functools.partial(scaled(2.0)), False),
         (with_momentum, False),
         (Momentum, False),  # each run makes a new object
