@@ -14,8 +14,9 @@ from fedsim.asynchronous.policies import Policy
 from fedsim.clients import LRSchedule, exchanges, needs_local_steps
 from fedsim.clients.adapters import TrainFunction
 from fedsim.config.schema import DIRECTIONS, Clock
+from fedsim.core.base_table import ComponentTable
 from fedsim.core.learning_task import correct_of
-from fedsim.core.objects import may_change, names_in
+from fedsim.core.objects import ObjectName, may_change, names_in
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.suggestions import nearest
 from fedsim.engines import Engine, engine
@@ -101,16 +102,20 @@ def warnings_about_objects(experiment: Experiment, *, resumed: bool = False) -> 
 
     `resumed`: whether the run continues after a checkpoint.
     """
-    lines = []
-    for key, table in experiment.model_dump(exclude_unset=True).items():
-        for name in names_in(table) if key not in NOT_IN_ROUNDS else ():
-            if may_change(name.target):
-                what = "starts with a new copy here" if resumed else "starts with a new copy when the run is resumed"
-                lines.append(
-                    f"{key}: {show(name)} {what}, because checkpoints do not contain attributes and variables of "
-                    'Python objects; if the results depend on them, use the input "state" of rules and attacks instead'
-                )
-    return lines
+    what = "starts with a new copy here" if resumed else "starts with a new copy when the run is resumed"
+    tables = experiment.model_dump(exclude_unset=True).items()
+    objects = [(key, name, name.target) for key, table in tables for name in names_in(table)]
+    components = [table for table in experiment.tables() if isinstance(table, ComponentTable)]
+    for component in components:
+        name = getattr(component, component.named_by)
+        if isinstance(name, str) and ":" in name and not isinstance(name, ObjectName):  # an import path
+            objects.append((component.place, name, component.registration.target))
+    return [
+        f"{key}: {show(name)} {what}, because checkpoints do not contain attributes and variables of Python objects; "
+        'if the results depend on them, use the input "state" of rules and attacks instead'
+        for key, name, target in objects
+        if key.partition(".")[0] not in NOT_IN_ROUNDS and may_change(target)
+    ]
 
 
 def _warning_about_statistics(experiment: Experiment) -> str | None:
