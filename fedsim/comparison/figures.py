@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedsim.comparison.tables import mean_cells
+from fedsim.comparison.tables import listed, mean_cells
 from fedsim.core.confidence import FEWEST_FOR_BAND, decimals_of, estimate, fixed
 from fedsim.records.axes import label
 from fedsim.records.formatting import comparison_title, key_name
@@ -24,6 +24,9 @@ from fedsim.system.files import to_csv
 
 if TYPE_CHECKING:
     from fedsim.comparison.results import Comparison
+
+
+MOST_NAMES = 2  # maximum number of names in a cell of a heat map
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,7 @@ def number_cell(rows: Sequence[Row], read: Callable[[Any], float | None], decima
 
 
 def best_cell(rows: Sequence[Row], axis: str) -> HeatCell:
-    """Return a heat map cell with the best value of the setting `axis`, and its mean result.
+    """Return a heat map cell with the best value of the setting `axis` (all of them if equal), and its mean result.
 
     Each of the table rows has a different value of this setting.
     """
@@ -233,11 +236,10 @@ def best_cell(rows: Sequence[Row], axis: str) -> HeatCell:
     if group.best is None or group.best.score is None:
         return HeatCell(lines=("none is ranked",))
     score, decimals = group.best.score, group.best.metric.decimals_for(group.best.score.mean)
-    name, *tied = [label(row.point[axis]) for row in (group.best, *group.tied)]
-    hover = f"{name} {score.text(decimals)}", f"tied with {', '.join(tied)}" if tied else ""
-    return HeatCell(
-        score.mean, (name, fixed(score.mean, decimals), f"~ +{len(tied)} tied" if tied else ""), hover, bold=True
-    )
+    names, tied = ([label(row.point[axis]) for row in rows] for rows in (group.winners, group.tied))
+    hover = f"{', '.join(names)} {score.text(decimals)}", f"tied with {', '.join(tied)}" if tied else ""
+    lines = listed(names, MOST_NAMES), fixed(score.mean, decimals), f"~ +{len(tied)} tied" if tied else ""
+    return HeatCell(score.mean, lines, hover, bold=True)
 
 
 def best_maps(comparison: Comparison, over: tuple[str, str]) -> list[tuple[str, HeatMap]]:
@@ -262,8 +264,8 @@ def best_maps(comparison: Comparison, over: tuple[str, str]) -> list[tuple[str, 
 def heatmap_csv(comparison: Comparison, over: tuple[str, str]) -> str:
     """Return a heat map as a CSV table with one line per cell.
 
-    A line has the best value of the first compared setting, the mean and interval of its results, and the values that
-    are not significantly different from the best.
+    A line has the best value of the first compared setting (or the equally best values), the mean and interval of its
+    results, and the values that are not significantly different from the best.
     """
     first, score = comparison.compared[0], comparison.metric.path[-1].removeprefix("test_")
     keys = [*(axis for axis in comparison.compared[1:] if axis not in over), *over]
@@ -273,6 +275,6 @@ def heatmap_csv(comparison: Comparison, over: tuple[str, str]) -> str:
         if (best := group.best) is None:
             rows.append([*cells, None, None, None, None])
         else:
-            tied = "; ".join(label(row.point[first]) for row in group.tied)
-            rows.append([*cells, label(best.point[first]), *mean_cells(best.score), tied])
+            winners, tied = ("; ".join(label(row.point[first]) for row in rows) for rows in (group.winners, group.tied))
+            rows.append([*cells, winners, *mean_cells(best.score), tied])
     return to_csv(rows)

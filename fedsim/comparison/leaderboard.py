@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedsim.core.confidence import Estimate, chi_square_tail, f_tail, studentized_range_quantile
+from fedsim.core.confidence import Estimate, chi_square_tail, f_tail, levels, studentized_range_quantile
 from fedsim.core.text_wrapping import note
 from fedsim.errors import plural
 from fedsim.records.axes import label
@@ -106,16 +106,15 @@ def leaderboard(comparison: Comparison, label_of: Callable[[Any], str] = label) 
     cells = [sorted(group, key=lambda row: places.index(row.place[0])) for group in ranked]
     qualities = np.array([[row.quality(row.score) for row in cell] for cell in cells])
     ranks = ranks_of(qualities)
-    is_best = np.isfinite(qualities) & (qualities == qualities.max(axis=1, keepdims=True))
     standings = []
     for column, rows in enumerate(zip(*cells, strict=True)):
-        lowest = int(np.argmin(qualities[:, column]))
+        lowest = levels((-qualities[:, column]).tolist()).index(0)
         worst, (first, *others) = rows[lowest], rows[lowest].point.values()
         standings.append(
             Standing(
                 name=label_of(first),
                 mean_rank=float(ranks[:, column].mean()),
-                best=int(is_best[:, column].sum()),
+                best=sum(row.mark == "*" for row in rows),
                 tied=sum(row.mark != "" for row in rows),
                 worst_cell=", ".join(map(label_of, others)),
                 worst=worst.score if math.isfinite(qualities[lowest, column]) else None,
@@ -145,14 +144,15 @@ def leaderboard_notes(board: Leaderboard) -> list[str]:
 def ranks_of(qualities: np.ndarray) -> np.ndarray:
     """Return the rank of each candidate in each cell, shape [cells, candidates]. Rank 1 has the highest value.
 
-    Equal values share the mean of their ranks.
+    Values that are equal up to rounding share the mean of their ranks.
 
     >>> ranks_of(np.array([[0.9, 0.8, 0.9], [0.1, 0.3, -np.inf]]))
     array([[1.5, 3. , 1.5],
            [2. , 1. , 3. ]])
     """
-    better = qualities[:, :, None] < qualities[:, None, :]
-    equal = qualities[:, :, None] == qualities[:, None, :]
+    level = np.array([levels(cell) for cell in qualities])
+    better = level[:, :, None] > level[:, None, :]
+    equal = level[:, :, None] == level[:, None, :]
     return np.asarray(better.sum(axis=2) + (equal.sum(axis=2) + 1) / 2)
 
 

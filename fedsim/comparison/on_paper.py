@@ -210,7 +210,7 @@ def _draw_one_map(comparison: Comparison, style: FigureStyle) -> Figure | None:
 
     first, second, *others = comparison.compared
     down, across = ([label(value) for value in comparison.axes[axis]] for axis in (first, second))
-    best = [] if others else [group.best for group in comparison.groups if group.best]
+    best = [] if others else [row for group in comparison.groups for row in group.winners]
     (shown,) = heat_maps(comparison, (first, second), [], lambda rows: score_cell(rows, best))
     longest = max(len(text) for line in shown.cells for cell in line for text in cell.lines)
     width, height = max(CELL_WIDTH, TINY_CHARACTER * longest) * len(across), CELL_HEIGHT * len(down)

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import itertools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,14 +18,22 @@ import torch
 
 from fedsim.config.experiment import Experiment, default_name
 from fedsim.config.load import COMPARISON, describe, drop_default_name, experiment_of, file_of
-from fedsim.config.overrides import Change, changes_in, component_table, key_changed, override
+from fedsim.config.overrides import (
+    Change,
+    Removed,
+    changes_in,
+    component_table,
+    key_changed,
+    override,
+    removed_warnings,
+)
 from fedsim.core.import_policy import untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.learning_task import correct_of
 from fedsim.core.objects import plain
 from fedsim.core.suggestions import nearest
 from fedsim.data.sources import data_loaded_once
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.records.axes import (
     Axes,
     apply_words,
@@ -146,7 +155,7 @@ def plan_comparison(
     with untrusted_config(file or file_of(source), untrusted_values, allowed=allow_imports), data_loaded_once():
         drop_default_name(description)
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-        experiments, points, engine_chosen, left_out = _experiments(
+        experiments, points, engine_chosen, left_out, changed = _experiments(
             description, in_all, points, skip_invalid=bool(settings.skip_invalid), to_run=to_run
         )
     if left_out:
@@ -155,6 +164,8 @@ def plan_comparison(
     settings = check_settings(settings, axes, experiments)
     _refuse_equal_runs(experiments, points)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
+    for line in removed_warnings(changed) if to_run else ():
+        warnings.warn(line, SettingWarning, stacklevel=2)
     return ComparisonPlan(experiments[0].name, axes, runs, engine_chosen, settings, left_out)
 
 
@@ -214,7 +225,7 @@ def _how_to_compare(changes: Iterable[Change]) -> str:
 
 def _experiments(
     description: dict[str, Any], in_all: list[Change], points: list[dict[str, Any]], *, skip_invalid: bool, to_run: bool
-) -> tuple[list[Experiment], list[dict[str, Any]], bool, list[str]]:
+) -> tuple[list[Experiment], list[dict[str, Any]], bool, list[str], list[tuple[dict[str, Removed], dict[str, Any]]]]:
     """Create and check the experiment for each combination of values.
 
     Args:
@@ -224,8 +235,8 @@ def _experiments(
         skip_invalid: leave out invalid combinations. Otherwise, they raise ExperimentError.
         to_run: whether to check that this machine has the device and the file `model.weights`.
 
-    Returns the valid experiments, their combinations, whether an experiment sets its engine, and one line of text for
-    each problem.
+    Returns the valid experiments, their combinations, whether an experiment sets its engine, one line of text for each
+    problem, and for each combination that removes settings of `description`, these and all settings of its experiment.
     """
     experiments, valid, engine_chosen = [], [], False
     problems: dict[str, list[dict[str, Any]]] = {}  # maps an error line to the points with this error
@@ -233,6 +244,7 @@ def _experiments(
     varied = set()
     checked: dict[str, Experiment] = {}  # keyed by the values of the point without the seed
     seeds = set()  # seeds of valid experiments
+    changed: list[tuple[dict[str, Removed], dict[str, Any]]] = []
     for point in points:
         combination, seed = canonical(point | {SEED: None}), canonical(point.get(SEED))
         if combination in checked and seed in seeds:
@@ -244,7 +256,7 @@ def _experiments(
         tables = copy.deepcopy(description)
         try:
             _refuse_contradictions(in_all, point_changes)
-            override(tables, [*in_all, *copy.deepcopy(point_changes)])
+            removed = override(tables, [*in_all, *copy.deepcopy(point_changes)])
             experiment = experiment_of(tables)
             lines = _problems_with(experiment, models, to_run)
         except ExperimentError as error:
@@ -254,6 +266,7 @@ def _experiments(
             valid.append(point)
             checked[combination] = experiment
             seeds.add(seed)
+            changed += [(removed, experiment.resolved())] if removed else []
         for line in lines:
             problems.setdefault(line, []).append(point)
         engine_chosen |= not {"engine", "processes"}.isdisjoint(tables) or tables.get("mode") == "race"
@@ -265,7 +278,7 @@ def _experiments(
         experiment if "name" in experiment.model_fields_set else _renamed(experiment, name)
         for experiment in experiments
     ]
-    return named, valid, engine_chosen, left_out
+    return named, valid, engine_chosen, left_out, changed
 
 
 def _renamed(experiment: Experiment, name: str) -> Experiment:

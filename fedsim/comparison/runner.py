@@ -54,7 +54,7 @@ from fedsim.comparison.tables import (
     tuning_csv,
 )
 from fedsim.config.experiment import Experiment
-from fedsim.config.validation import warnings_about
+from fedsim.config.validation import warnings_about, warnings_about_objects
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, SettingWarning, one_line, show
 from fedsim.records.axes import with_points
@@ -182,7 +182,7 @@ def run_comparison(
         runs = plan.runs if shard is None else shard.of(plan)
         todo = [run for run in runs if not folder.is_finished(run)]
         jobs = min(jobs or default_jobs(plan, todo), max(1, len(todo)))
-        _warn(todo, plan.settings.metric)
+        _warn(todo, plan.settings.metric, keeps_folder=keeps_folder)
         callback.on_start(plan, todo, jobs)
         _run(todo, jobs, folder, callback, one_process=jobs > 1 and not plan.engine_chosen)
         if shard is not None:
@@ -220,10 +220,11 @@ def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
     return comparison
 
 
-def _warn(runs: Sequence[PlannedRun], metric: str | None) -> None:
+def _warn(runs: Sequence[PlannedRun], metric: str | None, *, keeps_folder: bool) -> None:
     """Issue the warnings about the experiments, each only once.
 
-    `metric` is the metric by which runs are compared, or None for the default.
+    `metric` is the metric by which runs are compared, or None for the default. `keeps_folder`: whether interrupted runs
+    can be resumed.
     """
 
     def relevant(experiment: Experiment) -> list[Any]:
@@ -237,6 +238,9 @@ def _warn(runs: Sequence[PlannedRun], metric: str | None) -> None:
             f"{algorithm}: a part of the global model stays untrained, because workers keep this part, so test results "
             f"of the global model say little; compare with metric={number}"
         )
+    if keeps_folder:
+        resumable = [run.experiment for run in runs if run.experiment.checkpoint.every != 0]
+        lines += [line for experiment in resumable for line in warnings_about_objects(experiment)]
     for line in dict.fromkeys(lines):
         warnings.warn(line, SettingWarning, stacklevel=3)
 

@@ -243,7 +243,7 @@ def answer_text(comparison: Comparison) -> str:
 def _line(comparison: Comparison, group: Group, label_of: LabelOf) -> str:
     """Return the best value in a group of table rows as text, and how much better it is than the next value.
 
-    Example: "caf 0.9231 ± 0.0040, not significantly different from krum".
+    Example: "caf 0.9231 ± 0.0040, with the same mean as median, not significantly different from krum".
     """
     best, first, settings = group.best, comparison.compared[0], comparison.settings
     if best is None or best.score is None:
@@ -252,10 +252,15 @@ def _line(comparison: Comparison, group: Group, label_of: LabelOf) -> str:
     texts = settings.headings | ({settings.worst: "worst"} if settings.worst else {})
     chosen = ", ".join(f"{text}: {label_of(best.chosen[axis])}" for axis, text in texts.items())
     line = f"{label_of(best.point[first])}{f' ({chosen})' if chosen else ''} {best.score.text(decimals)}"
+    names_of = lambda rows: listed([label_of(row.point[first]) for row in rows])  # noqa: E731
+    if len(group.winners) > 1:
+        line += f", with the same mean as {names_of(group.winners[1:])}"
     if group.tied:
-        return f"{line}, not significantly different from {_listed([label_of(row.point[first]) for row in group.tied])}"
-    if group.next is None:  # all other values failed or are invalid
+        return f"{line}, not significantly different from {names_of(group.tied)}"
+    if len(group.ranked) == 1:  # all other values failed or are invalid
         return f"{line}, the only one that is ranked"
+    if group.next is None:
+        return line
     if (gap := group.next.difference_to(best)) is None:
         return line
     size = Estimate(abs(gap.mean), gap.half_width, tuple(map(abs, gap.values)))
@@ -265,15 +270,13 @@ def _line(comparison: Comparison, group: Group, label_of: LabelOf) -> str:
 
 def _most_often(groups: Sequence[Group], first: str, label_of: LabelOf) -> str:
     """Return, as text, which values are best most often, such as "caf, for 9 of 12"."""
-    best = [(row, group.best) for group in groups if group.best for row in (group.best, *group.tied)]
-    equal = [row for row, top in best if row.score and top.score and row.score.mean == top.score.mean]
-    count = Counter(label_of(row.point[first]) for row in equal)
+    count = Counter(label_of(row.point[first]) for group in groups for row in group.winners)
     if not count:
         return "none is ranked"
     most = max(count.values())
     names = [name for name, times in count.items() if times == most]
     ranked = sum(group.best is not None for group in groups)
-    return f"{_listed(names)}{', each' if len(names) > 1 else ','} for {most} of {ranked}"
+    return f"{listed(names)}{', each' if len(names) > 1 else ','} for {most} of {ranked}"
 
 
 def _remarks(rows: Sequence[Row]) -> list[str]:
@@ -295,10 +298,10 @@ def _joined(names: Iterable[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _listed(names: Sequence[str]) -> str:
-    """Return the names as text. If there are many, only the first are named and the others counted."""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
+def listed(names: Sequence[str], most: int = MOST_NAMES) -> str:
+    """Return the names as text. If there are more than `most`, only the first are named and the others counted."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 # -- The printed text

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedsim.config.experiment import Experiment, refuse_untrusted_root
 from fedsim.config.files import COMPARISON, describe_file, find_experiment, nested
-from fedsim.config.overrides import changes_in, override, parse_word
+from fedsim.config.overrides import changes_in, override, parse_word, removed_warnings
 from fedsim.config.schema import Distributed
 from fedsim.core.import_policy import is_untrusted, untrusted_config
 from fedsim.core.objects import plain
-from fedsim.errors import ExperimentError, show
+from fedsim.engines import engine as engines
+from fedsim.errors import ExperimentError, SettingWarning, show
 
 
 def load_experiment(
@@ -36,6 +38,7 @@ def load_experiment(
             `overrides`, tables and Experiments are always imported.
         changes: keys of the experiment, set after the overrides. A table changes only the keys that it contains.
 
+    Warns (SettingWarning) of settings in `source` that no longer apply because another component replaces theirs.
     Raises ExperimentError with one line per problem.
 
     >>> load_experiment("mnist_sync_sgd", ["local.lr=0.5"], rounds=3).rounds
@@ -48,18 +51,22 @@ def load_experiment(
     if words:
         with untrusted_config(file_of(source), allowed=allow_imports):
             drop_default_name(description)
-    override(description, words)
+    removed = override(description, words)
     try:
         if isinstance(description.get(COMPARISON), dict):
             raise ExperimentError("the table [comparison] describes several experiments; use fedsim compare")
         with untrusted_config(file_of(source), (value for _, value in words), allowed=allow_imports):
-            return experiment_of(description)
+            experiment = experiment_of(description)
     except ExperimentError as error:
         if not isinstance(source, (str, Path)):
             raise error.with_traceback(
                 None
             ) from error.__cause__  # omits frames inside fedsim, which do not help the user
         raise ExperimentError(*error.lines, source=source) from None
+    if removed and engines.get(experiment.engine).target.is_main():
+        for line in removed_warnings([(removed, experiment.resolved())]):
+            warnings.warn(line, SettingWarning, stacklevel=2)
+    return experiment
 
 
 def file_of(source: object) -> Path | None:

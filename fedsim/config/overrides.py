@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedsim.config.source_catalog import SourceTable, component_tables
 from fedsim.core.input_limits import MAX_BITS, MAX_DEPTH, is_harmless, leaves_of, problem_with_words, refuse_long_chains
@@ -85,20 +85,95 @@ def changes_in(tables: Mapping[str, Any]) -> list[Change]:
     return changes
 
 
-def override(description: dict[str, Any], changes: Iterable[Change]) -> None:
+class Removed(NamedTuple):
+    """A setting that a change has removed without replacing it.
+
+    Attributes:
+        value: its value.
+        table: dotted key of its table, such as "server".
+        named_by: dotted key that names the table's component, such as "server.name". "" if the table has no component.
+        before: name of the component before the change.
+    """
+
+    value: Any
+    table: str
+    named_by: str
+    before: Any
+
+
+def removed_warnings(changed: Iterable[tuple[Mapping[str, Removed], Mapping[str, Any]]]) -> list[str]:
+    """Return one line of text for each component whose settings are removed in an experiment.
+
+    Settings whose value is the default of the new component are not mentioned.
+
+    Args:
+        changed: for each experiment, the settings that `override` has removed, by key, and all settings that the
+            experiment has after the change, including defaults, as nested tables.
+    """
+    components: dict[tuple[str, str, str, tuple[str, ...]], list[str]] = {}
+    for removed, tables in changed:
+        now, texts = _settings_in(tables), dict[tuple[str, str, str], list[str]]()
+        for key, setting in removed.items():
+            if key not in now or now[key] != setting.value:
+                place = setting.table, setting.named_by, show(setting.before)
+                texts.setdefault(place, []).append(f"{key} = {show(setting.value)}")
+        for (table, named_by, before), settings in texts.items():
+            components.setdefault((table, named_by, before, tuple(settings)), []).append(show(now.get(named_by)))
+    lines = []
+    for (table, named_by, before, of_table), names in components.items():
+        do, they, them, were = ("does", "it", "it", "was") if len(of_table) == 1 else ("do", "they", "them", "were")
+        line = f"{cut(', '.join(of_table))}: {do} not apply"
+        if new := [name for name in dict.fromkeys(names) if name != before]:
+            line += f" to {named_by} = {', '.join(new)}, because {they} {were} set for {before}; set {them} again"
+        else:
+            line += f", because a new table replaces {table}; write {them} into the new table"
+        lines.append(line)
+    return lines
+
+
+def override(description: dict[str, Any], changes: Iterable[Change]) -> dict[str, Removed]:
     """Apply changes to nested tables in place. A component's name and its parameters may come in any order.
 
     New values replace contradicting old values: a different component removes the parameters of the previous component,
     and `local.steps` replaces `local.epochs`.
 
+    Returns the settings that are removed without being replaced, by key (see `removed_warnings`).
+
     Raises ExperimentError if the changes contradict each other, as local.epochs and local.steps do.
     """
+    before = _settings_in(description)
     changes = sorted(
         ((naming_key(keys), value) for keys, value in changes), key=lambda change: not _names_component(change[0])
     )
     _refuse_alternatives(changes)
     for keys, value in changes:
         _set(description, keys, value)
+    return _removed(before, _settings_in(description))
+
+
+def _settings_in(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in nested tables by key, such as `partition.name` for `partition = "iid"`."""
+    return {key_changed(key.split("."), value): value for key, value in leaves_of(description)}
+
+
+def _removed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Removed]:
+    """Return the settings in `before` that `after` neither has nor replaces."""
+    present = after.keys() | {parent for key in after for parent in _parents(key)}
+    removed = {}
+    for key, value in before.items():
+        table, within = component_table(key.split("."))
+        place = key.removesuffix(f".{'.'.join(within)}") if table else key.rpartition(".")[0]
+        rivals = table.alternatives if table and within[0] in table.alternatives else ()
+        replacements = {key, *(f"{place}.{rival}" for rival in rivals)}
+        if present.isdisjoint(replacements) and after.keys().isdisjoint(_parents(key)):
+            named_by, default = (f"{place}.{table.named_by}", table.default) if table else ("", None)
+            removed[key] = Removed(value, place, named_by, before.get(named_by, default))
+    return removed
+
+
+def _parents(key: str) -> set[str]:
+    """Return the dotted keys of the tables that contain a key."""
+    return {key[:index] for index, letter in enumerate(key) if letter == "."}
 
 
 def component_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]:

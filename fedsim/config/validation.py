@@ -14,7 +14,9 @@ from fedsim.asynchronous.policies import Policy
 from fedsim.clients import LRSchedule, exchanges, needs_local_steps
 from fedsim.clients.adapters import TrainFunction
 from fedsim.config.schema import DIRECTIONS, Clock
+from fedsim.core.base_table import ComponentTable
 from fedsim.core.learning_task import correct_of
+from fedsim.core.objects import ObjectName, may_change, names_in
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.suggestions import nearest
 from fedsim.engines import Engine, engine
@@ -40,6 +42,9 @@ TRUE_OF_ANY_ENGINE = {
     "processes": 1,
     "cuda_graphs": False,
 }  # values that are also right for engines that do not use the key
+
+
+NOT_IN_ROUNDS = ("data", "partition", "model", "records")  # tables whose objects are used before the first round only
 
 
 def problems_with(experiment: Experiment) -> list[str]:
@@ -90,6 +95,27 @@ def warnings_about(experiment: Experiment) -> list[str]:
     if experiment.buffers == "frozen":
         lines.append(_warning_about_statistics(experiment))
     return [line for line in lines if line]
+
+
+def warnings_about_objects(experiment: Experiment, *, resumed: bool = False) -> list[str]:
+    """Return one line for each Python object that may keep a state between rounds, which checkpoints do not contain.
+
+    `resumed`: whether the run continues after a checkpoint.
+    """
+    what = "starts with a new copy here" if resumed else "starts with a new copy when the run is resumed"
+    tables = experiment.model_dump(exclude_unset=True).items()
+    objects = [(key, name, name.target) for key, table in tables for name in names_in(table)]
+    components = [table for table in experiment.tables() if isinstance(table, ComponentTable)]
+    for component in components:
+        name = getattr(component, component.named_by)
+        if isinstance(name, str) and ":" in name and not isinstance(name, ObjectName):  # an import path
+            objects.append((component.place, name, component.registration.target))
+    return [
+        f"{key}: {show(name)} {what}, because checkpoints do not contain attributes and variables of Python objects; "
+        'if the results depend on them, use the input "state" of rules and attacks instead'
+        for key, name, target in objects
+        if key.partition(".")[0] not in NOT_IN_ROUNDS and may_change(target)
+    ]
 
 
 def _warning_about_statistics(experiment: Experiment) -> str | None:

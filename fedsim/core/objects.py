@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import enum
 import functools
+import inspect
 import itertools
 import pickle
 import re
@@ -19,6 +21,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import CellType
 from typing import Annotated, Any, TypeVar
 
 import cloudpickle
@@ -32,6 +35,7 @@ from fedsim.errors import ExperimentError, one_line, show
 
 Value = TypeVar("Value")
 
+AT_START = ("__init__", "__post_init__", "__new__", "__setstate__")  # methods that run before the first call
 LONGEST_NOTE = 60  # maximum number of characters
 NUMBER = re.compile(r" \d+(?=>$)")
 
@@ -132,6 +136,52 @@ def holds_objects(value: Any) -> bool:
     if isinstance(value, (Mapping, list, tuple)):
         return any(map(holds_objects, value.values() if isinstance(value, Mapping) else value))
     return _is_object(value)
+
+
+def may_change(target: Any) -> bool:
+    """Whether a Python object may keep a state between calls, in its attributes or in variables of its functions.
+
+    >>> class Average:
+    ...     def __init__(self):
+    ...         self.last = None
+    ...     def __call__(self, updates):
+    ...         self.last = updates.mean(0)
+    ...         return self.last
+    >>> may_change(Average()), may_change(torch.optim.SGD), may_change(lambda updates: updates.mean(0))
+    (True, False, False)
+    """
+    return _may_change(target, depth=3)
+
+
+def _may_change(target: Any, depth: int) -> bool:
+    """Whether an object may keep a state, judging by at most `depth` levels of objects within objects."""
+    inner: Iterable[Any] = ()
+    if inspect.ismethod(target):
+        target = target.__self__
+    if isinstance(target, functools.partial):
+        inner = target.func, *target.args, *target.keywords.values()
+    elif inspect.isfunction(target):
+        if _assigns(target):
+            return True
+        cells = [cell.cell_contents for cell in target.__closure__ or () if cell != CellType()]  # without empty cells
+        inner = [value for value in cells if not isinstance(value, (Tensor, np.ndarray))]  # probably constants
+    elif isinstance(target, (list, dict, set, bytearray, Tensor, np.ndarray, torch.Generator, np.random.Generator)):
+        return True
+    elif not isinstance(target, (type, nn.Module, tuple, enum.Enum)) and not inspect.ismodule(target):
+        methods = [item for kind in type(target).__mro__ for item in vars(kind).values() if inspect.isfunction(item)]
+        if any(_assigns(item) for item in methods if item.__name__ not in AT_START):
+            return True
+        inner = getattr(target, "__dict__", {}).values()
+    return depth > 0 and any(_may_change(value, depth - 1) for value in inner)
+
+
+def _assigns(function: Any) -> bool:
+    """Whether a function assigns to attributes, or to variables outside the function."""
+    outside = {*function.__code__.co_freevars}
+    return any(
+        step.opname in ("STORE_ATTR", "STORE_GLOBAL") or (step.opname == "STORE_DEREF" and step.argval in outside)
+        for step in dis.get_instructions(function)
+    )
 
 
 def with_objects(value: Any, names: Iterable[ObjectName]) -> Any:

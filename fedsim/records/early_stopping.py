@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from fedsim.config.schema import Stop
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, plural, show
-from fedsim.records.record import Metric, RoundRecord
+from fedsim.records.record import Better, Metric, RoundRecord
 
 
 class EarlyStopping:
@@ -29,12 +29,13 @@ class EarlyStopping:
     """
 
     def __init__(self, stop: Stop) -> None:
-        self._stop, self._metric = stop, Metric("", None, path=tuple(stop.metric.split(".", 1)))
+        better: Better = "lower" if stop.direction == "min" else "higher"
+        self._stop, self._metric = stop, Metric("", better, path=tuple(stop.metric.split(".", 1)))
         self._best, self._best_round, self._without = math.nan, 0, 0
 
     def update(self, record: RoundRecord) -> str | None:
         """Return the reason why the run ends after this record's round, or None if the run continues."""
-        stop, sign = self._stop, 1 if self._stop.direction == "max" else -1
+        stop = self._stop
         first, *name = self._metric.path
         # Files store a NaN train loss as null, so only a non-empty cohort shows that the train loss was measured.
         measured = record[first].keys() & set(name) if name else first != "train_loss" or record.cohort
@@ -42,9 +43,10 @@ class EarlyStopping:
             return None
         value = self._metric.read(record)
         self._without += 1
-        if value is not None and stop.target is not None and sign * value >= sign * stop.target:
+        if value is not None and stop.target is not None and self._metric.reaches(value, stop.target):
             return f"{stop.metric} is {value:.6g} and has reached the target {stop.target:g}"
-        if value is not None and not sign * (value - self._best) <= stop.min_delta:  # also true if the best is NaN
+        enough = self._best + self._metric.sign * stop.min_delta  # NaN without a best value
+        if value is not None and not self._metric.reaches(enough, value):
             self._best, self._best_round, self._without = value, record.round, 0
         if stop.patience is None or self._without < stop.patience:
             return None

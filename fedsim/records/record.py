@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
 from pydantic.dataclasses import dataclass as validated_dataclass
 
+from fedsim.core.confidence import same
 from fedsim.errors import ExperimentError, cut
 
 LARGEST = 1e145  # largest number that is read from a file; a sum of squares of such numbers is finite
@@ -70,8 +71,8 @@ class Metric:
         return -1 if self.better == "lower" else 1
 
     def reaches(self, value: float, target: float) -> bool:
-        """Whether `value` is at least as good as `target`."""
-        return self.sign * value >= self.sign * target
+        """Whether `value` is at least as good as `target`, or equal up to rounding."""
+        return same(value, target) or self.sign * value > self.sign * target
 
     def decimals_for(self, value: float) -> int:
         """Return the number of decimals to show for `value`. Very small values get more decimals."""

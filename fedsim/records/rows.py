@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import StrictBool
 
-from fedsim.core.confidence import Estimate, estimate, mean_and_half_width, on_common_grid
+from fedsim.core.confidence import Estimate, estimate, levels, mean_and_half_width, on_common_grid, same
 from fedsim.records.numbers import places_on
 from fedsim.records.record import Metric, Number, metric_called, score_in
 
@@ -105,11 +105,11 @@ class Row:
 
     @property
     def mark(self) -> str:
-        """Mark: "*" for the best table row of its group, "~" if not significantly different from the best, else ""."""
+        """Mark: "*" for the best table rows of a group, "~" if not significantly different from the best, else ""."""
         group = self.group
         if group is None or len(group) < 2:
             return ""
-        return "*" if self is group.best else "~" if self in group.tied else ""
+        return "*" if self in group.winners else "~" if self in group.tied else ""
 
     def is_complete(self, mean: Estimate | None) -> bool:
         """Whether `mean` is finite and includes every run of the table row, and no run diverged."""
@@ -127,7 +127,8 @@ class Row:
     def difference_to(self, row: Row) -> Estimate | None:
         """Return the mean difference between the results of this table row and of `row`, paired by seed."""
         ours, theirs = self._scores, row._scores
-        return estimate([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
+        pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+        return estimate([0.0 if same(first, second) else first - second for first, second in pairs])
 
     @cached_property
     def _scores(self) -> dict[Any, float]:
@@ -141,27 +142,41 @@ class Group(list[Row]):
     @cached_property
     def ranked(self) -> list[Row]:
         """Return the table rows, best first, without those that have a failed, diverged or missing run."""
-        known = [row for row in self if row.quality(row.score) > -math.inf]
-        return sorted(known, key=lambda row: -row.quality(row.score))
+        return sorted(self._levels, key=self._levels.__getitem__)
 
     @property
     def best(self) -> Row | None:
-        """The table row with the best mean result, or None."""
+        """The table row with the best mean result, or None. If several means are equal, the first of them."""
         return self.ranked[0] if self.ranked else None
+
+    @property
+    def winners(self) -> list[Row]:
+        """The table rows with the best mean result. There are several if their means are equal up to rounding."""
+        return [row for row in self.ranked if self._levels[row] == 0]
 
     @cached_property
     def tied(self) -> list[Row]:
-        """Return the other table rows that are not significantly different from the best one, in descending order.
+        """Return the table rows that are not significantly different from the best, in descending order.
 
-        For these, the 95 percent interval of the difference to the best table row includes 0.
+        For these, the 95 percent interval of the difference to a best table row includes 0. The best table rows are not
+        included.
         """
-        gaps = {row: row.difference_to(self.ranked[0]) for row in self.ranked[1:]}
-        return [row for row, gap in gaps.items() if gap and gap.includes(0.0)]
+
+        def is_tied(row: Row) -> bool:
+            gaps = map(row.difference_to, self.winners)
+            return any(gap is not None and gap.includes(0.0) for gap in gaps)
+
+        return list(filter(is_tied, self.ranked[len(self.winners) :]))
 
     @property
     def next(self) -> Row | None:
         """The best of the table rows that are significantly worse than the best one, or None."""
-        return next((row for row in self.ranked[1:] if row not in self.tied), None)
+        return next((row for row in self.ranked[len(self.winners) :] if row not in self.tied), None)
+
+    @cached_property
+    def _levels(self) -> dict[Row, int]:
+        known = [row for row in self if row.quality(row.score) > -math.inf]
+        return dict(zip(known, levels([row.quality(row.score) for row in known]), strict=True))
 
 
 def rows_of(runs: Iterable[Any], axes: Sequence[str], by: str | None = None, chosen: Iterable[str] = ()) -> list[Row]:
@@ -417,7 +432,7 @@ class ComparisonSettings:
     def validated(self, candidate: Row) -> Row:
         """Return the runs by which `tune` judges a candidate: those of its worst case, or all runs without `worst`."""
         cases = rows_of(candidate.runs, [] if self.worst is None else [self.worst])
-        return min(cases, key=validated_quality)
+        return best_of(cases, lambda case: -validated_quality(case))
 
 
 NO_SETTINGS = ComparisonSettings()
@@ -432,6 +447,11 @@ def validation_result(row: Row) -> Estimate | None:
 def validated_quality(row: Row) -> float:
     """Return a number by which table rows are ranked by their validation result: the higher, the better."""
     return row.quality(validation_result(row))
+
+
+def best_of(rows: Sequence[Row], quality: Callable[[Row], float]) -> Row:
+    """Return the first of the table rows whose `quality` is the highest up to rounding."""
+    return rows[levels(list(map(quality, rows))).index(0)]
 
 
 def _choices(
@@ -449,6 +469,6 @@ def _choices(
     choices = []
     for row in rows_of(runs, compared):
         candidates = rows_of(row.runs, [axis], by)
-        chosen = max(candidates, key=value)
+        chosen = best_of(candidates, value)
         choices.append(Choice(candidates, chosen, value(chosen) > -math.inf))
     return choices

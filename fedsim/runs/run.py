@@ -18,7 +18,7 @@ from fedsim.callbacks.painter import Painter
 from fedsim.callbacks.records import KeptUpdates, Recorder
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
-from fedsim.config.validation import warnings_about
+from fedsim.config.validation import warnings_about, warnings_about_objects
 from fedsim.data.sources import data_loaded_once
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, SettingWarning
@@ -110,7 +110,10 @@ def run_loaded(
             current, callbacks = _prepared(stack, experiment, out, resume, users, session, progress)
         except ExperimentError as error:
             raise error.with_traceback(None) from error.__cause__  # stack frames within fedsim would not help the user
-        for line in warnings_about(experiment) if _is_main(experiment) else ():
+        lines = warnings_about(experiment)
+        if out is not None and experiment.checkpoint.every != 0:
+            lines += warnings_about_objects(experiment, resumed=current.facts.done > 0)
+        for line in lines if _is_main(experiment) else ():
             warnings.warn(line, SettingWarning, stacklevel=3)
         for callback in callbacks:
             callback.on_start(current)

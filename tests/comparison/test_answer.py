@@ -30,7 +30,7 @@ def test_of_a_few_groups_each_has_its_best_with_its_ties_or_the_difference_of_th
     assert result.sentence == "Best aggregate.rule by test accuracy, for each attack.name:"
     assert result.cases == [
         "none: median 0.8667 ± 0.1368; the next, mean, is 0.0167 ± 0.0143 lower",
-        "ipm: mean 0.7500 ± 0.1242, not significantly different from median",
+        "ipm: mean 0.7500 ± 0.1242, with the same mean as median; the next, krum, is 0.2500 ± 0.1242 lower",
     ]
     assert result.remarks == []
 
@@ -40,7 +40,7 @@ def test_with_worst_the_best_is_that_in_its_worst_case():
     result = answer_to(AXES, worst="attack.name")
     assert result.sentence == (
         "Best aggregate.rule by test accuracy in its worst case over attack.name: "
-        "mean (worst: ipm) 0.7500 ± 0.1242, not significantly different from median."
+        "mean (worst: ipm) 0.7500 ± 0.1242, with the same mean as median; the next, krum, is 0.2500 ± 0.1242 lower."
     )
     assert result.cases == []
 
@@ -95,6 +95,16 @@ def test_of_many_groups_the_value_that_is_most_often_best_is_named():
     assert result.cases == []
     equal = {(rule, rate): [0.5] for rule in ("mean", "median") for rate in rates}
     assert answer_to(axes, equal).sentence.endswith(": mean, median, each for 7 of 7 values of local.lr.")
+
+
+def test_a_best_value_names_those_with_the_same_mean_and_those_that_are_not_significantly_different():
+    axes = {"aggregate.rule": ["mean", "median", "krum"], "attack.name": ["none"], "seed": [0, 1, 2]}
+    final = {("mean", "none"): [0.5, 0.6, 0.7], ("median", "none"): [0.6, 0.7, 0.5], ("krum", "none"): [0.6, 0.6, 0.5]}
+    assert answer_to(axes, final).sentence.endswith(
+        ": mean 0.6000 ± 0.2484, with the same mean as median, not significantly different from krum."
+    )
+    equal = {key: [0.5, 0.6, 0.7] for key in final}
+    assert answer_to(axes, equal).sentence.endswith(": mean 0.6000 ± 0.2484, with the same mean as median, krum.")
 
 
 @pytest.mark.parametrize("axes", [{"seed": [0, 1]}, {"aggregate.rule": ["mean"], "attack.name": ["none", "ipm"]}])

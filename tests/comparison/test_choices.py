@@ -195,7 +195,10 @@ def test_a_comparison_by_a_global_model_that_is_never_trained_warns_once(algorit
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fedsim.compare(
-            {**serial, "rounds": 1}, {"local.algorithm": ["adam", algorithm], "seed": [0, 1]}, jobs=1, **changes
+            {**serial, "rounds": 1, "local": {"batch_size": 16}},
+            {"local.algorithm": ["adam", algorithm], "seed": [0, 1]},
+            jobs=1,
+            **changes,
         )
     lines = [str(each.message) for each in caught if each.category is SettingWarning]
     assert [line.partition("metric=")[2].split()[0] for line in lines] == ([] if better is None else [better])

@@ -113,6 +113,7 @@ def test_the_folder_of_another_comparison_is_refused_with_the_differences(serial
     assert (finished / "comparison.json").read_bytes() == before
 
 
+@pytest.mark.filterwarnings("ignore:.* not apply to")
 def test_a_parameter_of_one_value_of_an_axis_is_a_difference_too(serial, tmp_path):
     def compare(c):
         rules = ["mean", "tests.components:clipped_mean"]

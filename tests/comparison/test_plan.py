@@ -5,6 +5,7 @@ import pytest
 from fedsim import Experiment, ExperimentError, load_experiment
 from fedsim.comparison import ComparisonSettings, plan_comparison
 from fedsim.core.input_limits import leaves_of
+from fedsim.errors import SettingWarning
 
 
 def rules_of(plan):
@@ -105,7 +106,10 @@ def test_a_table_on_an_axis_updates_the_table_of_that_name():
 
 @pytest.mark.parametrize("axis", ["server", "server.name"])
 def test_another_component_does_not_get_the_parameters_of_the_one_before(file, axis):
-    plan = plan_comparison(file, {axis: ["sgd", "momentum"]})
+    line = '^server.beta = 0.8: does not apply to server.name = "sgd", "adam", because it was set for "momentum"; set'
+    with pytest.warns(SettingWarning, match=line) as caught:
+        plan = plan_comparison(file, {axis: ["sgd", "momentum", "adam"], "seed": [0, 1]})
+    assert len(caught) == 1
     servers = {run.experiment.server.name: run.experiment.server.params for run in plan.runs}
     assert servers["sgd"] == Experiment().server.params
     assert servers["momentum"]["beta"] == 0.8
@@ -300,6 +304,7 @@ def test_an_axis_can_be_a_tuple_of_objects():
     assert len(plan_comparison({"workers": 3, "comparison": {"aggregate.rule": rules}}).runs) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.* not apply to")
 @pytest.mark.parametrize(
     "variants",
     [
@@ -316,6 +321,6 @@ def test_a_comparison_is_planned_again_from_its_base_and_axes(variants):
     tables = {"local": {"lr": 0.123}, "model": {"name": "2nn", "hidden": 16}, "server": {"name": "momentum"}}
     tables |= {"attack": {"name": "sign_flipping", "scale": 3.0, "workers": [0]}, "data": "tests.components:tiny"}
     plan = plan_comparison(tables, {"variant": variants, "seed": [0, 1]})
-    again = plan_comparison(plan.base, plan.axes)
+    again = plan_comparison(plan.base, plan.axes, to_run=False)
     assert [run.experiment for run in again.runs] == [run.experiment for run in plan.runs]
     assert again.base == plan.base

@@ -230,9 +230,9 @@ def test_the_heat_maps_over_two_named_axes_have_the_best_value_in_each_cell(tmp_
     (folder / "comparison.json").write_text(json.dumps({**content, "heatmap": "workers,local.lr"}))
     context, charts = comparison_page(read_records(folder))
     best = find(charts["best-map-chart"], axis3="0")
-    assert best["data"][0]["text"] == [["mean<br>0.5000<br>~ +1 tied", "median<br>0.6000"]]
+    assert best["data"][0]["text"] == [["mean, median<br>0.5000", "median<br>0.6000"]]
     assert best["data"][0]["customdata"] == [
-        ["4, 0.1<br>mean 0.5000 ± 0.0000<br>tied with median", "4, 0.2<br>median 0.6000 ± 0.0000"]
+        ["4, 0.1<br>mean, median 0.5000 ± 0.0000", "4, 0.2<br>median 0.6000 ± 0.0000"]
     ]
     value = find(charts["heat-map-chart"], value="Final test accuracy", axis2="1", axis3="1")
     assert value["data"][0]["z"] == [[pytest.approx(0.7), pytest.approx(0.8)]]
