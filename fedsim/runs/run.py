@@ -19,6 +19,7 @@ from fedsim.callbacks.records import KeptUpdates, Recorder
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.config.validation import warnings_about
+from fedsim.core.randomness import sole_use_of_generators
 from fedsim.data.sources import data_loaded_once
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, SettingWarning
@@ -75,13 +76,13 @@ def run(
         changes: settings of the experiment to change. A dict changes only the keys that it contains.
 
     Raises:
-        ExperimentError: the experiment is invalid or cannot be run on this machine.
+        ExperimentError: the experiment is invalid, cannot be run on this machine, or another thread runs an experiment.
         DataError: the data is missing or invalid.
         RecordError: the folder has other content, or cannot be written.
         WorkerError: a worker failed, or processes were lost more often than `process_retries` allows.
     """
     users = UserCallbacks([FunctionCallback(on_setup, on_start, on_round), *callbacks])
-    with contextlib.ExitStack() as stack, data_loaded_once():
+    with sole_use_of_generators(for_run=True), contextlib.ExitStack() as stack, data_loaded_once():
         try:
             experiment = load_experiment(experiment, allow_imports=allow_imports, **changes)
             current, callbacks = _prepared(stack, experiment, out, resume, users, session, progress)
