@@ -62,6 +62,7 @@ from fedsim.records.reader import COMPARISON, ComparisonFile, read_comparison_fi
 from fedsim.records.rows import NO_SETTINGS, ComparisonSettings, canonical, numeric_axes, score_of
 from fedsim.records.run_folder import ERROR
 from fedsim.system.child_process import exit_if_imported_by_child
+from fedsim.system.limits import without_inner_frames
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -129,7 +130,7 @@ def compare(
     try:
         planned = plan_comparison(experiment, plan, (), settings, allow_imports=allow_imports, **changes)
     except ExperimentError as error:
-        raise error.with_traceback(None) from error.__cause__  # the frames inside fedsim do not help the user
+        raise without_inner_frames(error) from error.__cause__
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         display = stack.enter_context(display_of(None if out is None else folder, progress))

@@ -14,6 +14,7 @@ from fedsim.config.schema import Distributed
 from fedsim.core.import_policy import is_untrusted, untrusted_config
 from fedsim.core.objects import plain
 from fedsim.errors import ExperimentError, show
+from fedsim.system.limits import without_inner_frames
 
 
 def load_experiment(
@@ -56,9 +57,7 @@ def load_experiment(
             return experiment_of(description)
     except ExperimentError as error:
         if not isinstance(source, (str, Path)):
-            raise error.with_traceback(
-                None
-            ) from error.__cause__  # omits frames inside fedsim, which do not help the user
+            raise without_inner_frames(error) from error.__cause__
         raise ExperimentError(*error.lines, source=source) from None
 
 

@@ -22,7 +22,7 @@ from fedsim.config.validation import warnings_about
 from fedsim.core.randomness import sole_use_of_generators
 from fedsim.data.sources import data_loaded_once
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, SettingWarning
+from fedsim.errors import ExperimentError, FedsimError, SettingWarning
 from fedsim.records.early_stopping import stop_reason
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
@@ -32,6 +32,7 @@ from fedsim.runs.result import Result
 from fedsim.runs.resume import ResumeState
 from fedsim.runs.rounds import prepared_rounds
 from fedsim.runs.session import Session
+from fedsim.system.limits import without_inner_frames
 
 
 def run(
@@ -82,14 +83,26 @@ def run(
         WorkerError: a worker failed, or processes were lost more often than `process_retries` allows.
     """
     users = UserCallbacks([FunctionCallback(on_setup, on_start, on_round), *callbacks])
-    with sole_use_of_generators(for_run=True), contextlib.ExitStack() as stack, data_loaded_once():
-        try:
+    try:
+        with sole_use_of_generators(for_run=True), data_loaded_once():
             experiment = load_experiment(experiment, allow_imports=allow_imports, **changes)
-            current, callbacks = _prepared(stack, experiment, out, resume, users, session, progress)
-        except ExperimentError as error:
-            raise error.with_traceback(None) from error.__cause__  # stack frames within fedsim would not help the user
+            return _run(experiment, out, resume, users, session, progress)
+    except (FedsimError, KeyboardInterrupt) as error:
+        raise without_inner_frames(error) from error.__cause__
+
+
+def _run(
+    experiment: Experiment,
+    out: str | Path | None,
+    resume: bool,
+    users: UserCallbacks,
+    session: Session | None,
+    progress: bool | None,
+) -> Result:
+    with contextlib.ExitStack() as stack:
+        current, callbacks = _prepared(stack, experiment, out, resume, users, session, progress)
         for line in warnings_about(experiment) if _is_main(experiment) else ():
-            warnings.warn(line, SettingWarning, stacklevel=2)
+            warnings.warn(line, SettingWarning, stacklevel=3)
         for callback in callbacks:
             callback.on_start(current)
         for round in range(len(current.history) + 1, experiment.rounds + 1):

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import traceback
 import warnings
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 
 import fedsim
 from fedsim.asynchronous.policy import policy
+from fedsim.errors import DivergedError
 
 CLOCK = {"mode": "clock", "clock": {"slowdown": "lognormal"}}
 SCHEDULES = {
@@ -63,9 +65,8 @@ def assert_leaves_nothing(work):
     """Assert that repeating `work` leaves no tensors, and changes no settings. The first call fills caches."""
     work(0)
     before, living = settings(), tensors()
-    for seed in (1, 2):
-        work(seed)
-        assert tensors() == living
+    work(1)
+    assert tensors() == living
     after = settings()
     assert {name for name in before if before[name] != after[name]} == set()
 
@@ -78,38 +79,69 @@ def run(tiny_experiment):
     return run
 
 
+DEFAULT = [
+    {"engine": "serial", **SCHEDULES},
+    {"engine": "batched"},
+    {"engine": "auto", "model": "net", "rounds": 1, "processes": 1},
+    {"engine": "spawn", "processes": 2},
+    {**CLOCK, "engine": "batched", "policy": "fedbuff"},
+    {"mode": "race", "policy": "hogwild", "engine": "spawn", "processes": 2},
+    {"engine": "batched", "processors": [{"name": "top_k", "ratio": 0.1}, "qsgd"], "broadcast": ["cast"]},
+]
+SLOW = [
+    {"engine": "batched", "privacy": {"mechanism": "central", "noise": 1.0, "clip": 1.0}},
+    {"engine": "batched", "model": "cnn", "rounds": 1},
+    {"engine": "batched", "sync": "gradients"},
+    {"engine": "batched", "model": "tests.models:Normalised"},
+    {"engine": "batched", "precision": "bf16"},
+    {"engine": "batched", "local.algorithm": "scaffold", "cohort": 2},
+    {"engine": "serial", "local.algorithm": "ditto"},
+    {"engine": "serial", "model": "tests.models:AlwaysDropping", "local.clip_norm": 1.0},
+    {"engine": "batched", "local.algorithm": "dp_sgd", "local.noise": 1.0, "local.clip": 1.0, "local.momentum": 0},
+    {"engine": "batched", "attack": {"name": "sign_flipping", "workers": [0]}, "aggregate.rule": "median"},
+    {"engine": "serial", "data.augment": ["flip", {"name": "torchvision:RandomRotation", "degrees": 10}]},
+    {"engine": "serial", "worker_evaluation.every": 1, "data.local_test_fraction": 0.2},
+    {"task": "regression", "data": "tests.other_tasks:planes", "model": "tests.other_tasks:plane"},
+    {"task": "next_token", "data": "tests.other_tasks:counting", "model": "tests.other_tasks:Bigrams"},
+    {**CLOCK, "engine": "spawn", "processes": 2},
+    *({**CLOCK, "policy": registration.name} for registration in policy),
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"engine": "serial"},
-        {"engine": "batched"},
-        {"engine": "batched", "model": "cnn", "rounds": 1},
-        {"engine": "auto", "model": "net", "rounds": 1, "processes": 1},
-        {"engine": "spawn", "processes": 2},
-        {"engine": "batched", "sync": "gradients"},
-        {"engine": "batched", "model": "tests.models:Normalised"},
-        {"engine": "batched", "precision": "bf16"},
-        {"engine": "batched", "local.algorithm": "scaffold", "cohort": 2},
-        {"engine": "serial", "local.algorithm": "ditto"},
-        {"engine": "serial", "model": "tests.models:Noisy", "local.clip_norm": 1.0},
-        {"engine": "batched", "processors": [{"name": "top_k", "ratio": 0.1}, "qsgd"], "broadcast": ["cast"]},
-        {"engine": "batched", "privacy": {"mechanism": "central", "noise": 1.0, "clip": 1.0}},
-        {"engine": "batched", "local.algorithm": "dp_sgd", "local.noise": 1.0, "local.clip": 1.0, "local.momentum": 0},
-        {"engine": "batched", "attack": {"name": "alie", "fraction": 0.3}, "aggregate.rule": "median"},
-        {"engine": "serial", "data.augment": ["flip", "torchvision:RandomAffine"]},
-        {"engine": "serial", "worker_evaluation.every": 1},
-        {"engine": "serial", **SCHEDULES},
-        {"task": "regression", "data": "tests.other_tasks:planes", "model": "tests.other_tasks:plane"},
-        {**CLOCK, "engine": "batched"},
-        {**CLOCK, "engine": "spawn", "processes": 2},
-        {"mode": "race", "engine": "spawn", "processes": 2},
-    ],
-    ids=str,
+    "changes", [*DEFAULT, *(pytest.param(changes, marks=pytest.mark.slow) for changes in SLOW)], ids=str
 )
 def test_a_run_leaves_no_tensors_and_changes_no_settings(changes, run):
     assert_leaves_nothing(lambda seed: run(seed, **changes))
 
 
-@pytest.mark.parametrize("name", [registration.name for registration in policy])
-def test_an_asynchronous_policy_leaves_no_tensors_and_changes_no_settings(name, run):
-    assert_leaves_nothing(lambda seed: run(seed, **CLOCK, policy=name))
+@pytest.mark.parametrize("engine", ["serial", "batched", "spawn"])
+def test_a_failed_or_interrupted_run_leaves_no_tensors_as_long_as_its_error_exists(engine, run):
+    """A notebook keeps the last error, and with it everything that the frames of its traceback refer to."""
+    errors = []
+
+    def interrupt(record):
+        raise KeyboardInterrupt
+
+    def work(seed):
+        with pytest.raises(DivergedError) as diverged:
+            run(seed, engine=engine, **{"local.lr": 1e30})
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            run(seed, engine=engine, on_round=interrupt)
+        with pytest.raises(fedsim.ExperimentError) as refused:
+            run(seed, engine=engine, model="tests.models:Lazy")
+        errors.extend((diverged.value, interrupted.value, refused.value))
+
+    assert_leaves_nothing(work)
+
+
+def test_a_kept_error_of_the_users_model_has_the_frames_of_the_model(run):
+    with pytest.raises(fedsim.WorkerError) as caught:
+        run(0, model={"name": "tests.models:Fails", "how": "raise"})
+    cause = caught.value.__cause__
+    assert "forward" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+
+
+def test_a_comparison_leaves_no_tensors_and_changes_no_settings(tiny_experiment):
+    tables = {**tiny_experiment, "engine": "batched", "rounds": 1}
+    assert_leaves_nothing(lambda seed: fedsim.compare(tables, {"local.lr": [0.1, 1e30]}, jobs=1))
