@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import mmap
 import os
 import sys
 import warnings
 
 POLICY = "OMP_WAIT_POLICY"
-LARGEST_IN_HEAP = 32 << 20  # bytes; the largest block whose size glibc adopts as a threshold
+FREED = 31 << 20  # bytes; glibc adopts the size of a freed block as a threshold if it is at most 32 MB
 
 _torch_was_imported_first = False
 
@@ -46,7 +45,7 @@ def warn_if_threads_spin(threads: int) -> None:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Let glibc keep and reuse up to 64 MB of freed memory, as after any program has freed a tensor of 32 MB.
+    """Let glibc keep and reuse up to 62 MB of freed memory, as it does after a tensor of 31 MB has been freed.
 
     glibc raises its thresholds for good when a mapped block is freed, so this function allocates a block and frees it
     without touching it. Nothing changes if the user has set the thresholds, or with another C library.
@@ -55,4 +54,4 @@ def keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         library.free.argtypes = [ctypes.c_void_p]
-        library.free(library.malloc(LARGEST_IN_HEAP - mmap.PAGESIZE))
+        library.free(library.malloc(FREED))
