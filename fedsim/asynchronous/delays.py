@@ -21,11 +21,11 @@ start, ..., start + size - 1 of one worker. Its positional parameters may have t
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import warnings
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -296,15 +296,14 @@ def pareto_noise(rng: np.random.Generator, size: int, *, alpha: ParetoShape = 2.
 
 
 @noise("trace")
-def trace(
-    size: int, worker: int, start: int, n_workers: int, *, path: Annotated[str, Field(examples=["factors.csv"])]
-) -> np.ndarray:
-    """Read noise factors from a text file: a worker's k-th work item has the factor in row k mod (number of rows).
+@dataclass(frozen=True)
+class Trace:
+    """Noise factors from a text file: a worker's k-th work item has the factor in row k mod (number of rows).
 
     Args:
         path: text file with one column of numbers for all workers, or one column per worker, separated by commas or
-            blanks. Numbers must be finite and at least 0. Empty lines and text after a # are ignored. Each process
-            reads the file once.
+            blanks. Numbers must be finite and at least 0. Empty lines and text after a # are ignored. Each run reads
+            the file once.
 
     Raises ExperimentError if the file cannot be read, or does not have this format.
 
@@ -312,42 +311,48 @@ def trace(
     >>> with tempfile.NamedTemporaryFile("w") as file:
     ...     _ = file.write("1, 2 # two workers\\n3, 4\\n")
     ...     file.flush()
-    ...     trace(size=3, worker=1, start=0, n_workers=2, path=file.name)
+    ...     Trace(file.name)(size=3, worker=1, start=0, n_workers=2)
     array([2., 4., 2.])
     """
-    columns = _read_trace(path, os.getcwd())  # the folder is part of the cache key of a relative path
-    if len(columns) not in (1, n_workers):
-        raise ExperimentError(
-            f"clock.noise.path = {show(path)}: has {len(columns)} columns for {plural(n_workers, 'worker')}; "
-            "must have one column for all workers, or one column for each worker"
-        )
-    column = columns[worker if len(columns) > 1 else 0]
-    return column[np.arange(start, start + size) % len(column)]
 
+    path: Annotated[str, Field(examples=["factors.csv"])]
 
-@functools.cache
-def _read_trace(path: str, folder: str) -> np.ndarray:
-    """Read a text file of noise factors. Returns the transposed table, an array [columns, table rows]."""
-    where = f"clock.noise.path = {show(path)}"
-    try:
-        text = read_bounded(Path(folder, os.path.expanduser(path)), MOST_TRACE_BYTES).decode("utf-8-sig")
-        lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # NumPy warns about a file without numbers
-            rows = np.loadtxt(lines, delimiter="," if any("," in line for line in lines) else None, ndmin=2)
-    except FileNotFoundError:
-        raise ExperimentError(
-            f"{where}: no such file; must be a text file with one column of noise factors for all workers, or one "
-            "column for each worker"
-        ) from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
-        raise ExperimentError(f"{where}: cannot be read: {reason}") from None
-    if not rows.size or not (rows.min() >= 0 and rows.max() < math.inf):
-        raise ExperimentError(
-            f"{where}: must contain at least one number, and all numbers must be finite and at least 0"
-        )
-    return np.ascontiguousarray(rows.T)
+    def __call__(self, size: int, worker: int, start: int, n_workers: int) -> np.ndarray:
+        columns = self._columns
+        if len(columns) not in (1, n_workers):
+            raise ExperimentError(
+                f"{self._place}: has {len(columns)} columns for {plural(n_workers, 'worker')}; "
+                "must have one column for all workers, or one column for each worker"
+            )
+        column = columns[worker if len(columns) > 1 else 0]
+        return column[np.arange(start, start + size) % len(column)]
+
+    @property
+    def _place(self) -> str:
+        return f"clock.noise.path = {show(self.path)}"
+
+    @cached_property
+    def _columns(self) -> np.ndarray:
+        """The transposed table of the file, an array [columns, table rows]."""
+        try:
+            text = read_bounded(Path(os.path.expanduser(self.path)), MOST_TRACE_BYTES).decode("utf-8-sig")
+            lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # NumPy warns about a file without numbers
+                rows = np.loadtxt(lines, delimiter="," if any("," in line for line in lines) else None, ndmin=2)
+        except FileNotFoundError:
+            raise ExperimentError(
+                f"{self._place}: no such file; must be a text file with one column of noise factors for all workers, "
+                "or one column for each worker"
+            ) from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            raise ExperimentError(f"{self._place}: cannot be read: {reason}") from None
+        if not rows.size or not (rows.min() >= 0 and rows.max() < math.inf):
+            raise ExperimentError(
+                f"{self._place}: must contain at least one number, and all numbers must be finite and at least 0"
+            )
+        return np.ascontiguousarray(rows.T)
 
 
 BLOCK = 256  # number of a worker's work items whose noise is drawn together; changing it changes the draws
@@ -383,7 +388,7 @@ class Delays:
         self._bandwidth = math.inf if bandwidth is None else bandwidth
         # A memoryview, since reading Python floats from it is faster than from an array.
         self._seconds_per_gradient = (base * np.asarray(slowdowns, dtype=np.float64)).data
-        self._block = functools.lru_cache(CACHED_BLOCKS)(self._draw_block)
+        self._block = lru_cache(CACHED_BLOCKS)(self._draw_block)
         self._block(0, 0)  # so that an invalid noise raises its error before the run
 
     def seconds(self, worker: int, unit: int, gradients: float, bytes: float = 0) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import torch
@@ -183,7 +183,7 @@ class LRSchedule:
         Raises ExperimentError if the PyTorch scheduler cannot be created, or ends before this round or step.
         """
         position = round - 1 if self.per == "round" else step
-        known, further = _known_rates(self, lr)
+        known, further = self._known.setdefault(lr, ([], self.rates(lr)))
         while len(known) <= position:
             number = len(known) + 1
             try:
@@ -198,6 +198,14 @@ class LRSchedule:
                 raise ExperimentError(f"{place}: {one_line(error)}") from error
             known.append(rate)
         return known[position]
+
+    @cached_property
+    def _known(self) -> dict[float, tuple[list[float], Iterator[float]]]:
+        """By initial learning rate: the learning rates computed so far, and an iterator over the next ones."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_known"}
 
     def rates(self, lr: float) -> Iterator[float]:
         """Yield the learning rates of all rounds or steps in order, for the initial learning rate `lr`."""
@@ -225,9 +233,3 @@ class LRSchedule:
                 f"warmup = {warmup}: one_cycle begins with its own warm-up; omit warmup and set pct_start"
             )
         return lr_scheduler.SequentialLR(optimizer, [first, scheduler], [warmup])
-
-
-@lru_cache(maxsize=64)
-def _known_rates(schedule: LRSchedule, lr: float) -> tuple[list[float], Iterator[float]]:
-    """Return the learning rates that have been computed so far, and an iterator over the next ones."""
-    return [], schedule.rates(lr)

@@ -22,6 +22,7 @@ from fedsim.callbacks.callback import FunctionCallback, UserCallbacks
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun
 from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, why_unsendable
+from fedsim.core.randomness import sole_use_of_generators
 from fedsim.core.rows import Layout
 from fedsim.engines.pool.process_context import AbortedError, ProcessContext
 from fedsim.engines.pool.process_pool import START_TIMEOUT, ProcessPool, close_pools, wait_for
@@ -104,7 +105,7 @@ def distinct(runs: Iterable[PlannedRun], key: Callable[[Experiment], Any]) -> It
 
 def run_here(work: Iterable[Work], on_round: OnRound, on_end: OnEnd) -> None:
     """Execute the runs one after another in this process."""
-    with Session() as session:
+    with sole_use_of_generators(for_run=True), Session() as session:
         for planned, experiment, folder in work:
             on_end(planned, attempt(experiment, folder, session, partial(on_round, planned)))
 

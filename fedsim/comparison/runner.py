@@ -66,6 +66,7 @@ from fedsim.runs.launch import check_copies
 from fedsim.runs.session import Session
 from fedsim.runs.setup import check_run
 from fedsim.system.child_process import exit_if_imported_by_child
+from fedsim.system.limits import without_inner_frames
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -133,7 +134,7 @@ def compare(
     try:
         planned = plan_comparison(experiment, plan, (), settings, allow_imports=allow_imports, **changes)
     except ExperimentError as error:
-        raise error.with_traceback(None) from error.__cause__  # the frames inside fedsim do not help the user
+        raise without_inner_frames(error) from error.__cause__
     with contextlib.ExitStack() as stack:
         folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         display = stack.enter_context(display_of(None if out is None else folder, progress))

@@ -16,6 +16,7 @@ from fedsim.core.import_policy import is_untrusted, untrusted_config
 from fedsim.core.objects import plain
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, SettingWarning, show
+from fedsim.system.limits import without_inner_frames
 
 
 def load_experiment(
@@ -59,9 +60,7 @@ def load_experiment(
             experiment = experiment_of(description)
     except ExperimentError as error:
         if not isinstance(source, (str, Path)):
-            raise error.with_traceback(
-                None
-            ) from error.__cause__  # omits frames inside fedsim, which do not help the user
+            raise without_inner_frames(error) from error.__cause__
         raise ExperimentError(*error.lines, source=source) from None
     if removed and engines.get(experiment.engine).target.is_main():
         for line in removed_warnings([(removed, experiment.resolved())]):

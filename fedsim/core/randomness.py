@@ -7,6 +7,9 @@ fedsim never draws from a shared stream. Every draw has a purpose ("cohort", "ba
 (usually round and worker), and its generator is seeded by a hash of seed, purpose and coordinates. The order in which
 workers are processed therefore does not matter, and a worker can be repeated with the same result. Two runs that differ
 in one setting have the same cohorts, batches and initial model, unless that setting changes them.
+
+Models, however, draw from the global generators of PyTorch, NumPy and Python, which fedsim seeds before it builds or
+trains a model. Only one thread at a time may do so (see `sole_use_of_generators`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import contextlib
 import hashlib
 import math
 import random
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -22,11 +26,16 @@ import torch
 from torch import Tensor
 
 from fedsim.core import philox
+from fedsim.errors import ExperimentError
 
 STEPS_AHEAD = 32  # steps per call, because drawing a few words takes as long as drawing 2^15
 WORDS_AHEAD = 1 << 15  # maximum number of words drawn ahead per call
 SPARSE = 64  # `choice` draws the chosen numbers directly if n / count is at least this
 LARGEST = 1 << 31  # limit of the range of `Draws.integers` and `Draws.choice`
+CHECK_SECONDS = 0.05  # how often a thread that waits for the global generators checks whether it waits for a run
+
+_global_generators = threading.RLock()  # held by the thread that uses the global generators
+_holder_runs = False  # whether this thread runs an experiment
 
 
 def draw_key(seed: int, purpose: str, *coordinates: int) -> int:
@@ -150,6 +159,32 @@ def batch_order(seed: int, round: int, worker: int, epoch: int, size: int) -> Te
     return philox.permutations(stream, torch.tensor(size), size)
 
 
+@contextlib.contextmanager
+def sole_use_of_generators(*, for_run: bool = False) -> Iterator[None]:
+    """Let only this thread use the global random generators inside the `with` block. Blocks may be nested.
+
+    A block waits until blocks of other threads end. `for_run` is whether the block runs an experiment, for which no
+    other thread waits.
+
+    Raises ExperimentError if another thread runs an experiment.
+    """
+    global _holder_runs
+    while not _global_generators.acquire(timeout=CHECK_SECONDS):
+        if _holder_runs:
+            raise ExperimentError(
+                "another thread runs an experiment, and models of both threads would draw from the same global random "
+                "generators; wait for its end, use another process, or run experiments side by side with "
+                "fedsim.compare(jobs=2)"
+            )
+    before = _holder_runs
+    try:
+        _holder_runs = before or for_run
+        yield
+    finally:
+        _holder_runs = before
+        _global_generators.release()
+
+
 def seed_everything(device: torch.device, seed: int, purpose: str, *coordinates: int) -> None:
     """Seed the global generators that a model may use: PyTorch's for `device`, NumPy's and Python's."""
     key = draw_key(seed, purpose, *coordinates)
@@ -178,18 +213,22 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 @contextlib.contextmanager
 def preserve_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the states of the global random generators when the `with` block ends."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    if device.type == "cpu":
-        torch_state = torch.random.fork_rng(devices=[])
-    else:
-        torch_state = torch.random.fork_rng(devices=[device.index], device_type=device.type)
-    try:
-        with torch_state:
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+    """Restore the states of the global random generators when the `with` block ends.
+
+    Other threads cannot seed the generators in the meantime (see `sole_use_of_generators`).
+    """
+    with sole_use_of_generators():
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        if device.type == "cpu":
+            torch_state = torch.random.fork_rng(devices=[])
+        else:
+            torch_state = torch.random.fork_rng(devices=[device.index], device_type=device.type)
+        try:
+            with torch_state:
+                yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager

@@ -19,9 +19,10 @@ from fedsim.callbacks.records import KeptUpdates, Recorder
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.config.validation import warnings_about, warnings_about_objects
+from fedsim.core.randomness import sole_use_of_generators
 from fedsim.data.sources import data_loaded_once
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, SettingWarning
+from fedsim.errors import ExperimentError, FedsimError, SettingWarning
 from fedsim.records.early_stopping import stop_reason
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
@@ -32,6 +33,7 @@ from fedsim.runs.result import Result
 from fedsim.runs.resume import ResumeState
 from fedsim.runs.rounds import prepared_rounds
 from fedsim.runs.session import Session
+from fedsim.system.limits import without_inner_frames
 
 
 def run(
@@ -76,7 +78,7 @@ def run(
         changes: settings of the experiment to change. A dict changes only the keys that it contains.
 
     Raises:
-        ExperimentError: the experiment is invalid or cannot be run on this machine.
+        ExperimentError: the experiment is invalid, cannot be run on this machine, or another thread runs an experiment.
         DataError: the data is missing or invalid.
         RecordError: the folder has other content, or cannot be written.
         WorkerError: a worker failed, or processes were lost more often than `process_retries` allows.
@@ -104,17 +106,28 @@ def run_loaded(
 
     users: callbacks that the user has passed to `run`.
     """
-    with contextlib.ExitStack() as stack, data_loaded_once():
-        try:
-            experiment = load()
-            current, callbacks = _prepared(stack, experiment, out, resume, users, session, progress)
-        except ExperimentError as error:
-            raise error.with_traceback(None) from error.__cause__  # stack frames within fedsim would not help the user
+    try:
+        with sole_use_of_generators(for_run=True), data_loaded_once():
+            return _run(load(), out, resume, users, session, progress)
+    except (FedsimError, KeyboardInterrupt) as error:
+        raise without_inner_frames(error) from error.__cause__
+
+
+def _run(
+    experiment: Experiment,
+    out: str | Path | None,
+    resume: bool,
+    users: UserCallbacks,
+    session: Session | None,
+    progress: bool | None,
+) -> Result:
+    with contextlib.ExitStack() as stack:
+        current, callbacks = _prepared(stack, experiment, out, resume, users, session, progress)
         lines = warnings_about(experiment)
         if out is not None and experiment.checkpoint.every != 0:
             lines += warnings_about_objects(experiment, resumed=current.facts.done > 0)
         for line in lines if _is_main(experiment) else ():
-            warnings.warn(line, SettingWarning, stacklevel=3)
+            warnings.warn(line, SettingWarning, stacklevel=4)
         for callback in callbacks:
             callback.on_start(current)
         for round in range(len(current.history) + 1, experiment.rounds + 1):

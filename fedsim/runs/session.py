@@ -12,7 +12,7 @@ from fedsim.data import TensorData
 from fedsim.data.sources import load_dataset_once
 from fedsim.engines import Engine
 from fedsim.engines import engine as engines
-from fedsim.errors import FedsimError
+from fedsim.errors import ExperimentError, FedsimError
 
 MOST_DATA_SETS = 4  # maximum number of datasets in memory; the least recently used ones are dropped
 
@@ -30,6 +30,7 @@ class Session:
     def __init__(self) -> None:
         self._engine: Engine | None = None
         self._engine_key: tuple[Any, ...] = ()
+        self._in_use = False  # whether a run uses the engine
         self._data: dict[str, tuple[TensorData, TensorData]] = {}
 
     @contextlib.contextmanager
@@ -40,12 +41,19 @@ class Session:
             name: name of the engine.
             device: device of the run.
             arguments: arguments of the engine's constructor.
+
+        Raises ExperimentError if another run uses this session.
         """
+        if self._in_use:
+            raise ExperimentError(
+                "session: is in use by a run that has not ended; for a run inside a callback, omit `session` or pass "
+                "another Session"
+            )
         key = (name, device, *arguments)
         if self._engine is None or key != self._engine_key:
             self._close_engine()
             self._engine, self._engine_key = engines.get(name).target(*arguments), key
-        engine = self._engine
+        engine, self._in_use = self._engine, True
         try:
             yield engine
             engine.leave()
@@ -58,6 +66,8 @@ class Session:
         except BaseException:
             self._close_engine()
             raise
+        finally:
+            self._in_use = False
 
     def data(
         self, name: str, root: str | None, params: Mapping[str, Any], device: torch.device

@@ -126,7 +126,7 @@ class Daily:
         return _draw(np.flatnonzero(is_online), size, rng, metrics)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 def _phases(seed: int, n_workers: int) -> np.ndarray:
     return numpy_generator(seed, "availability").random(n_workers)
 

@@ -10,7 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fedsim.errors import WorkerError, one_line, show_bytes
 
@@ -18,6 +18,8 @@ try:
     import resource
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
+
+ErrorType = TypeVar("ErrorType", bound=BaseException)
 
 FILES_OF_CHILD = 6  # open files of this process per child: the pipe, and files of multiprocessing
 FILES_OF_START = 16  # additional open files while processes start and receive shared memory
@@ -105,6 +107,23 @@ def frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(LIBRARIES) and not INSTALLED & set(Path(frame.filename).parts)
     ]
+
+
+def without_inner_frames(error: ErrorType) -> ErrorType:
+    """Remove the traceback frames of an error and of its causes, except tracebacks with frames in the user's files.
+
+    Frames within fedsim do not help the user. They would also keep the tensors of a failed run in memory as long as the
+    error exists, in a notebook until the next error.
+    """
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in chain:
+        chain.append(following)
+        following = following.__cause__ or following.__context__
+    for link in chain:
+        if not frames_of_user(link):
+            link.__traceback__ = None
+    return error
 
 
 def require_files(processes: int, instead: str) -> None:

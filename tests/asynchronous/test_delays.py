@@ -169,14 +169,14 @@ def test_a_trace_may_have_a_column_for_each_worker(traced, text):
     assert [delays.seconds(worker, unit, 1) for unit in range(3) for worker in range(3)] == [1, 2, 3, 4, 5, 6, 1, 2, 3]
 
 
-def test_a_trace_is_read_once(tmp_path, monkeypatch):
-    (tmp_path / "trace.txt").write_text("3\n")
+def test_each_run_reads_its_trace_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert delays_of(2, "trace", path="trace.txt").seconds(1, 0, 1) == 3
-    (tmp_path / "trace.txt").unlink()
-    assert delays_of(2, "trace", path="trace.txt").seconds(0, 1, 1) == 3
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path / "other")
+    for content in ("3", "4"):
+        (tmp_path / "trace.txt").write_text(content)
+        delays = delays_of(2, "trace", path="trace.txt")
+        assert delays.seconds(1, 0, 1) == float(content)
+        (tmp_path / "trace.txt").unlink()
+        assert delays.seconds(0, BLOCK, 1) == float(content)
     with pytest.raises(ExperimentError, match='clock.noise.path = "trace.txt": no such file'):
         delays_of(2, "trace", path="trace.txt")
 

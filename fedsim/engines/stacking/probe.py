@@ -139,7 +139,7 @@ class Trials:
         def weigh(tensor: Tensor) -> Tensor:
             if tensor.untyped_storage().data_ptr() not in parameters:
                 saved[tensor.data_ptr()] = tensor.nbytes
-            return tensor
+            return tensor.detach()  # an output that its own node saves would otherwise keep itself alive
 
         with Recording() as recording, torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
             with precision.forward(task.device):

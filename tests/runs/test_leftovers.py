@@ -1,0 +1,147 @@
+"""A run leaves nothing in the process: no tensors, no files, no threads, and no changed settings of the libraries."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from fedsim.asynchronous.policy import policy
+from fedsim.errors import DivergedError
+
+CLOCK = {"mode": "clock", "clock": {"slowdown": "lognormal"}}
+SCHEDULES = {
+    "local.schedule": {"name": "step", "step_size": 1},
+    "server.schedule": {"name": "cosine", "warmup": 1},
+}
+
+
+def tensors():
+    """Return the number of living tensors and of their bytes."""
+    gc.collect()
+    living = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return len(living), sum(tensor.untyped_storage().nbytes() for tensor in living if tensor.layout is torch.strided)
+
+
+def settings():
+    """Return everything global that a run might change."""
+    numpy_state = np.random.get_state(legacy=False)
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    return {
+        "random": (random.getstate(), str(numpy_state["state"]), torch.get_rng_state().tolist()),
+        "threads of PyTorch": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "types": (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision()),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
+        "determinism": (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark),
+        "tf32": (cuda.allow_tf32, cudnn.allow_tf32),
+        "errors of NumPy": np.geterr(),
+        "warnings": (list(warnings.filters), warnings.showwarning),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
+        "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.gettrace()),
+        "environment": dict(os.environ),
+        "imports": list(sys.path),
+        "folder": os.getcwd(),
+        "threads": threading.active_count(),
+        "files": sorted(os.readlink(f"/proc/self/fd/{number}") for number in open_files()),
+    }
+
+
+def open_files():
+    return [number for number in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{number}")]
+
+
+def assert_leaves_nothing(work):
+    """Assert that repeating `work` leaves no tensors, and changes no settings. The first call fills caches."""
+    work(0)
+    before, living = settings(), tensors()
+    work(1)
+    assert tensors() == living
+    after = settings()
+    assert {name for name in before if before[name] != after[name]} == set()
+
+
+@pytest.fixture
+def run(tiny_experiment):
+    def run(seed, **changes):
+        return fedsim.run({**tiny_experiment, "seed": seed}, **changes)
+
+    return run
+
+
+DEFAULT = [
+    {"engine": "serial", **SCHEDULES},
+    {"engine": "batched"},
+    {"engine": "auto", "model": "net", "rounds": 1, "processes": 1},
+    {"engine": "spawn", "processes": 2},
+    {**CLOCK, "engine": "batched", "policy": "fedbuff"},
+    {"mode": "race", "policy": "hogwild", "engine": "spawn", "processes": 2},
+    {"engine": "batched", "processors": [{"name": "top_k", "ratio": 0.1}, "qsgd"], "broadcast": ["cast"]},
+]
+SLOW = [
+    {"engine": "batched", "privacy": {"mechanism": "central", "noise": 1.0, "clip": 1.0}},
+    {"engine": "batched", "model": "cnn", "rounds": 1},
+    {"engine": "batched", "sync": "gradients"},
+    {"engine": "batched", "model": "tests.models:Normalised"},
+    {"engine": "batched", "precision": "bf16"},
+    {"engine": "batched", "local.algorithm": "scaffold", "cohort": 2},
+    {"engine": "serial", "local.algorithm": "ditto"},
+    {"engine": "serial", "model": "tests.models:AlwaysDropping", "local.clip_norm": 1.0},
+    {"engine": "batched", "local.algorithm": "dp_sgd", "local.noise": 1.0, "local.clip": 1.0, "local.momentum": 0},
+    {"engine": "batched", "attack": {"name": "sign_flipping", "workers": [0]}, "aggregate.rule": "median"},
+    {"engine": "serial", "data.augment": ["flip", {"name": "torchvision:RandomRotation", "degrees": 10}]},
+    {"engine": "serial", "worker_evaluation.every": 1, "data.local_test_fraction": 0.2},
+    {"task": "regression", "data": "tests.other_tasks:planes", "model": "tests.other_tasks:plane"},
+    {"task": "next_token", "data": "tests.other_tasks:counting", "model": "tests.other_tasks:Bigrams"},
+    {**CLOCK, "engine": "spawn", "processes": 2},
+    *({**CLOCK, "policy": registration.name} for registration in policy),
+]
+
+
+@pytest.mark.parametrize(
+    "changes", [*DEFAULT, *(pytest.param(changes, marks=pytest.mark.slow) for changes in SLOW)], ids=str
+)
+def test_a_run_leaves_no_tensors_and_changes_no_settings(changes, run):
+    assert_leaves_nothing(lambda seed: run(seed, **changes))
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched", "spawn"])
+def test_a_failed_or_interrupted_run_leaves_no_tensors_as_long_as_its_error_exists(engine, run):
+    """A notebook keeps the last error, and with it everything that the frames of its traceback refer to."""
+    errors = []
+
+    def interrupt(record):
+        raise KeyboardInterrupt
+
+    def work(seed):
+        with pytest.raises(DivergedError) as diverged:
+            run(seed, engine=engine, **{"local.lr": 1e30})
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            run(seed, engine=engine, on_round=interrupt)
+        with pytest.raises(fedsim.ExperimentError) as refused:
+            run(seed, engine=engine, model="tests.models:Lazy")
+        errors.extend((diverged.value, interrupted.value, refused.value))
+
+    assert_leaves_nothing(work)
+
+
+def test_a_kept_error_of_the_users_model_has_the_frames_of_the_model(run):
+    with pytest.raises(fedsim.WorkerError) as caught:
+        run(0, model={"name": "tests.models:Fails", "how": "raise"})
+    cause = caught.value.__cause__
+    assert "forward" in [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+
+
+def test_a_comparison_leaves_no_tensors_and_changes_no_settings(tiny_experiment):
+    tables = {**tiny_experiment, "engine": "batched", "rounds": 1}
+    assert_leaves_nothing(lambda seed: fedsim.compare(tables, {"local.lr": [0.1, 1e30]}, jobs=1))
