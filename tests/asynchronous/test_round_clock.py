@@ -61,8 +61,8 @@ def test_a_round_takes_as_long_as_the_model_the_update_and_the_buffers_travel():
     assert clock.now == 2 * 2 + 0.5 + (30 + 10 + 10 + 40 + 10 + 60) / 20
     # buffers travel before the first and after the last step of a worker
     clock = clock_with_network([1.0, 2.0], row_bytes=30, buffer_bytes=10)
-    clock.pass_steps({0: [10] * 3, 1: [10] * 3})
-    assert clock.now == 3 * (2 + 0.5) + (30 + 10 + 10) / 20 + (30 + 10) / 20 + (30 + 10 + 10) / 20
+    clock.pass_steps({0: [70], 1: [10] * 3})  # worker 0 is the slower one in the first step
+    assert clock.now == (1 + 0.5 + (30 + 10 + 10 + 70) / 20) + (2.5 + (30 + 10) / 20) + (2.5 + (30 + 10 + 10) / 20)
 
 
 def test_each_worker_is_charged_its_own_update():
