@@ -191,7 +191,6 @@ def test_a_stop_by_a_loss_that_a_function_does_not_return_gives_a_one_line_error
     assert len(without_lr(worker_as_loss, rounds=3, stop={"metric": "train_loss", "target": 5}, **mode).history) == 1
 
 
-@pytest.mark.filterwarnings("ignore:data.name = .* the test set has samples of class")
 def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
     """Each worker passes twice over 8 samples in batches of 3."""
     tables = {"mode": "clock", "data": {"name": "tests.components:tiny", "train": 8}, "workers": 1}

@@ -356,8 +356,6 @@ def test_a_missing_package_is_one_line(svhn, monkeypatch):
         fedsim.load_dataset("svhn", svhn)
 
 
-@pytest.mark.filterwarnings("ignore:model.name = .* outputs")  # a few images do not have all classes
-@pytest.mark.filterwarnings("ignore:data.name = .* the test set has samples of class")
 def test_a_run_on_colour_images(cifar10, data_root):
     settings = {"workers": 2, "rounds": 1, "local": {"batch_size": 4}, "model": {"name": "2nn", "inputs": 3072}}
     results = [
@@ -382,8 +380,6 @@ def test_real_images_of_fashion_mnist(data_root):
     assert torch.equal(other.inputs, train.inputs)
 
 
-@pytest.mark.filterwarnings("ignore:model.name = .* outputs")
-@pytest.mark.filterwarnings("ignore:data.name = .* the test set has samples of class")
 def test_the_experiment_on_cifar10_runs_on_a_few_images(cifar10, data_root):
     """In a quick form: it says that the file fits the data set and the model, nothing about accuracy."""
     quick = [f"data.root={data_root}", "rounds=1", "workers=2", "cohort=2", "local.batch_size=4", "local.epochs=1"]
