@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedsim.core.confidence import Estimate, chi_square_tail, f_tail, levels, studentized_range_quantile
+from fedsim.core.confidence import Estimate, chi_square_tail, f_tail, studentized_range_quantile
+from fedsim.core.equality import levels
 from fedsim.core.text_wrapping import note
 from fedsim.errors import plural
 from fedsim.records.axes import label

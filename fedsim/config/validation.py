@@ -104,7 +104,9 @@ def warnings_about_objects(experiment: Experiment, *, resumed: bool = False) -> 
     """
     what = "starts with a new copy here" if resumed else "starts with a new copy when the run is resumed"
     tables = experiment.model_dump(exclude_unset=True).items()
-    objects = [(key, name, name.target) for key, table in tables for name in names_in(table)]
+    objects: list[tuple[str, str, Any]] = [
+        (key, name, name.target) for key, table in tables for name in names_in(table)
+    ]
     components = [table for table in experiment.tables() if isinstance(table, ComponentTable)]
     for component in components:
         name = getattr(component, component.named_by)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import decimal
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ from statistics import fmean
 
 import numpy as np
 
+from fedsim.core.equality import SAME
+
 CONFIDENCE = 0.95
 FEWEST_FOR_BAND = 4  # minimum number of values for an interval in a chart; with fewer it is too wide
 LOG_FROM = 20  # a chart's x axis is logarithmic if its longest line is this many times its shortest
 DIGITS = 12  # significant digits kept before rounding; errors of float sums are smaller
-SAME = 10.0**-DIGITS  # numbers whose relative difference is at most this are equal up to rounding
 EXACT = decimal.Context(prec=350, rounding=decimal.ROUND_HALF_UP)  # enough digits for every float
 
 
@@ -59,30 +59,6 @@ class Estimate:
     def amount(self) -> str:
         """Format the mean and its interval with decimals that fit the mean's magnitude, for example for seconds."""
         return self.text(decimals_of(self.mean))
-
-
-def same(first: float, second: float) -> bool:
-    """Whether two results are equal up to rounding, as 0.7888888888888889 and 0.788888888888889 are.
-
-    Results are compared here and in `levels` only, so that tables, ranks, figures and choices agree on what is equal.
-    """
-    return math.isclose(first, second, rel_tol=SAME)
-
-
-def levels(values: Sequence[float]) -> list[int]:
-    """Return the level of each value: 0 for the highest value, 1 for the next lower one, and so on.
-
-    Values that are equal up to rounding share a level.
-
-    >>> levels([0.5, (0.7 + 0.1) / 2, 0.4, -math.inf])
-    [0, 1, 1, 2]
-    """
-    descending = sorted(range(len(values)), key=lambda index: -values[index])
-    result, level = [0] * len(values), 0
-    for higher, index in itertools.pairwise(descending):
-        level += not same(values[higher], values[index])
-        result[index] = level
-    return result
 
 
 def decimals_of(amount: float) -> int:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
 from pydantic.dataclasses import dataclass as validated_dataclass
 
-from fedsim.core.confidence import same
+from fedsim.core.equality import same
 from fedsim.errors import ExperimentError, cut
 
 LARGEST = 1e145  # largest number that is read from a file; a sum of squares of such numbers is finite

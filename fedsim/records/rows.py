@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import StrictBool
 
-from fedsim.core.confidence import Estimate, estimate, levels, mean_and_half_width, on_common_grid, same
+from fedsim.core.confidence import Estimate, estimate, mean_and_half_width, on_common_grid
+from fedsim.core.equality import levels, same
 from fedsim.records.numbers import places_on
 from fedsim.records.record import Metric, Number, metric_called, score_in
 

@@ -263,6 +263,7 @@ def test_an_error_in_a_list_of_stages_names_the_stage(rule, line, tables, tmp_pa
         fedsim.aggregate(torch.zeros(7, 3), rule=rule, f=1)
 
 
+@pytest.mark.filterwarnings("ignore:aggregate.m = 3. does not apply to")
 def test_a_list_of_stages_replaces_the_whole_table(tables):
     wanted = fedsim.Experiment(**{**tables, "aggregate": {"rule": ["bucketing", "mean"]}})
     assert fedsim.Experiment(**{**tables, "aggregate": ["bucketing", "mean"]}) == wanted

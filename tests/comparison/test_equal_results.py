@@ -15,7 +15,8 @@ from fedsim.comparison.figures import heatmap_csv
 from fedsim.comparison.on_paper import draw_heatmap
 from fedsim.comparison.tables import breaking_points, summary_csv
 from fedsim.config.schema import Stop
-from fedsim.core.confidence import estimate, levels
+from fedsim.core.confidence import estimate
+from fedsim.core.equality import levels
 from fedsim.records.early_stopping import stop_reason
 from fedsim.records.record import RoundRecord
 from fedsim.report.on_page import best_heat_maps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 
 import pytest
 
@@ -136,3 +137,13 @@ def test_a_wrong_shard_or_option_or_a_group_of_ranks_is_refused(cli, words, mess
     result = cli("compare", *WORDS, "seed=0,1", *words)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_finished_run_is_preferred_to_a_failed_one(order, serial, tmp_path):
+    fedsim.compare({**serial, "rounds": 1}, {"seed": [0, 1]}, tmp_path / "finished", jobs=1)
+    shutil.copytree(tmp_path / "finished", tmp_path / "failed")
+    for folder in (tmp_path / "failed" / "runs").iterdir():
+        (folder / "error.txt").write_text("no")
+    merged = merge([tmp_path / "failed", tmp_path / "finished"][::order], tmp_path / "merged", allow_imports=True)
+    assert [run.error for run in merged.runs] == [None, None]
