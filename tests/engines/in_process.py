@@ -15,6 +15,7 @@ class InProcessPool:
     """
 
     count = 1
+    start_method = "fork"
 
     def __init__(self, count, threads=1, timeout=300.0, start_method="fork"):
         self.called, self.at_work = [], True

@@ -224,4 +224,4 @@ def test_callbacks_get_the_facts_and_every_round(tiny_experiment):
     (facts,) = starts
     assert sum(facts.shard_sizes) == facts.train_samples == 203
     assert facts.parameters == 16_330
-    assert facts.how == {"processes": 1}
+    assert facts.how == {"engine": "serial", "threads": 1, "processes": 1}
