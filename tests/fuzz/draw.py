@@ -15,8 +15,8 @@ import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
-from torch import nn
 from pydantic.fields import FieldInfo
+from torch import nn
 
 import fedsim
 from fedsim.aggregation.rule import pre_aggregator
@@ -49,13 +49,17 @@ SET_BY_PROPERTIES = {  # keys that say where and how a run is computed, or what 
 CHOSEN_WITH_THE_DATA = {"data.name", "model.name", "task.name"}
 WORDS = {"stop.metric": list(schema.DIRECTIONS)}  # values of keys whose annotation is only `str`
 PATTERNS = ["*", "*", "*", "*bias", "*weight", "*.0.*"]
+# groups with mechanisms of their own, which are drawn WEIGHT times as often as other groups
+OFTEN = {"local", "model.lora", "privacy", "processors", "broadcast", "policy", "aggregate", "partition", "attack"}
+WEIGHT = 4
 TRIES = 6  # to draw a group of keys that fits the others
 
 
 def draw(rng: random.Random) -> Settings:
     """Return an experiment that passes all checks that need no data."""
     settings = _basis(rng)
-    groups = rng.sample(sorted(GROUPS), rng.randint(2, 5))
+    weighted = [group for group in GROUPS for _ in range(WEIGHT if group in OFTEN else 1)]
+    groups = list(dict.fromkeys(rng.choices(weighted, k=rng.randint(3, 6))))
     if _samples(_data_of(settings))[1].ndim != 4:  # augmentations are of images
         groups = [group for group in groups if group != "data.augment"]
     for group in groups:
@@ -230,7 +234,7 @@ def _table(kind: type[Table], place: str, rng: random.Random, settings: Settings
     fields = {name: field for name, field in kind.model_fields.items() if name != named_by}
     for name, field in fields.items():
         key, nested = f"{place}.{name}", field.annotation
-        if key in SET_BY_PROPERTIES or key in settings and place == "local":
+        if key in SET_BY_PROPERTIES or (key in settings and place == "local"):
             continue
         if _is_table(nested) or _item_table(nested):
             continue  # a group of its own
@@ -263,22 +267,24 @@ def _list_of_tables(field: FieldInfo, place: str, rng: random.Random, settings: 
     tables = []
     for _ in range(rng.choice([1, 1, 2])):
         table = _component(rng, kind, settings["workers"])
-        more = {name: item for name, item in kind.model_fields.items() if name != kind.named_by and item.annotation is bool}
+        more = {
+            name: item for name, item in kind.model_fields.items() if name != kind.named_by and item.annotation is bool
+        }
         tables.append(table | {name: True for name in more if rng.random() < 0.3})
     return {place: tables}
 
 
 def _component(rng: random.Random, kind: type[ComponentTable], workers: int) -> Settings:
-    return _named(rng, kind.registry, kind.named_by, workers)
+    return _named(rng, kind.registry, kind.named_by, workers, kind.model_fields[kind.named_by].default)
 
 
-def _named(rng: random.Random, registry: Registry, named_by: str, workers: int) -> Settings:
-    """Return the name and some parameters of a component that passes its own checks."""
+def _named(rng: random.Random, registry: Registry, named_by: str, workers: int, usual: Any = None) -> Settings:
+    """Return the name and some parameters of a component, not the `usual` one, that passes its own checks."""
     while True:
-        registration = rng.choice(drawable(registry))
+        registration = rng.choice([r for r in drawable(registry) if r.name != usual])
         params = {}
         for name, field in registration.parameters.model_fields.items():
-            if field.is_required() or rng.random() < 0.3:
+            if field.is_required() or rng.random() < 0.4:
                 params[name] = _field(rng, field, workers)
         params = {name: value for name, value in params.items() if value is not None}
         try:
@@ -290,7 +296,11 @@ def _named(rng: random.Random, registry: Registry, named_by: str, workers: int) 
 
 def drawable(registry: Registry) -> list[Registration]:
     """Return the components of a registry that need no file."""
-    return [r for r in registry if not any(f.is_required() and f.annotation is str for f in r.parameters.model_fields.values())]
+    return [
+        r
+        for r in registry
+        if not any(f.is_required() and f.annotation is str for f in r.parameters.model_fields.values())
+    ]
 
 
 def _field(rng: random.Random, field: FieldInfo, workers: int) -> Any:
@@ -328,7 +338,9 @@ def _number(rng: random.Random, kind: type, metadata: Any, default: Any) -> Any:
         numbers = [low + 1, *range(int(low), int(min(high, low + 6)) + 1)]
         return rng.choice([n for n in [*numbers, *([plain] if plain and plain <= 20 else [])] if low <= n <= high])
     numbers = [0.01, 0.1, 0.5, 0.9, 1.0, 1.5, 2.0, 0.0, *([plain / 2, plain, 2 * plain] * 2 if plain else [])]
-    return rng.choice([n for n in numbers if low < n < high or n in (low, high) and n not in _open(metadata)] or [plain])
+    return rng.choice(
+        [n for n in numbers if low < n < high or (n in (low, high) and n not in _open(metadata))] or [plain]
+    )
 
 
 def _bounds(metadata: Any) -> tuple[float, float]:
@@ -347,7 +359,9 @@ def _bounds(metadata: Any) -> tuple[float, float]:
 
 def _open(metadata: Any) -> list[float]:
     """Return the bounds that a value must not equal."""
-    return [bound for item in _flat(metadata) for name in ("gt", "lt") if (bound := getattr(item, name, None)) is not None]
+    return [
+        bound for item in _flat(metadata) for name in ("gt", "lt") if (bound := getattr(item, name, None)) is not None
+    ]
 
 
 def _flat(metadata: Any) -> list[Any]:

@@ -37,7 +37,14 @@ from tests.fuzz.runs import Lab, Outcome, result_of, run, untimed
 ROUNDING = 1e-9  # relative difference of float64 results after a few rounds
 PERTURBATION = 1e-12
 WHOLE_SHARD = 10_000  # a batch size that is larger than each shard
-DRAWING = {"rng", "draws", "seed", "generator", "workers", "worker"}  # inputs of components whose order of workers counts
+DRAWING = {
+    "rng",
+    "draws",
+    "seed",
+    "generator",
+    "workers",
+    "worker",
+}  # inputs of components whose order of workers counts
 
 Property = Callable[[Lab, Settings], str | None]
 PROPERTIES: dict[str, Property] = {}
@@ -75,8 +82,10 @@ def difference(ours: Outcome, theirs: Outcome, names: str) -> str | None:
 
 
 def equal(ours: Tensor, theirs: Tensor) -> bool:
-    return torch.equal(ours.nan_to_num(nan=1e30), theirs.nan_to_num(nan=1e30)) if ours.is_floating_point() else (
-        torch.equal(ours, theirs)
+    return (
+        torch.equal(ours.nan_to_num(nan=1e30), theirs.nan_to_num(nan=1e30))
+        if ours.is_floating_point()
+        else (torch.equal(ours, theirs))
     )
 
 
@@ -139,18 +148,18 @@ def hash_seed(lab: Lab, settings: Settings) -> str | None:
     return difference(first, second, "two processes")
 
 
-@named("spawn")
-def spawn(lab: Lab, settings: Settings) -> str | None:
-    """`spawn` gives the bits of `serial`."""
-    return difference(lab.run(settings), lab.run(settings, engine="spawn", processes=2), "serial and spawn")
-
-
 @named("stacks")
 def stacks(lab: Lab, settings: Settings) -> str | None:
     """`batched` gives the numbers of `serial`, up to rounding."""
     settings = in_float64(settings)
     batched = lab.run(settings, engine="batched", processes=1)
     return far(lab, settings, lab.run(settings), batched, "serial and batched")
+
+
+@named("spawn")
+def spawn(lab: Lab, settings: Settings) -> str | None:
+    """`spawn` gives the bits of `serial`."""
+    return difference(lab.run(settings), lab.run(settings, engine="spawn", processes=2), "serial and spawn")
 
 
 @named("ranks")
@@ -295,7 +304,11 @@ def plain_loop(lab: Lab, settings: Settings) -> str | None:
 def large_batch(lab: Lab, settings: Settings) -> str | None:
     """Workers that send gradients train like one large batch of all their samples."""
     kept = _reduced(settings, ()) | {"sync": "gradients", "local.batch_size": WHOLE_SHARD}
-    kept |= {key: settings[key] for key in ("local.lr",) if settings.get("local.algorithm", "sgd") == "sgd" and key in settings}
+    kept |= {
+        key: settings[key]
+        for key in ("local.lr",)
+        if settings.get("local.algorithm", "sgd") == "sgd" and key in settings
+    }
     experiment = load_experiment(kept)
     train = _train(kept)
     batch = train.gather(torch.arange(len(train)))
@@ -338,7 +351,11 @@ def _plain(experiment: Experiment, batches: Callable[[int], Iterator[Any]]) -> T
         torch.default_generator.manual_seed(draw_key(experiment.seed, "model"))
         model = experiment.model.component().double().train()
     require(not any(isinstance(m, nn.Dropout) and m.p for m in model.modules()))
-    require(not any(getattr(m, "dropout", 0) for m in model.modules() if not isinstance(getattr(m, "dropout", 0), nn.Module)))
+    require(
+        not any(
+            getattr(m, "dropout", 0) for m in model.modules() if not isinstance(getattr(m, "dropout", 0), nn.Module)
+        )
+    )
     local, params = experiment.local, dict(experiment.local.params)
     params.pop("momentum_at", None)
     if "beta1" in params:
@@ -347,7 +364,7 @@ def _plain(experiment: Experiment, batches: Callable[[int], Iterator[Any]]) -> T
         optimizer = _torch_optimizer(local.algorithm)(model.parameters(), **params)
         steps = 0
         for epoch, (_, parts) in enumerate(batches(round)):
-            if local.steps is None and epoch == local.epochs or steps == local.steps:
+            if (local.steps is None and epoch == local.epochs) or steps == local.steps:
                 break
             for inputs, targets in parts:
                 if steps == local.steps:
@@ -378,7 +395,10 @@ def permuted(lab: Lab, settings: Settings) -> str | None:
     train = _train(settings)
     params = experiment.partition.params
     try:
-        shards = [shard.tolist() for shard in fedsim.partition(train.targets, n, experiment.partition.name, settings["seed"], **params)]
+        shards = [
+            shard.tolist()
+            for shard in fedsim.partition(train.targets, n, experiment.partition.name, settings["seed"], **params)
+        ]
     except (FedsimError, TypeError, ValueError):
         raise NotApplicable from None
     order = random.Random(json.dumps(settings)).sample(range(n), n)
@@ -395,7 +415,16 @@ def permuted(lab: Lab, settings: Settings) -> str | None:
 
 def _without_draws(settings: Settings) -> Settings:
     """Return the experiment with whole shards as batches and without groups of keys that draw for each worker."""
-    prefixes = ("sampling.", "clock.", "privacy.", "data.augment", "data.local_test", "data.validation", "stop.", "worker_ev")
+    prefixes = (
+        "sampling.",
+        "clock.",
+        "privacy.",
+        "data.augment",
+        "data.local_test",
+        "data.validation",
+        "stop.",
+        "worker_ev",
+    )
     kept = {key: value for key, value in settings.items() if not key.startswith(prefixes)}
     for key in ("cohort", "broadcast", "attack.fraction", "attack.resample", "attack.by_class"):
         kept.pop(key, None)
@@ -403,8 +432,10 @@ def _without_draws(settings: Settings) -> Settings:
     kept = in_float64({**kept, "local.batch_size": WHOLE_SHARD})
     experiment = load_experiment(kept)
     require(experiment.in_rounds and experiment.local.component.sample_noise is None)
-    require(all(isinstance(work, (int, list, type(None))) for work in (experiment.local.steps, experiment.local.epochs)))
-    components = [*experiment.chain, experiment.attack.component, *experiment.rule.stages]
+    require(
+        all(isinstance(work, (int, list, type(None))) for work in (experiment.local.steps, experiment.local.epochs))
+    )
+    components = [*experiment.chain, experiment.attack.component, *experiment.rule.pre, experiment.rule.rule]
     require(not any(DRAWING & set(component.accepts) for component in components))
     with torch.random.fork_rng():
         model = experiment.model.component()
@@ -418,7 +449,8 @@ def replayed(lab: Lab, settings: Settings) -> str | None:
     settings = {"engine": "serial", **settings, "records.updates": [settings["rounds"]], "records.model": False}
     require(settings.get("mode", "rounds") == "rounds" and settings["rounds"] > 0)
     with lab.folder() as folder:
-        result = result_of(settings, folder / "run")
+        rows = Rows()
+        result = result_of(settings, folder / "run", callbacks=[rows])
         require(stored_rounds(folder / "run") == [settings["rounds"]] and len(result.history) == settings["rounds"])
         stored = load_round(folder / "run", allow_imports=True)
     experiment, record = result.experiment, result.history[-1]
@@ -428,8 +460,25 @@ def replayed(lab: Lab, settings: Settings) -> str | None:
     require(record.coefficients is not None and answer.shares is not None)
     for worker, share in zip(record.cohort, record.coefficients, strict=True):
         if abs(share - answer.shares.get(worker, 0.0)) > 1e-5:
-            return f"worker {worker} has weight {share:.6g} in the run and {answer.shares.get(worker):.6g} in the replay"
+            return (
+                f"worker {worker} has weight {share:.6g} in the run and {answer.shares.get(worker):.6g} in the replay"
+            )
+    plain = experiment.server == type(experiment.server)() and not experiment.privacy.component.active
+    if plain and not experiment.rounds_of_gradients and not experiment.local.component.has("correct"):
+        apart = distance(rows.rows[-1] - rows.rows[-2], answer.update)
+        if apart > 1e-5:
+            return f"the update of the run and that of the replay differ by {apart:.3g}"
     return None
+
+
+class Rows(fedsim.Callback):
+    """Keeps the global model before the first round and after each round."""
+
+    def on_start(self, run: Any) -> None:
+        self._run, self.rows = run, [run.rounds.global_row]
+
+    def on_round(self, record: Any) -> None:
+        self.rows.append(self._run.rounds.global_row)
 
 
 @named("epsilon")
@@ -447,7 +496,7 @@ def epsilon(lab: Lab, settings: Settings) -> str | None:
     result = result_of({"engine": "serial", **settings}, callbacks=[Shards()])
     counts: dict[Any, int] = {}
     by_samples = experiment.local.component.sample_noise is not None
-    for record, worker in ((record, worker) for record in result.history for worker in record.cohort):
+    for worker in (worker for record in result.history for worker in record.cohort):
         units = shards[worker] if by_samples else [f"worker {worker}"]
         for unit in units:
             counts[unit] = counts.get(unit, 0) + (_least_uses(experiment, len(units)) if by_samples else 1)

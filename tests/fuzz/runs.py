@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import subprocess
@@ -120,7 +119,9 @@ class Child:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.fuzz.runs", str(self._answer)]
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            **{"cwd": ROOT, "env": environment, "text": True},
+            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL},
         )
 
     def send(self, settings: Settings, environment: dict[str, str]) -> None:
@@ -135,31 +136,33 @@ class Child:
         return torch.load(self._answer, weights_only=False)
 
     def close(self) -> None:
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
 
 
 def _serve(answer: str) -> None:
-    """Run each experiment of stdin, store its outcome or error, and report it on stdout."""
+    """Run each experiment of stdin in a fork, because a rank's group outlives its run, and report its end on stdout."""
     torch.set_num_threads(1)
     for line in sys.stdin:
-        settings, environment = json.loads(line)
-        before = dict(os.environ)
-        os.environ.update(environment)
-        try:
-            outcome: Any = run(settings)
-        except Exception as error:
-            outcome = ExperimentError(str(error)) if isinstance(error, REFUSALS) else RuntimeError(repr(error))
-        os.environ.clear()
-        os.environ.update(before)
-        torch.save(outcome, answer)
+        Path(answer).unlink(missing_ok=True)
+        if not (pid := os.fork()):
+            _answer(*json.loads(line), answer)
+        os.waitpid(pid, 0)
         print("done", flush=True)
 
 
-def fingerprint(outcome: Outcome) -> str:
-    return hashlib.sha256(outcome.row.numpy().tobytes()).hexdigest()
+def _answer(settings: Settings, environment: dict[str, str], answer: str) -> None:
+    """Store the outcome of an experiment or its error, and end the process."""
+    os.environ.update(environment)
+    try:
+        outcome: Any = run(settings)
+    except BaseException as error:
+        outcome = ExperimentError(str(error)) if isinstance(error, REFUSALS) else RuntimeError(repr(error))
+    torch.save(outcome, answer)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,13 @@ from tests.fuzz.draw import Settings, is_valid
 
 NEEDED = ("data.name", "model.name", "task.name", "workers", "rounds", "seed")  # defaults of these take longer
 SIMPLEST: list[Settings] = [
-    {"data.name": "tests.components:few", "model.name": "mlp", "model.inputs": 4, "model.hidden": [3], "model.classes": 3},
+    {
+        "data.name": "tests.components:few",
+        "model.name": "mlp",
+        "model.inputs": 4,
+        "model.hidden": [3],
+        "model.classes": 3,
+    },
 ]
 
 
