@@ -346,7 +346,7 @@ def _train(settings: Settings) -> fedsim.TensorData:
 
 
 def _plain(experiment: Experiment, batches: Callable[[int], Iterator[Any]]) -> Tensor:
-    """Train a model with an optimizer of PyTorch. `batches` yields the number of batches and the batches of an epoch."""
+    """Train a model with an optimizer of PyTorch. `batches` yields the number of batches and an epoch's batches."""
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(draw_key(experiment.seed, "model"))
         model = experiment.model.component().double().train()
