@@ -12,6 +12,7 @@ import json
 import math
 import random
 import types
+import warnings
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
@@ -29,6 +30,7 @@ from fedsim.data import TensorData
 from fedsim.data.sources import dataset
 from fedsim.errors import FedsimError
 from fedsim.models import model as models
+from fedsim.runs.setup import check_run
 
 Settings = dict[str, Any]
 
@@ -50,13 +52,13 @@ CHOSEN_WITH_THE_DATA = {"data.name", "model.name", "task.name"}
 WORDS = {"stop.metric": list(schema.DIRECTIONS)}  # values of keys whose annotation is only `str`
 PATTERNS = ["*", "*", "*", "*bias", "*weight", "*.0.*"]
 # groups with mechanisms of their own, which are drawn WEIGHT times as often as other groups
-OFTEN = {"local", "model.lora", "privacy", "processors", "broadcast", "policy", "aggregate", "partition", "attack"}
+OFTEN = {"local", "model.lora", "privacy", "processors", "broadcast", "aggregate", "partition", "attack"}
 WEIGHT = 4
 TRIES = 6  # to draw a group of keys that fits the others
 
 
 def draw(rng: random.Random) -> Settings:
-    """Return an experiment that passes all checks that need no data."""
+    """Return an experiment that passes the checks before the first round."""
     settings = _basis(rng)
     weighted = [group for group in GROUPS for _ in range(WEIGHT if group in OFTEN else 1)]
     groups = list(dict.fromkeys(rng.choices(weighted, k=rng.randint(3, 6))))
@@ -65,7 +67,7 @@ def draw(rng: random.Random) -> Settings:
     for group in groups:
         for _ in range(TRIES):
             candidate = settings | _drawn_group(rng, group, settings)
-            if is_valid(candidate):
+            if is_valid(candidate) and is_runnable(candidate):
                 settings = candidate
                 break
     return settings
@@ -76,6 +78,17 @@ def is_valid(settings: Settings) -> bool:
         load_experiment(settings)
     except FedsimError:
         return False
+    return True
+
+
+def is_runnable(settings: Settings) -> bool:
+    """Whether the settings fit the data and the model, as fedsim checks before the first round."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            check_run(load_experiment({**settings, "engine": "serial"}))
+        except FedsimError:
+            return False
     return True
 
 

@@ -446,6 +446,8 @@ def _without_draws(settings: Settings) -> Settings:
 @named("replay")
 def replayed(lab: Lab, settings: Settings) -> str | None:
     """`fedsim replay` shows the weights and the aggregate of the run."""
+    tests = ("worker_evaluation.", "data.local_test_fraction")  # which overwrite the updates
+    settings = {key: value for key, value in settings.items() if not key.startswith(tests)}
     settings = {"engine": "serial", **settings, "records.updates": [settings["rounds"]], "records.model": False}
     require(settings.get("mode", "rounds") == "rounds" and settings["rounds"] > 0)
     with lab.folder() as folder:
