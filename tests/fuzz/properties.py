@@ -30,6 +30,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.errors import FedsimError
+from fedsim.records.record import LARGEST
 from fedsim.runs.rule_replay import load_round, replay, stored_rounds
 from tests.fuzz.draw import Settings, loaded
 from tests.fuzz.runs import Lab, Outcome, result_of, run, untimed
@@ -560,15 +561,15 @@ def printed(lab: Lab, settings: Settings) -> str | None:
             if isinstance(number, (int, float)) and re.fullmatch(r"-?\d+(\.\d+)?(e[+-]\d+)?", cell):
                 digits = len(cell.partition("e")[0].partition(".")[2])
                 unit = 10.0 ** (int(cell.partition("e")[2] or 0) - digits)
-                if abs(float(cell) - number) > 0.51 * unit:
+                if abs(float(cell) - number) > max(0.51 * unit, 1e-9 * abs(number)):
                     return f"{column} of round {line['round']} is printed as {cell} and stored as {number}"
     return None
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None."""
+    """Replace NaN, infinity and numbers that records drop by None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return None if isinstance(value, float) and not abs(value) <= LARGEST else value
