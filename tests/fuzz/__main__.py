@@ -52,7 +52,7 @@ def main(words: list[str] | None = None) -> int:
     gc.freeze()
     with Lab() as lab:
         if options.check:
-            settings = dict(parse_word(word) for word in options.settings)
+            settings = settings_in(options.settings)
             answer = verdict(lab, options.check, settings)
             print(answer)
             return int(is_failure(answer))
@@ -127,6 +127,11 @@ def _report(lab: Lab, number: str, name: str, settings: Settings, answer: str) -
 def command(name: str, settings: Settings) -> str:
     words = [f"{key}={_toml(value)}" for key, value in settings.items()]
     return f"python -m tests.fuzz --check {shlex.quote(name)} {shlex.join(words)}"
+
+
+def settings_in(words: list[str]) -> Settings:
+    """Return the settings in words such as `local.lr=0.1`."""
+    return {".".join(path): value for path, value in map(parse_word, words)}
 
 
 def _toml(value: object) -> str:

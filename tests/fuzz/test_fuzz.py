@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from fedsim.aggregation.rule import rule
-from fedsim.config.overrides import parse_word
-from tests.fuzz.__main__ import checked, command, in_turn, is_failure
+from tests.fuzz.__main__ import checked, command, in_turn, is_failure, settings_in
 from tests.fuzz.draw import draw, is_valid
 from tests.fuzz.properties import PROPERTIES, difference
 from tests.fuzz.runs import Lab, Outcome
@@ -59,7 +58,7 @@ def test_a_command_has_the_settings_of_the_draw():
     for number in range(20):
         settings = draw(random.Random(f"command {number}"))
         words = command("spawn", settings).split("--check spawn ")[1]
-        assert dict(parse_word(word) for word in shlex.split(words)) == settings
+        assert settings_in(shlex.split(words)) == settings
         assert is_valid(settings)
 
 
