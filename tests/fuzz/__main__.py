@@ -1,0 +1,186 @@
+"""Draw experiments at random, and check the properties that every experiment has.
+
+    python -m tests.fuzz --minutes 60                  # failures as commands to paste, then a table
+    python -m tests.fuzz --seed 3 --only 17            # repeat draw 17 of seed 3
+    python -m tests.fuzz --check "hash seed" workers=2 model=2nn model.lora.rank=4
+
+Draw i depends only on (seed, i). A failure is reduced to the fewest settings. The exit code is 1 if a property is
+violated, or if an experiment ends with anything but an error of one line. Each draw checks one property in turn, or all
+of them with --all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import shlex
+import sys
+import time
+import traceback
+from collections import Counter
+
+import torch
+
+from fedsim.config.overrides import parse_word
+from tests.fuzz.draw import Settings, draw
+from tests.fuzz.properties import PROPERTIES, NotApplicable
+from tests.fuzz.runs import REFUSALS, Lab
+from tests.fuzz.shrink import shrunk
+
+SHRINKING = 60.0  # seconds
+OFTEN = 3  # number of properties that are checked more often: they are quick, and concern every experiment
+OK, REFUSED, SKIPPED = "ok", "refused", "does not apply"
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0, help="stop after this time (default: 10)")
+    parser.add_argument("--draws", type=int, default=10**9, help="stop after so many")
+    parser.add_argument("--seed", type=int, default=0, help="of all draws (default: 0)")
+    parser.add_argument("--only", type=int, help="one draw, by its number, with all properties")
+    parser.add_argument("--all", action="store_true", help="check all properties of each draw")
+    parser.add_argument("--property", action="append", choices=PROPERTIES, help="check only this property")
+    parser.add_argument(
+        "--check", choices=PROPERTIES, help="check a property of the experiment given as key=value words"
+    )
+    parser.add_argument("settings", nargs="*", help="settings of --check")
+    options = parser.parse_args(words)
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    with Lab() as lab:
+        if options.check:
+            settings = settings_in(options.settings)
+            answer = verdict(lab, options.check, settings)
+            print(answer)
+            return int(is_failure(answer))
+        return _fuzz(lab, options)
+
+
+def _fuzz(lab: Lab, options: argparse.Namespace) -> int:
+    drawn, verdicts, deadline = Counter(), Counter(), time.monotonic() + 60 * options.minutes
+    names = options.property or list(PROPERTIES)
+    numbers = [options.only] if options.only is not None else range(options.draws)
+    for number in numbers:
+        if time.monotonic() > deadline:
+            break
+        settings = draw(random.Random(f"{options.seed} {number}"))
+        drawn.update(components(settings))
+        everything = options.all or options.only is not None
+        for name, answer in checked(lab, settings, names if everything else in_turn(names, number), everything):
+            kind = answer if answer in (OK, SKIPPED) else "failed" if is_failure(answer) else REFUSED
+            verdicts[name, kind] += 1
+            if kind == "failed":
+                _report(lab, f"{options.seed} {number}", name, settings, answer)
+    _print_tables(drawn, verdicts)
+    return int(any(kind == "failed" for _, kind in verdicts))
+
+
+def in_turn(names: list[str], number: int) -> list[str]:
+    """Return the properties, beginning with that of a draw: every second draw with one of the first OFTEN."""
+    often = names[:OFTEN] if len(names) > OFTEN else names
+    start = names.index(often[number // 2 % len(often)]) if number % 2 else number // 2 % len(names)
+    return names[start:] + names[:start]
+
+
+def checked(lab: Lab, settings: Settings, names: list[str], everything: bool = False) -> list[tuple[str, str]]:
+    """Return the verdicts on the properties `names`, in order. By default, only up to the first that applies."""
+    lab.forget()
+    verdicts = []
+    for name in names:
+        verdicts.append((name, verdict(lab, name, settings)))
+        if not everything and verdicts[-1][1] != SKIPPED:
+            return verdicts[-1:]
+    return verdicts
+
+
+def verdict(lab: Lab, name: str, settings: Settings) -> str:
+    """Return OK, SKIPPED, "refused: reason", or what violates the property."""
+    try:
+        return PROPERTIES[name](lab, settings) or OK
+    except NotApplicable:
+        return SKIPPED
+    except REFUSALS as error:
+        return f"{REFUSED}: {str(error).splitlines()[0]}"
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__} at {last.name}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def is_failure(answer: str) -> bool:
+    return answer not in (OK, SKIPPED) and not answer.startswith(REFUSED)
+
+
+def _report(lab: Lab, number: str, name: str, settings: Settings, answer: str) -> None:
+    print(f"draw {number}: {name}: {answer}", flush=True)
+
+    def fails(candidate: Settings) -> bool:
+        lab.forget()
+        found = verdict(lab, name, candidate)
+        return is_failure(found) and found.split(":")[0] == answer.split(":")[0]
+
+    print(f"  {command(name, shrunk(settings, fails, SHRINKING))}", flush=True)
+
+
+def command(name: str, settings: Settings) -> str:
+    words = [f"{key}={_toml(value)}" for key, value in settings.items()]
+    return f"python -m tests.fuzz --check {shlex.quote(name)} {shlex.join(words)}"
+
+
+def settings_in(words: list[str]) -> Settings:
+    """Return the settings in words such as `local.lr=0.1`."""
+    return {".".join(path): value for path, value in map(parse_word, words)}
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_quoted, value)) + "]"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _quoted(value: object) -> str:
+    return json.dumps(value) if isinstance(value, str) else _toml_item(value)
+
+
+def _toml_item(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_quoted(item)}" for key, item in value.items()) + "}"
+    return _toml(value)
+
+
+def components(settings: Settings) -> list[str]:
+    """Return what was drawn, as "table: component"."""
+    drawn = []
+    for key, value in settings.items():
+        if isinstance(value, str) and key.rpartition(".")[2] in ("name", "rule", "algorithm", "mechanism"):
+            drawn.append(f"{key}: {value}")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            drawn += [f"{key}: {item.get('name', item.get('rule'))}" for item in value]
+        elif key in ("sync", "buffers", "mode", "precision"):
+            drawn.append(f"{key}: {value}")
+    return drawn + ["model.lora"] * bool(settings.get("model.lora.rank"))
+
+
+def _print_tables(drawn: Counter[str], verdicts: Counter[tuple[str, str]]) -> None:
+    groups: dict[str, list[str]] = {}
+    for item, count in sorted(drawn.items()):
+        key, _, name = item.partition(": ")
+        groups.setdefault(key, []).append(f"{name} {count}".strip())
+    print("\ndrawn")
+    for key, counts in groups.items():
+        print(f"  {key:22} {', '.join(counts)}")
+    kinds = (OK, "failed", REFUSED, SKIPPED)
+    print(f"\n{'property':16}" + "".join(f"{kind:>16}" for kind in kinds))
+    for name in PROPERTIES:
+        print(f"{name:16}" + "".join(f"{verdicts[name, kind]:>16}" for kind in kinds))
+    total = sum(count for (_, kind), count in verdicts.items() if kind != SKIPPED)
+    shares = {kind: sum(verdicts[name, kind] for name in PROPERTIES) for kind in kinds}
+    print(f"{total} checks: {shares['failed']} failed, {shares[REFUSED]} refused")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

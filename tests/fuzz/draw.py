@@ -1,0 +1,398 @@
+"""Draw small experiments at random from the tables of an experiment and from the registries of components.
+
+An experiment is a dict of dotted keys, as on the command line. Every key of `fedsim.Experiment` is drawn unless
+`SET_BY_PROPERTIES` names it, and every registered component that needs no file, so new keys and components are drawn
+without a change here. Rarely used groups of keys are as likely as common ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import random
+import types
+import warnings
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import torch
+from pydantic.fields import FieldInfo
+from torch import nn
+
+import fedsim
+from fedsim.aggregation.rule import pre_aggregator
+from fedsim.config import schema
+from fedsim.config.load import load_experiment
+from fedsim.core.base_table import ComponentTable, Table
+from fedsim.core.registry import Registration, Registry
+from fedsim.core.training import check_outputs
+from fedsim.data import TensorData
+from fedsim.data.sources import dataset
+from fedsim.errors import FedsimError
+from fedsim.models import model as models
+from fedsim.runs.setup import check_run
+
+Settings = dict[str, Any]
+
+DATA: list[Settings] = [  # of each kind of inputs and targets
+    {"data.name": "tests.components:tiny", "data.train": 60},
+    {"data.name": "tests.components:few"},
+    {"data.name": "tests.real_models:noise", "data.shape": [3, 8, 8], "data.classes": 3},
+    {"data.name": "tests.other_tasks:planes"},
+]
+TEXT: list[Settings] = [{"data.name": "tests.real_models:text"}, {"data.name": "tests.other_tasks:counting"}]
+LARGEST_DATA, LARGEST_MODEL = 2_000, 300_000  # numbers of training samples, and of parameters
+SET_BY_PROPERTIES = {  # keys that say where and how a run is computed, or what it writes
+    *("name", "seed", "rounds", "workers", "engine", "processes", "threads_per_process", "start_method", "timeout"),
+    *("process_retries", "worker_state_memory", "device", "precision", "cuda_graphs", "batched", "distributed"),
+    *("race", "records", "checkpoint", "model.weights", "data.root", "clock.replay_log", "clock.departures"),
+}
+CHOSEN_WITH_THE_DATA = {"data.name", "model.name", "task.name"}
+WORDS = {"stop.metric": list(schema.DIRECTIONS)}  # values of keys whose annotation is only `str`
+PATTERNS = ["*", "*", "*", "*bias", "*weight", "*.0.*"]
+# groups with mechanisms of their own, which are drawn WEIGHT times as often as other groups
+OFTEN = {"local", "model.lora", "privacy", "processors", "broadcast", "aggregate", "partition", "attack"}
+WEIGHT = 4
+TRIES = 6  # to draw a group of keys that fits the others
+
+
+def draw(rng: random.Random) -> Settings:
+    """Return an experiment that passes the checks before the first round."""
+    settings = _basis(rng)
+    weighted = [group for group in GROUPS for _ in range(WEIGHT if group in OFTEN else 1)]
+    groups = list(dict.fromkeys(rng.choices(weighted, k=rng.randint(2, 5))))
+    groups = groups if rng.random() < 0.5 else list(dict.fromkeys(["local", *groups]))
+    if _samples(_data_of(settings))[1].ndim != 4:  # augmentations are of images
+        groups = [group for group in groups if group != "data.augment"]
+    for group in groups:
+        for _ in range(TRIES):
+            candidate = settings | _drawn_group(rng, group, settings)
+            if is_valid(candidate) and is_runnable(candidate):
+                settings = candidate
+                break
+    return settings
+
+
+def is_valid(settings: Settings) -> bool:
+    try:
+        load_experiment(settings)
+    except FedsimError:
+        return False
+    return True
+
+
+def is_runnable(settings: Settings) -> bool:
+    """Whether the settings fit the data and the model, as fedsim checks before the first round."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            check_run(load_experiment({**settings, "engine": "serial"}))
+        except FedsimError:
+            return False
+        except Exception:  # a failure that the check of a property reports
+            return True
+    return True
+
+
+def _basis(rng: random.Random) -> Settings:
+    """Return the keys that every experiment has: data, model, task, sizes and local work."""
+    data = rng.choice([*DATA, *TEXT, *TEXT, *({"data.name": name} for name in _registered_data())])
+    work = rng.choice([{"local.epochs": 1}, {"local.epochs": 2}, *({"local.steps": n} for n in (1, 2, 3))])
+    if _samples(json.dumps(data))[0] > 1000:
+        work = {"local.steps": rng.randint(1, 3)}
+    return {
+        **{"rounds": rng.randint(1, 3), "workers": rng.randint(2, 6), "seed": rng.randrange(100)},
+        **{"precision": rng.choice(["float64", "float32"]), "local.batch_size": rng.choice([3, 4, 7, 16])},
+        **{**work, **data, **_fitting_model(rng, data)},
+    }
+
+
+@functools.cache
+def _registered_data() -> list[str]:
+    """Return the names of the data sets that come with fedsim and are small enough."""
+    free = [r for r in dataset if not r.takes and not any(f.is_required() for f in r.parameters.model_fields.values())]
+    return [r.name for r in free if _samples(json.dumps({"data.name": r.name}))[0] <= LARGEST_DATA]
+
+
+def loaded(data: Settings) -> tuple[TensorData, TensorData]:
+    params = {key.removeprefix("data."): value for key, value in data.items() if key.startswith("data.")}
+    return fedsim.load_dataset(params.pop("name"), **params)
+
+
+def _data_of(settings: Settings) -> str:
+    return json.dumps({key: value for key, value in settings.items() if key.startswith("data.")})
+
+
+@functools.cache
+def _samples(data: str) -> tuple[int, torch.Tensor, torch.Tensor, int]:
+    """Return the number of training samples of a data set, some of them, and the number of classes."""
+    train, test = loaded(json.loads(data))
+    inputs, targets = train.gather(torch.arange(min(16, len(train))))
+    return len(train), inputs, targets, max(train.classes, test.classes)
+
+
+def _fitting_model(rng: random.Random, data: Settings) -> Settings:
+    """Return a model and a task that work on the data set."""
+    sizes = _sizes(data)
+    while True:
+        registration, task = rng.choice(_fitting(json.dumps(data)))
+        params = _small_model(rng, registration, sizes)
+        if (module := _built(registration, params)) and _works(module, task, data):
+            return {
+                **{"model.name": registration.name, "task.name": task.name},
+                **{f"model.{name}": value for name, value in params.items()},
+            }
+
+
+@functools.cache
+def _fitting(data: str) -> list[tuple[Registration, Registration]]:
+    """Return the models and tasks that work on a data set."""
+    table, rng, pairs = json.loads(data), random.Random(0), {}
+    for registration in models:
+        for _ in range(TRIES):  # with different parameters, which may not fit each other
+            module = _built(registration, _small_model(rng, registration, _sizes(table)))
+            works = [task for task in schema.Task.registry if module and _works(module, task, table)]
+            pairs |= {(registration.name, task.name): (registration, task) for task in works}
+    return list(pairs.values())
+
+
+def _sizes(data: Settings) -> dict[str, int]:
+    """Return the parameters of models that depend on the data."""
+    _, inputs, targets, classes = _samples(json.dumps(data))
+    words = 0 if inputs.is_floating_point() else int(inputs.max()) + 1
+    columns = targets.shape[1] if targets.is_floating_point() and targets.ndim > 1 else 1
+    channels = inputs.shape[1] if inputs.ndim > 2 else 1
+    return {
+        **{"inputs": inputs[0].numel(), "classes": max(classes, words, 2), "outputs": columns},
+        **{"channels": channels, "size": inputs.shape[-1], "context": inputs[0].numel()},
+    }
+
+
+def _small_model(rng: random.Random, registration: Registration, sizes: dict[str, int]) -> Settings:
+    fields = registration.parameters.model_fields
+    return {name: sizes[name] if name in sizes else _field(rng, field, 1) for name, field in fields.items()}
+
+
+def _built(registration: Registration, params: Settings) -> nn.Module | None:
+    with torch.random.fork_rng():
+        try:
+            module = registration.bind(registration.check(params))()
+        except Exception:  # such as a width that the number of heads does not divide
+            return None
+    return module if sum(p.numel() for p in module.parameters()) <= LARGEST_MODEL else None
+
+
+def _works(module: nn.Module, task: Registration, data: Settings) -> bool:
+    _, inputs, targets, classes = _samples(json.dumps(data))
+    try:
+        with torch.random.fork_rng():
+            learning_task = schema.Task(name=task.name).component
+            getattr(learning_task, "check_targets", lambda targets: None)(targets)
+            check_outputs(module, inputs, targets, learning_task, classes=classes)
+    except Exception:  # a model that does not fit these inputs raises anything
+        return False
+    return True
+
+
+def _drawn_group(rng: random.Random, group: str, settings: Settings) -> Settings:
+    """Return keys of a table of the experiment, and what this table needs in other tables."""
+    drawn = GROUPS[group](rng, settings)
+    if "attack.name" in drawn and not drawn.keys() & {"attack.fraction", "attack.workers"}:
+        drawn["attack.workers"] = [rng.randrange(settings["workers"])]
+    if "policy.name" in drawn or group == "clock":
+        drawn["mode"] = "clock"
+    if group == "worker_evaluation":
+        drawn |= {"data.local_test_fraction": 0.3, "worker_evaluation.every": rng.randint(1, 2)}
+    if group == "stop":
+        drawn["stop.patience"] = rng.randint(1, 2)
+    if drawn.get("sync") == "post_local":
+        drawn["gradient_rounds"] = rng.randint(1, settings["rounds"])
+    return drawn
+
+
+def _groups() -> dict[str, Any]:
+    """Return a function that draws each table, nested table and key of an experiment."""
+    groups: dict[str, Any] = {}
+    keys = []
+    for name, field in fedsim.Experiment.model_fields.items():
+        kind = field.annotation
+        if name in SET_BY_PROPERTIES:
+            continue
+        if isinstance(kind, type) and issubclass(kind, Table):
+            groups[name] = functools.partial(_table, kind, name)
+            groups |= {
+                f"{name}.{key}": functools.partial(_table, nested.annotation, f"{name}.{key}")
+                for key, nested in kind.model_fields.items()
+                if isinstance(nested.annotation, type) and issubclass(nested.annotation, Table)
+            }
+        elif _item_table(kind):
+            groups[name] = functools.partial(_list_of_tables, field, name)
+        else:
+            keys.append(name)
+            groups[name] = functools.partial(_key, field, name)
+    groups["data.augment"] = functools.partial(_list_of_tables, schema.Data.model_fields["augment"], "data.augment")
+    return groups
+
+
+def _key(field: FieldInfo, name: str, rng: random.Random, settings: Settings) -> Settings:
+    if name == "cohort":
+        return {"cohort": rng.randint(1, settings["workers"])}
+    return {name: value_of(rng, field.annotation, field.metadata, None, settings["workers"])}
+
+
+def _table(kind: type[Table], place: str, rng: random.Random, settings: Settings) -> Settings:
+    """Return a component with some parameters, and some other keys of a table."""
+    drawn: Settings = {}
+    named_by = kind.named_by if issubclass(kind, ComponentTable) else None
+    if named_by and f"{place}.{named_by}" not in CHOSEN_WITH_THE_DATA:
+        drawn |= {f"{place}.{key}": value for key, value in _component(rng, kind, settings["workers"]).items()}
+    fields = {name: field for name, field in kind.model_fields.items() if name != named_by}
+    for name, field in fields.items():
+        key, nested = f"{place}.{name}", field.annotation
+        if key in SET_BY_PROPERTIES or (key in settings and place == "local"):
+            continue
+        if _is_table(nested) or _item_table(nested):
+            continue  # a group of its own
+        if rng.random() < (0.25 if named_by else 0.7):
+            drawn[key] = rng.choice(WORDS[key]) if key in WORDS else _field(rng, field, settings["workers"])
+    if kind is schema.Local:
+        drawn = {key: value for key, value in drawn.items() if key not in ("local.epochs", "local.steps")}
+        drawn |= _work(rng, settings)
+    if kind is schema.Aggregate and rng.random() < 0.25:
+        rule = {key.removeprefix("aggregate."): drawn.pop(key) for key in [*drawn] if _is_parameter(key, fields)}
+        drawn["aggregate.rule"] = [_named(rng, pre_aggregator, "rule", settings["workers"]), rule]
+    return {key: value for key, value in drawn.items() if value is not None}
+
+
+def _is_parameter(key: str, fields: dict[str, FieldInfo]) -> bool:
+    return key.removeprefix("aggregate.") not in fields
+
+
+def _work(rng: random.Random, settings: Settings) -> Settings:
+    """Return another amount of local work, in the same unit: a number per worker, or a distribution."""
+    key = "local.steps" if "local.steps" in settings else "local.epochs"
+    if rng.random() < 0.7:
+        return {}
+    amounts = [rng.randint(1, 3) for _ in range(settings["workers"])]
+    return {key: rng.choice([amounts, {"uniform": [1, 3]}, {"choice": [1, 3]}])}
+
+
+def _list_of_tables(field: FieldInfo, place: str, rng: random.Random, settings: Settings) -> Settings:
+    kind = _item_table(field.annotation)
+    tables = []
+    for _ in range(rng.choice([1, 1, 2])):
+        table = _component(rng, kind, settings["workers"])
+        more = {
+            name: item for name, item in kind.model_fields.items() if name != kind.named_by and item.annotation is bool
+        }
+        tables.append(table | {name: True for name in more if rng.random() < 0.3})
+    return {place: tables}
+
+
+def _component(rng: random.Random, kind: type[ComponentTable], workers: int) -> Settings:
+    return _named(rng, kind.registry, kind.named_by, workers, kind.model_fields[kind.named_by].default)
+
+
+def _named(rng: random.Random, registry: Registry, named_by: str, workers: int, usual: Any = None) -> Settings:
+    """Return the name and some parameters of a component, not the `usual` one, that passes its own checks."""
+    while True:
+        registration = rng.choice([r for r in drawable(registry) if r.name != usual])
+        params = {}
+        for name, field in registration.parameters.model_fields.items():
+            if field.is_required() or rng.random() < 0.4:
+                params[name] = _field(rng, field, workers)
+        params = {name: value for name, value in params.items() if value is not None}
+        try:
+            registration.bind(registration.check(params))
+        except (FedsimError, ValueError):
+            continue
+        return {named_by: registration.name, **params}
+
+
+def drawable(registry: Registry) -> list[Registration]:
+    """Return the components of a registry that need no file."""
+    return [
+        r
+        for r in registry
+        if not any(f.is_required() and f.annotation is str for f in r.parameters.model_fields.values())
+    ]
+
+
+def _field(rng: random.Random, field: FieldInfo, workers: int) -> Any:
+    return value_of(rng, field.annotation, field.metadata, None if field.is_required() else field.default, workers)
+
+
+def value_of(rng: random.Random, kind: Any, metadata: Any, default: Any, workers: int) -> Any:
+    """Return a small value of an annotated type, within its bounds. None: leave the key out."""
+    if get_origin(kind) is Annotated:
+        kind, *more = get_args(kind)
+        return value_of(rng, kind, [*metadata, *more], default, workers)
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return rng.choice(parts)
+    if origin in (Union, types.UnionType):
+        part = rng.choice([part for part in parts if part is not type(None)])
+        return value_of(rng, part, metadata, default, workers)
+    if origin in (list, tuple):
+        if parts[0] is str:
+            return [rng.choice(PATTERNS)]
+        length = rng.choice([workers, 1, 2])
+        return [value_of(rng, parts[0], [], None, workers) for _ in range(length)]
+    if kind is bool:
+        return rng.random() < 0.5
+    if kind in (int, float):
+        return _number(rng, kind, metadata, default)
+    return None
+
+
+def _number(rng: random.Random, kind: type, metadata: Any, default: Any) -> Any:
+    low, high = _bounds(metadata)
+    plain = default if isinstance(default, (int, float)) and not isinstance(default, bool) else None
+    if kind is int:
+        low = 0 if low == -math.inf else math.ceil(low)
+        numbers = [low + 1, *range(int(low), int(min(high, low + 6)) + 1)]
+        return rng.choice([n for n in [*numbers, *([plain] if plain and plain <= 20 else [])] if low <= n <= high])
+    numbers = [0.01, 0.1, 0.5, 0.9, 1.0, 1.5, 2.0, 0.0, *([plain / 2, plain, 2 * plain] * 2 if plain else [])]
+    return rng.choice(
+        [n for n in numbers if low < n < high or (n in (low, high) and n not in _open(metadata))] or [plain]
+    )
+
+
+def _bounds(metadata: Any) -> tuple[float, float]:
+    low, high = -math.inf, math.inf
+    for item in _flat(metadata):
+        for name in ("gt", "ge"):
+            bound = getattr(item, name, None)
+            if bound is not None:
+                low = max(low, bound + (name == "gt" and isinstance(bound, int) and 0))
+        for name in ("lt", "le"):
+            bound = getattr(item, name, None)
+            if bound is not None:
+                high = min(high, bound)
+    return low, high
+
+
+def _open(metadata: Any) -> list[float]:
+    """Return the bounds that a value must not equal."""
+    return [
+        bound for item in _flat(metadata) for name in ("gt", "lt") if (bound := getattr(item, name, None)) is not None
+    ]
+
+
+def _flat(metadata: Any) -> list[Any]:
+    return [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
+
+
+def _is_table(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Table)
+
+
+def _item_table(kind: Any) -> Any:
+    """Return the class of the tables in a list, or None if `kind` is not a list of tables."""
+    if get_origin(kind) is Annotated:
+        return _item_table(get_args(kind)[0])
+    parts = get_args(kind)
+    return parts[0] if get_origin(kind) is list and _is_table(parts[0]) else None
+
+
+GROUPS = _groups()

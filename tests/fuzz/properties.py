@@ -1,0 +1,575 @@
+"""Properties that every experiment has. Each function returns what violates it, or None.
+
+A function raises `NotApplicable` if the experiment does not have what the property is about. Results that are equal
+only up to rounding are compared in float64. A difference that a change of the initial model by 1e-12 also causes does
+not count, because the experiment is ill-conditioned there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import itertools
+import json
+import math
+import random
+import re
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fedsim
+from fedsim.config.experiment import Experiment
+from fedsim.config.load import load_experiment
+from fedsim.core.randomness import batch_order, draw_key
+from fedsim.errors import FedsimError
+from fedsim.records.record import LARGEST
+from fedsim.runs.rule_replay import load_round, replay, stored_rounds
+from tests.fuzz.draw import Settings, loaded
+from tests.fuzz.runs import Lab, Outcome, result_of, run, untimed
+
+ROUNDING = 1e-9  # relative difference of float64 results after a few rounds
+PERTURBATION = 1e-12
+WHOLE_SHARD = 10_000  # a batch size that is larger than each shard
+DRAWING = {
+    "rng",
+    "draws",
+    "seed",
+    "generator",
+    "workers",
+    "worker",
+}  # inputs of components whose order of workers counts
+
+Property = Callable[[Lab, Settings], str | None]
+PROPERTIES: dict[str, Property] = {}
+
+
+class NotApplicable(Exception):  # noqa: N818
+    """The experiment lacks what the property is about."""
+
+
+def named(name: str) -> Callable[[Property], Property]:
+    def register(function: Property) -> Property:
+        PROPERTIES[name] = function
+        return function
+
+    return register
+
+
+def require(condition: Any) -> None:
+    if not condition:
+        raise NotApplicable
+
+
+def difference(ours: Outcome, theirs: Outcome, names: str) -> str | None:
+    """Return where two outcomes differ in a bit."""
+    if ours.row.shape != theirs.row.shape or not equal(ours.row, theirs.row):
+        return f"{names}: the models differ by {distance(ours.row, theirs.row):.3g}"
+    if not all(equal(ours.state[key], theirs.state[key]) for key in ours.state):
+        return f"{names}: the buffers differ"
+    for one, other in itertools.zip_longest(ours.rounds, theirs.rounds, fillvalue={}):
+        keys = [key for key in one | other if json.dumps(one.get(key)) != json.dumps(other.get(key))]
+        if keys:
+            key = keys[0]
+            return f"{names}: {key} of round {one.get('round')} is {one.get(key)} and {other.get(key)}"
+    return None
+
+
+def equal(ours: Tensor, theirs: Tensor) -> bool:
+    return (
+        torch.equal(ours.nan_to_num(nan=1e30), theirs.nan_to_num(nan=1e30))
+        if ours.is_floating_point()
+        else (torch.equal(ours, theirs))
+    )
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference relative to the largest value. Infinity if only one of the two is finite."""
+    if ours.shape != theirs.shape or not torch.equal(ours.isfinite(), theirs.isfinite()):
+        return math.inf
+    finite = ours.isfinite()
+    if not finite.any():
+        return 0.0
+    ours, theirs = ours[finite].double(), theirs[finite].double()
+    return float((ours - theirs).abs().max() / (1 + ours.abs().max()))
+
+
+def far(lab: Lab, settings: Settings, ours: Outcome, theirs: Outcome, names: str) -> str | None:
+    """Return where two outcomes differ by more than rounding, unless perturbed runs differ as much."""
+    worst, where = distance(ours.row, theirs.row), "the models differ"
+    for one, other in zip(ours.rounds, theirs.rounds, strict=True):
+        for key in ("train_loss", "test_loss"):
+            if one[key] is None or other[key] is None or not math.isfinite(one[key]):
+                continue
+            apart = abs(one[key] - other[key]) / (1 + abs(one[key]))
+            if apart > worst:
+                worst, where = apart, f"{key} of round {one['round']} differs"
+    if worst <= ROUNDING or _moves(lab, settings, worst):
+        return None
+    return f"{names}: {where} by {worst:.3g}"
+
+
+def _moves(lab: Lab, settings: Settings, apart: float) -> bool:
+    """Whether tiny changes of the initial model change the result as much."""
+    plain = lab.run(settings)
+    for seed in range(3):
+        moved = run({"engine": "serial", **settings}, callbacks=[Perturbed(seed)])
+        if distance(plain.row, moved.row) >= apart / 10:
+            return True
+    return False
+
+
+class Perturbed(fedsim.Callback):
+    """Changes the initial model by about 1e-12 of its values."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def on_start(self, run: Any) -> None:
+        row = run.rounds.engine.shared.server.row
+        noise = torch.randn(row.shape, generator=self._generator, dtype=row.dtype)
+        row.mul_(1 + PERTURBATION * noise).add_(noise, alpha=PERTURBATION)
+
+
+def in_float64(settings: Settings) -> Settings:
+    return {**settings, "precision": "float64"}
+
+
+@named("hash seed")
+def hash_seed(lab: Lab, settings: Settings) -> str | None:
+    """The same command gives the same bits in each process."""
+    first, second = lab.in_children(settings)
+    return difference(first, second, "two processes")
+
+
+@named("stacks")
+def stacks(lab: Lab, settings: Settings) -> str | None:
+    """`batched` gives the numbers of `serial`, up to rounding."""
+    settings = in_float64(settings)
+    batched = lab.run(settings, engine="batched", processes=1)
+    return far(lab, settings, lab.run(settings), batched, "serial and batched")
+
+
+@named("spawn")
+def spawn(lab: Lab, settings: Settings) -> str | None:
+    """`spawn` gives the bits of `serial`."""
+    return difference(lab.run(settings), lab.run(settings, engine="spawn", processes=2), "serial and spawn")
+
+
+@named("ranks")
+def ranks(lab: Lab, settings: Settings) -> str | None:
+    """Ranks give the numbers of `serial`, up to rounding, and all ranks have the same model."""
+    settings = in_float64(settings)
+    require(settings.get("mode", "rounds") == "rounds")
+    first, second = lab.on_ranks({**settings, "engine": "distributed"})
+    if not equal(first.row, second.row):
+        return "the models of two ranks differ"
+    return far(lab, settings, lab.run(settings), first, "serial and ranks")
+
+
+@named("resumed")
+def resumed(lab: Lab, settings: Settings) -> str | None:
+    """An interrupted and resumed run gives the bits of a whole run."""
+    settings = {"engine": "serial", **settings, "checkpoint.every": 1}
+    whole = lab.run(settings)
+    require(len(whole.rounds) > 1)
+
+    def interrupt(record: Any) -> None:
+        raise KeyboardInterrupt
+
+    with lab.folder() as folder:
+        with contextlib.suppress(KeyboardInterrupt):
+            run(settings, folder / "run", on_round=interrupt)
+        try:
+            again = run(settings, folder / "run", resume=True)
+        except FedsimError as error:
+            return f"cannot be resumed: {error}"
+    return difference(whole, again, "whole and resumed")
+
+
+@named("processes")
+def processes(lab: Lab, settings: Settings) -> str | None:
+    """The number of processes that `auto` uses changes no bit."""
+    outcomes = {count: lab.run(settings, engine="auto", processes=count) for count in (1, 2, 4)}
+    differences = (difference(outcomes[1], outcomes[n], f"1 and {n} processes") for n in (2, 4))
+    return next(filter(None, differences), None)
+
+
+@named("jobs")
+def jobs(lab: Lab, settings: Settings) -> str | None:
+    """The number of jobs, missing runs and shards change no bit of the runs of a comparison."""
+    require(not settings.keys() & {"stop.patience", "stop.target"})
+    plan = {"seed": [settings["seed"], settings["seed"] + 1]}
+    with lab.folder() as folder:
+        at_once = _compared(settings, plan, folder / "1", jobs=1)
+        others = {"2 jobs": _compared(settings, plan, folder / "2", jobs=2)}
+        missing = sorted((folder / "2" / "runs").iterdir())[0]
+        shutil.rmtree(missing)
+        others["2 jobs and one missing run"] = _compared(settings, plan, folder / "2", jobs=2)
+        single = {"seed": plan["seed"][:1]}
+        others["a part of the runs"] = _compared(settings, single, folder / "3", jobs=2)
+    for how, rounds in others.items():
+        for run_id, theirs in rounds.items():
+            ours = at_once.get(run_id, at_once[min(at_once)])
+            if json.dumps(ours) != json.dumps(theirs):
+                return f"1 job and {how}: the records of {run_id} differ"
+    return None
+
+
+def _compared(settings: Settings, plan: Settings, out: Path, jobs: int) -> dict[str, Any]:
+    """Run a comparison, and return the records of each run by its folder's name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quiet = {"records.curve": False, "records.figures": []}
+        comparison = fedsim.compare({**quiet, **settings}, plan, out, jobs, progress=False)
+    if comparison.failed:
+        raise NotApplicable  # reported by the property `hash seed`
+    return {f"seed{run.point['seed']}": [untimed(record) for record in run.history] for run in comparison.runs}
+
+
+@named("nothing left")
+def nothing_left(lab: Lab, settings: Settings) -> str | None:
+    """Repeated runs in one process leave no tensor behind."""
+    counts = []
+    for _ in range(4):
+        run({**settings, "engine": "batched", "processes": 1})
+        gc.collect()
+        counts.append(sum(isinstance(item, Tensor) for item in gc.get_objects()))
+    return f"live tensors after each run: {counts}" if counts[1] < counts[2] < counts[3] else None
+
+
+@named("threads")
+def threads(lab: Lab, settings: Settings) -> str | None:
+    """Runs in threads, or in another order, give the bits of runs one after another, or are refused."""
+    experiments = [{"engine": "serial", **settings, "seed": settings["seed"] + k} for k in range(3)]
+    expected = [run(table) for table in experiments]
+    again = [run(table) for table in reversed(experiments)][::-1]
+    outcomes: list[Outcome | Exception | None] = [None] * len(experiments)
+    start = threading.Barrier(len(experiments))
+
+    def work(place: int) -> None:
+        start.wait()
+        try:
+            outcomes[place] = Outcome.of(fedsim.run({"records.curve": False, **experiments[place]}))
+        except Exception as error:
+            outcomes[place] = error
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        workers = [threading.Thread(target=work, args=[place]) for place in range(len(experiments))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    for place, outcome in enumerate(outcomes):
+        if found := difference(expected[place], again[place], "two orders"):
+            return found
+        if isinstance(outcome, Exception):
+            if not isinstance(outcome, FedsimError):
+                return f"in a thread: {outcome!r}"
+        elif found := difference(expected[place], outcome, "one after another and in threads"):
+            return found
+    return None
+
+
+@named("plain loop")
+def plain_loop(lab: Lab, settings: Settings) -> str | None:
+    """One worker trains like a plain loop of PyTorch."""
+    kept = _reduced(settings, ("local.batch_size", "local.drop_last", "local.clip_norm", *_optimizer_keys(settings)))
+    kept["workers"] = 1
+    experiment = load_experiment(kept)
+    train = _train(kept)
+    shard = torch.from_numpy(fedsim.partition(train.targets, 1, "iid", kept["seed"])[0])
+    size = experiment.local.batch_size
+    require(len(shard) >= size)
+
+    def batches(round: int) -> Iterator[Any]:
+        for epoch in itertools.count():
+            parts = shard[batch_order(kept["seed"], round, 0, epoch, len(shard))].split(size)
+            parts = parts[:-1] if experiment.local.drop_last and len(parts[-1]) < size else parts
+            yield len(parts), map(train.gather, parts)
+
+    expected = _plain(experiment, batches)
+    actual = lab.run(kept)
+    return far(lab, kept, actual, Outcome(expected, {}, actual.rounds), "one worker and a plain loop")
+
+
+@named("large batch")
+def large_batch(lab: Lab, settings: Settings) -> str | None:
+    """Workers that send gradients train like one large batch of all their samples."""
+    kept = _reduced(settings, ()) | {"sync": "gradients", "local.batch_size": WHOLE_SHARD}
+    kept |= {
+        key: settings[key]
+        for key in ("local.lr",)
+        if settings.get("local.algorithm", "sgd") == "sgd" and key in settings
+    }
+    experiment = load_experiment(kept)
+    train = _train(kept)
+    batch = train.gather(torch.arange(len(train)))
+    require(_decomposes(experiment, batch))
+    expected = _plain(experiment, lambda round: itertools.repeat((1, [batch])))
+    actual = lab.run(kept)
+    return far(lab, kept, actual, Outcome(expected, {}, actual.rounds), "workers and one large batch")
+
+
+def _reduced(settings: Settings, more: tuple[str, ...]) -> Settings:
+    """Return the settings of data, model and local work alone."""
+    prefixes = ("data.name", "data.train", "data.shape", "data.classes", "model.", "task.")
+    keys = {"rounds", "workers", "seed", "local.steps", "local.epochs", *more}
+    kept = {key: value for key, value in settings.items() if key in keys or key.startswith(prefixes)}
+    kept = {key: value for key, value in kept.items() if not key.startswith("model.lora.")}
+    work = kept.get("local.steps", kept.get("local.epochs"))
+    require(isinstance(work, int))
+    return in_float64(kept)
+
+
+def _optimizer_keys(settings: Settings) -> list[str]:
+    """Return the keys of a client algorithm that `torch.optim` has too."""
+    require(_torch_optimizer(settings.get("local.algorithm", "sgd")))
+    own = {"local.schedule", "local.keep_state", "local.accumulate", "local.momentum_at", "local.train"}
+    return [key for key in settings if key.startswith("local.") and not key.startswith(tuple(own))]
+
+
+def _torch_optimizer(name: str) -> Any:
+    return next((kind for key, kind in vars(torch.optim).items() if key.lower() == name), None)
+
+
+def _train(settings: Settings) -> fedsim.TensorData:
+    data = {key: value for key, value in settings.items() if key.startswith("data.")}
+    return loaded(data)[0].to(torch.device("cpu"), torch.float64)
+
+
+def _plain(experiment: Experiment, batches: Callable[[int], Iterator[Any]]) -> Tensor:
+    """Train a model with an optimizer of PyTorch. `batches` yields the number of batches and an epoch's batches."""
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(draw_key(experiment.seed, "model"))
+        model = experiment.model.component().double().train()
+    require(not any(isinstance(m, nn.Dropout) and m.p for m in model.modules()))
+    require(
+        not any(
+            getattr(m, "dropout", 0) for m in model.modules() if not isinstance(getattr(m, "dropout", 0), nn.Module)
+        )
+    )
+    local, params = experiment.local, dict(experiment.local.params)
+    params.pop("momentum_at", None)
+    if "beta1" in params:
+        params["betas"] = params.pop("beta1"), params.pop("beta2")
+    for round in range(1, experiment.rounds + 1):
+        optimizer = _torch_optimizer(local.algorithm)(model.parameters(), **params)
+        steps = 0
+        for epoch, (_, parts) in enumerate(batches(round)):
+            if (local.steps is None and epoch == local.epochs) or steps == local.steps:
+                break
+            for inputs, targets in parts:
+                if steps == local.steps:
+                    break
+                optimizer.zero_grad()
+                experiment.task.component.loss(model(inputs), targets).backward()
+                if local.clip_norm is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), local.clip_norm)
+                optimizer.step()
+                steps += 1
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def _decomposes(experiment: Experiment, batch: Any) -> bool:
+    """Whether the loss of a batch is the mean over its samples, as it is not with BatchNorm or padded tokens."""
+    with torch.no_grad(), torch.random.fork_rng():
+        model, loss = experiment.model.component().double().train(), experiment.task.component.loss
+        inputs, targets = (part[:6] for part in batch)
+        parts = [loss(model(inputs[k : k + 2]), targets[k : k + 2]) for k in range(0, 6, 2)]
+        return abs(float(loss(model(inputs), targets) - sum(parts) / 3)) < 1e-12
+
+
+@named("permuted")
+def permuted(lab: Lab, settings: Settings) -> str | None:
+    """Other numbers for the same workers change nothing, if nothing is drawn for each worker."""
+    settings = _without_draws(settings)
+    experiment, n = load_experiment(settings), settings["workers"]
+    train = _train(settings)
+    params = experiment.partition.params
+    try:
+        shards = [
+            shard.tolist()
+            for shard in fedsim.partition(train.targets, n, experiment.partition.name, settings["seed"], **params)
+        ]
+    except (FedsimError, TypeError, ValueError):
+        raise NotApplicable from None
+    order = random.Random(json.dumps(settings)).sample(range(n), n)
+    settings = {key: value for key, value in settings.items() if not key.startswith("partition.")}
+    settings |= {"partition.name": "given", "partition.shards": shards}
+    other = {**settings, "partition.shards": [shards[k] for k in order]}
+    for key, value in settings.items():
+        if key in ("aggregate.weights", "local.steps", "local.epochs") and isinstance(value, list):
+            other[key] = [value[k] for k in order]
+        if key == "attack.workers":
+            other[key] = [order.index(k) for k in value]
+    return far(lab, settings, lab.run(settings), lab.run(other), "workers and permuted workers")
+
+
+def _without_draws(settings: Settings) -> Settings:
+    """Return the experiment with whole shards as batches and without groups of keys that draw for each worker."""
+    prefixes = (
+        "sampling.",
+        "clock.",
+        "privacy.",
+        "data.augment",
+        "data.local_test",
+        "data.validation",
+        "stop.",
+        "worker_ev",
+    )
+    kept = {key: value for key, value in settings.items() if not key.startswith(prefixes)}
+    for key in ("cohort", "broadcast", "attack.fraction", "attack.resample", "attack.by_class"):
+        kept.pop(key, None)
+    require(kept.pop("mode", "rounds") == "rounds" or "policy.name" not in kept)
+    kept = in_float64({**kept, "local.batch_size": WHOLE_SHARD})
+    experiment = load_experiment(kept)
+    require(experiment.in_rounds and experiment.local.component.sample_noise is None)
+    require(
+        all(isinstance(work, (int, list, type(None))) for work in (experiment.local.steps, experiment.local.epochs))
+    )
+    components = [*experiment.chain, experiment.attack.component, *experiment.rule.pre, experiment.rule.rule]
+    require(not any(DRAWING & set(component.accepts) for component in components))
+    with torch.random.fork_rng():
+        model = experiment.model.component()
+    require(not any(isinstance(m, nn.Dropout) and m.p for m in model.modules()))
+    return kept
+
+
+@named("replay")
+def replayed(lab: Lab, settings: Settings) -> str | None:
+    """`fedsim replay` shows the weights and the aggregate of the run."""
+    tests = ("worker_evaluation.", "data.local_test_fraction")  # which overwrite the updates
+    settings = {key: value for key, value in settings.items() if not key.startswith(tests)}
+    settings = {"engine": "serial", **settings, "records.updates": [settings["rounds"]], "records.model": False}
+    require(settings.get("mode", "rounds") == "rounds" and settings["rounds"] > 0)
+    with lab.folder() as folder:
+        rows = Rows()
+        result = result_of(settings, folder / "run", callbacks=[rows])
+        require(stored_rounds(folder / "run") == [settings["rounds"]] and len(result.history) == settings["rounds"])
+        stored = load_round(folder / "run", allow_imports=True)
+    experiment, record = result.experiment, result.history[-1]
+    rule = settings.get("aggregate.rule", experiment.aggregate.rule)
+    stage = rule if isinstance(rule, list) else {"rule": rule, **experiment.aggregate.params}
+    answer = replay(stored, [stage])[0]
+    require(record.coefficients is not None and answer.shares is not None)
+    for worker, share in zip(record.cohort, record.coefficients, strict=True):
+        if abs(share - answer.shares.get(worker, 0.0)) > 1e-5:
+            return (
+                f"worker {worker} has weight {share:.6g} in the run and {answer.shares.get(worker):.6g} in the replay"
+            )
+    plain = experiment.server == type(experiment.server)() and not experiment.privacy.component.active
+    if plain and not experiment.rounds_of_gradients and not experiment.local.component.has("correct"):
+        apart = distance(rows.rows[-1] - rows.rows[-2], answer.update)
+        if apart > 1e-5:
+            return f"the update of the run and that of the replay differ by {apart:.3g}"
+    return None
+
+
+class Rows(fedsim.Callback):
+    """Keeps the global model before the first round and after each round."""
+
+    def on_start(self, run: Any) -> None:
+        self._run, self.rows = run, [run.rounds.global_row]
+
+    def on_round(self, record: Any) -> None:
+        self.rows.append(self._run.rounds.global_row)
+
+
+@named("epsilon")
+def epsilon(lab: Lab, settings: Settings) -> str | None:
+    """The recorded epsilon is at least that of all noisy sums that contain one sample or worker."""
+    experiment = load_experiment(settings)
+    releases = experiment.releases
+    require(releases is not None and releases.noise and releases.effective_sampling is None)
+    shards: dict[int, Any] = {}
+
+    class Shards(fedsim.Callback):
+        def on_start(self, run: Any) -> None:
+            shards.update({k: run.rounds.engine.shared.data.shards.of(k).tolist() for k in range(experiment.workers)})
+
+    result = result_of({"engine": "serial", **settings}, callbacks=[Shards()])
+    counts: dict[Any, int] = {}
+    by_samples = experiment.local.component.sample_noise is not None
+    for worker in (worker for record in result.history for worker in record.cohort):
+        units = shards[worker] if by_samples else [f"worker {worker}"]
+        for unit in units:
+            counts[unit] = counts.get(unit, 0) + (_least_uses(experiment, len(units)) if by_samples else 1)
+    require(counts and max(counts.values()) > 0)
+    exact = _gaussian_epsilon(math.sqrt(max(counts.values())) / releases.noise, experiment.privacy.delta)
+    recorded = result.history[-1].metrics.get("epsilon")
+    if recorded is None or recorded < exact * (1 - 1e-6):
+        return f"epsilon is recorded as {recorded}, but {max(counts.values())} releases of one sample have {exact:.4g}"
+    return None
+
+
+def _least_uses(experiment: Experiment, samples: int) -> int:
+    """Return how many batches of a round contain each sample of a shard at least."""
+    local = experiment.local
+    require(isinstance(local.steps, (int, type(None))) and isinstance(local.epochs, (int, type(None))))
+    require(not local.drop_last)
+    return local.epochs if local.steps is None else local.steps // math.ceil(samples / local.batch_size)
+
+
+def _gaussian_epsilon(mu: float, delta: float) -> float:
+    """Return the exact epsilon of Gaussian noise with sensitivity / deviation = mu (Balle and Wang 2018)."""
+
+    def log_normal(x: float) -> float:
+        return float(torch.special.log_ndtr(torch.tensor(x, dtype=torch.double)))
+
+    low, high = 0.0, mu * mu / 2 + 50 * mu + 1
+    for _ in range(100):
+        middle = (low + high) / 2
+        first, second = log_normal(mu / 2 - middle / mu), middle + log_normal(-mu / 2 - middle / mu)
+        low, high = (middle, high) if math.exp(first) - math.exp(second) > delta else (low, middle)
+    return low
+
+
+@named("printed")
+def printed(lab: Lab, settings: Settings) -> str | None:
+    """What a run prints and returns is what its folder has."""
+    settings, shown = {"engine": "serial", **settings}, io.StringIO()
+    with lab.folder() as folder:
+        with contextlib.redirect_stdout(shown):
+            result = result_of(settings, folder / "run", progress=True)
+        stored = fedsim.load_run(folder / "run", allow_imports=True)
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        if not torch.equal(stored.global_row, result.global_row):
+            return "the stored model differs from the returned one"
+        returned = [untimed(record) for record in result.history]
+        if json.dumps(_finite(returned)) != json.dumps(_finite([untimed(record) for record in stored.history])):
+            return "the stored records differ from the returned ones"
+    text = shown.getvalue().splitlines()
+    begin = next(place for place, line in enumerate(text) if line.startswith("round "))
+    columns = re.split(r"\s{2,}", text[begin].strip())
+    rows = [line.split() for line in text[begin + 1 :] if re.match(r"\s+\d+\s", line)]
+    if len(rows) != len(lines):
+        return f"{len(rows)} rounds are printed, {len(lines)} are stored"
+    for cells, line in zip(rows, lines, strict=True):
+        numbers = {**line, "accuracy": line["test_accuracy"], "virtual s": line["virtual_seconds"], **line["metrics"]}
+        numbers |= {"val loss": line["validation_loss"], "val accuracy": line["validation_accuracy"]}
+        for column, cell in zip(columns, cells, strict=False):
+            number = numbers.get(column, numbers.get(column.replace(" ", "_")))
+            if isinstance(number, (int, float)) and re.fullmatch(r"-?\d+(\.\d+)?(e[+-]\d+)?", cell):
+                digits = len(cell.partition("e")[0].partition(".")[2])
+                unit = 10.0 ** (int(cell.partition("e")[2] or 0) - digits)
+                if abs(float(cell) - number) > max(0.51 * unit, 1e-9 * abs(number)):
+                    return f"{column} of round {line['round']} is printed as {cell} and stored as {number}"
+    return None
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN, infinity and numbers that records drop by None."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not abs(value) <= LARGEST else value
