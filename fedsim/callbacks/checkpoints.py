@@ -53,7 +53,7 @@ class Checkpoints(Callback):
 
 def rounding_of(how: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts in `how`, the description of how a run is computed, that determine how sums are rounded."""
-    return {key: how[key] for key in ("width", "ranks") if key in how}
+    return {key: how[key] for key, least in (("width", 1), ("ranks", 2)) if how.get(key, 0) >= least}
 
 
 class CheckpointFolder:

@@ -126,13 +126,14 @@ class ComparisonRecords:
         software = dict[str, list[str]]()
         for run in filter(self.is_finished, self.plan.runs):
             folder = self.run_folder(run)
-            there, here = read_toml(folder / EXPERIMENT, folder).get("engine", "auto"), run.tables["engine"]
-            if there != here and any(engines.get(name).target.traits.stacks for name in (there, here)):
-                engines_of.setdefault(f"engine={there} instead of {here}", []).append(run.id)
+            facts = dict[str, Any]()
             with contextlib.suppress(RecordError):  # the file is missing or damaged
-                facts = leaves_of(read_object(folder / ENVIRONMENT))
-                versions = [str(value) for key, value in facts if key in ("packages.torch", "cpu_capability")]
+                facts = dict(leaves_of(read_object(folder / ENVIRONMENT)))
+                versions = [str(facts[key]) for key in ("packages.torch", "cpu_capability") if key in facts]
                 software.setdefault(" ".join(versions), []).append(run.id)
+            there, here = read_toml(folder / EXPERIMENT, folder).get("engine", "auto"), run.tables["engine"]
+            if there != here and ("width" in facts or engines.get(here).target.traits.stacks):
+                engines_of.setdefault(f"engine={there} instead of {here}", []).append(run.id)
         groups = {**engines_of, **(software if len(software) > 1 else {})}
         parts = [f"{plural(len(ids), 'run')} with {cut(way)} (such as {ids[0]})" for way, ids in groups.items()]
         return f"{self.path}: results may differ in the last bits: {'; '.join(parts)}" if parts else None

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fedsim.callbacks.callback import FunctionCallback, UserCallbacks
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun
 from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, why_unsendable
@@ -31,7 +30,8 @@ from fedsim.errors import ExperimentError, FedsimError, FedsimWarning, ProcessLo
 from fedsim.records.record import RoundRecord
 from fedsim.records.rows import canonical
 from fedsim.runs.facts import RunFacts
-from fedsim.runs.run import run_loaded
+from fedsim.runs.launch import ignoring_launcher
+from fedsim.runs.run import run
 from fedsim.runs.session import Session
 from fedsim.runs.setup import task_of
 from fedsim.system.child_process import GRACE, signals_deferred
@@ -175,10 +175,17 @@ def attempt(
     Returns None if the run succeeds, otherwise an error message.
     """
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), ignoring_launcher():
             warnings.simplefilter("ignore", SettingWarning)  # shown once before the first run of the comparison
-            users = UserCallbacks([FunctionCallback(None, on_start, on_round)])
-            run_loaded(lambda: experiment, folder, users, resume=True, session=session, progress=False)
+            run(
+                experiment,
+                folder,
+                resume=True,
+                on_start=on_start,
+                on_round=on_round,
+                session=session,
+                progress=False,
+            )
     except FedsimError as error:
         return str(error)
     except Exception as error:  # a bug in a component or in fedsim fails this run only

@@ -110,21 +110,23 @@ def removed_warnings(changed: Iterable[tuple[Mapping[str, Removed], Mapping[str,
         changed: for each experiment, the settings that `override` has removed, by key, and all settings that the
             experiment has after the change, including defaults, as nested tables.
     """
-    components: dict[tuple[str, str, str, tuple[str, ...]], list[str]] = {}
+    components: dict[tuple[str, str, str, bool, tuple[str, ...]], list[str]] = {}
     for removed, tables in changed:
-        now, texts = _settings_in(tables), dict[tuple[str, str, str], list[str]]()
+        now, texts = _settings_in(tables), dict[tuple[str, str, str, bool], list[str]]()
         for key, setting in removed.items():
             if key not in now or now[key] != setting.value:
-                place = setting.table, setting.named_by, show(setting.before)
+                place = setting.table, setting.named_by, show(setting.before), key in now
                 texts.setdefault(place, []).append(f"{key} = {show(setting.value)}")
-        for (table, named_by, before), settings in texts.items():
-            components.setdefault((table, named_by, before, tuple(settings)), []).append(show(now.get(named_by)))
+        for (table, named_by, before, remains), settings in texts.items():
+            place = table, named_by, before, remains, tuple(settings)
+            components.setdefault(place, []).append(show(now.get(named_by)))
     lines = []
-    for (table, named_by, before, of_table), names in components.items():
+    for (table, named_by, before, remains, of_table), names in components.items():
         do, they, them, were = ("does", "it", "it", "was") if len(of_table) == 1 else ("do", "they", "them", "were")
         line = f"{cut(', '.join(of_table))}: {do} not apply"
         if new := [name for name in dict.fromkeys(names) if name != before]:
-            line += f" to {named_by} = {', '.join(new)}, because {they} {were} set for {before}; set {them} again"
+            line += f" to {named_by} = {', '.join(new)}, because {they} {were} set for {before}"
+            line += f"; set {them} again" if remains else ""
         else:
             line += f", because a new table replaces {table}; write {them} into the new table"
         lines.append(line)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import problems_with
@@ -14,6 +15,17 @@ from fedsim.engines.distributed.rendezvous import RankInfo, launcher_of
 from fedsim.errors import ExperimentError, FedsimWarning, show
 
 RANKED = "distributed"  # the engine that `auto` is under a launcher
+_alone = ContextVar("alone", default=False)  # whether runs ignore the launcher
+
+
+@contextmanager
+def ignoring_launcher() -> Iterator[None]:
+    """Return a context in which a launcher has no influence on runs, because each rank runs its own comparison."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
 
 
 def launched_ranks() -> str | None:
@@ -21,6 +33,8 @@ def launched_ranks() -> str | None:
 
     Raises ExperimentError if the launcher's environment variables are inconsistent.
     """
+    if _alone.get():
+        return None
     place, launcher = RankInfo.of(os.environ), launcher_of(os.environ)
     return f"{launcher.count} = {place.count}" if place and launcher and place.count > 1 else None
 

@@ -84,63 +84,31 @@ def run(
         WorkerError: a worker failed, or processes were lost more often than `process_retries` allows.
     """
     users = UserCallbacks([FunctionCallback(on_setup, on_start, on_round), *callbacks])
-
-    def load() -> Experiment:
-        loaded = under_launcher(load_experiment(experiment, allow_imports=allow_imports, **changes))
-        warn_of_copies(loaded.engine)
-        return loaded
-
-    return run_loaded(load, out, users, resume=resume, session=session, progress=progress)
-
-
-def run_loaded(
-    load: Callable[[], Experiment],
-    out: str | Path | None,
-    users: UserCallbacks,
-    *,
-    resume: bool,
-    session: Session | None,
-    progress: bool | None,
-) -> Result:
-    """Run the experiment that `load` returns, with the engine that it names. See `run` for the other arguments.
-
-    users: callbacks that the user has passed to `run`.
-    """
     try:
-        with sole_use_of_generators(for_run=True), data_loaded_once():
-            return _run(load(), out, resume, users, session, progress)
+        with sole_use_of_generators(for_run=True), data_loaded_once(), contextlib.ExitStack() as stack:
+            experiment = under_launcher(load_experiment(experiment, allow_imports=allow_imports, **changes))
+            warn_of_copies(experiment.engine)
+            current, callbacks = _prepared(stack, experiment, out, resume, users, session, progress)
+            lines = warnings_about(experiment)
+            if out is not None and experiment.checkpoint.every != 0:
+                lines += warnings_about_objects(experiment, resumed=current.facts.done > 0)
+            for line in lines if _is_main(experiment) else ():
+                warnings.warn(line, SettingWarning, stacklevel=2)
+            for callback in callbacks:
+                callback.on_start(current)
+            for round in range(len(current.history) + 1, experiment.rounds + 1):
+                if current.stopped:
+                    break
+                current.history.append(current.rounds.run_round(round))
+                for callback in callbacks:
+                    reason = callback.on_round(current.history[-1])  # a callback may have replaced the record
+                    current.stopped = current.stopped or reason
+            result = _result(current)
+            for callback in callbacks:
+                callback.on_end(result)
+            return result
     except (FedsimError, KeyboardInterrupt) as error:
         raise without_inner_frames(error) from error.__cause__
-
-
-def _run(
-    experiment: Experiment,
-    out: str | Path | None,
-    resume: bool,
-    users: UserCallbacks,
-    session: Session | None,
-    progress: bool | None,
-) -> Result:
-    with contextlib.ExitStack() as stack:
-        current, callbacks = _prepared(stack, experiment, out, resume, users, session, progress)
-        lines = warnings_about(experiment)
-        if out is not None and experiment.checkpoint.every != 0:
-            lines += warnings_about_objects(experiment, resumed=current.facts.done > 0)
-        for line in lines if _is_main(experiment) else ():
-            warnings.warn(line, SettingWarning, stacklevel=4)
-        for callback in callbacks:
-            callback.on_start(current)
-        for round in range(len(current.history) + 1, experiment.rounds + 1):
-            if current.stopped:
-                break
-            current.history.append(current.rounds.run_round(round))
-            for callback in callbacks:
-                reason = callback.on_round(current.history[-1])  # a callback may have replaced the record
-                current.stopped = current.stopped or reason
-        result = _result(current)
-        for callback in callbacks:
-            callback.on_end(result)
-    return result
 
 
 def _prepared(

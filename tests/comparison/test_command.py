@@ -73,7 +73,7 @@ def finished_runs(folder):
 
 
 def assert_continues(cli, tmp_path, before):
-    done = cli(*LONG[2:], *ENDLESS, "--jobs", "1", "engine=serial")  # in this process
+    done = cli(*LONG[2:], *ENDLESS, "--jobs", "1", "processes=1")  # in this process
     assert done.exit_code == 0, done.output
     assert f"{len(before)} of them already finished" in done.stdout
     assert not any(f" {name}: " in done.stdout for name in before)

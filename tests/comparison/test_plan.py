@@ -106,7 +106,7 @@ def test_a_table_on_an_axis_updates_the_table_of_that_name():
 
 @pytest.mark.parametrize("axis", ["server", "server.name"])
 def test_another_component_does_not_get_the_parameters_of_the_one_before(file, axis):
-    line = '^server.beta = 0.8: does not apply to server.name = "sgd", "adam", because it was set for "momentum"; set'
+    line = '^server.beta = 0.8: does not apply to server.name = "sgd", "adam", because it was set for "momentum"$'
     with pytest.warns(SettingWarning, match=line) as caught:
         plan = plan_comparison(file, {axis: ["sgd", "momentum", "adam"], "seed": [0, 1]})
     assert len(caught) == 1

@@ -63,7 +63,7 @@ def test_overrides_come_after_the_file_and_later_ones_win(file):
 
 @pytest.mark.parametrize("key", ["server", "server.name"])
 def test_naming_another_component_leaves_the_parameters_of_the_one_before_behind(file, key):
-    line = '^server.beta = 0.8: does not apply to server.name = "sgd", because it was set for "momentum"; set'
+    line = '^server.beta = 0.8: does not apply to server.name = "sgd", because it was set for "momentum"$'
     with pytest.warns(SettingWarning, match=line):
         assert load_experiment(file, [f"{key}=sgd"]).server == Experiment().server
     assert load_experiment(file, [f"{key}=momentum"]).server.params["beta"] == 0.8, (

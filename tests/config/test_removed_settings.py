@@ -52,7 +52,7 @@ MLP = 'model.inputs = 20, model.classes = 3: do not apply to model.name = "mlp",
             ['aggregate.rule=["nnm","median"]'],
             [
                 'aggregate.m = 2: does not apply to aggregate.rule = [{rule = "nnm"}, {rule = "median"}], because it '
-                'was set for "multi_krum"; set it again'
+                'was set for "multi_krum"'
             ],
         ),
         (
@@ -60,7 +60,7 @@ MLP = 'model.inputs = 20, model.classes = 3: do not apply to model.name = "mlp",
             ["clock.noise=lognormal"],
             [
                 'clock.noise.alpha = 3.0: does not apply to clock.noise.name = "lognormal", because it was set for '
-                '"pareto"; set it again'
+                '"pareto"'
             ],
         ),
         (

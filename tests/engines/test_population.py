@@ -97,7 +97,9 @@ def test_fifty_thousand_workers_may_be_byzantine(tiny_experiment):
 def test_workers_of_a_virtual_population_may_see_their_samples_each_in_their_way(tiny_experiment):
     """The transforms are a lazy sequence, of which only those of the cohort are read."""
     first, second = (
-        fedsim.run(tiny_experiment | MILLION, partition={"name": "tests.components:Darkened", "by": by}).global_row
+        fedsim.run(
+            tiny_experiment | MILLION | {"partition": {"name": "tests.components:Darkened", "by": by}}
+        ).global_row
         for by in (0, 1)
     )
     assert not torch.equal(first, second)

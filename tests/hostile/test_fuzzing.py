@@ -351,8 +351,7 @@ def read_experiment(path):
 
 
 def read_trace(path):
-    delays._read_trace.cache_clear()
-    delays.trace(3, 0, 0, 2, path=str(path))
+    delays.Trace(str(path))(3, 0, 0, 2)
 
 
 @pytest.mark.parametrize("read", [read_experiment, read_trace])

@@ -74,7 +74,8 @@ def assert_leaves_nothing(work):
 @pytest.fixture
 def run(tiny_experiment):
     def run(seed, **changes):
-        return fedsim.run({**tiny_experiment, "seed": seed}, **changes)
+        unchanged = {key: value for key, value in tiny_experiment.items() if key not in changes}
+        return fedsim.run({**unchanged, "seed": seed}, **changes)
 
     return run
 
