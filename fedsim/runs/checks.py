@@ -229,6 +229,11 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     experiment, place = task.experiment, task.experiment.model.setting
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
+    if experiment.data.augment and len(shape) != 4:
+        raise ExperimentError(
+            f"data.augment: needs images [channels, height, width], but each input of {show(dataset)} has the shape "
+            f"{list(shape[1:])}; remove data.augment"
+        )
     check_targets = getattr(experiment.task.component, "check_targets", None)
     try:
         if check_targets:

@@ -488,7 +488,7 @@ class Rows(fedsim.Callback):
 def epsilon(lab: Lab, settings: Settings) -> str | None:
     """The recorded epsilon is at least that of all noisy sums that contain one sample or worker."""
     experiment = load_experiment(settings)
-    releases = experiment.releases
+    releases = experiment.releases(holders=1)
     require(releases is not None and releases.noise and releases.effective_sampling is None)
     shards: dict[int, Any] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -57,8 +58,8 @@ def by_label(labels: np.ndarray) -> np.ndarray:
     """
     if labels.ndim != 1:
         raise ExperimentError(
-            f"partition.name: this strategy sorts samples by target, but each target has {labels[0].size} numbers "
-            "instead of one; use a strategy that ignores the targets, such as iid or contiguous"
+            f"partition.name: this strategy sorts samples by target, but each target has {math.prod(labels.shape[1:])} "
+            "numbers instead of one; use a strategy that ignores the targets, such as iid or contiguous"
         )
     return np.argsort(labels, kind="stable")
 
