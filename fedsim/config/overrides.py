@@ -118,8 +118,8 @@ def removed_warnings(changed: Iterable[tuple[Mapping[str, Removed], Mapping[str,
                 place = setting.table, setting.named_by, show(setting.before), key in now
                 texts.setdefault(place, []).append(f"{key} = {show(setting.value)}")
         for (table, named_by, before, remains), settings in texts.items():
-            place = table, named_by, before, remains, tuple(settings)
-            components.setdefault(place, []).append(show(now.get(named_by)))
+            group = table, named_by, before, remains, tuple(settings)
+            components.setdefault(group, []).append(show(now.get(named_by)))
     lines = []
     for (table, named_by, before, remains, of_table), names in components.items():
         do, they, them, were = ("does", "it", "it", "was") if len(of_table) == 1 else ("do", "they", "them", "were")

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedsim.config.experiment import Experiment
 from fedsim.config.schema import Server
 from fedsim.core.learning_task import correct_of, described, predicts_numbers
-from fedsim.core.randomness import preserve_random_state
+from fedsim.core.randomness import Draws, preserve_random_state, torch_generator
 from fedsim.core.recorded_features import recorded_features
 from fedsim.core.registry import Imported
 from fedsim.core.rows import Layout
@@ -229,11 +229,7 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     experiment, place = task.experiment, task.experiment.model.setting
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
-    if experiment.data.augment and len(shape) != 4:
-        raise ExperimentError(
-            f"data.augment: needs images [channels, height, width], but each input of {show(dataset)} has the shape "
-            f"{list(shape[1:])}; remove data.augment"
-        )
+    _check_augmentations(experiment, inputs, train)
     check_targets = getattr(experiment.task.component, "check_targets", None)
     try:
         if check_targets:
@@ -258,6 +254,17 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
         table.component(outputs, targets)
     if task.precision.autocast is not None:
         _check_autocast(task, inputs, targets)
+
+
+def _check_augmentations(experiment: Experiment, inputs: Tensor, train: TensorData) -> None:
+    """Raise ExperimentError if an augmentation fails on `inputs`, a few training samples [k, ...]."""
+    arguments = {"draws": Draws.of(0, "check", device=inputs.device), "generator": torch_generator(0, "check")}
+    for table in experiment.data.augment:
+        start = f"data.augment = {show(table.name)}: does not work on inputs of shape {tuple(inputs.shape)}: "
+        with _errors_of_user_code(start.__add__):
+            if "normalisation" in table.component.takes:
+                arguments["normalisation"] = train.normalisation
+            inputs = table.component(inputs.clone(), arguments)
 
 
 def _check_labels(train: TensorData, test: TensorData) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import fedsim
 from fedsim.core.randomness import Draws, batch_order, numpy_generator, torch_generator
 from fedsim.data.augmentation import flip, shift
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
@@ -226,3 +227,9 @@ def test_a_member_may_have_fewer_or_more_steps_than_the_schedule(prepared):
     assert batch_source.steps_of(WorkItem(4, 4, 3)) == batch_source.steps(4, 3)
     assert batch_source.steps_of(step_of(4, 3, 1)) == 1
     assert [WorkItem(0, 0, 7).moment, WorkItem(0, 0, 7, 3).moment, step_of(0, 7, 2).moment] == [(7,), (7,), (7, 2)]
+
+
+def test_an_augmentation_that_does_not_work_on_the_inputs_is_one_error_before_the_run(tiny_experiment):
+    line = r'^data.augment = "cutout": does not work on inputs of shape \(8, 4\): ValueError: not enough values'
+    with pytest.raises(fedsim.ExperimentError, match=line):
+        fedsim.run({**tiny_experiment, "data": {"name": "tests.components:few", "augment": ["cutout"]}})

@@ -302,3 +302,9 @@ def test_what_is_impossible_is_an_error(labels, workers, strategy, params, messa
     if strategy == "feature_rotation":
         with pytest.raises(ExperimentError, match=f"^{message}"):
             fedsim.partition_transforms(workers, strategy, **params)
+
+
+@pytest.mark.parametrize("gamma", [0.5, 1.0])
+def test_strategies_that_sort_by_target_refuse_targets_of_several_numbers(gamma):
+    with pytest.raises(fedsim.ExperimentError, match="each target has 6 numbers instead of one; use a strategy"):
+        fedsim.partition(np.zeros((10, 6), int), 2, "similarity", gamma=gamma)
