@@ -62,6 +62,8 @@ def draw(rng: random.Random) -> Settings:
     weighted = [group for group in GROUPS for _ in range(WEIGHT if group in OFTEN else 1)]
     groups = list(dict.fromkeys(rng.choices(weighted, k=rng.randint(2, 5))))
     groups = groups if rng.random() < 0.5 else list(dict.fromkeys(["local", *groups]))
+    if _samples(_data_of(settings))[1].ndim != 4:  # augmentations are of images
+        groups = [group for group in groups if group != "data.augment"]
     for group in groups:
         for _ in range(TRIES):
             candidate = settings | _drawn_group(rng, group, settings)
@@ -115,6 +117,10 @@ def _registered_data() -> list[str]:
 def loaded(data: Settings) -> tuple[TensorData, TensorData]:
     params = {key.removeprefix("data."): value for key, value in data.items() if key.startswith("data.")}
     return fedsim.load_dataset(params.pop("name"), **params)
+
+
+def _data_of(settings: Settings) -> str:
+    return json.dumps({key: value for key, value in settings.items() if key.startswith("data.")})
 
 
 @functools.cache
