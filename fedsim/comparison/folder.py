@@ -117,14 +117,15 @@ class ComparisonRecords:
             require_number(plan.settings.metric, [run.history[-1] for run in runs if run.finished])
         return Comparison(plan.name, plan.axes, runs, plan.settings, self.path if keeps_folder else None, plan.left_out)
 
-    def rounding_difference(self) -> str | None:
-        """Return a line if some finished runs may be rounded differently than the others, otherwise None.
+    def rounding_difference(self, comparison: Comparison) -> str | None:
+        """Return a line if finished runs of a comparison may be rounded differently than the others, otherwise None.
 
-        The line names the first run that used another engine than planned, or other software, and the numbers of runs.
+        For each engine other than the planned one, and for each kind of CPU and version of PyTorch if there are
+        several, the line has the number of runs and the ID of the first of them.
         """
         engines_of = dict[str, list[str]]()
         software = dict[str, list[str]]()
-        for run in filter(self.is_finished, self.plan.runs):
+        for run in (run for run, result in zip(self.plan.runs, comparison.runs, strict=True) if result.finished):
             folder = self.run_folder(run)
             facts = dict[str, Any]()
             with contextlib.suppress(RecordError):  # the file is missing or damaged

@@ -252,11 +252,11 @@ def _line(comparison: Comparison, group: Group, label_of: LabelOf) -> str:
     texts = settings.headings | ({settings.worst: "worst"} if settings.worst else {})
     chosen = ", ".join(f"{text}: {label_of(best.chosen[axis])}" for axis, text in texts.items())
     line = f"{label_of(best.point[first])}{f' ({chosen})' if chosen else ''} {best.score.text(decimals)}"
-    names_of = lambda rows: listed([label_of(row.point[first]) for row in rows])  # noqa: E731
-    if len(group.winners) > 1:
-        line += f", with the same mean as {names_of(group.winners[1:])}"
-    if group.tied:
-        return f"{line}, not significantly different from {names_of(group.tied)}"
+    winners, tied = ([label_of(row.point[first]) for row in rows] for rows in (group.winners, group.tied))
+    if len(winners) > 1:
+        line += f", with the same mean as {listed(winners[1:])}"
+    if tied:
+        return f"{line}, not significantly different from {listed(tied)}"
     if len(group.ranked) == 1:  # all other values failed or are invalid
         return f"{line}, the only one that is ranked"
     if group.next is None:

@@ -101,6 +101,22 @@ class Removed(NamedTuple):
     before: Any
 
 
+class RemovedTogether(NamedTuple):
+    """Removed settings of one table that one line names.
+
+    Attributes:
+        table, named_by, before: as in `Removed`, with `before` as text.
+        remain: whether the new component has these settings too.
+        settings: the settings as text, such as "server.lr = 0.1".
+    """
+
+    table: str
+    named_by: str
+    before: str
+    remain: bool
+    settings: tuple[str, ...]
+
+
 def removed_warnings(changed: Iterable[tuple[Mapping[str, Removed], Mapping[str, Any]]]) -> list[str]:
     """Return one line of text for each component whose settings are removed in an experiment.
 
@@ -110,25 +126,26 @@ def removed_warnings(changed: Iterable[tuple[Mapping[str, Removed], Mapping[str,
         changed: for each experiment, the settings that `override` has removed, by key, and all settings that the
             experiment has after the change, including defaults, as nested tables.
     """
-    components: dict[tuple[str, str, str, bool, tuple[str, ...]], list[str]] = {}
+    components = dict[RemovedTogether, list[str]]()  # names of the new components
     for removed, tables in changed:
         now, texts = _settings_in(tables), dict[tuple[str, str, str, bool], list[str]]()
         for key, setting in removed.items():
             if key not in now or now[key] != setting.value:
-                place = setting.table, setting.named_by, show(setting.before), key in now
-                texts.setdefault(place, []).append(f"{key} = {show(setting.value)}")
-        for (table, named_by, before, remains), settings in texts.items():
-            group = table, named_by, before, remains, tuple(settings)
-            components.setdefault(group, []).append(show(now.get(named_by)))
+                group = setting.table, setting.named_by, show(setting.before), key in now
+                texts.setdefault(group, []).append(f"{key} = {show(setting.value)}")
+        for group, settings in texts.items():
+            together = RemovedTogether(*group, tuple(settings))
+            components.setdefault(together, []).append(show(now.get(together.named_by)))
     lines = []
-    for (table, named_by, before, remains, of_table), names in components.items():
-        do, they, them, were = ("does", "it", "it", "was") if len(of_table) == 1 else ("do", "they", "them", "were")
-        line = f"{cut(', '.join(of_table))}: {do} not apply"
-        if new := [name for name in dict.fromkeys(names) if name != before]:
-            line += f" to {named_by} = {', '.join(new)}, because {they} {were} set for {before}"
-            line += f"; set {them} again" if remains else ""
+    for together, names in components.items():
+        one = len(together.settings) == 1
+        do, they, them, were = ("does", "it", "it", "was") if one else ("do", "they", "them", "were")
+        line = f"{cut(', '.join(together.settings))}: {do} not apply"
+        if new := [name for name in dict.fromkeys(names) if name != together.before]:
+            line += f" to {together.named_by} = {', '.join(new)}, because {they} {were} set for {together.before}"
+            line += f"; set {them} again" if together.remain else ""
         else:
-            line += f", because a new table replaces {table}; write {them} into the new table"
+            line += f", because a new table replaces {together.table}; write {them} into the new table"
         lines.append(line)
     return lines
 

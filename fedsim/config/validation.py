@@ -42,8 +42,6 @@ TRUE_OF_ANY_ENGINE = {
     "processes": 1,
     "cuda_graphs": False,
 }  # values that are also right for engines that do not use the key
-
-
 NOT_IN_ROUNDS = ("data", "partition", "model", "records")  # tables whose objects are used before the first round only
 
 

@@ -3,7 +3,7 @@
 1. What is computed: workers are trained in stacks if a trial shows that the model can be stacked. On a CPU, the cohort
    must also have at least two stacks of `SMALLEST_STACK` workers, and at most `LARGEST_BATCH` samples per batch, and
    the activations must fit in cache. A stack rounds differently than single workers, so neither cores, processes nor
-   memory have an influence.
+   free memory have an influence. On a GPU, the width of a stack also depends on the total memory of the GPU.
 2. Where: on a CPU, the engine uses as many processes as the cores and the cohort allow, or only one process if starting
    them would take longer than they save. The time is estimated from the numbers of steps, bytes and floating-point
    operations. On an accelerator it always uses one process, because several processes would not run in parallel.

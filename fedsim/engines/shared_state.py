@@ -191,7 +191,7 @@ class TestResults:
         nothing, is_joint = torch.zeros(0, device=task.device), joint_of(task.learning_task)
         if not len(data) or not (task.experiment.metrics or is_joint):
             return cls(sums, nothing)
-        inputs, targets = data.gather(torch.arange(1))
+        inputs, targets = data.gather(torch.arange(min(2, len(data))))  # a loss may squeeze that of a single sample
         with torch.no_grad(), preserve_random_state(task.device):
             sample = module.eval()(inputs)
         if is_joint and not is_joint(sample, targets) and not task.experiment.metrics:

@@ -82,7 +82,7 @@ class RoundClock:
 
     def state(self) -> dict[str, Any]:
         """Return the state of the clock between two rounds, in JSON types, for a checkpoint."""
-        return {"now": self.now, "started": list(self._started.items())}
+        return {"now": self.now, "started": sorted(self._started.items())}
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Set the clock to a state that the method `state` has returned."""

@@ -22,7 +22,7 @@ STARTED = "its processes have been started"
 
 
 def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | None = None) -> Loop:
-    """Return an object that runs the same rounds as `loop`, and repeats a round if a process dies.
+    """Return an object that runs the same rounds as `loop`, and repeats a round if a process dies. It is prepared.
 
     Args:
         loop: object that runs the rounds.
@@ -30,10 +30,10 @@ def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | 
         engine: engine that is ready for the first round.
         note: function that records each lost process; None to record nothing.
     """
-    if not (experiment.process_retries and engine.backend.can_lose_processes):
-        loop.prepare()
-        return loop
-    return RecoveringLoop(loop, experiment, engine, note)
+    if experiment.process_retries and engine.backend.can_lose_processes:
+        loop = RecoveringLoop(loop, experiment, engine, note)
+    loop.prepare()
+    return loop
 
 
 def repeated(
@@ -69,14 +69,9 @@ class RecoveringLoop:
         self._loop, self._engine, self._note = loop, engine, note
         self._retries, self._rounds = experiment.process_retries, experiment.rounds
         self._before: Snapshot | None = None
-        self._prepared = False
-        self._repeated(self.prepare, STARTED, 0)
 
     def prepare(self) -> None:
-        """Prepare the processes for the next round, unless they are prepared."""
-        if not self._prepared:
-            self._loop.prepare()
-            self._prepared = True
+        self._repeated(self._loop.prepare, STARTED, 0)
 
     def run_round(self, round: int) -> RoundRecord:
         """Run one round, and return its record.
@@ -122,9 +117,8 @@ class RecoveringLoop:
 
         def attempt(number: int) -> T:
             if number > 1:
-                self._prepared = False
                 self._engine.backend.replace_processes()
-                self.prepare()
+                self._loop.prepare()
                 if self._before is not None:
                     self._loop.resume(self._before)
             return call()

@@ -62,7 +62,7 @@ class ResumeState:
             _require_same_experiment(folder, experiment, len(self.records))
             _warn_of_other_software(folder)
 
-    def with_earlier_choices(self, experiment: Experiment) -> Experiment:
+    def with_earlier_width(self, experiment: Experiment) -> Experiment:
         """Return the experiment with the stack width as it was before the run was interrupted, unless it is set.
 
         On a GPU, the default width depends on the memory of the GPU, and stacks of another width round differently.

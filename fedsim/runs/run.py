@@ -150,7 +150,7 @@ def _prepared(
         experiment,
         stack.enter_context(
             prepared_rounds(
-                past.with_earlier_choices(experiment),
+                past.with_earlier_width(experiment),
                 session or stack.enter_context(Session()),
                 folder.event if folder else None,
                 on_setup,

@@ -136,10 +136,10 @@ def _with_data(
     data = experiment.data
     on_setup(f"loading the data set {show(data.name)}")
     train, test = session.data(data.name, data.root, data.params, device)
-    # The checks call user objects, which may change their state. So they get a copy.
-    train, test = checks.with_numbers(own_copy(task), train, test)
-    checks.check_outputs_of_model(own_copy(task), train, test, data.name)
-    checks.check_sample_gradients(own_copy(task), train)
+    checked = own_copy(task)  # the checks call user objects, which may change their state
+    train, test = checks.with_numbers(checked, train, test)
+    checks.check_outputs_of_model(checked, train, test, data.name)
+    checks.check_sample_gradients(checked, train)
     fewest = (
         1 if "worker" in experiment.partition.registration.takes else experiment.workers
     )  # virtual shards may overlap

@@ -434,3 +434,15 @@ def test_attackers_cannot_hold_a_class_where_targets_are_numbers(tiny_experiment
     line = r"^attack\.by_class = 1: needs one class label per sample, .* by attack\.fraction or attack\.workers"
     with pytest.raises(ExperimentError, match=line):
         fedsim.run({**tiny_experiment, **REGRESSION, "attack": attack})
+
+
+def squeezed(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="none").squeeze()
+
+
+def test_a_loss_of_samples_that_squeezes_a_single_sample_is_not_joint(tiny_experiment):
+    with (
+        fedsim.Session() as session,
+        prepare(fedsim.Experiment(**tiny_experiment, task=squeezed), session) as (task, _),
+    ):
+        assert not task.learning_task.is_joint(torch.zeros(1, 3), torch.zeros(1, dtype=torch.long))

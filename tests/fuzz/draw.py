@@ -30,6 +30,7 @@ from fedsim.data import TensorData
 from fedsim.data.sources import dataset
 from fedsim.errors import FedsimError
 from fedsim.models import model as models
+from fedsim.runs.session import Session
 from fedsim.runs.setup import check_run
 
 Settings = dict[str, Any]
@@ -86,7 +87,8 @@ def is_runnable(settings: Settings) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            check_run(load_experiment({**settings, "engine": "serial"}))
+            with Session() as session:
+                check_run(load_experiment({**settings, "engine": "serial"}), session, to_run=False)
         except FedsimError:
             return False
         except Exception:  # a failure that the check of a property reports

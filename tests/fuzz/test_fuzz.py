@@ -10,7 +10,7 @@ import torch
 
 from fedsim.aggregation.rule import rule
 from tests.fuzz.__main__ import checked, command, in_turn, is_failure, settings_in
-from tests.fuzz.draw import draw, is_valid
+from tests.fuzz.draw import draw, is_runnable, is_valid
 from tests.fuzz.properties import PROPERTIES, difference
 from tests.fuzz.runs import Lab, Outcome
 from tests.fuzz.shrink import shrunk
@@ -33,6 +33,18 @@ def test_a_drawn_experiment_has_the_property(number, session_lab):
 
 def test_a_draw_depends_on_its_number_alone():
     assert draw(random.Random("0 5")) == draw(random.Random("0 5")) != draw(random.Random("0 6"))
+
+
+def test_a_draw_must_pass_the_checks_with_its_data():
+    settings = {
+        "data.name": "tests.other_tasks:planes",
+        "task.name": "regression",
+        "model.name": "tests.other_tasks:plane",
+    }
+    assert is_runnable(settings)
+    by_class = {**settings, "partition.name": "dirichlet"}  # numbers have no classes
+    assert is_valid(by_class)
+    assert not is_runnable(by_class)
 
 
 def test_a_new_component_is_drawn():

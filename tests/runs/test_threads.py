@@ -53,6 +53,7 @@ def test_a_run_in_another_thread_is_refused_in_one_line_and_changes_no_number(ru
     together = run(0, on_round=on_round)
     assert torch.equal(together.global_row, alone.global_row)
     assert [record.train_loss for record in together.history] == [record.train_loss for record in alone.history]
+    assert errors.keys() == refused.keys()
     for error in errors.values():
         assert isinstance(error, fedsim.ExperimentError)
         (line,) = error.lines

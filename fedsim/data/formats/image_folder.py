@@ -63,10 +63,8 @@ def image_folder(
     train_folder = folder if train_part is None else folder / train_part
     if train_part is None and test_part is not None:
         raise DataError(f"{folder}: has a folder {test_part}, but no folder train; put the classes into train")
-    if train_part is not None:
-        parts = train_part, test_part
-        others = [name for name in subfolders if name not in parts and _listed(folder / name)[0]]
-        _check_other_folders(folder, train_part, test_part, others)
+    if train_part is not None and test_part is None:
+        _refuse_other_folders(folder, train_part, [name for name in subfolders if name != train_part])
     files = _files(train_folder)
     classes = sorted({file.relative_to(train_folder).parts[0] for file in files if file.parent != train_folder})
     train = _read(train_folder, files, classes, size, grey)
@@ -76,12 +74,12 @@ def image_folder(
     return train, _read(test_folder, _files(test_folder), classes, size, grey)
 
 
-def _check_other_folders(folder: Path, train: str, test: str | None, others: Sequence[str]) -> None:
-    """Check folders of images beside the training part, which may be classes if there is no test part."""
-    if others and test is None:
+def _refuse_other_folders(folder: Path, train: str, others: Sequence[str]) -> None:
+    """Raise DataError if one of the folders `others` has images. The folder `train` may then be a class."""
+    if filled := next((name for name in others if _listed(folder / name)[0]), None):
         raise DataError(
-            f"{folder}: has a folder {train} beside other folders of images, such as {others[0]}; if {train} is the "
-            f"training part, move the others away, and if it is a class, move all classes into a folder train"
+            f"{folder}: has a folder {train} beside other folders of images, such as {filled}; if {train} is the "
+            "training part, move the others away, and if it is a class, move all classes into a folder train"
         )
 
 

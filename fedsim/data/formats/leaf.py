@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,10 @@ def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
             raise DataError(f"{file}: cannot be read: {one_line(error)}") from None
         except KeyError as error:
             raise DataError(f"{file}: has no key {error}, which LEAF's files must have") from None
-        for user in users:
-            if users.count(user) > 1:
-                raise DataError(f"{file}: names the user {show(user)} twice; each user must occur once")
-        if isinstance(data, dict) and (unlisted := [user for user in data if user not in users]):
+        times = Counter(map(str, users))
+        if twice := [user for user, count in times.items() if count > 1]:
+            raise DataError(f"{file}: names the user {show(twice[0])} twice; each user must occur once")
+        if isinstance(data, dict) and (unlisted := [user for user in data if user not in times]):
             raise DataError(f"{file}: has data of the user {show(unlisted[0])}, who is not in its list of users")
         for user in users:
             place = f"{file}: user {show(user)}"

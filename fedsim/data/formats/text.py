@@ -231,7 +231,8 @@ def _files_of(name: str) -> list[Path]:
 
     Hidden files are left out. The ending may be in upper case.
     """
-    path, files = Path(name).expanduser(), [Path(name).expanduser()]
+    path = Path(name).expanduser()
+    files = [path]
     if path.is_dir():
         visible = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
         files = sorted(file for file in visible if file.suffix.lower() == ".txt")

@@ -147,7 +147,7 @@ class DistributedEngine(Engine):
         probe = StackingProbe.of(task, shared)
         width = stack_width(task, shared, probe, threads)
         if task.device.type != "cpu" and task.experiment.batched.max_rows is None:
-            width = max(1, width // self._group.neighbours)  # ranks that share the GPU
+            width = max(1, width // self._group.neighbours)  # all ranks of this machine, which may share a GPU
         return partial(StackTrainer, width=width, probe=probe), {"width": width}
 
 

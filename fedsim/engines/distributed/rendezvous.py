@@ -51,19 +51,29 @@ class Launcher:
 
 
 LAUNCHERS = (  # in a job of SLURM, the ranks of torchrun and mpirun inherit the numbers of the process that starts them
-    Launcher("RANK", "WORLD_SIZE", ("LOCAL_RANK",), "LOCAL_WORLD_SIZE", ()),
+    Launcher("RANK", "WORLD_SIZE", local_rank=("LOCAL_RANK",), local_count="LOCAL_WORLD_SIZE", job=()),
     Launcher(
-        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        *(("OMPI_COMM_WORLD_LOCAL_RANK",), "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_count="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job=("SLURM_JOB_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
     Launcher(
-        *("PMI_RANK", "PMI_SIZE"),
-        *(("MPI_LOCALRANKID", "SLURM_LOCALID"), "MPI_LOCALNRANKS"),
-        ("SLURM_JOB_ID", "PMI_JOBID"),
+        "PMI_RANK",
+        "PMI_SIZE",
+        local_rank=("MPI_LOCALRANKID", "SLURM_LOCALID"),
+        local_count="MPI_LOCALNRANKS",
+        job=("SLURM_JOB_ID", "PMI_JOBID"),
     ),
     *(
-        Launcher("SLURM_PROCID", count, ("SLURM_LOCALID",), None, ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        Launcher(
+            "SLURM_PROCID",
+            count,
+            local_rank=("SLURM_LOCALID",),
+            local_count=None,
+            job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        )
         for count in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     ),
 )
