@@ -118,6 +118,7 @@ CALLS = {
     "lines": (F.dropout1d, torch.rand(3, 8, 5), (8, 1)),
     "lines of one sample": (F.dropout1d, torch.rand(3, 5), (1,)),
     "channels": (F.dropout2d, torch.rand(IMAGES), (4, 1, 1)),
+    "channels of lines": (F.dropout2d, torch.rand(3, 8, 5), (8, 1)),  # PyTorch also reads this as [batch, channels, :]
     "volumes": (F.dropout3d, torch.rand(3, 4, 2, 2, 2), (4, 1, 1, 1)),
     "volumes of one sample": (F.dropout3d, torch.rand(3, 2, 2, 2), (1, 1, 1)),
 }
