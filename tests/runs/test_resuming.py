@@ -208,6 +208,15 @@ def test_a_run_that_continues_with_other_rounding_says_so_in_one_line(tables, tm
         fedsim.run({**tables, "engine": "serial"}, folder, resume=True)
 
 
+def test_a_width_that_is_set_is_that_of_the_resumed_run(tables, tmp_path):
+    tables |= {"engine": "batched", "processes": 1}
+    fedsim.run({**tables, "batched": {"max_rows": 3}}, tmp_path / "whole")
+    folder, facts = broken_off(tmp_path / "whole", tmp_path / "again", 2), []
+    with pytest.warns(FedsimWarning, match=r"in stacks of 3, now in stacks of 2$"):
+        fedsim.run({**tables, "batched": {"max_rows": 2}}, folder, resume=True, on_start=facts.append)
+    assert facts[0].how["width"] == 2
+
+
 @pytest.mark.parametrize(
     ("before", "now", "told"),
     [
