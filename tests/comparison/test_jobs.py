@@ -110,6 +110,13 @@ def test_runs_by_another_engine_or_with_other_software_are_named_in_one_line(for
         fedsim.compare(for_stacks, {"seed": [0, 1]}, tmp_path, jobs=1)
 
 
+def test_runs_in_stacks_are_named_where_workers_are_now_trained_one_by_one(for_stacks, tmp_path):
+    fedsim.compare({**for_stacks, "engine": "batched", "processes": 1}, {"seed": [0]}, tmp_path, jobs=1)
+    told = "1 run with engine=batched instead of serial .such as seed0.$"
+    with pytest.warns(FedsimWarning, match=f"^{tmp_path}: results may differ in the last bits: {told}"):
+        fedsim.compare({**for_stacks, "engine": "serial"}, {"seed": [0, 1]}, tmp_path, jobs=1)
+
+
 def test_serial_and_spawn_are_not_reported_because_they_agree_bit_for_bit(quick, tmp_path, recwarn):
     fedsim.compare({**quick, "engine": "serial"}, {"seed": [0]}, tmp_path, jobs=1)
     fedsim.compare({**quick, "engine": "spawn", "processes": 1}, {"seed": [0, 1]}, tmp_path, jobs=1)

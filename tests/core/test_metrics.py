@@ -13,6 +13,7 @@ from sklearn.metrics import f1_score, r2_score, roc_auc_score
 import fedsim
 from fedsim import ExperimentError
 from fedsim.core.metrics import metric
+from fedsim.engines.evaluation import EvaluationResult
 from tests.components import TINY_TEST, TINY_TRAIN, real_images, tiny
 
 METRICS = [
@@ -136,7 +137,7 @@ def test_a_metric_that_cannot_be_computed_is_refused_before_the_first_round(wron
 
 
 def test_nobody_trains_on_validation_samples(tiny_experiment):
-    tables = {**tiny_experiment, **SMALL, "data.validation_fraction": 0.1}
+    tables = {**tiny_experiment, **SMALL, "data.validation_fraction": 0.1, "metrics": ["tests.core.test_metrics:largest"]}
     facts = []
     result = fedsim.run(tables, on_start=facts.append)
     assert facts[0].validation_samples == 20
@@ -145,7 +146,21 @@ def test_nobody_trains_on_validation_samples(tiny_experiment):
     outputs, last = outputs_of(result, held_out), result.history[-1]
     assert last.validation_loss == pytest.approx(F.cross_entropy(outputs, held_out.targets).item(), rel=1e-5)
     assert last.validation_accuracy == pytest.approx((outputs.argmax(1) == held_out.targets).double().mean().item())
+    assert last.metrics["validation_largest"] == pytest.approx(outputs.max().item())
+    assert last.metrics["validation_largest"] != last.metrics["largest"]
     assert fedsim.run({**tiny_experiment, **SMALL}).history[-1].validation_loss is None
+
+
+def test_the_mean_of_several_results_is_that_of_each_metric():
+    results = (
+        EvaluationResult(1.0, 0.25, 0.5, 3.0, 0.75, {"top_k": 0.5, "validation_top_k": 0.25}),
+        EvaluationResult(2.0, 0.75, 1.0, 5.0, 0.25, {"top_k": 1.0, "validation_top_k": 0.75}),
+    )
+    assert EvaluationResult.mean(results) == EvaluationResult(
+        1.5, 0.5, 0.75, 4.0, 0.5, {"top_k": 0.75, "validation_top_k": 0.5}
+    )
+    undefined = EvaluationResult.mean([results[0], EvaluationResult(2.0, None, metrics=results[1].metrics)])
+    assert undefined == EvaluationResult(1.5, None, metrics={"top_k": 0.75, "validation_top_k": 0.5})
 
 
 def test_the_split_depends_on_the_seed_alone():

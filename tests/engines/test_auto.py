@@ -76,6 +76,17 @@ def test_the_choice_for_the_models_here_is_what_was_measured_to_be_faster(model,
         assert AutoEngine(1, 1, 60.0, "spawn").choose(task, engine.shared).stacked == stacked
 
 
+@pytest.mark.parametrize(("sync", "share"), [("parameters", 0.35), ("gradients", 0)])
+def test_only_rounds_of_parameters_have_room_for_more_activations_in_the_caches(sync, share, prepared, monkeypatch):
+    task, shared = prepared("convolution", workers=4, sync=sync, local={"batch_size": 4})
+    shared = replace(shared, cohort=replace(shared.cohort, rows=torch.empty(8, 100)))
+    fitting = int(7.5e5 + share * 8 * len(shared.server.row)) // 4  # bytes per sample, in batches of 4
+    for sample_bytes in (fitting, fitting + 1):
+        probe = StackingProbe((), coupled=False, merged=False, sample_bytes=sample_bytes)
+        monkeypatch.setattr(StackingProbe, "of", lambda *_, probe=probe: probe)
+        assert AutoEngine(1, 1, 60.0, "spawn").choose(task, shared).stacked == (sample_bytes == fitting)
+
+
 def one_process_called_several(processes, threads, timeout, start_method):
     backend = InProcess(threads)
     backend.processes = processes
@@ -202,7 +213,7 @@ def test_runs_that_differ_in_nothing_that_a_plan_depends_on_share_it(tables, mon
             how_it_was_done({**tables, **change}, session)
         assert len(tried) == 1
         sized = "tests.models:sized"  # distinguished by its content, not by its memory address
-        changes = {"rounds": 3}, {"workers": 9}, {"local": {"batch_size": 8}}
+        changes = {"rounds": 3}, {"workers": 9}, {"local": {"batch_size": 8}}, {"batched": {"max_rows": 5}}
         changes = (*changes, {"model": {"name": sized, "hidden": [8, 8]}}, {"model": {"name": sized, "hidden": [9, 9]}})
         for count, change in enumerate(changes, start=2):
             for _ in range(2):

@@ -45,7 +45,8 @@ def width_by_hand(prepared, monkeypatch):
     def width(total, momentum, threads=1, rows=20, d=100, device="cpu", **changes):
         monkeypatch.setattr("fedsim.engines.trainers.stacked.total_memory_of", lambda device: total)
         local = {"batch_size": 5, "momentum": momentum}
-        task, shared = prepared(workers=20, partition="iid", precision="float32", local=local, **changes)
+        changes = {"precision": "float32", **changes}
+        task, shared = prepared(workers=20, partition="iid", local=local, **changes)
         task = replace(task, device=torch.device(device))
         cohort = replace(shared.cohort, rows=torch.empty(rows, d, device="meta"))
         shared = replace(shared, cohort=cohort, server=replace(shared.server, row=torch.zeros(d)))
@@ -76,6 +77,11 @@ def test_a_cohort_is_divided_into_two_four_or_eight_stacks_of_at_least_four_work
 def test_stacks_of_a_large_cohort_stay_in_the_caches_of_a_cpu(parameters, threads, width, width_by_hand):
     rows = 50 * width
     assert width_by_hand(1e12, 0.0, threads, rows=rows, d=parameters) == width
+
+
+def test_half_as_many_rows_fit_into_the_caches_in_float64(width_by_hand):
+    widths = [width_by_hand(1e12, 0.0, rows=1000, d=100_000, precision=f"float{bits}") for bits in (32, 64)]
+    assert widths == [STACK_BYTES_ON_CPU // 400_000, STACK_BYTES_ON_CPU // 800_000]
 
 
 @pytest.mark.parametrize(

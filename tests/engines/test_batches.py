@@ -147,6 +147,18 @@ def test_samples_as_they_are_looked_at_before_training_draw_for_themselves(prepa
         assert torch.equal(targets, labels)
 
 
+def test_local_test_samples_are_seen_through_the_view_of_their_worker_without_augmentation(prepared):
+    data = {"name": "tests.engines.zoo:pictures", "augment": ["flip"], "local_test_fraction": 0.5}
+    task, shared = prepared(partition=NOISE, data=data)
+    train, positions = shared.data.train, shared.data.worker_tests.of(4)
+    view, batches = Draws.of(0, "local_test_fraction_view", 3, 4).steps(), positions.split(2)
+    seen = list(BatchSource(task, shared).test_samples(4, 3, 2))
+    assert len(seen) == len(batches) > 1
+    for number, ((inputs, targets), batch) in enumerate(zip(seen, batches, strict=True)):
+        assert torch.equal(inputs, task.transforms[4](images=train.inputs[batch].double(), draws=view(number)))
+        assert torch.equal(targets, train.targets[batch])
+
+
 def test_altered_images_lie_in_memory_as_the_others_do(prepared):
     plain, altered = (BatchSource(*prepared(**change)) for change in ({}, {"data": AUGMENT}))
     strides = {next(batch_source.batches(3, 1))[0].stride() for batch_source in (plain, altered)}

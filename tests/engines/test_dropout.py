@@ -118,6 +118,7 @@ CALLS = {
     "lines": (F.dropout1d, torch.rand(3, 8, 5), (8, 1)),
     "lines of one sample": (F.dropout1d, torch.rand(3, 5), (1,)),
     "channels": (F.dropout2d, torch.rand(IMAGES), (4, 1, 1)),
+    "channels of lines": (F.dropout2d, torch.rand(3, 8, 5), (8, 1)),  # PyTorch also reads this as [batch, channels, :]
     "volumes": (F.dropout3d, torch.rand(3, 4, 2, 2, 2), (4, 1, 1, 1)),
     "volumes of one sample": (F.dropout3d, torch.rand(3, 2, 2, 2), (1, 1, 1)),
 }
@@ -140,6 +141,19 @@ def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared)
     (factors,) = dropout_factors(key, 3, 1, len(inputs), [wanted], torch.double)
     assert torch.allclose(outputs, inputs * factors[0, 0].float())
     assert (outputs is passed) == inplace
+
+
+def test_calls_that_were_not_recorded_have_the_masks_of_their_position_in_the_forward_pass(prepared):
+    """The recorded calls are two, with other probabilities."""
+    task, shared = prepared("dropout")
+    task.experiment.model.__dict__["component"] = lambda: Mixed(functional=True)  # in place of the experiment's model
+    dropout, ones = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2), torch.ones(3, 7)
+    with dropout.at(3, len(ones)):
+        outputs = [F.dropout(ones, 0.5) for _ in range(3)]
+    key = torch.tensor([layer_key(task.experiment.seed, 2, 4)])
+    factors = dropout_factors(key, 3, 1, len(ones), [Dropout.of(F.dropout, ones.shape, 0.5)] * 3, torch.float32)
+    assert [output.tolist() for output in outputs] == [of_layer[0, 0].tolist() for of_layer in factors]
+    assert not torch.equal(outputs[1], outputs[0])
 
 
 @pytest.mark.parametrize("p", [1.5, -0.5])

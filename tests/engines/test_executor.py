@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fedsim.engines.executor import Executor
-from fedsim.engines.group import Group, balance_load
+from fedsim.engines.group import Group, balance_load, divide_into_stacks
 from fedsim.engines.pool.process_context import Barrier, HeartbeatTable, ProcessContext
 from fedsim.engines.task import Schedule
 from fedsim.engines.trainers.batches import WorkItem
@@ -25,6 +25,21 @@ def test_loads_are_even_if_possible():
         15,
     ]
     assert balance_load([5, 5, 5, 5], 2) == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("width", "stacks"),
+    [
+        (None, [[0], [1], [2], [3], [4], [5]]),
+        (1, [[4], [1], [3], [5], [0], [2]]),
+        (2, [[4, 1], [3, 5], [0, 2]]),
+        (3, [[4, 1, 3], [5, 0, 2]]),
+        (4, [[4, 1, 3], [5, 0, 2]]),
+        (6, [[4, 1, 3, 5, 0, 2]]),
+    ],
+)
+def test_workers_form_as_few_stacks_as_possible_by_their_numbers_of_steps(width, stacks):
+    assert divide_into_stacks([1, 3, 1, 2, 9, 2], width) == stacks
 
 
 @pytest.mark.parametrize("n", [1, 9, 10, 11, 25])

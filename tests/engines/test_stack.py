@@ -5,10 +5,16 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from fedsim.core.randomness import Draws, draw_key
+from fedsim.data.augmentation import flip
 from fedsim.engines.trainers import stack as stack_module
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
+from fedsim.engines.trainers.dropout import Dropout, dropout_factors
 from fedsim.engines.trainers.stack import Stack
+from fedsim.engines.trainers.stack_step import gather
 
 
 @pytest.mark.parametrize("at_once", [2**17, 1])
@@ -33,3 +39,21 @@ def test_step_batches_hold_each_member_s_own_batches_until_it_finishes(ahead, at
             assert step_batch.sizes[place] == step_batch.counts[place] == size
             assert step_batch.positions[place].tolist() == [*batch, *[batch[0]] * (4 - size)]
             assert step_batch.weights[place].tolist() == [*[1 / size] * size, *[0] * (4 - size)]
+
+
+def test_members_that_train_single_steps_have_the_augmentation_and_the_dropout_of_these_steps(prepared):
+    task, shared = prepared(seed=5, data={"name": "tests.engines.zoo:pictures", "augment": ["flip"]})
+    batch_source, steps, dropout = BatchSource(task, shared), {3: 2, 4: 0, 2: 1}, Dropout(F.dropout, 0.5, (9,))
+    stack = Stack([WorkItem(worker, worker, 7, step=step) for worker, step in steps.items()], task, batch_source)
+    [step_batch] = stack.step_batches()
+    inputs, targets = gather(shared.data.train, step_batch.positions)
+    stack.alter(step_batch, inputs, targets)
+    [masks] = stack.dropout_factors([dropout]).of(0, 3)
+    for place, (worker, step) in enumerate(steps.items()):
+        [positions] = islice(batch_source.positions(worker, 7), step, step + 1)
+        images = shared.data.train.inputs[positions].double()
+        assert torch.equal(inputs[place], flip(images, Draws.of(5, "augment", 7, worker).steps()(step)))
+        assert torch.equal(targets[place], shared.data.train.targets[positions])
+        key = torch.tensor([draw_key(5, "layers", 7, worker)])
+        [masks_of_worker] = dropout_factors(key, step, 1, 4, [dropout], torch.float64)
+        assert torch.equal(masks[place], masks_of_worker[0, 0])

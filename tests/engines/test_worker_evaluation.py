@@ -20,6 +20,7 @@ from fedsim.data import ListedShards, hold_out
 from fedsim.data.partitions import partition_shards
 from fedsim.engines.worker_evaluation import describe
 from fedsim.records.reader import Run
+from fedsim.runs.setup import prepare
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def test_they_equal_those_of_plain_pytorch(tables, tmp_path):
 
 def fine_tuned(model, data, positions, worker):
     """Return a copy of a model after two epochs of SGD, in the batch orders of the worker's round 1."""
-    copy = deepcopy(model)
+    copy = deepcopy(model).train()
     optimizer, n = torch.optim.SGD(copy.parameters(), lr=0.05), len(positions)
     for epoch in range(2):
         key = torch.tensor([draw_key(0, "batches", 1, worker)])
@@ -105,6 +106,22 @@ def fine_tuned(model, data, positions, worker):
             nn.functional.cross_entropy(copy(inputs), targets).backward()
             optimizer.step()
     return copy
+
+
+def test_personal_models_are_tested_with_the_buffers_of_their_workers(tables, tmp_path):
+    local = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow", "epochs": 2}
+    tables |= {"rounds": 1, "workers": 3, "partition": "iid", "model": "tests.models:Normalised", "local": local}
+    tables |= {"buffers": "local", "worker_evaluation": {}}
+    fedsim.run(tables, tmp_path / "run")
+    read = Run.read(tmp_path / "run").workers
+    with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (task, engine):
+        data, model = engine.shared.data, task.new_module()
+    for worker in range(3):
+        trained = fine_tuned(model, data.train, data.shards.of(worker), worker).eval()
+        inputs, targets = data.train.gather(data.worker_tests.of(worker))
+        with torch.no_grad():
+            expected = nn.functional.cross_entropy(trained(inputs), targets).item()
+        assert read.loss["personal"][worker] == pytest.approx(expected, rel=1e-9)
 
 
 MODELS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -137,6 +138,7 @@ WITH_BUFFERS = {
     "precision": "float64",
     "rounds": 2,
     "data": "tests.components:with_a_hole_at_the_end",
+    "partition": "tests.runs.test_nonfinite:in_uneven_blocks",
     "aggregate": {"nonfinite": "exclude", "weights": "samples"},
     "local": {"batch_size": 16, "lr": 0.0},
 }
@@ -147,11 +149,16 @@ ENGINES = {
 }
 
 
+def in_uneven_blocks(labels, n_workers):
+    """Consecutive blocks. Workers 0 and 1 have different numbers of samples, but the same number of batches."""
+    return np.split(np.arange(len(labels)), [66, 140])
+
+
 def statistics_of_finite_workers(policy, rounds):
     """Return the BatchNorm buffers of a model that never moves, averaged over workers 0 and 1 by sample counts."""
     train, _ = components.with_a_hole_at_the_end(None)
     train = train.to(torch.device("cpu"), torch.float64)
-    shards, states = components.in_blocks(train.targets, 3), {}
+    shards, states = in_uneven_blocks(train.targets, 3), {}
     average = {name: buffer.clone() for name, buffer in start_of(models.Normalised).named_buffers()}
     for round in range(1, rounds + 1):
         for worker in (0, 1):

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import fedsim
 from fedsim.asynchronous.policies import policy
 from fedsim.callbacks import checkpoints
 from fedsim.errors import FedsimWarning
+from fedsim.runs.resume import _warn_of_other_rounding
 from tests.commands import assert_none_left, read_until, start
 from tests.matrix import in_turn
 
@@ -204,6 +206,32 @@ def test_a_run_that_continues_with_other_rounding_says_so_in_one_line(tables, tm
     told = "^results may differ in the last bits: before, workers were trained in stacks of 3, now one by one$"
     with pytest.warns(FedsimWarning, match=told):
         fedsim.run({**tables, "engine": "serial"}, folder, resume=True)
+
+
+def test_a_width_that_is_set_is_that_of_the_resumed_run(tables, tmp_path):
+    tables |= {"engine": "batched", "processes": 1}
+    fedsim.run({**tables, "batched": {"max_rows": 3}}, tmp_path / "whole")
+    folder, facts = broken_off(tmp_path / "whole", tmp_path / "again", 2), []
+    with pytest.warns(FedsimWarning, match=r"in stacks of 3, now in stacks of 2$"):
+        fedsim.run({**tables, "batched": {"max_rows": 2}}, folder, resume=True, on_start=facts.append)
+    assert facts[0].how["width"] == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        ({"ranks": 2}, {"ranks": 3}, "one by one on 2 ranks, now one by one on 3 ranks"),
+        ({"ranks": 2}, {}, "one by one on 2 ranks, now one by one"),
+        ({"width": 4}, {"width": 5}, "in stacks of 4, now in stacks of 5"),
+        ({"width": 4}, {"width": 4, "ranks": 2}, "in stacks of 4, now in stacks of 4 on 2 ranks"),
+    ],
+)
+def test_ranks_and_stacks_decide_how_sums_are_rounded(before, now, told):
+    with pytest.warns(FedsimWarning, match=f"before, workers were trained {told}$"):
+        _warn_of_other_rounding(before, now)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _warn_of_other_rounding(before, dict(before))
 
 
 def test_another_experiment_is_refused_with_the_differences(tables, tmp_path):
