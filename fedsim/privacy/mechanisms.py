@@ -100,7 +100,8 @@ class CentralPrivacy(Mechanism):
 
         (sum_k x_k min(1, C / |x_k|) + N(0, (z C)^2 I)) / m
 
-    The divisor is m in every round, so the aggregate changes by at most C / m if one worker sends zeros or nothing.
+    C is reduced by 0.001 percent when updates are clipped, so that no rounded norm exceeds C. The divisor is m in every
+    round, so the aggregate changes by at most C / m if one worker sends zeros or nothing.
     Workers must trust the server.
 
     Args:
