@@ -148,7 +148,8 @@ class MimeLite(ClientAlgorithm):
 
     Each local step is x -= lr ((1 - beta) gradient + beta m). After the round m = beta m + (1 - beta) c, where c is the
     mean over the cohort of each worker's full gradient: the mean gradient of its samples at the model that it received.
-    It is computed in batches of `local.batch_size` samples, and each batch counts by its number of samples. With beta = 0 the results are bit-identical to `sgd`.
+    It is computed in batches of `local.batch_size` samples, and each batch counts by its number of samples. With
+    beta = 0 the results are bit-identical to `sgd`.
 
     Args:
         lr: learning rate, >= 0.
