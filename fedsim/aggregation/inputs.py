@@ -106,6 +106,11 @@ class AggregationInputs:
         value = getattr(self, name)
         if value is None and name in NEEDED:
             raise ExperimentError(NEEDED[name])
+        if name == "losses" and len(rows) != len(self.updates):
+            raise ExperimentError(
+                f"{stage.name}: needs the loss of each worker, but a pre-aggregator has combined the "
+                f"{len(self.updates)} updates into {len(rows)} rows; remove this pre-aggregator"
+            )
         return value
 
     def values_of_columns(self, rows: LazyRows, part: Tensor, stage: RuleStage) -> Callable[[str], Any]:

@@ -164,7 +164,13 @@ class Pipeline:
         shares = self.rule(inputs.values_of_columns(rows, units, self.rule), inputs.f_for(self.rule))
         return rows.shares(LinearCombination(check_result(shares, self.rule, units, units.shape[1:]).double()))
 
-    def dry_run(self, n: int, local_lr: float | None = 1.0, weights: Tensor | None = None) -> None:
+    def dry_run(
+        self,
+        n: int,
+        local_lr: float | None = 1.0,
+        weights: Tensor | None = None,
+        workers: list[int] | None = None,
+    ) -> None:
         """Raise ExperimentError if the rule cannot aggregate n updates, for example because it needs n >= 2f + 3.
 
         Only built-in rules are checked, by applying them to random updates, and only for n <= 500.
@@ -173,6 +179,7 @@ class Pipeline:
             n: number of updates.
             local_lr: learning rate of the client algorithm, or None if it has none.
             weights: weight of each update, [n]. None: equal weights.
+            workers: IDs of the workers that send the updates, if they are known.
         """
         if n > MOST_TRIED or any(":" in stage.name or stage.name.startswith("<") for stage in (*self.pre, self.rule)):
             return
@@ -180,7 +187,7 @@ class Pipeline:
         ones = torch.ones(n, dtype=torch.double)
         weights = ones if weights is None and self.needs_weights else weights
         try:
-            self(AggregationInputs(updates, weights, root=updates[0], losses=ones, local_lr=local_lr))
+            self(AggregationInputs(updates, weights, updates[0], ones, workers=workers, local_lr=local_lr))
         except ResultError:  # a rule may accept only rows of a certain length
             return
         except ExperimentError as error:

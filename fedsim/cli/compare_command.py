@@ -118,6 +118,7 @@ def compare(
         from fedsim.records.axes import describe_point
         from fedsim.records.rows import ComparisonSettings
         from fedsim.records.run_folder import new_folder
+        from fedsim.runs.launch import check_copies
 
         settings = ComparisonSettings(
             target=target,
@@ -144,6 +145,8 @@ def compare(
                 raise ExperimentError("--shard: needs --out FOLDER; use the same folder for all shards")
             if dry_run:
                 planned = part.of(plan) if part else plan.runs
+                if not part:
+                    check_copies(run.experiment for run in planned)
                 if not skip_invalid:
                     check_runs(planned, to_run=False)
                 print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))

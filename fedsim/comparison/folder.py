@@ -28,7 +28,7 @@ from fedsim.errors import ExperimentError, RecordError, cut, plural, show
 from fedsim.records.axes import Axes
 from fedsim.records.history import read_history, read_object
 from fedsim.records.reader import COMPARISON, ComparisonFile, Run, failure_in, places_in, read_comparison_file
-from fedsim.records.rows import canonical
+from fedsim.records.rows import SEED, canonical
 from fedsim.records.run_folder import ENVIRONMENT, ERROR, EXPERIMENT
 from fedsim.runs.resume import differences_of
 from fedsim.system.files import (
@@ -42,6 +42,8 @@ from fedsim.system.files import (
 )
 
 RUNS, SHARDS = "runs", "shards"
+SOFTWARE = "packages.torch", "cpu_capability"  # facts about a run that influence its rounding
+DEVICE = "device", "arithmetic.rows", "arithmetic.forward", "arithmetic.tf32"
 
 
 @dataclass(frozen=True)
@@ -120,23 +122,30 @@ class ComparisonRecords:
     def rounding_difference(self, comparison: Comparison) -> str | None:
         """Return a line if finished runs of a comparison may be rounded differently than the others, otherwise None.
 
-        For each engine other than the planned one, and for each kind of CPU and version of PyTorch if there are
-        several, the line has the number of runs and the ID of the first of them.
+        For each engine other than the planned one, the line has the number of runs and the ID of the first of them. The
+        same holds for software and kinds of CPU, for devices of runs with the same `device` and `precision`, and for
+        stack widths of runs that differ only in the seed, if there are several.
         """
-        engines_of = dict[str, list[str]]()
-        software = dict[str, list[str]]()
+        others = dict[str, list[str]]()  # engines other than planned
+        alike = dict[str, dict[str, list[str]]]()  # for runs that should agree: their ways of computing
         for run in (run for run, result in zip(self.plan.runs, comparison.runs, strict=True) if result.finished):
-            folder = self.run_folder(run)
+            folder, tables = self.run_folder(run), run.tables
             facts = dict[str, Any]()
             with contextlib.suppress(RecordError):  # the file is missing or damaged
                 facts = dict(leaves_of(read_object(folder / ENVIRONMENT)))
-                versions = [str(facts[key]) for key in ("packages.torch", "cpu_capability") if key in facts]
-                software.setdefault(" ".join(versions), []).append(run.id)
-            there, here = read_toml(folder / EXPERIMENT, folder).get("engine", "auto"), run.tables["engine"]
+            there, here = read_toml(folder / EXPERIMENT, folder).get("engine", "auto"), tables["engine"]
             if there != here and ("width" in facts or engines.get(here).target.traits.stacks):
-                engines_of.setdefault(f"engine={there} instead of {here}", []).append(run.id)
-        groups = {**engines_of, **(software if len(software) > 1 else {})}
-        parts = [f"{plural(len(ids), 'run')} with {cut(way)} (such as {ids[0]})" for way, ids in groups.items()]
+                others.setdefault(f"engine={there} instead of {here}", []).append(run.id)
+            elif "engine" in facts:
+                same_but_seed = canonical({key: value for key, value in tables.items() if key not in ("name", SEED)})
+                width = f"stacks of {facts['width']} rows" if "width" in facts else "single rows"
+                alike.setdefault(same_but_seed, {}).setdefault(width, []).append(run.id)
+            for scope, keys in ((), SOFTWARE), ((tables["device"], tables["precision"]), DEVICE):
+                if way := " ".join(str(facts[key]) for key in keys if key in facts):
+                    alike.setdefault(canonical([*scope]), {}).setdefault(way, []).append(run.id)
+        groups = [others, *(group for group in alike.values() if len(group) > 1)]
+        ways = (way for group in groups for way in group.items())
+        parts = [f"{plural(len(ids), 'run')} with {cut(way)} (such as {ids[0]})" for way, ids in ways]
         return f"{self.path}: results may differ in the last bits: {'; '.join(parts)}" if parts else None
 
     def take_ids(self, stored: ComparisonFile) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fedsim.config.components import registry_of
 from fedsim.config.source_catalog import SourceTable, component_tables
 from fedsim.core.input_limits import MAX_BITS, MAX_DEPTH, is_harmless, leaves_of, problem_with_words, refuse_long_chains
 from fedsim.core.suggestions import both_given_error, with_key
@@ -120,7 +122,7 @@ class RemovedTogether(NamedTuple):
 def removed_warnings(changed: Iterable[tuple[Mapping[str, Removed], Mapping[str, Any]]]) -> list[str]:
     """Return one line of text for each component whose settings are removed in an experiment.
 
-    Settings whose value is the default of the new component are not mentioned.
+    Settings whose value is the default of the old or of the new component are not mentioned.
 
     Args:
         changed: for each experiment, the settings that `override` has removed, by key, and all settings that the
@@ -130,7 +132,7 @@ def removed_warnings(changed: Iterable[tuple[Mapping[str, Removed], Mapping[str,
     for removed, tables in changed:
         now, texts = _settings_in(tables), dict[tuple[str, str, str, bool], list[str]]()
         for key, setting in removed.items():
-            if key not in now or now[key] != setting.value:
+            if (key not in now or now[key] != setting.value) and not _is_default(key, setting):
                 group = setting.table, setting.named_by, show(setting.before), key in now
                 texts.setdefault(group, []).append(f"{key} = {show(setting.value)}")
         for group, settings in texts.items():
@@ -148,6 +150,17 @@ def removed_warnings(changed: Iterable[tuple[Mapping[str, Removed], Mapping[str,
             line += f", because a new table replaces {together.table}; write {them} into the new table"
         lines.append(line)
     return lines
+
+
+def _is_default(key: str, setting: Removed) -> bool:
+    """Whether a removed setting had the default of its component, as all settings of a stored experiment have."""
+    table, within = component_table(key.split("."))
+    if table is None or table.kind is None or len(within) != 1:
+        return False
+    with contextlib.suppress(ExperimentError):
+        field = registry_of(table.kind).get(setting.before).parameters.model_fields.get(within[0])
+        return field is not None and field.default == setting.value
+    return False
 
 
 def override(description: dict[str, Any], changes: Iterable[Change]) -> dict[str, Removed]:

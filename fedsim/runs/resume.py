@@ -31,8 +31,8 @@ UNFIT = (RecordError, LookupError, TypeError, ValueError, ArithmeticError, Attri
 State = tuple[int, Snapshot]  # (last finished round, state after this round)
 
 
-NO_EFFECT = (  # keys that do not change results
-    *("name", "engine", "processes", "timeout", "batched.max_rows", "cuda_graphs"),
+NO_EFFECT = (  # keys that change results at most by rounding, of which a warning then tells
+    *("name", "engine", "processes", "start_method", "timeout", "batched.max_rows", "cuda_graphs"),
     *("distributed.backend", "distributed.timeout", "distributed.init_method", "distributed.trainer"),
     *("checkpoint.every", "checkpoint.keep", "process_retries", "worker_state_memory"),
     *("records.figures", "records.tensorboard", "records.loggers"),

@@ -206,7 +206,8 @@ def applicable_rules(stored: StoredRound) -> list[str]:
         lacking = OPTIONAL & set(registration.takes) - set(stored.tensors)
         if required <= {"f"} and not lacking:
             with contextlib.suppress(ExperimentError):
-                _pipeline(registration.name, stored.experiment.f).dry_run(len(stored.workers))
+                pipeline = _pipeline(registration.name, stored.experiment.f)
+                pipeline.dry_run(len(stored.workers), workers=stored.workers)
                 names.append(registration.name)
     return names
 

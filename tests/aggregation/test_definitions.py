@@ -250,6 +250,7 @@ def test_signguard_uses_the_drawn_coordinates():
         ("krum", {}, "f: is required"),
         ("qfedavg", {"losses": [1.0] * 9 + [-1.0]}, "losses must be >= 0; the smallest one is -1"),
         ("qfedavg", {"losses": ["a"] * 10}, r"losses: must be numbers of shape \(10,\), not"),
+        (["bucketing", "qfedavg"], {"losses": [1.0] * 10}, "qfedavg: needs the loss of each worker, but a .* 5 rows"),
         ("mda", {"f": 4, "nonfinite": "exclud"}, 'nonfinite = "exclud": did you mean "exclude"'),
     ],
 )

@@ -110,6 +110,31 @@ def test_runs_by_another_engine_or_with_other_software_are_named_in_one_line(for
         fedsim.compare(for_stacks, {"seed": [0, 1]}, tmp_path, jobs=1)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"width": 40}, "1 run with stacks of 5 rows .such as seed0.; 1 run with stacks of 40 rows .such as seed1."),
+        ({"device": "cuda:0"}, "1 run with cpu float32 float32 False .*; 1 run with cuda:0 float32 float32 False"),
+        (
+            {"arithmetic": {"tf32": True}},
+            "1 run with cpu float32 float32 False .*; 1 run with cpu True .such as seed1.",
+        ),
+    ],
+)
+def test_runs_with_the_same_settings_that_were_computed_in_different_ways_are_named(change, told, for_stacks, tmp_path):
+    fedsim.compare(for_stacks, {"seed": [0, 1]}, tmp_path, jobs=1)
+    file = tmp_path / "runs" / "seed1" / "environment.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.warns(FedsimWarning, match=f"results may differ in the last bits: {told}"):
+        fedsim.compare(for_stacks, {"seed": [0, 1]}, tmp_path, jobs=1)
+
+
+def test_runs_whose_settings_need_other_stacks_or_precisions_are_not_reported(for_stacks, tmp_path, recwarn):
+    axes = {"workers": [4, 10], "precision": ["float32", "float64"]}
+    fedsim.compare(for_stacks, axes, tmp_path, jobs=1)
+    assert not [each for each in recwarn if each.category is FedsimWarning]
+
+
 def test_runs_in_stacks_are_named_where_workers_are_now_trained_one_by_one(for_stacks, tmp_path):
     fedsim.compare({**for_stacks, "engine": "batched", "processes": 1}, {"seed": [0]}, tmp_path, jobs=1)
     told = "1 run with engine=batched instead of serial .such as seed0.$"

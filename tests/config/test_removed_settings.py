@@ -131,3 +131,14 @@ def test_the_command_line_prints_one_line(tmp_path):
     words = ["-m", "fedsim", "run", "x.toml", "server=yogi", "--dry-run"]
     codes, _, errors = ended([start(*words, cwd=tmp_path)])
     assert (codes, errors) == ([0], [f"warning: {YOGI}\n"])
+
+
+def test_defaults_that_a_stored_experiment_contains_are_not_named(tmp_path):
+    fedsim.run({"model": "2nn", "rounds": 1, "engine": "serial"}, tmp_path / "run")
+    words = ["model=mlp", "model.inputs=784", "local.algorithm=fedprox", "server=momentum", "partition=dirichlet"]
+    for source in (tmp_path / "run" / "experiment.toml", load_experiment(model="2nn")):
+        assert lines_of(lambda source=source: load_experiment(source, words)) == []
+    changed = load_experiment(model={"name": "2nn", "hidden": 30})
+    assert lines_of(lambda: load_experiment(changed, ["model=mlp"])) == [
+        'model.hidden = 30: does not apply to model.name = "mlp", because it was set for "2nn"; set it again'
+    ]

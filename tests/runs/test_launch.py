@@ -24,6 +24,7 @@ NOT_LAUNCHED = {
     "nothing": {},
     "torchrun with one process": {"RANK": "0", "WORLD_SIZE": "1"},
     "no rank": {"WORLD_SIZE": "2"},
+    "empty variables": {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""},
     "no number of ranks": {"RANK": "1"},
     "a batch script of SLURM": {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
     "a task of an array job": {**SRUN, "SLURM_NTASKS": "1", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"},
@@ -119,6 +120,7 @@ def test_a_comparison_of_ranks_names_an_engine_or_a_shard(surroundings, cli, tin
         "start it without the launcher, give each rank a part with --shard i/n, or name an engine, such as "
         "engine=serial, with which each rank runs the whole comparison\n"
     )
+    assert cli("compare", *COMPARED, "--dry-run").stderr == refused.stderr
     with pytest.raises(fedsim.ExperimentError, match="--shard i/n"):
         fedsim.compare({**tiny_experiment, "engine": "auto"}, {"seed": [0, 1]})
     shard = cli("compare", *COMPARED, "--shard", "0/2", "--out", "sweep")

@@ -133,6 +133,17 @@ def test_the_default_is_all_applicable_rules(run):
     assert not {"fltrust", "qfedavg", "norm_clipping", "bulyan"} & set(names)
 
 
+def test_rules_that_trust_a_worker_outside_the_cohort_are_no_default(tables, tmp_path):
+    sampled = {"workers": 9, "cohort": 5, "aggregate": "median", "attack": "none"}
+    fedsim.run({**tables, **sampled, "records": {"updates": [1, 2, 3, 4]}, "rounds": 4}, tmp_path / "run")
+    of_rounds = [load_round(tmp_path / "run", number, allow_imports=True) for number in stored_rounds(tmp_path / "run")]
+    assert {0 in stored.workers for stored in of_rounds} == {False, True}
+    for stored in of_rounds:
+        names = applicable_rules(stored)
+        assert ("monna" in names) == (0 in stored.workers)
+        assert len(replay(stored, names)) == len(names)
+
+
 def test_the_table_wraps_in_a_narrow_terminal(run):
     stored = load_round(run.folder, 1, allow_imports=True)
     results = replay(stored, ["geometric_median", [{"rule": "bucketing", "s": 2}, "median"]])

@@ -134,13 +134,13 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
     SLURM also sets the rank 0 in a batch script, which runs only once. Only `srun` starts ranks, and numbers the step.
     """
     is_batch_script = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
-    launchers = [launcher for launcher in LAUNCHERS if launcher.rank in environ and launcher.count in environ]
+    launchers = [each for each in LAUNCHERS if environ.get(each.rank) and environ.get(each.count)]
     return next((launcher for launcher in launchers if not (launcher.rank == "SLURM_PROCID" and is_batch_script)), None)
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int:
-    """Return the value of the first variable that is set; 0 if none is set."""
-    name = next((name for name in names if name in environ), None)
+    """Return the value of the first variable that is set and not empty; 0 if there is none."""
+    name = next((name for name in names if environ.get(name)), None)
     if name is None:
         return 0
     try:
