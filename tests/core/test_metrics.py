@@ -137,7 +137,12 @@ def test_a_metric_that_cannot_be_computed_is_refused_before_the_first_round(wron
 
 
 def test_nobody_trains_on_validation_samples(tiny_experiment):
-    tables = {**tiny_experiment, **SMALL, "data.validation_fraction": 0.1, "metrics": ["tests.core.test_metrics:largest"]}
+    tables = {
+        **tiny_experiment,
+        **SMALL,
+        "data.validation_fraction": 0.1,
+        "metrics": ["tests.core.test_metrics:largest"],
+    }
     facts = []
     result = fedsim.run(tables, on_start=facts.append)
     assert facts[0].validation_samples == 20
