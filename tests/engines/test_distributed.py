@@ -25,6 +25,14 @@ TINY = {
 DIVERGING = {"workers": 7, "attack": {"name": "inf", "workers": [2], "start_round": 2}}
 
 FURTHER = {
+    "a worker without weight, left out": {
+        "attack": {"name": "nan", "workers": [1]},
+        "aggregate": {"weights": [1.0, 0.0, 5.0], "nonfinite": "exclude"},
+    },
+    "worker state beside the server's own data": {
+        **{"workers": 4, "rounds": 3, "local": {"algorithm": "tests.components:Counting", "batch_size": 16}},
+        "aggregate": {"rule": "fltrust", "root_samples": 20},
+    },
     "a worker with most of the samples": {
         "workers": 4,
         "partition": [list(range(140)), *(list(range(start, start + 20)) for start in (140, 160, 180))],
@@ -129,6 +137,7 @@ BY_PARAMETERS = (  # two ranks run several cases as one experiment; a slow test 
     *(("private updates, processed, under attack",), ("privacy whose norm adapts", "server momentum")),
     *(("privacy of the workers, with a rule on whole rows",), ("privacy in empty rounds",)),
     *(("unbiased weights, and workers that do not report",), ("a worker with most of the samples",)),
+    *(("a worker without weight, left out",), ("worker state beside the server's own data",)),
 )
 AVERAGED = (  # as above, for gradients that are averaged during the backward pass
     *(("uneven shards",), ("partial cohorts of uneven shards", "dropout"), ("adam", "given weights")),
