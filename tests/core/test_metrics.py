@@ -159,10 +159,10 @@ def test_nobody_trains_on_validation_samples(tiny_experiment):
 def test_the_mean_of_several_results_is_that_of_each_metric():
     results = (
         EvaluationResult(1.0, 0.25, 0.5, 3.0, 0.75, {"top_k": 0.5, "validation_top_k": 0.25}),
-        EvaluationResult(2.0, 0.75, 1.0, 5.0, 0.25, {"top_k": 1.0, "validation_top_k": 0.75}),
+        EvaluationResult(2.0, 0.75, 1.0, 5.0, 0.5, {"top_k": 1.0, "validation_top_k": 0.75}),
     )
     assert EvaluationResult.mean(results) == EvaluationResult(
-        1.5, 0.5, 0.75, 4.0, 0.5, {"top_k": 0.75, "validation_top_k": 0.5}
+        1.5, 0.5, 0.75, 4.0, 0.625, {"top_k": 0.75, "validation_top_k": 0.5}
     )
     undefined = EvaluationResult.mean([results[0], EvaluationResult(2.0, None, metrics=results[1].metrics)])
     assert undefined == EvaluationResult(1.5, None, metrics={"top_k": 0.75, "validation_top_k": 0.5})

@@ -208,6 +208,10 @@ WORK = {
         "local": {"steps": 4, "momentum": 0.5, "schedule": {"name": "one_cycle", "per": "step"}},
         "partition": "tests.components:uneven",
     },
+    "rows left out in turn": {
+        **{**ATTACKED, "attack": {"name": "nan", "fraction": 0.3, "resample": True}, "rounds": 3},
+        "aggregate": {"nonfinite": "exclude"},
+    },
 }
 ALGORITHMS = {  # with the data that their additional gradients and full gradients must see
     "fedsam": {"local": {"algorithm": "fedsam", "rho": 0.5, "momentum": 0.5, "batch_size": 16}, "model": "net"},
@@ -298,9 +302,9 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("given weights", "buffers averaged"),
     ("scaffold with full gradients", "processed updates"),
     ("fednova", "clipped gradients"),
-    ("feddyn of rows left out",),
+    ("feddyn of rows left out", "rows left out in turn"),
     ("adam", "learning rates by round", "a rule on whole rows", "augmentation"),
-    ("worker state of rows left out", "drawn local work", "buffers kept by workers"),
+    ("worker state of rows left out", "rows left out in turn"),
     ("buffers of rows left out",),
     ("virtual shards of uneven sizes, under attack", "bfloat16"),
     ("virtual shards and data of the server's own", "a server that broadcasts something else"),
@@ -336,6 +340,7 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("a transformer with dropout",),
     ("a residual network",),
     ("low-rank adapters", "a loss of whole batches"),
+    ("drawn local work", "buffers kept by workers"),
 )
 
 

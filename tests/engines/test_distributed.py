@@ -25,6 +25,18 @@ TINY = {
 DIVERGING = {"workers": 7, "attack": {"name": "inf", "workers": [2], "start_round": 2}}
 
 FURTHER = {
+    "a worker without weight, left out": {
+        "attack": {"name": "nan", "workers": [1]},
+        "aggregate": {"weights": [1.0, 0.0, 5.0], "nonfinite": "exclude"},
+    },
+    "worker state beside the server's own data": {
+        **{"workers": 4, "rounds": 3, "local": {"algorithm": "tests.components:Counting", "batch_size": 16}},
+        "aggregate": {"rule": "fltrust", "root_samples": 20},
+    },
+    "a worker with most of the samples": {
+        "workers": 4,
+        "partition": [list(range(140)), *(list(range(start, start + 20)) for start in (140, 160, 180))],
+    },
     "privacy in empty rounds": {
         **{"workers": 9, "cohort": 1, "rounds": 6, "sampling": "poisson"},
         "privacy": {"mechanism": "central", "clip": 0.3, "noise": 0.1},
@@ -105,7 +117,7 @@ FURTHER = {
 }
 BY_PARAMETERS = (  # two ranks run several cases as one experiment; a slow test with four ranks runs each case alone
     *(("uneven shards",), ("an adaptive server",), ("trimmed mean",), ("geometric median, weighted",)),
-    ("worker state of rows left out", "drawn local work", "buffers kept by workers"),
+    *(("worker state of rows left out", "rows left out in turn"), ("drawn local work", "buffers kept by workers")),
     *(("scaffold with full gradients", "processed updates"), ("fednova", "clipped gradients"), ("mime",)),
     *(("feddyn of rows left out",), ("feddyn", "an adaptive server"), ("ditto with BatchNorm",)),
     *(("gradients first, then parameters",), ("buffers averaged", "a rule on whole rows", "learning rates by round")),
@@ -124,7 +136,8 @@ BY_PARAMETERS = (  # two ranks run several cases as one experiment; a slow test 
     *(("workers tested",), ("workers with the highest losses",)),
     *(("private updates, processed, under attack",), ("privacy whose norm adapts", "server momentum")),
     *(("privacy of the workers, with a rule on whole rows",), ("privacy in empty rounds",)),
-    ("unbiased weights, and workers that do not report",),
+    *(("unbiased weights, and workers that do not report",), ("a worker with most of the samples",)),
+    *(("a worker without weight, left out",), ("worker state beside the server's own data",)),
 )
 AVERAGED = (  # as above, for gradients that are averaged during the backward pass
     *(("uneven shards",), ("partial cohorts of uneven shards", "dropout"), ("adam", "given weights")),

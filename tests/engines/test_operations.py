@@ -57,6 +57,22 @@ def test_a_weight_that_is_used_twice_has_the_sum_as_its_gradient(twice):
     torch.testing.assert_close((losses, bias), (expected_losses, expected_bias))
 
 
+NORMS = {  # by name: function, and the shape of its weight
+    "layer": (lambda x, weight, bias: F.layer_norm(x, [4, 6], weight, bias, eps=0.5), (4, 6)),
+    "group": (lambda x, weight, bias: F.group_norm(x, 2, weight, bias, eps=0.5), (4,)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_of_a_merged_batch_gives_each_row_the_result_it_has_alone(name):
+    (norm, shape), inputs = NORMS[name], random(K, BATCH, 4, 6)
+    weight, bias = random(K, *shape), random(K, *shape) + 1
+    with MergedBatch([], (weight, bias), K * BATCH):
+        outputs = norm(inputs.flatten(0, 1), weight, bias).unflatten(0, (K, BATCH))
+    for of_stack, *arguments in zip(outputs, inputs, weight, bias, strict=True):
+        assert torch.allclose(of_stack, norm(*arguments), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "use",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,3 +51,12 @@ def test_joined_gradients_move_rows_and_state_as_single_ones_do(variant, way, st
     torch.testing.assert_close(single.algorithm_state, together.algorithm_state, rtol=0, atol=1e-12)
     moved = (together.rows != start).any(1)
     assert torch.equal(moved, torch.ones(K, dtype=torch.bool) if active is None else active)
+
+
+def test_state_that_only_some_workers_add_in_their_step_is_zero_for_the_others():
+    state = StackState(SimpleNamespace(views=lambda rows: []), torch.zeros(3, 2), {}, [])
+    for places, value in ((slice(2, 3), 5.0), ([0], 7.0)):
+        some = state.of(places)
+        some.state_of("momentum")[:] = value
+        state.take_back(some, moved=True)
+    assert state.algorithm_state["momentum"].tolist() == [[7, 7], [0, 0], [5, 5]]

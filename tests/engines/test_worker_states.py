@@ -63,6 +63,15 @@ def test_processes_share_what_they_keep_in_memory_or_in_a_file(limit, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_process_that_trains_nobody_knows_which_states_the_others_have_stored():
+    ours = WorkerStates({"x": torch.zeros(2)}).share(workers=10)
+    theirs, members = received(ours), [WorkItem(slot, worker, 1) for slot, worker in enumerate([5, 2, 7])]
+    theirs.save_cohort([5, 2, 7], members, [2], {"x": torch.tensor([[5.0, 5.0], [2.0, 2.0], [7.0, 7.0]])})
+    ours.saved_elsewhere([5, 2, 7], [2])
+    assert ours.tensors()["workers"].tolist() == [5, 7]
+    assert ours.tensors()["rows.x"].tolist() == [[5, 5], [7, 7]]
+
+
 def test_saved_tensors_ascend_and_resume():
     saved = states([8, 2], x=[[1.0, 1.0], [3.0, 3.0]]).tensors()
     assert saved["workers"].tolist() == [2, 8]

@@ -193,6 +193,19 @@ def test_the_buffers_of_an_excluded_worker_are_excluded(engine, sync, policy, ta
         assert torch.allclose(buffer, expected.double(), rtol=0, atol=1e-12), name
 
 
+def without_a_hole(root):
+    """The data set of `WITH_BUFFERS`, but without NaN."""
+    return components.with_nan_at(slice(0))
+
+
+def test_the_buffers_of_an_excluded_worker_are_excluded_even_if_they_are_finite(tables):
+    change = {**WITH_BUFFERS, "data": f"{__name__}:without_a_hole", "buffers": "average"}
+    result = fedsim.run({**tables, **change, "attack": {"name": "nan", "workers": [2]}})
+    assert [record["excluded"] for record in result.history] == [[2], [2]]
+    for name, expected in statistics_of_finite_workers("average", 2).items():
+        assert torch.allclose(result.model.state_dict()[name].double(), expected.double(), rtol=0, atol=1e-12), name
+
+
 class Overflowing(models.Normalised):
     """A model with finite gradients and a buffer that overflows."""
 
