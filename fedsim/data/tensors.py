@@ -319,7 +319,10 @@ def _as_tensor(value: Any, place: str) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
     if hasattr(value, "getbands"):  # a PIL image, recognised without importing PIL
-        pixels = torch.from_numpy(raw_pixels_of(value))
+        try:
+            pixels = torch.from_numpy(raw_pixels_of(value))
+        except ValueError as error:
+            raise DataError(f"{place}: {error}") from None
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     try:
         return torch.as_tensor(np.require(value, requirements=["C", "W"]) if isinstance(value, np.ndarray) else value)

@@ -132,13 +132,24 @@ def partition_shards(
     if "by_class" in registration.takes:
         values["by_class"] = samples_by_class(labels) if has_classes(labels) else None
     shards = registration.bind(params)(**registration.select_inputs(**values))
-    shards = [np.asarray(shard, dtype=np.int64) for shard in shards]
+    shards = [_indices(shard, worker, strategy) for worker, shard in enumerate(shards)]
     covers, whole = getattr(registration.target, "covers", True), getattr(registration.target, "whole", False)
     if index_of is None or not whole:
         _check_shards(shards, len(labels), n_workers, strategy, covers=covers)
         return ListedShards.of_arrays(shards)
     _check_shards(shards, len(index_of), n_workers, strategy, covers=covers)
     return ListedShards.of_arrays(_without_held_out(shards, index_of, strategy))
+
+
+def _indices(shard: Any, worker: int, strategy: str) -> np.ndarray:
+    """Return a worker's shard as int64. Raises ExperimentError for values other than integers."""
+    array = np.asarray(shard)
+    if array.size and array.dtype.kind not in "iu":
+        raise ExperimentError(
+            f'partition.name = "{strategy}": returned {array.dtype} for worker {worker}; must return indices, such as '
+            "np.flatnonzero(mask) of a Boolean mask"
+        )
+    return array.astype(np.int64, copy=False)
 
 
 def _without_held_out(shards: list[np.ndarray], index_of: np.ndarray, strategy: str) -> list[np.ndarray]:
