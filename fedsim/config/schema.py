@@ -82,11 +82,6 @@ class Task(ComponentTable):
             return LossTask.of(self.name, bound, tuple(registration.takes), registration.target)
         task = bound if is_dataclass(registration.target) else bound()
         if isinstance(task, nn.Module):
-            if trainable := [name for name, parameter in task.named_parameters() if parameter.requires_grad]:
-                raise ExperimentError(
-                    f"{self.setting}: has the trainable parameter {trainable[0]}, but only parameters of the model are "
-                    "trained; move it into the model, or set its requires_grad to False"
-                )
             return LossTask.of(self.name, bound, (), task)
         if missing := [name for name in ("loss", "check_outputs") if not hasattr(task, name)]:
             raise ExperimentError(

@@ -374,13 +374,6 @@ class LossTask:
     def _module(self) -> nn.Module:
         return self.function()
 
-    @property
-    def _ignored(self) -> int | None:
-        """Class label that the loss ignores (`ignore_index`), or None."""
-        if self.takes:
-            return getattr(self.function, "keywords", {}).get("ignore_index")
-        return getattr(self._module, "ignore_index", None)
-
     def _value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return what the loss returns: one number, one loss per sample [batch], or one per target."""
         outputs = _paired(outputs, targets)
@@ -388,6 +381,17 @@ class LossTask:
         if not self.takes:
             return self._module.to(outputs.device, outputs.dtype)(outputs, targets)
         return self.function(**dict(zip(self.takes, (outputs, targets), strict=True)))
+
+    def _accepts(self, outputs: Tensor, label: int) -> bool:
+        """Whether the loss accepts a class label, for example one that it ignores.
+
+        The label is tried on the CPU, because a GPU cannot be used any more after a label that is out of range.
+        """
+        try:
+            self._value(outputs[:1].cpu(), torch.tensor([label]))
+        except Exception:
+            return False
+        return True
 
     def is_joint(self, outputs: Tensor, targets: Tensor) -> bool:
         """Whether the loss returns one number for a batch, as it does for the first batch that is passed."""
@@ -405,20 +409,26 @@ class LossTask:
         return value.mean() if reduction == "mean" else value.reshape(len(value), -1).mean(1)
 
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
-        """Raise ExperimentError if the loss fails, or returns neither one number nor one per sample."""
+        """Raise ExperimentError if the loss fails, returns a wrong shape, or has trainable parameters of its own."""
         if not isinstance(outputs, Tensor):
             raise ExperimentError(f"the model must return a tensor, not {shape_of(outputs)}")
-        if self.uses_classes and targets.ndim == 1 and outputs.ndim == 2 and classes - 1 != self._ignored:
+        if self.uses_classes and targets.ndim == 1 and outputs.ndim == 2 and not self._accepts(outputs, classes - 1):
             _check_classes(classes, outputs)
         context = f"for outputs {list(_paired(outputs, targets).shape)} and targets {described(targets)}"
         try:
-            losses = self._value(outputs, targets)
+            with torch.enable_grad():
+                losses = self._value(outputs.detach(), targets)
         except Exception as error:
             raise ExperimentError(f"the loss {self.name} fails {context}: {one_line(error)}") from error
         if not isinstance(losses, Tensor) or losses.shape not in ((), targets.shape, targets.shape[:1]):
             raise ExperimentError(
                 f"the loss {self.name} must return a tensor with one number, or with one loss per sample, [batch]; "
                 f"{context} it returned {shape_of(losses)}"
+            )
+        if losses.requires_grad:  # the outputs do not
+            raise ExperimentError(
+                f"the loss {self.name} has trainable parameters, but only those of the model are trained; move them "
+                "into the model, or set their requires_grad to False"
             )
 
 

@@ -34,7 +34,7 @@ from fedsim.core.randomness import numpy_generator
 from fedsim.core.registry import Registry
 from fedsim.data.partitions.allocation import has_classes, samples_by_class
 from fedsim.data.partitions.ids import Ids, id_columns
-from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards
+from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards, as_indices
 from fedsim.errors import ExperimentError, show
 
 partition_strategy = Registry(
@@ -132,24 +132,13 @@ def partition_shards(
     if "by_class" in registration.takes:
         values["by_class"] = samples_by_class(labels) if has_classes(labels) else None
     shards = registration.bind(params)(**registration.select_inputs(**values))
-    shards = [_indices(shard, worker, strategy) for worker, shard in enumerate(shards)]
+    shards = [as_indices(shard, worker, strategy) for worker, shard in enumerate(shards)]
     covers, whole = getattr(registration.target, "covers", True), getattr(registration.target, "whole", False)
     if index_of is None or not whole:
         _check_shards(shards, len(labels), n_workers, strategy, covers=covers)
         return ListedShards.of_arrays(shards)
     _check_shards(shards, len(index_of), n_workers, strategy, covers=covers)
     return ListedShards.of_arrays(_without_held_out(shards, index_of, strategy))
-
-
-def _indices(shard: Any, worker: int, strategy: str) -> np.ndarray:
-    """Return a worker's shard as int64. Raises ExperimentError for values other than integers."""
-    array = np.asarray(shard)
-    if array.size and array.dtype.kind not in "iu":
-        raise ExperimentError(
-            f'partition.name = "{strategy}": returned {array.dtype} for worker {worker}; must return indices, such as '
-            "np.flatnonzero(mask) of a Boolean mask"
-        )
-    return array.astype(np.int64, copy=False)
 
 
 def _without_held_out(shards: list[np.ndarray], index_of: np.ndarray, strategy: str) -> list[np.ndarray]:
