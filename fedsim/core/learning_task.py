@@ -414,12 +414,16 @@ class LossTask:
             raise ExperimentError(f"the model must return a tensor, not {shape_of(outputs)}")
         if self.uses_classes and targets.ndim == 1 and outputs.ndim == 2 and not self._accepts(outputs, classes - 1):
             _check_classes(classes, outputs)
-        context = f"for outputs {list(_paired(outputs, targets).shape)} and targets {described(targets)}"
+        passed = _paired(outputs, targets)
+        context = f"for outputs {list(passed.shape)} and targets {described(targets)}"
         try:
             with torch.enable_grad():
                 losses = self._value(outputs.detach(), targets)
         except Exception as error:
-            raise ExperimentError(f"the loss {self.name} fails {context}: {one_line(error)}") from error
+            remedy = "; outputs [batch, 1] are passed as [batch] if targets are floating-point: use outputs.flatten()"
+            raise ExperimentError(
+                f"the loss {self.name} fails {context}: {one_line(error)}{remedy if passed is not outputs else ''}"
+            ) from error
         if not isinstance(losses, Tensor) or losses.shape not in ((), targets.shape, targets.shape[:1]):
             raise ExperimentError(
                 f"the loss {self.name} must return a tensor with one number, or with one loss per sample, [batch]; "
