@@ -23,6 +23,8 @@ from fedsim.errors import DataError, ExperimentError, one_line
 Reduction = Literal["mean", "none"]
 
 TOKENS = "next_token model=char_lstm for tokens"
+LOSSES_OF_CLASSES = nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss
+FUNCTIONS_OF_CLASSES = F.cross_entropy, F.nll_loss, F.multi_margin_loss
 
 
 class TaskRegistry(Registry):
@@ -101,6 +103,20 @@ def predicts_numbers(task: LearningTask, outputs: Callable[[], object], targets:
     return isinstance(task, Regression)
 
 
+def predicts_classes(task: LearningTask) -> bool:
+    """Whether a task's integer targets [batch] are classes. Other tasks of the user may give them another meaning."""
+    return isinstance(task, (Classification, Binary)) or (isinstance(task, LossTask) and task.uses_classes)
+
+
+def _check_classes(classes: int, outputs: Tensor) -> None:
+    """Raise ExperimentError if outputs [batch, n] are too few for `classes` classes."""
+    if classes > outputs.shape[1]:
+        raise ExperimentError(
+            f"the model has {outputs.shape[1]} classes, but the labels go up to {classes - 1}; it needs at least "
+            f"{classes} outputs"
+        )
+
+
 def require_labels(task: str, targets: Tensor) -> None:
     """Raise DataError unless each target is one class label."""
     if targets.ndim != 1 or targets.is_floating_point():
@@ -170,11 +186,7 @@ class Classification:
             raise ExperimentError(
                 "the model returns probabilities; it must return logits or log-probabilities (remove the final softmax)"
             )
-        if classes > outputs.shape[1]:
-            raise ExperimentError(
-                f"the model has {outputs.shape[1]} classes, but the labels go up to {classes - 1}; it needs at least "
-                f"{classes} outputs"
-            )
+        _check_classes(classes, outputs)
 
 
 @learning_task("binary")
@@ -337,12 +349,14 @@ class LossTask:
         function: loss function, or a function without arguments that returns a loss module.
         takes: names of the loss function's first two parameters (outputs, targets). Empty for a loss module.
         compares_numbers: whether targets of the outputs' shape must be floating-point, as for most of PyTorch's losses.
+        uses_classes: whether integer targets [batch] are classes, as for PyTorch's cross entropy.
     """
 
     name: str
     function: Callable[..., Any]
     takes: tuple[str, ...] = ()
     compares_numbers: bool = False
+    uses_classes: bool = False
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], takes: tuple[str, ...], target: object) -> LossTask:
@@ -350,10 +364,11 @@ class LossTask:
         target = target.func if isinstance(target, functools.partial) else target
         is_pytorchs = isinstance(target, _Loss) or getattr(target, "__module__", "") == F.__name__
         uses_labels = isinstance(target, nn.MultiLabelMarginLoss) or target is F.multilabel_margin_loss
-        return cls(name, function, takes, is_pytorchs and not uses_labels)
+        uses_classes = isinstance(target, LOSSES_OF_CLASSES) or target in FUNCTIONS_OF_CLASSES
+        return cls(name, function, takes, is_pytorchs and not uses_labels, uses_classes)
 
     def __reduce__(self) -> tuple[Any, ...]:  # does not pickle the module
-        return LossTask, (self.name, self.function, self.takes, self.compares_numbers)
+        return LossTask, (self.name, self.function, self.takes, self.compares_numbers, self.uses_classes)
 
     @cached_property
     def _module(self) -> nn.Module:
@@ -366,6 +381,17 @@ class LossTask:
         if not self.takes:
             return self._module.to(outputs.device, outputs.dtype)(outputs, targets)
         return self.function(**dict(zip(self.takes, (outputs, targets), strict=True)))
+
+    def _accepts(self, outputs: Tensor, label: int) -> bool:
+        """Whether the loss accepts a class label, for example one that it ignores.
+
+        The label is tried on the CPU, because a GPU cannot be used any more after a label that is out of range.
+        """
+        try:
+            self._value(outputs[:1].cpu(), torch.tensor([label]))
+        except Exception:
+            return False
+        return True
 
     def is_joint(self, outputs: Tensor, targets: Tensor) -> bool:
         """Whether the loss returns one number for a batch, as it does for the first batch that is passed."""
@@ -383,23 +409,30 @@ class LossTask:
         return value.mean() if reduction == "mean" else value.reshape(len(value), -1).mean(1)
 
     def check_outputs(self, outputs: Tensor, targets: Tensor, classes: int) -> None:
-        """Raise ExperimentError if the loss fails, or returns neither one number nor one per sample."""
+        """Raise ExperimentError if the loss fails, returns a wrong shape, or has trainable parameters of its own."""
         if not isinstance(outputs, Tensor):
             raise ExperimentError(f"the model must return a tensor, not {shape_of(outputs)}")
-        context = f"for outputs {list(_paired(outputs, targets).shape)} and targets {described(targets)}"
+        if self.uses_classes and targets.ndim == 1 and outputs.ndim == 2 and not self._accepts(outputs, classes - 1):
+            _check_classes(classes, outputs)
+        passed = _paired(outputs, targets)
+        context = f"for outputs {list(passed.shape)} and targets {described(targets)}"
         try:
-            losses = self._value(outputs, targets)
+            with torch.enable_grad():
+                losses = self._value(outputs.detach(), targets)
         except Exception as error:
-            raise ExperimentError(f"the loss {self.name} fails {context}: {one_line(error)}") from error
+            remedy = "; outputs [batch, 1] are passed as [batch] if targets are floating-point: use outputs.flatten()"
+            raise ExperimentError(
+                f"the loss {self.name} fails {context}: {one_line(error)}{remedy if passed is not outputs else ''}"
+            ) from error
         if not isinstance(losses, Tensor) or losses.shape not in ((), targets.shape, targets.shape[:1]):
             raise ExperimentError(
                 f"the loss {self.name} must return a tensor with one number, or with one loss per sample, [batch]; "
                 f"{context} it returned {shape_of(losses)}"
             )
-        if targets.ndim == 1 and outputs.ndim == 2 and classes > outputs.shape[1]:
+        if losses.requires_grad:  # the outputs do not
             raise ExperimentError(
-                f"the model has {outputs.shape[1]} classes, but the labels go up to {classes - 1}; it needs at least "
-                f"{classes} outputs"
+                f"the loss {self.name} has trainable parameters, but only those of the model are trained; move them "
+                "into the model, or set their requires_grad to False"
             )
 
 

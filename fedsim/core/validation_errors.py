@@ -29,7 +29,7 @@ def explain(
     lines: list[str] = []
     requirements: dict[str, tuple[Any, list[str]]] = {}  # by place: the value, and the allowed alternatives
     table_keys: dict[str, list[str]] = {}  # by place
-    for problem in error.errors(include_url=False)[:MAX_PROBLEMS]:
+    for problem in error.errors(include_url=False):
         kind, value, cause = problem["type"], problem["input"], problem.get("ctx", {}).get("error")
         *path, last = problem["loc"] or ("",)
         path = [part for part in path if not _is_union_member(part)]
@@ -50,19 +50,31 @@ def explain(
             requirements.setdefault(where, (value, []))[1].append(_requirement(problem["msg"]))
             if kind == "model_type":
                 table_keys[where] = _keys_at(model, location)
-    for where, (value, wanted) in requirements.items():
-        if not any(key.startswith((f"{where}.", f"{where}[")) for key in requirements):  # inner keys are more specific
-            hint = f"; its keys are {', '.join(table_keys[where])}" if where in table_keys else _hint(value, wanted)
-            lines.append(f"{where} = {show(value)}: must be {' or '.join(wanted)}{hint}")
-    more = error.error_count() - MAX_PROBLEMS
-    return [*dict.fromkeys(lines), *([f"and {plural(more, 'more problem')}"] if more > 0 else [])]
+    outer = {key[: part.start()] for key in requirements for part in re.finditer(r"[.\[]", key)}
+    alike: dict[tuple[str, ...], list[str]] = {}  # places with the same requirement: a key, or elements of one list
+    for where, (_, wanted) in requirements.items():
+        if where not in outer:  # inner keys are more specific
+            alike.setdefault((re.sub(r"(\[\d+\])+$", "[]", where), *wanted), []).append(where)
+    for where, *others in alike.values():
+        value, wanted = requirements[where]
+        hint = _hint(value, wanted, in_list=where.endswith("]"))
+        hint = f"; its keys are {', '.join(table_keys[where])}" if where in table_keys else hint
+        also = f" (as must {plural(len(others), 'other value')})" if others else ""
+        lines.append(f"{where} = {show(value)}: must be {' or '.join(wanted)}{also}{hint}")
+    more = len(lines := [*dict.fromkeys(lines)]) - MAX_PROBLEMS
+    return [*lines[:MAX_PROBLEMS], *([f"and {plural(more, 'more problem')}"] if more > 0 else [])]
 
 
-def _hint(value: Any, wanted: Sequence[str]) -> str:
-    """Return a hint on how to write a list, or how to compare several values, or "" if neither applies.
+def _hint(value: Any, wanted: Sequence[str], *, in_list: bool) -> str:
+    """Return a hint on how to write a list or indices, or how to compare several values, or "" if none applies.
 
-    `wanted`: the accepted kinds of values, such as "a list".
+    Args:
+        value: wrong value.
+        wanted: accepted kinds of values, such as "a list".
+        in_list: whether the value is an element of a list.
     """
+    if isinstance(value, bool) and wanted == ["a valid integer"] and in_list:
+        return "; instead of a Boolean mask, pass indices: np.flatnonzero(mask)"
     has_comma = isinstance(value, str) and "," in value
     if wanted == ["a list"] or (has_comma and "a list" in wanted):
         return (

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 WITHOUT_VALUES = {"1": "L", "P": "RGB", "PA": "RGBA"}  # modes whose numbers are bits or positions in a palette
+MORE_BITS = "the image has the mode {} of PIL; convert it to 8 bits per channel"
 
 
 def upright(picture: Any) -> Any:
@@ -17,7 +18,12 @@ def upright(picture: Any) -> Any:
 
 
 def raw_pixels_of(picture: Any) -> np.ndarray:
-    """Return the pixels of a PIL image, [height, width] or [height, width, channels]. Palettes are resolved."""
+    """Return the pixels of a PIL image, [height, width] or [height, width, channels]. Palettes are resolved.
+
+    Raises ValueError for integers of more than 8 bits, which would be taken for tokens.
+    """
+    if picture.mode.startswith("I"):
+        raise ValueError(MORE_BITS.format(picture.mode))
     picture = upright(picture)
     return np.array(picture.convert(WITHOUT_VALUES.get(picture.mode, picture.mode)))
 
@@ -36,7 +42,7 @@ def pixels_of(picture: Any, mode: str, size: int | None = None, *, crop: bool = 
     from PIL import ImageOps
 
     if picture.mode.startswith(("I", "F")):
-        raise ValueError(f"the image has the mode {picture.mode} of PIL; convert it to 8 bits per channel")
+        raise ValueError(MORE_BITS.format(picture.mode))
     picture = upright(picture).convert(mode)
     if size is not None:
         picture = ImageOps.fit(picture, (size, size)) if crop else picture.resize((size, size))

@@ -210,10 +210,10 @@ def as_tensor_data(data: Any) -> TensorData:
     target whose key is label, labels, target or targets.
 
     Inputs may be tensors, arrays, numbers or PIL images of equal shape. PIL images are rotated as their EXIF data say,
-    and palettes are converted to colours. uint8 inputs, such as images, are divided by
-    255, as torchvision's ToTensor does. Other integers (tokens) are unchanged. Targets may be numbers, tensors or
-    arrays of equal shape: integers become int64, and floating-point targets are unchanged. The data set's attribute
-    `ids` is kept.
+    and palettes are converted to colours. PIL images with integers of more than 8 bits are errors. uint8 inputs, such
+    as images, are divided by 255, as torchvision's ToTensor does. Longer unsigned integers become int64, and other
+    integers (tokens) are unchanged. Targets may be numbers, tensors or arrays of equal shape: integers become int64,
+    and floating-point targets are unchanged. The data set's attribute `ids` is kept.
 
     Raises DataError if `data` is a data frame, or has no length or index (such as a DataLoader). Raises DataError also
     if a sample is not an (input, target) pair, or if inputs or targets are not numeric or differ in shape.
@@ -242,6 +242,8 @@ def as_tensor_data(data: Any) -> TensorData:
     ids = id_columns(getattr(data, "ids", None))
     if inputs.dtype == torch.uint8:
         return TensorData(inputs, targets, scale=1 / 255, ids=ids)
+    if inputs.dtype in (torch.uint16, torch.uint32, torch.uint64):  # few operations of PyTorch support them
+        inputs = inputs.long()
     return TensorData(inputs, targets, dtype=torch.float32 if inputs.is_floating_point() else inputs.dtype, ids=ids)
 
 
@@ -319,7 +321,10 @@ def _as_tensor(value: Any, place: str) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
     if hasattr(value, "getbands"):  # a PIL image, recognised without importing PIL
-        pixels = torch.from_numpy(raw_pixels_of(value))
+        try:
+            pixels = torch.from_numpy(raw_pixels_of(value))
+        except ValueError as error:
+            raise DataError(f"{place}: {error}") from None
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     try:
         return torch.as_tensor(np.require(value, requirements=["C", "W"]) if isinstance(value, np.ndarray) else value)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedsim.config.experiment import Experiment
 from fedsim.config.schema import Server
-from fedsim.core.learning_task import correct_of, described, predicts_numbers
+from fedsim.core.learning_task import correct_of, described, predicts_classes, predicts_numbers
 from fedsim.core.randomness import Draws, preserve_random_state, torch_generator
 from fedsim.core.recorded_features import recorded_features
 from fedsim.core.registry import Imported
@@ -281,7 +281,7 @@ def _warn_of_classes(task: RunTask, train: TensorData, test: TensorData, outputs
 
     Tokens are not checked, because a text may contain only a part of its vocabulary.
     """
-    if not train.has_labels or not train.dtype.is_floating_point or outputs.ndim != 2 or outputs.shape[1] == 1:
+    if not _has_classes(task.experiment, train) or outputs.ndim != 2 or outputs.shape[1] == 1:
         return
     trained, tested = (data.sample_targets.cpu().numpy() for data in (train, test))
     unused = np.setdiff1d(np.arange(outputs.shape[1]), np.union1d(trained, tested))
@@ -308,7 +308,7 @@ def warn_of_held_out_classes(
         shards: training samples of each worker.
         worker_tests: local test samples of each worker, or None. They are not checked if they are drawn on demand.
     """
-    if not train.has_labels or not train.dtype.is_floating_point:
+    if not _has_classes(experiment, train):
         return
     labels = train.sample_targets.cpu().numpy()
     setting = f"data.validation_fraction = {experiment.data.validation_fraction}"
@@ -320,6 +320,11 @@ def warn_of_held_out_classes(
         )
         setting = f"data.local_test_fraction = {experiment.data.local_test_fraction}"
         _warn_if_untrained(setting, "the local test sets", trained, tested)
+
+
+def _has_classes(experiment: Experiment, train: TensorData) -> bool:
+    """Whether the targets are classes of inputs other than tokens."""
+    return train.has_labels and train.dtype.is_floating_point and predicts_classes(experiment.task.component)
 
 
 def _warn_if_untrained(setting: str, test_set: str, trained: np.ndarray, tested: np.ndarray) -> None:
@@ -336,7 +341,7 @@ def _remedy(train: TensorData) -> str:
     """Return a remedy for a model that does not work on the data set's integer inputs, or \"\" for other inputs."""
     if train.inputs.is_floating_point() or train.dtype.is_floating_point:
         return ""
-    most = int(compact(train.inputs).max())
+    most = int(compact(train.inputs).cpu().numpy().max())  # PyTorch has no maximum of unsigned integers
     return (
         f"; the inputs are integers up to {most}: convert numbers to floating point, and for tokens, use a model with "
         f"{most + 1} of them, such as model.classes={most + 1}"

@@ -436,6 +436,112 @@ def test_attackers_cannot_hold_a_class_where_targets_are_numbers(tiny_experiment
         fedsim.run({**tiny_experiment, **REGRESSION, "attack": attack})
 
 
+def pinball(outputs, targets):
+    errors = targets.float().unsqueeze(1) - outputs
+    levels = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
+    return torch.maximum(levels * errors, (levels - 1) * errors).mean()
+
+
+class Logistic(nn.Module):
+    def forward(self, outputs, targets):
+        return F.binary_cross_entropy_with_logits(outputs.squeeze(1), targets.float())
+
+
+def integers(classes, test_classes=None):
+    """Random inputs, float32 [40, 2], with targets 0 to `classes` - 1, int64 [40]."""
+    inputs = torch.randn(40, 2, generator=torch.Generator().manual_seed(0))
+    return tuple((inputs, torch.arange(40) % count) for count in (classes, test_classes or classes))
+
+
+TWO = {"workers": 2, "rounds": 1, "engine": "serial"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "targets"),
+    [
+        (lambda outputs, targets: F.binary_cross_entropy_with_logits(outputs.squeeze(1), targets.float()), 1, (2,)),
+        (lambda outputs, targets: F.mse_loss(outputs.squeeze(-1), targets.float()), 1, (9,)),
+        (Logistic(), 1, (2,)),
+        (pinball, 5, (2,)),
+        (pinball, 5, (2, 4)),
+        (pinball, 5, (9,)),
+    ],
+    ids=["logistic", "squared", "module", "quantiles", "other test targets", "more targets than outputs"],
+)
+@pytest.mark.filterwarnings("error::fedsim.errors.SettingWarning")
+def test_an_own_loss_decides_whether_outputs_and_integer_targets_fit(loss, outputs, targets):
+    data = integers(*targets)
+    held_out = {"name": data, "validation_fraction": 0.2, "local_test_fraction": 0.2}
+    result = fedsim.run(data=held_out, model=nn.Linear(2, outputs), task=loss, **TWO)
+    with torch.no_grad():
+        expected = loss(result.model(data[1][0]), data[1][1])
+    assert result.test_loss == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_loss_that_squeezes_the_outputs_of_floating_targets_is_an_error_with_the_remedy():
+    data = tuple((inputs, targets.float()) for inputs, targets in integers(2))
+    line = r"fails for outputs \[8\] and targets .*: IndexError: .*; outputs \[batch, 1\] are .*: use outputs.flat"
+    with pytest.raises(ExperimentError, match=line):
+        fedsim.run(data=data, model=nn.Linear(2, 1), task=lambda x, y: F.mse_loss(x.squeeze(1), y), **TWO)
+    for pair in (data, integers(2)):
+        fedsim.run(data=pair, model=nn.Linear(2, 1), task=lambda x, y: F.mse_loss(x.flatten(), y.float()), **TWO)
+
+
+LOSSES_OF_CLASSES = [
+    nn.CrossEntropyLoss(),
+    nn.NLLLoss(),
+    nn.MultiMarginLoss(),
+    F.cross_entropy,
+    F.nll_loss,
+    F.multi_margin_loss,
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES_OF_CLASSES, ids=range(6))
+def test_losses_of_pytorch_for_classes_need_an_output_for_each_class(loss):
+    line = "the model has 5 classes, but the labels go up to 8; it needs at least 9 outputs$"
+    with pytest.raises(ExperimentError, match=line):
+        fedsim.run(data=integers(9), model=nn.Linear(2, 5), task=loss, **TWO)
+    with pytest.warns(
+        fedsim.errors.SettingWarning, match="3 of the model's 5 outputs, such as number 2, are the class of no"
+    ):
+        fedsim.run(data=integers(2), model=nn.Linear(2, 5), task=loss, **TWO)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [nn.CrossEntropyLoss(ignore_index=5), {"name": "torch.nn.functional:cross_entropy", "ignore_index": 5}],
+    ids=range(2),
+)
+def test_an_ignored_class_needs_no_output(loss):
+    data = integers(6)
+    result = fedsim.run(data=data, model=nn.Linear(2, 5), task=loss, **TWO)
+    used = data[1][1] < 5
+    with torch.no_grad():
+        expected = F.cross_entropy(result.model(data[1][0])[used], data[1][1][used])
+    assert result.test_loss == pytest.approx(expected.item(), rel=1e-6)
+
+
+class Scaled(nn.Module):
+    def __init__(self, *, trainable=True):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=trainable)
+
+    def forward(self, outputs, targets):
+        return F.cross_entropy(self.scale * outputs, targets)
+
+
+def test_a_loss_with_trainable_parameters_is_an_error():
+    module = Scaled()
+    for loss in (module, lambda outputs, targets: module(outputs, targets)):
+        with pytest.raises(
+            ExperimentError, match="the loss <.*> has trainable parameters, .*; move them into the m"
+        ) as caught:
+            fedsim.run(data=integers(2), model=nn.Linear(2, 2), task=loss, **TWO)
+        assert len(caught.value.lines) == 1
+    assert fedsim.run(data=integers(2), model=nn.Linear(2, 2), task=Scaled(trainable=False), **TWO).test_loss > 0
+
+
 def squeezed(outputs, targets):
     return F.cross_entropy(outputs, targets, reduction="none").squeeze()
 

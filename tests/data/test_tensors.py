@@ -103,6 +103,29 @@ def test_targets_of_any_numbers_keep_their_values(targets, dtype):
     assert data.targets.tolist() == (expected.flatten() if data.has_labels else expected).tolist()
 
 
+@pytest.mark.parametrize("mode", ["I;16", "I;16B", "I"])
+def test_images_of_more_than_8_bits_are_an_error_of_one_line(mode):
+    data = [(Image.new(mode, (4, 4), 700), label) for label in (0, 1)]
+    line = f"the input of sample 0: the image has the mode {mode} of PIL; convert it to 8 bits per channel$"
+    with pytest.raises(DataError, match=line) as caught:
+        as_tensor_data(data)
+    assert "\n" not in str(caught.value)
+    pixels = as_tensor_data([(Image.new("F", (4, 4), 700.5), 0)])
+    assert torch.equal(pixels.gather(torch.arange(1))[0], torch.full((1, 1, 4, 4), 700.5))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_unsigned_integers_are_tokens(dtype):
+    tokens = np.arange(8, dtype=dtype).reshape(4, 2) + 700
+    data = as_tensor_data((tokens, np.arange(4) % 2))
+    assert data.gather(torch.arange(4))[0].dtype == torch.int64
+    assert data.inputs.tolist() == tokens.tolist()
+    line = "the inputs are integers up to 707: convert numbers to floating point"
+    for train in (data, TensorData(torch.from_numpy(tokens), data.targets, dtype=torch.int64)):
+        with pytest.raises(fedsim.ExperimentError, match=line):
+            fedsim.run(data=(train, train), model=torch.nn.Linear(2, 2), workers=2, rounds=1, engine="serial")
+
+
 def test_floating_targets_have_the_precision_of_a_run():
     data = TensorData(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([0.1, 0.2]), dtype=torch.int64)
     moved = data.to(torch.device("cpu"), torch.float64)

@@ -34,7 +34,7 @@ from fedsim.core.randomness import numpy_generator
 from fedsim.core.registry import Registry
 from fedsim.data.partitions.allocation import has_classes, samples_by_class
 from fedsim.data.partitions.ids import Ids, id_columns
-from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards
+from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards, as_indices
 from fedsim.errors import ExperimentError, show
 
 partition_strategy = Registry(
@@ -132,7 +132,7 @@ def partition_shards(
     if "by_class" in registration.takes:
         values["by_class"] = samples_by_class(labels) if has_classes(labels) else None
     shards = registration.bind(params)(**registration.select_inputs(**values))
-    shards = [np.asarray(shard, dtype=np.int64) for shard in shards]
+    shards = [as_indices(shard, worker, strategy) for worker, shard in enumerate(shards)]
     covers, whole = getattr(registration.target, "covers", True), getattr(registration.target, "whole", False)
     if index_of is None or not whole:
         _check_shards(shards, len(labels), n_workers, strategy, covers=covers)

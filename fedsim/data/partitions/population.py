@@ -174,7 +174,7 @@ class DrawnShards(Shards):
             "by_class": self._by_class() if self._has_classes else None,
         }
         drawn = self._strategy(**{name: values[name] for name in self._takes})
-        shard = np.asarray(drawn, dtype=np.int64)
+        shard = as_indices(drawn, worker, self._name)
         self._check(worker, shard)
         return shard
 
@@ -261,3 +261,17 @@ class PartOfShards(Shards):
     @property
     def tensors(self) -> list[Tensor]:
         return self._shards.tensors
+
+
+def as_indices(shard: Any, worker: int, strategy: str) -> np.ndarray:
+    """Return the shard that a strategy returned for a worker as int64.
+
+    Raises ExperimentError if it contains other values than integers, such as those of a Boolean mask.
+    """
+    array = np.asarray(shard)
+    if array.size and array.dtype.kind not in "iu":
+        raise ExperimentError(
+            f'partition.name = "{strategy}": returned {array.dtype} values for worker {worker}; must return indices, '
+            "for example np.flatnonzero(mask) instead of a Boolean mask"
+        )
+    return array.astype(np.int64, copy=False)

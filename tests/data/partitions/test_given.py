@@ -211,3 +211,49 @@ def test_a_wrong_table_is_reported_together_with_other_errors(tables):
     with pytest.raises(ExperimentError) as caught:
         fedsim.Experiment(**tables, rounds=-3)
     assert len(caught.value.lines) == 2
+
+
+def test_masks_are_one_line_that_asks_for_indices(data, tiny_experiment):
+    mask = np.arange(150) < 50
+    tables = {key: value for key, value in tiny_experiment.items() if key != "workers"} | {"data": data}
+    line = (
+        "partition.shards[0][0] = true: must be a valid integer (as must 299 other values); instead of a Boolean mask, "
+        "pass indices: np.flatnonzero(mask)"
+    )
+    for shards in ([mask, ~mask], [torch.from_numpy(mask), (~mask).tolist()]):
+        for partition in (shards, {"name": "given", "shards": shards}):
+            with pytest.raises(ExperimentError) as caught:
+                fedsim.run({**tables, "partition": partition})
+            assert caught.value.lines == (line,)
+    result = fedsim.run({**tables, "partition": [np.flatnonzero(mask), np.flatnonzero(~mask)], "rounds": 1})
+    assert result.experiment.workers == 2
+
+
+def test_problems_of_one_kind_in_lists_are_one_line():
+    with pytest.raises(ExperimentError) as caught:
+        fedsim.Experiment(partition=[[0.5, 1], ["a"] * 200, 7, [2.5]], attack={"workers": [True, False]})
+    assert [line for line in caught.value.lines if line.startswith("partition")] == [
+        "partition.shards[0][0] = 0.5: must be a valid integer (as must 201 other values)",
+        "partition.shards[2] = 7: must be a list; write [7] (in single quotes in a shell)",
+    ]
+
+
+def masks(n_workers, labels):
+    return [labels % n_workers == worker for worker in range(n_workers)]
+
+
+def halves(n_workers):
+    return [np.arange(5) + 0.5] * n_workers
+
+
+def mask_of_worker(worker, labels):
+    return labels == worker
+
+
+@pytest.mark.parametrize(
+    ("strategy", "values"), [("masks", "bool"), ("halves", "float64"), ("mask_of_worker", "bool")], ids=str
+)
+def test_shards_of_an_own_strategy_must_be_indices(strategy, values):
+    line = f"returned {values} values for worker 0; must return indices, for example np.flatnonzero"
+    with pytest.raises(ExperimentError, match=line):
+        fedsim.data.partition_shards(np.arange(10), 2, f"tests.data.partitions.test_given:{strategy}").of(0)
