@@ -536,6 +536,11 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
             f"{attack}: with the parameters {show(experiment.attack.params)} the attack also alters updates, which "
             f"{where} does not support; use parameters that alter only data"
         )
+    if experiment.rule.accepts("root"):
+        yield (
+            f"{experiment.aggregate.setting}: needs an update of the server for each cohort, but {where} has no "
+            "cohorts; omit it"
+        )
     if experiment.cohort_size < experiment.workers and not (policy.allows_sampling and experiment.mode == "clock"):
         yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers take part; omit it"
     if algorithm.has("correct") or algorithm.has("receive_gradients") or algorithm.starts_from_current:
