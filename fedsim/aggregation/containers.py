@@ -161,8 +161,8 @@ def without_weights(updates: Any, place: str) -> tuple[Any, list[float] | None]:
             weights = [pair[at] for pair in pairs]
             if at == 0 and isinstance(updates, (list, tuple)) and _are_counted(weights):
                 raise ExperimentError(
-                    f"{place}: the numbers {weights[0]} to {weights[-1]} in the pairs (number, update) may be weights or "
-                    "client IDs; pass weights=[...], or the updates alone"
+                    f"{place}: the numbers {weights[0]} to {weights[-1]} in the pairs (number, update) may be weights "
+                    "or client IDs; pass weights=[...], or the updates alone"
                 )
             return [pair[1 - at] for pair in pairs], weights
     return updates, None

@@ -86,7 +86,7 @@ class TestTables:
     @pytest.mark.parametrize(
         ("change", "params", "match"),
         [
-            ({"targets": [""] * 20}, {"ids": ["user"]}, "column y has no value in row 0|column y"),
+            ({"targets": [""] * 20}, {"ids": ["user"]}, 'column "y" has no value in row 0'),
             ({}, {}, 'column "user": contains .* values instead of numbers; set `inputs` to the columns'),
             ({}, {"ids": ["usr"]}, 'has no column "usr"; did you mean "user"'),
             ({}, {"target": "z", "ids": ["user"]}, 'has no column "z"'),

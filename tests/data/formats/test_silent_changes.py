@@ -224,6 +224,44 @@ class TestTables:
         frame = pandas.DataFrame({"Unnamed: 0": np.arange(10), "x": np.arange(10.0), "y": np.arange(10) % 2})
         assert load((frame, frame), 'the training data: column "Unnamed: 0" is the index')[0].inputs.shape == (10, 1)
 
+    @pytest.mark.parametrize("name", ["index", "Index", "level_0"])
+    def test_an_index_with_a_name_of_pandas_is_not_an_input(self, name, tmp_path):
+        """Also in a shuffled order."""
+        order = [(7 * k) % 20 for k in range(20)]
+        path = self.write(tmp_path / "a.csv", f"{name},x,y", [f"{k},{k / 4},{k % 2}" for k in order])
+        train, test = load("csv", f'column "{name}" is the index of a data frame, and is not an input', path=path)
+        assert sorted(torch.cat([train.inputs, test.inputs]).flatten().tolist()) == [k / 4 for k in range(20)]
+        assert load("csv", path=path, inputs=[name, "x"])[0].inputs.shape == (16, 2)
+
+    @pytest.mark.parametrize(("name", "first"), [("id", 0), ("ID", 1), ("Id", 100), ("index", 1)])
+    def test_a_column_that_may_number_the_samples_is_named(self, name, first, tmp_path):
+        path = self.write(tmp_path / "a.csv", f"{name},x,y", [f"{k + first},{k / 4},{k % 2}" for k in range(20)])
+        line = f'a.csv: column "{name}", which contains a different integer in each row, is used as an input'
+        assert load("csv", line, path=path)[0].inputs.shape == (16, 2)
+        assert load("csv", path=path, inputs=["x"])[0].inputs.shape == (16, 1)
+        assert load("csv", path=path, ids=[name])[0].inputs.shape == (16, 1)
+
+    def test_other_columns_called_index_are_inputs(self, tmp_path):
+        for value in ("0", "0.5"):
+            path = self.write(tmp_path / "a.csv", "index,id,y", [f"{value},{value},{k % 2}" for k in range(20)])
+            assert load("csv", path=path)[0].inputs.shape == (16, 2)
+
+    def test_a_comma_at_the_ends_of_lines_is_a_column_without_a_name(self, tmp_path):
+        path = self.write(tmp_path / "a.csv", "x,y,", [f"{k / 4},{k % 2}," for k in range(20)])
+        refused(
+            "csv", 'column "" has no name, and no value in row 0; remove it, such as a comma at line ends', path=path
+        )
+
+    def test_columns_of_data_frames_without_one_text_as_name(self):
+        pandas = pytest.importorskip("pandas")
+        frame = pandas.DataFrame({None: np.arange(10), "x": np.arange(10.0), "y": np.arange(10) % 2})
+        assert load((frame, frame), "is the index of a data frame")[0].inputs.shape == (10, 1)
+        refused((frame[::-1], frame), "the training data: column .* has no name, and is not an index")
+        levels = pandas.DataFrame({("x", "mean"): [1.0, 2.0], ("y", ""): [0, 1]})
+        refused((levels, levels), r'the training data: has a column name of several levels, \["x", "mean"\]; name each')
+        refused((frame.iloc[:, 1:], levels), "the test data: has a column name of several levels")
+        refused((pandas.DataFrame(np.zeros((2, 3))),) * 2, "set `target` to one of the columns 0, 1, 2, or")
+
     def test_spaces_around_labels_and_owners_are_removed(self, tmp_path):
         rows = [f"{k / 4},{('ann', 'ann ', 'bob')[k % 3]},{('dog', ' dog', 'cat')[k % 3]}" for k in range(12)]
         path = self.write(tmp_path / "a.csv", "x,user,y", rows)
