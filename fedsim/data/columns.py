@@ -71,7 +71,7 @@ def train_and_test(
     if named := any(values.dtype.kind == "U" for values in targets):
         targets = [values.astype(str) for values in targets]
         classes = np.unique(targets[0])
-        _warn_of_unlikely_classes(classes, f"{places[0]}: column {show(target)}")
+        warn_of_unlikely_classes(classes.tolist(), f"{places[0]}: column {show(target)}")
         for values, (_, place) in zip(targets, parts, strict=True):
             if len(unknown := np.setdiff1d(values, classes)):
                 raise DataError(
@@ -356,15 +356,15 @@ def _are_different_integers(values: Any) -> bool:
     return array.ndim == 1 and array.dtype.kind in "iu" and len(np.unique(array)) == len(array)
 
 
-def _warn_of_unlikely_classes(classes: np.ndarray, place: str) -> None:
-    """Warn of class names that differ only in case, or probably stand for a missing value."""
+def warn_of_unlikely_classes(classes: Sequence[str], place: str) -> None:
+    """Warn of class names that differ only in case or outer spaces, or probably stand for a missing value."""
     by_folded: dict[str, str] = {}
-    for name in classes.tolist():
-        twin = by_folded.setdefault(name.casefold(), name)
+    for name in classes:
+        twin = by_folded.setdefault(name.strip().casefold(), name)
         if twin != name:
             problem = f"{show(twin)} and {show(name)} are different classes; if they are one, write them alike"
         elif name.casefold() in MISSING:
-            problem = f"{show(name)} is a class; if it is a missing value, remove its rows"
+            problem = f"{show(name)} is a class; if it is a missing value, remove its samples"
         else:
             continue
         warnings.warn(f"{place}: {problem}", FedsimWarning, stacklevel=2)
@@ -414,3 +414,20 @@ def parts_of(names: Collection[str], place: str) -> tuple[str | None, str | None
             f"{place}: {validation} is not used, because {test} is the test part", FedsimWarning, stacklevel=2
         )
     return train, validation if test is None else test
+
+
+def part_like(names: Collection[str]) -> tuple[str | None, str | None]:
+    """Return the first name that may be meant as the training part, and the first that may be meant as a test part.
+
+    Such a name begins or ends with the name of a part and has more than letters, as in training_set or images-val.
+
+    >>> part_like(["cats", "train_images", "Test 2"])
+    ('train_images', 'Test 2')
+    """
+    words = {name: re.split(r"[\W\d_]+", name.casefold()) for name in names}
+    ends = {name: {parts[0], parts[-1]} for name, parts in words.items() if len(parts) > 1}
+    train, test = (
+        next((name for name in ends if ends[name].intersection(accepted)), None)
+        for accepted in (TRAIN_PARTS, [name for part in TEST_PARTS for name in part])
+    )
+    return train, test

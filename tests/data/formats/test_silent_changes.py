@@ -114,8 +114,66 @@ class TestFolders:
                 picture(tmp_path / part / name / "1.png")
         (tmp_path / "train/__MACOSX").mkdir()
         (tmp_path / "train/cat/2.heic").write_bytes(b"")
-        train, _ = load("image_folder", "not read, such as __MACOSX (2 in all)", path=str(tmp_path))
+        (tmp_path / "train/cat/3.GIF").write_bytes(b"")
+        line = "train: files (.gif, .heic) and folders without images are not read, such as __MACOSX (3 in all)"
+        train, _ = load("image_folder", line, path=str(tmp_path))
         assert train.targets.tolist() == [0, 1]
+
+    def test_files_and_folders_beside_the_parts_are_named(self, tmp_path, picture):
+        for part in ("Train", "test"):
+            for name in ("cat", "dog"):
+                picture(tmp_path / part / name / "1.png")
+        (tmp_path / ".DS_Store").write_bytes(b"")
+        load("image_folder", path=str(tmp_path))
+        picture(tmp_path / "unlabeled/1.png")
+        picture(tmp_path / "x.png")
+        line = f"{tmp_path}: files and folders beside Train are not read, such as unlabeled (2 in all)"
+        train, test = load("image_folder", line, path=str(tmp_path))
+        assert (len(train), len(test)) == (2, 2)
+        for part in ("unlabeled", "test"):
+            (tmp_path / part).rename(tmp_path / f".{part}")
+        for name in ("cat", "dog"):
+            picture(tmp_path / "Train" / name / "2.png")
+        line = "beside Train are not read, such as x.png (1 in all)"
+        assert len(load("image_folder", line, path=str(tmp_path), test_fraction=0.5)[1]) == 2
+
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ("train_images", "test_images"),
+            ("Training set", "TEST SET"),
+            ("train-a", "val-a"),
+            ("train2017", "val2017"),
+            ("images_train", "images_validation"),
+            ("train ", "test "),
+            ("train_images",),
+        ],
+    )
+    def test_parts_with_longer_names_are_no_classes(self, names, tmp_path, picture):
+        for part in names:
+            for name in ("cat", "dog"):
+                picture(tmp_path / part / name / "1.png")
+        match = f"{' and '.join(names)} would be read as classes; if these are parts, call them train \\(or training\\)"
+        refused("image_folder", match, path=str(tmp_path))
+        (tmp_path / "train").mkdir()
+        for part in names:
+            (tmp_path / part).rename(tmp_path / "train" / part)
+        train, test = load("image_folder", path=str(tmp_path), test_fraction=0.5)
+        assert len(train) == len(test) == len(names)
+
+    def test_classes_with_the_name_of_a_part_in_theirs_are_classes(self, tmp_path, picture):
+        for number, name in enumerate(("bullet_train", "testament", "trains", "validated id")):
+            for k in range(2):
+                picture(tmp_path / name / f"{k}.png", number)
+        train, _ = load("image_folder", path=str(tmp_path))
+        assert train.classes == 4
+
+    def test_classes_that_may_be_one_are_named(self, tmp_path, picture):
+        for name in ("Cat", "cat", "dog", "dog "):
+            picture(tmp_path / "train" / name / "1.png")
+            picture(tmp_path / "test" / name / "1.png")
+        lines = ['train: "Cat" and "cat" are different classes', 'train: "dog" and "dog " are different classes']
+        assert load("image_folder", *lines, path=str(tmp_path))[0].classes == 4
 
     @pytest.mark.parametrize("orientation", ORIENTATIONS)
     def test_images_are_rotated_as_exif_says(self, orientation, tmp_path, picture):
