@@ -59,13 +59,13 @@ def image_folder(
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    subfolders = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    train_part, test_part = parts_of(subfolders, str(folder))
+    entries = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
+    train_part, test_part = parts_of([entry.name for entry in entries if entry.is_dir()], str(folder))
     train_folder = folder if train_part is None else folder / train_part
     if train_part is None and test_part is not None:
         raise DataError(f"{folder}: has a folder {test_part}, but no folder train; put the classes into train")
     if train_part is not None:
-        others = [entry for entry in sorted(folder.iterdir()) if entry.name not in (train_part, test_part)]
+        others = [entry for entry in entries if entry.name not in (train_part, test_part)]
         if test_part is None:
             _refuse_other_folders(folder, train_part, [entry.name for entry in others if entry.is_dir()])
         others = [entry for entry in others if not any(entry.name.casefold() in part for part in TEST_PARTS)]
