@@ -201,8 +201,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_single(value: Any, beside: Any) -> bool:
-    """Whether a value is a tensor or array of one number, and has no dimension unless a dict or list is `beside` it."""
-    return _is_leaf(value) and (value.ndim == 0 or (math.prod(value.shape) == 1 and not _is_leaf(beside)))
+    """Whether a value is a tensor or array of one number beside others, without dimensions or beside a dict or list."""
+    return (
+        _is_leaf(value)
+        and has_tensors(beside)
+        and (value.ndim == 0 or (math.prod(value.shape) == 1 and not _is_leaf(beside)))
+    )
 
 
 def _are_clients(updates: Mapping[Any, Any], place: str) -> bool:

@@ -168,6 +168,9 @@ def test_numbers_that_are_no_client_ids_are_weights():
         ([(1.0, ZEROS), (2.0, ONES)], 2 / 3),
     ]:
         assert float(fedsim.aggregate(updates)["b"]) == pytest.approx(expected)
+    for number in (0.0, [0.0]):
+        updates = [(torch.tensor(number), 10), (torch.tensor(number) + 1, 30)]
+        assert float(fedsim.aggregate(updates)) == 0.75
 
 
 @pytest.mark.parametrize(
