@@ -64,7 +64,7 @@ def train_and_test(
     for columns, place in parts:
         for name in (target, *inputs, *ids):
             if name not in columns:
-                raise DataError(f"{place}: has no column {show(name)}; {nearest(name, columns)}")
+                raise DataError(f"{place}: has no column {show(name)}; {nearest(str(name), map(str, columns))}")
         if not len(columns[target]):
             raise DataError(f"{place}: has no samples")
     targets = [_values(columns[target], f"{place}: column {show(target)}") for columns, place in parts]
@@ -98,24 +98,32 @@ def samples_of_tables(train: Any, test: Any) -> tuple[TensorData, TensorData]:
     """Return the samples of two data frames or Hugging Face data sets. If `test` is None, test samples are drawn.
 
     The named index levels of a data frame are used as columns of owners. Raises DataError like `train_and_test`, and if
-    the column names have several levels.
+    a column name has several levels or occurs twice.
     """
     places = "the training data", "the test data"
     for table, place in zip((train, test), places, strict=True):
-        levels = None if table is None else next((name for name in _names(table) if isinstance(name, tuple)), None)
-        if levels is not None:
-            raise DataError(
-                f"{place}: has a column name of several levels, {show(levels)}; name each column by one text, for "
-                'example with frame.columns = ["_".join(map(str, name)) for name in frame.columns]'
-            )
+        if table is not None:
+            _check_names(_names(table), place)
     owners = [name for name in getattr(getattr(train, "index", None), "names", ()) if name is not None]
     tables = [table.reset_index() if owners else table for table in (train, test) if table is not None]
     first, *others = ({name: table[name][:] for name in _names(table)} for table in tables)
     return train_and_test(first, others[0] if others else None, places, ids=owners)
 
 
-def _names(table: Any) -> list[str]:
+def _names(table: Any) -> list[Any]:
     return list(table.column_names if hasattr(table, "column_names") else table.columns)
+
+
+def _check_names(names: Sequence[Any], place: str) -> None:
+    """Raise DataError if a name of a column has several levels or occurs twice."""
+    for name in names:
+        if isinstance(name, tuple):
+            raise DataError(
+                f"{place}: has a column name of several levels, {show(name)}; name each column by one text, for "
+                'example with frame.columns = ["_".join(map(str, name)) for name in frame.columns]'
+            )
+        if names.count(name) > 1:
+            raise DataError(f"{place}: has two columns {show(name)}; rename or remove one of the two")
 
 
 def samples_of(inputs: np.ndarray, targets: np.ndarray, ids: Mapping[str, np.ndarray], place: str) -> TensorData:
@@ -298,7 +306,7 @@ def _joined(columns: Mapping[str, np.ndarray], place: str) -> np.ndarray:
             raise DataError(
                 f"{place}: column {show(name)} has values of shape {list(array.shape[1:])}, such as images, which "
                 "cannot be joined with other columns to one input; set `inputs` to one of the columns "
-                f"{cut(', '.join(columns))}, or remove the others"
+                f"{cut(', '.join(map(str, columns)))}, or remove the others"
             )
     return np.concatenate([array.reshape(len(array), -1).astype(np.float32) for array in arrays], axis=1)
 
@@ -353,7 +361,7 @@ def is_nameless(name: Any) -> bool:
 
 def _are_different_integers(values: Any) -> bool:
     array = np.asarray(values)
-    return array.ndim == 1 and array.dtype.kind in "iu" and len(np.unique(array)) == len(array)
+    return array.ndim == 1 and array.dtype.kind in "iu" and len(np.unique(array)) == len(array) > 0
 
 
 def warn_of_unlikely_classes(classes: Sequence[str], place: str) -> None:

@@ -96,9 +96,9 @@ def _refuse_parts_as_classes(folder: Path, classes: Sequence[str]) -> None:
     train, test = part_like(classes)
     if (train and test) or (len(classes) == 1 and (train or test)):
         raise DataError(
-            f"{folder}: {' and '.join(filter(None, (train, test)))} would be read as classes; if these are parts, call "
-            "them train (or training) and test (or testing, validation, valid, val), and if they are classes, move all "
-            "classes into a folder train"
+            f"{folder}: has folders that may be parts or classes, such as {' and '.join(filter(None, (train, test)))}; "
+            "call parts train (or training) and test (or testing, validation, valid, val), and move classes into a "
+            "folder train"
         )
 
 

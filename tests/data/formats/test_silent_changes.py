@@ -153,7 +153,7 @@ class TestFolders:
         for part in names:
             for name in ("cat", "dog"):
                 picture(tmp_path / part / name / "1.png")
-        match = f"{' and '.join(names)} would be read as classes; if these are parts, call them train \\(or training\\)"
+        match = f"may be parts or classes, such as {' and '.join(names)}; call parts train \\(or training\\) and test"
         refused("image_folder", match, path=str(tmp_path))
         (tmp_path / "train").mkdir()
         for part in names:
@@ -318,6 +318,11 @@ class TestTables:
         levels = pandas.DataFrame({("x", "mean"): [1.0, 2.0], ("y", ""): [0, 1]})
         refused((levels, levels), r'the training data: has a column name of several levels, \["x", "mean"\]; name each')
         refused((frame.iloc[:, 1:], levels), "the test data: has a column name of several levels")
+        twice = pandas.DataFrame(np.ones((4, 3)), columns=["x", "x", "y"])
+        refused((twice, twice), 'the training data: has two columns "x"; rename or remove one of the two')
+        numbered = frame[["x", "y"]].rename(columns={"x": 7})
+        assert load((numbered, numbered))[0].inputs.shape == (10, 1)
+        refused((numbered, numbered[["y"]]), "the test data: has no column 7; ")
         refused((pandas.DataFrame(np.zeros((2, 3))),) * 2, "set `target` to one of the columns 0, 1, 2, or")
 
     def test_spaces_around_labels_and_owners_are_removed(self, tmp_path):
