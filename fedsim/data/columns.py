@@ -322,12 +322,11 @@ def _input_columns(columns: Columns, index: Collection[str], place: str) -> list
     inputs = []
     for name, values in columns.items():
         folded = name.casefold() if isinstance(name, str) else ""
+        is_index = name in index or PANDAS_INDEX.fullmatch(folded) is not None
         if is_nameless(name):
-            is_index = np.array_equal(np.asarray(values), np.arange(len(values)))
-        elif folded in RESET_INDEX:
-            is_index = _are_different_integers(values) and (min(values), max(values)) == (0, len(values) - 1)
-        else:
-            is_index = name in index or PANDAS_INDEX.fullmatch(folded) is not None
+            is_index |= np.array_equal(np.asarray(values), np.arange(len(values)))
+        elif folded in RESET_INDEX and _are_different_integers(values):
+            is_index |= (np.min(values), np.max(values)) == (0, len(values) - 1)
         if is_index:
             warnings.warn(
                 f"{place}: column {show(name)} is the index of a data frame, and is not an input; to use it, set "
@@ -356,7 +355,7 @@ def is_nameless(name: Any) -> bool:
     """Whether a column has no name, or the name that pandas gives to a column without a name."""
     if isinstance(name, str):
         return NAMELESS.fullmatch(name) is not None
-    return name is None or name != name  # pandas may store None as NaN
+    return name is None or (isinstance(name, float) and np.isnan(name))  # pandas may store None as NaN
 
 
 def _are_different_integers(values: Any) -> bool:
