@@ -275,7 +275,7 @@ class TestTables:
         frame.sample(frac=1, random_state=0).rename_axis("number").to_parquet(tmp_path / "b.parquet")
         line = 'column "number" is the index of a data frame'
         assert load("parquet", line, path=str(tmp_path / "b.parquet"))[0].inputs.shape == (8, 1)
-        frame[2:].rename_axis("index").to_parquet(tmp_path / "c.parquet")
+        frame[2:].sample(frac=1, random_state=0).rename_axis("index").to_parquet(tmp_path / "c.parquet")
         line = 'column "index" is the index of a data frame'
         assert load("parquet", line, path=str(tmp_path / "c.parquet"), test_fraction=0.5)[0].inputs.shape == (4, 1)
         assert load("parquet", path=str(tmp_path / "b.parquet"), inputs=["x", "number"])[0].inputs.shape == (8, 2)
