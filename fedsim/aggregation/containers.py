@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -148,33 +149,64 @@ def without_weights(updates: Any, place: str) -> tuple[Any, list[float] | None]:
             other object is returned unchanged, with None instead of weights.
         place: name of the updates in error messages.
 
+    Raises ExperimentError if a list may also be read in another way.
+
     >>> without_weights([(torch.tensor([1.0]), 10), (torch.tensor([3.0]), 30)], "updates")
     ([tensor([1.]), tensor([3.])], [10, 30])
     """
-    pairs = list(updates.values()) if isinstance(updates, Mapping) else updates
-    if not isinstance(pairs, (list, tuple)) or not pairs:
-        return updates, None
-    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
-        return updates, None
+    refuse_unclear_pairs(updates, place)
+    pairs = _pairs(updates) or ()
     for at in (0, 1):
-        if all(_is_number(pair[at]) and has_tensors(pair[1 - at]) for pair in pairs):
-            return [pair[1 - at] for pair in pairs], [pair[at] for pair in pairs]
-        if all(_is_integer_tensor(pair[at]) for pair in pairs) and isinstance(updates, (list, tuple)):
-            raise ExperimentError(
-                f"{place}[0][{at}]: a single integer tensor may be a number of samples or an entry of the update; pass "
-                "int(n) for a number of samples, or updates as dicts"
-            )
+        if pairs and all(_is_number(pair[at]) and has_tensors(pair[1 - at]) for pair in pairs):
+            weights = [pair[at] for pair in pairs]
+            if at == 0 and isinstance(updates, (list, tuple)) and _are_counted(weights):
+                raise ExperimentError(
+                    f"{place}: the numbers {weights[0]} to {weights[-1]} in the pairs (number, update) may be weights "
+                    "or client IDs; pass weights=[...], or the updates alone"
+                )
+            return [pair[1 - at] for pair in pairs], weights
     return updates, None
+
+
+def refuse_unclear_pairs(updates: Any, place: str) -> None:
+    """Raise ExperimentError for a list of pairs of which each contains a single number as a tensor or array.
+
+    The number may be a weight or a parameter. `place` is the name of the updates in error messages.
+    """
+    pairs = None if isinstance(updates, Mapping) else _pairs(updates)
+    for at in (0, 1):
+        if pairs and all(_is_single(pair[at], beside=pair[1 - at]) for pair in pairs):
+            raise ExperimentError(
+                f"{place}[0][{at}]: a tensor or array of one number may be a weight or an entry of the update; pass "
+                "n.item() for a weight, or updates as dicts"
+            )
+
+
+def _are_counted(numbers: Sequence[Any]) -> bool:
+    """Whether there are several numbers, which are the integers 0, 1, 2, ... or 1, 2, 3, ... in this order."""
+    integers = len(numbers) > 1 and all(isinstance(number, Integral) for number in numbers)
+    return integers and numbers[0] in (0, 1) and list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def _pairs(updates: Any) -> Sequence[Any] | None:
+    """Return the values of a list or dict if all are pairs, otherwise None."""
+    pairs = list(updates.values()) if isinstance(updates, Mapping) else updates
+    if not isinstance(pairs, (list, tuple)) or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in pairs):
+        return None
+    return pairs
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (Real, np.number)) and not isinstance(value, bool)
 
 
-def _is_integer_tensor(value: Any) -> bool:
-    if not isinstance(value, (Tensor, np.ndarray)) or value.ndim:
-        return False
-    return not (value.dtype.is_floating_point if isinstance(value, Tensor) else value.dtype.kind == "f")
+def _is_single(value: Any, beside: Any) -> bool:
+    """Whether a value is a tensor or array of one number beside others, without dimensions or beside a dict or list."""
+    return (
+        _is_leaf(value)
+        and has_tensors(beside)
+        and (value.ndim == 0 or (math.prod(value.shape) == 1 and not _is_leaf(beside)))
+    )
 
 
 def _are_clients(updates: Mapping[Any, Any], place: str) -> bool:

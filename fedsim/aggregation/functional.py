@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.containers import as_rows, checked_matrix, without_weights
+from fedsim.aggregation.containers import as_rows, checked_matrix, refuse_unclear_pairs, without_weights
 from fedsim.aggregation.inputs import AggregationInputs, Nonfinite, screened
 from fedsim.aggregation.numerics.columns import all_finite
 from fedsim.aggregation.numerics.threads import alone_if_small
@@ -40,10 +40,11 @@ def aggregate(
     Args:
         updates: a tensor or NumPy array [n, d] of any floating-point dtype and device; a list of n updates, which are
             tensors or arrays of any shape, or dicts (such as state_dicts) or lists of these; a dict of state_dicts by
-            client; a list or dict of pairs (update, weight) or (weight, update); or one dict of stacked tensors
-            [n, ...]. `updates` is not changed. All updates have the same entries, in any order. Entries that
-            are not floating-point, such as BatchNorm's num_batches_tracked, are taken from the first update. Entries
-            of a dict that share memory in all updates, such as tied weights, count once and share memory in the result.
+            client; a list or dict of pairs (update, weight) or (weight, update), with numbers as weights; or one dict
+            of stacked tensors [n, ...]. `updates` is not changed. All updates have the same entries, in any order.
+            Entries that are not floating-point, such as BatchNorm's num_batches_tracked, are taken from the first
+            update. Entries of a dict that share memory in all updates, such as tied weights, count once and share
+            memory in the result.
         weights: weight of each update, [n], finite, >= 0 and not all zero, with any sum. None: equal weights, or those
             in the pairs. Rules that do not support weights raise an error.
         rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
@@ -153,6 +154,7 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
             [5.0000]])
     """
     pipeline = make_pipeline(resolve([*as_list(rule), "mean"], params))
+    refuse_unclear_pairs(updates, "updates")
     updates, form = as_rows(updates, "updates")
     inputs = AggregationInputs(checked_matrix(updates, "updates"), seed=seed)
     with alone_if_small(updates.numel()), full_precision(updates.device):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.containers import as_rows, checked_matrix
+from fedsim.aggregation.containers import as_rows, checked_matrix, refuse_unclear_pairs
 from fedsim.byzantine.base import Aggregate, attack_strategy
 from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.system.precision import full_precision
@@ -55,6 +55,7 @@ def attack(
     """
     registration = attack_strategy.get(name, "attack.name")
     bound = attack_strategy.bind(registration, registration.check(params, "attack", beside=["name"]))
+    refuse_unclear_pairs(honest, "honest")
     honest, form = as_rows(honest, "honest")
     own_updates, _ = as_rows(own_updates, "own_updates", form)
     honest = checked_matrix(honest, "honest")

@@ -21,6 +21,7 @@ from fedsim.errors import DataError, FedsimWarning, cut, one_line, show
 
 TARGETS = "label", "labels", "target", "targets", "y"  # names of the target column that need not be set
 NAMELESS = re.compile(r"(Unnamed: \d+(\.\d+)?)?")  # names that pandas gives to a column without a name
+RESET_INDEX = "index", "level_0"  # names that pandas gives to an index that becomes a column
 PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # columns in which pandas stores an index without a name
 TRAIN_PARTS = ("train", "training")
 TEST_PARTS = ("test", "testing"), ("validation", "valid", "val")  # in order of preference
@@ -63,14 +64,14 @@ def train_and_test(
     for columns, place in parts:
         for name in (target, *inputs, *ids):
             if name not in columns:
-                raise DataError(f"{place}: has no column {show(name)}; {nearest(name, columns)}")
+                raise DataError(f"{place}: has no column {show(name)}; {nearest(str(name), map(str, columns))}")
         if not len(columns[target]):
             raise DataError(f"{place}: has no samples")
     targets = [_values(columns[target], f"{place}: column {show(target)}") for columns, place in parts]
     if named := any(values.dtype.kind == "U" for values in targets):
         targets = [values.astype(str) for values in targets]
         classes = np.unique(targets[0])
-        _warn_of_unlikely_classes(classes, f"{places[0]}: column {show(target)}")
+        warn_of_unlikely_classes(classes.tolist(), f"{places[0]}: column {show(target)}")
         for values, (_, place) in zip(targets, parts, strict=True):
             if len(unknown := np.setdiff1d(values, classes)):
                 raise DataError(
@@ -96,17 +97,33 @@ def is_table(data: Any) -> bool:
 def samples_of_tables(train: Any, test: Any) -> tuple[TensorData, TensorData]:
     """Return the samples of two data frames or Hugging Face data sets. If `test` is None, test samples are drawn.
 
-    The named index levels of a data frame are used as columns of owners. Raises DataError like `train_and_test`.
+    The named index levels of a data frame are used as columns of owners. Raises DataError like `train_and_test`, and if
+    a column name has several levels or occurs twice.
     """
+    places = "the training data", "the test data"
+    for table, place in zip((train, test), places, strict=True):
+        if table is not None:
+            _check_names(_names(table), place)
     owners = [name for name in getattr(getattr(train, "index", None), "names", ()) if name is not None]
     tables = [table.reset_index() if owners else table for table in (train, test) if table is not None]
     first, *others = ({name: table[name][:] for name in _names(table)} for table in tables)
-    places = "the training data", "the test data"
     return train_and_test(first, others[0] if others else None, places, ids=owners)
 
 
-def _names(table: Any) -> list[str]:
+def _names(table: Any) -> list[Any]:
     return list(table.column_names if hasattr(table, "column_names") else table.columns)
+
+
+def _check_names(names: Sequence[Any], place: str) -> None:
+    """Raise DataError if a name of a column has several levels or occurs twice."""
+    for name in names:
+        if isinstance(name, tuple):
+            raise DataError(
+                f"{place}: has a column name of several levels, {show(name)}; name each column by one text, for "
+                'example with frame.columns = ["_".join(map(str, name)) for name in frame.columns]'
+            )
+        if names.count(name) > 1:
+            raise DataError(f"{place}: has two columns {show(name)}; rename or remove one of the two")
 
 
 def samples_of(inputs: np.ndarray, targets: np.ndarray, ids: Mapping[str, np.ndarray], place: str) -> TensorData:
@@ -141,23 +158,36 @@ def split_test(
         are_classes: whether integer targets are certainly class labels. Otherwise, they count as class labels unless
             there are more different values than test samples.
 
+    If integer targets do not count as class labels, a warning says how many values are left without training samples.
+
     Raises DataError if the targets are certainly class labels, and there are too few samples to leave one training
     sample to each class.
     """
     order, held_out = numpy_generator(0, "test_split").permutation(len(data)), round(fraction * len(data))
-    chosen = np.zeros(len(data), dtype=bool)
+    chosen, targets = np.zeros(len(data), dtype=bool), data.targets.numpy()
     if data.has_labels and (are_classes or len(data.targets.unique()) <= held_out):
-        _, class_of, sizes = np.unique(data.targets.numpy(), return_inverse=True, return_counts=True)
+        _, class_of, sizes = np.unique(targets, return_inverse=True, return_counts=True)
         if held_out > len(data) - len(sizes):
+            separate, most = "give a separate test part", len(data) - len(sizes)
+            smaller = f"draw at most {most} with a smaller data.test_fraction, or {separate}"
             raise DataError(
                 f"{place}: {held_out} of {len(data)} samples would be drawn for tests, which leaves classes without "
-                f"training samples ({len(sizes)} classes); use a smaller data.test_fraction"
+                f"training samples ({len(sizes)} classes); {smaller if most else separate}"
             )
         members = group(order, class_of[order], len(sizes))  # each class in the drawn order
         counts = _stratified(sizes, held_out)
         chosen[np.concatenate([samples[:count] for samples, count in zip(members, counts, strict=True)])] = True
     else:
         chosen[order[:held_out]] = True
+        if data.has_labels and (untrained := np.setdiff1d(targets[chosen], targets[~chosen])).size:
+            warnings.warn(
+                f"{place}: the targets are integers of more different values than the {held_out} test samples drawn, "
+                f"so the draw is not stratified, and {untrained.size} values, such as {untrained[0]}, have no training "
+                "samples; if the targets are classes, give a separate test part, and if not, write them as "
+                "floating-point numbers",
+                FedsimWarning,
+                stacklevel=2,
+            )
     return data.take(np.flatnonzero(~chosen)), data.take(np.flatnonzero(chosen))
 
 
@@ -204,7 +234,7 @@ def _only_target(columns: Columns, place: str) -> str:
     if len(names) != 1:
         raise DataError(
             f"{place}: must have exactly one column with one of the names {', '.join(TARGETS)}; otherwise, set "
-            f"`target` to one of the columns {', '.join(columns)}, or rename a column"
+            f"`target` to one of the columns {', '.join(map(str, columns))}, or rename a column"
         )
     return names[0]
 
@@ -276,7 +306,7 @@ def _joined(columns: Mapping[str, np.ndarray], place: str) -> np.ndarray:
             raise DataError(
                 f"{place}: column {show(name)} has values of shape {list(array.shape[1:])}, such as images, which "
                 "cannot be joined with other columns to one input; set `inputs` to one of the columns "
-                f"{cut(', '.join(columns))}, or remove the others"
+                f"{cut(', '.join(map(str, columns)))}, or remove the others"
             )
     return np.concatenate([array.reshape(len(array), -1).astype(np.float32) for array in arrays], axis=1)
 
@@ -284,38 +314,64 @@ def _joined(columns: Mapping[str, np.ndarray], place: str) -> np.ndarray:
 def _input_columns(columns: Columns, index: Collection[str], place: str) -> list[str]:
     """Return the names of the columns of inputs: all that do not number the rows, which are named in a warning.
 
+    A column called index numbers the rows if it contains 0, 1, 2, ... in any order, and a column without a name only
+    in this order. Another warning names columns called id or index that are inputs and may number the samples.
+
     Raises DataError if another column has no name.
     """
     inputs = []
     for name, values in columns.items():
-        is_nameless = isinstance(name, str) and NAMELESS.fullmatch(name) is not None
-        numbers_rows = is_nameless and np.array_equal(np.asarray(values), np.arange(len(values)))
-        if numbers_rows or name in index or (isinstance(name, str) and PANDAS_INDEX.fullmatch(name)):
+        folded = name.casefold() if isinstance(name, str) else ""
+        is_index = name in index or PANDAS_INDEX.fullmatch(folded) is not None
+        if is_nameless(name):
+            is_index |= np.array_equal(np.asarray(values), np.arange(len(values)))
+        elif folded in RESET_INDEX and _are_different_integers(values):
+            is_index |= (np.min(values), np.max(values)) == (0, len(values) - 1)
+        if is_index:
             warnings.warn(
                 f"{place}: column {show(name)} is the index of a data frame, and is not an input; to use it, set "
                 "`inputs` or `ids`",
                 FedsimWarning,
                 stacklevel=2,
             )
-        elif is_nameless:
+            continue
+        if is_nameless(name):
             raise DataError(
                 f"{place}: column {show(name)} has no name, and is not an index 0, 1, 2, ...; give it a name, remove "
                 "it, or set `inputs` to the columns of inputs"
             )
-        else:
-            inputs.append(name)
+        if folded in ("id", *RESET_INDEX) and _are_different_integers(values):
+            warnings.warn(
+                f"{place}: column {show(name)}, which contains a different integer in each row, is used as an input; "
+                "if it only numbers the rows, remove it, or set `inputs` to the columns of inputs",
+                FedsimWarning,
+                stacklevel=2,
+            )
+        inputs.append(name)
     return inputs
 
 
-def _warn_of_unlikely_classes(classes: np.ndarray, place: str) -> None:
-    """Warn of class names that differ only in case, or probably stand for a missing value."""
+def is_nameless(name: Any) -> bool:
+    """Whether a column has no name, or the name that pandas gives to a column without a name."""
+    if isinstance(name, str):
+        return NAMELESS.fullmatch(name) is not None
+    return name is None or (isinstance(name, float) and np.isnan(name))  # pandas may store None as NaN
+
+
+def _are_different_integers(values: Any) -> bool:
+    array = np.asarray(values)
+    return array.ndim == 1 and array.dtype.kind in "iu" and len(np.unique(array)) == len(array) > 0
+
+
+def warn_of_unlikely_classes(classes: Sequence[str], place: str) -> None:
+    """Warn of class names that differ only in case or outer spaces, or probably stand for a missing value."""
     by_folded: dict[str, str] = {}
-    for name in classes.tolist():
-        twin = by_folded.setdefault(name.casefold(), name)
+    for name in classes:
+        twin = by_folded.setdefault(name.strip().casefold(), name)
         if twin != name:
             problem = f"{show(twin)} and {show(name)} are different classes; if they are one, write them alike"
         elif name.casefold() in MISSING:
-            problem = f"{show(name)} is a class; if it is a missing value, remove its rows"
+            problem = f"{show(name)} is a class; if it is a missing value, remove its samples"
         else:
             continue
         warnings.warn(f"{place}: {problem}", FedsimWarning, stacklevel=2)
@@ -365,3 +421,20 @@ def parts_of(names: Collection[str], place: str) -> tuple[str | None, str | None
             f"{place}: {validation} is not used, because {test} is the test part", FedsimWarning, stacklevel=2
         )
     return train, validation if test is None else test
+
+
+def part_like(names: Collection[str]) -> tuple[str | None, str | None]:
+    """Return the first name that may be meant as the training part, and the first that may be meant as a test part.
+
+    Such a name begins or ends with the name of a part and has more than letters, as in training_set or images-val.
+
+    >>> part_like(["cats", "train_images", "Test 2"])
+    ('train_images', 'Test 2')
+    """
+    words = {name: re.split(r"[\W\d_]+", name.casefold()) for name in names}
+    ends = {name: {parts[0], parts[-1]} for name, parts in words.items() if len(parts) > 1}
+    train, test = (
+        next((name for name in ends if ends[name].intersection(accepted)), None)
+        for accepted in (TRAIN_PARTS, [name for part in TEST_PARTS for name in part])
+    )
+    return train, test

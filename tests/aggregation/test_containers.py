@@ -105,7 +105,21 @@ def test_a_dict_of_state_dicts_is_a_list_of_clients(models):
         ([(ZEROS, 10, {}), (ONES, 30, {})], {}, r"updates\[0\]\[1\]: .* not the number 10; pass numbers of samples"),
         ((ZEROS, 10), {}, r"updates\[1\]: must be a tensor or an array, not the number 10"),
         ([{**ZEROS, "n": 10}, {**ONES, "n": 30}], {}, r"updates\[0\]\['n'\]: .* not the number 10"),
-        ([(ZEROS, torch.tensor(10)), (ONES, torch.tensor(30))], {}, r"updates\[0\]\[1\]: a single integer tensor may"),
+        (
+            [(ZEROS, torch.tensor(10)), (ONES, torch.tensor(30))],
+            {},
+            r"updates\[0\]\[1\]: a tensor or array of one number",
+        ),
+        ([(ZEROS, torch.tensor(10.0)), (ONES, torch.tensor(30.0))], {}, r"updates\[0\]\[1\]: .* pass n.item\(\) for a"),
+        ([(np.array(10.0), ZEROS), (np.array(30.0), ONES)], {}, r"updates\[0\]\[0\]: a tensor or array of one number"),
+        ([(ZEROS, np.array([10.0])), (ONES, np.array([30.0]))], {}, r"updates\[0\]\[1\]: a tensor or array of one"),
+        ([(torch.zeros(3), torch.tensor(10.0))] * 2, {}, r"updates\[0\]\[1\]: a tensor or array of one number"),
+        (
+            list(enumerate([ZEROS, ONES, ONES])),
+            {},
+            r"updates: the numbers 0 to 2 in .* may be weights or client IDs; pass",
+        ),
+        ([(np.int64(1), ZEROS), (2, ONES)], {}, "updates: the numbers 1 to 2 in the pairs"),
         ({0: torch.zeros(2, 3), 1: torch.ones(2, 3)}, {}, "updates: a dict of tensors whose keys are not text may"),
         ({"alice": torch.zeros(3), "bob": torch.ones(3)}, {}, "updates: a dict of vectors may contain one update per"),
         ({"alice": [torch.zeros(3)], "bob": [torch.ones(3)]}, {}, "updates: a dict of lists of tensors may"),
@@ -123,6 +137,40 @@ def test_what_may_be_read_in_two_ways_is_an_error(updates, options, line):
     with pytest.raises(ExperimentError, match=f"^{line}") as caught:
         fedsim.aggregate(updates, **options)
     assert len(caught.value.lines) == 1
+
+
+def test_weights_in_tensors_are_no_entries_of_other_functions_either():
+    updates = [(ZEROS, torch.tensor(10.0)), (ONES, torch.tensor(30.0))]
+    with pytest.raises(ExperimentError, match=r"^updates\[0\]\[1\]: a tensor or array of one number"):
+        fedsim.pre_aggregate(updates, "nnm", f=0)
+    with pytest.raises(ExperimentError, match=r"^honest\[0\]\[1\]: a tensor or array of one number"):
+        fedsim.attack(updates, 1, "ipm")
+
+
+def test_parameters_that_are_single_numbers_are_averaged():
+    """In dicts, and in lists where they cannot be weights."""
+    for number in (0.0, [0.0]):
+        low, high = torch.tensor(number), torch.tensor(number) + 4
+        mean = fedsim.aggregate([{"w": torch.zeros(2), "scale": low}, {"w": torch.ones(2), "scale": high}])
+        assert [mean["w"].tolist(), float(mean["scale"])] == [[0.5, 0.5], 2.0]
+        mean = fedsim.aggregate([[torch.zeros(2), low, low], [torch.ones(2), high, high]])
+        assert [float(value) for value in mean[1:]] == [2.0, 2.0]
+    weight, bias = fedsim.aggregate([[torch.zeros(1, 2), torch.zeros(1)], [torch.ones(1, 2), torch.ones(1)]])
+    assert [weight.tolist(), bias.tolist()] == [[[0.5, 0.5]], [0.5]]
+
+
+def test_numbers_that_are_no_client_ids_are_weights():
+    """Keys name the clients of a dict, so that its numbers 1 and 2 are weights: (0 + 2) / 3. So are 2 and 1: 1 / 3."""
+    for updates, expected in [
+        ({"alice": (1, ZEROS), "bob": (2, ONES)}, 2 / 3),
+        ([(2, ZEROS), (1, ONES)], 1 / 3),
+        ([(ZEROS, 1), (ONES, 2)], 2 / 3),
+        ([(1.0, ZEROS), (2.0, ONES)], 2 / 3),
+    ]:
+        assert float(fedsim.aggregate(updates)["b"]) == pytest.approx(expected)
+    for number in (0.0, [0.0]):
+        updates = [(torch.tensor(number), 10), (torch.tensor(number) + 1, 30)]
+        assert float(fedsim.aggregate(updates)) == 0.75
 
 
 @pytest.mark.parametrize(

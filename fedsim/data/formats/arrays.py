@@ -67,8 +67,9 @@ def arrays(*, path: str, test_fraction: Fraction = 0.2) -> tuple[TensorData, Ten
     for name, array in stored.items():
         if array.shape != (n,):
             raise DataError(
-                f"{path}: {show(name)} has the shape {list(array.shape)}; a column of owners must be [{n}], one owner "
-                "per sample"
+                f"{path}: {show(name)} has the shape {list(array.shape)}; it is none of the parts "
+                f"{', '.join(known for names in NAMES.values() for known in names)}, and a column of owners must be "
+                f"[{n}], one owner per sample"
             )
     owners = {name: without_spaces(array, f"{path}: {show(name)}") for name, array in stored.items()}
     train = samples_of(values["inputs"], values["targets"], owners, path)

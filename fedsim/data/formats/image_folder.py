@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import PositiveInt
 
-from fedsim.data.columns import Fraction, parts_of, split_test
+from fedsim.data.columns import TEST_PARTS, Fraction, part_like, parts_of, split_test, warn_of_unlikely_classes
 from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
@@ -42,7 +42,8 @@ def image_folder(
             the same for every seed.
 
     Raises DataError, with the file, for images that cannot be read, have different sizes or no class, and for images
-    without an owner beside images with an owner.
+    without an owner beside images with an owner. Folders such as train_images and test_images, which may be parts or
+    classes, are errors.
 
     >>> import tempfile, pathlib
     >>> from PIL import Image
@@ -58,15 +59,22 @@ def image_folder(
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    subfolders = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    train_part, test_part = parts_of(subfolders, str(folder))
+    entries = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
+    train_part, test_part = parts_of([entry.name for entry in entries if entry.is_dir()], str(folder))
     train_folder = folder if train_part is None else folder / train_part
     if train_part is None and test_part is not None:
         raise DataError(f"{folder}: has a folder {test_part}, but no folder train; put the classes into train")
-    if train_part is not None and test_part is None:
-        _refuse_other_folders(folder, train_part, [name for name in subfolders if name != train_part])
+    if train_part is not None:
+        others = [entry for entry in entries if entry.name not in (train_part, test_part)]
+        if test_part is None:
+            _refuse_other_folders(folder, train_part, [entry.name for entry in others if entry.is_dir()])
+        others = [entry for entry in others if not any(entry.name.casefold() in part for part in TEST_PARTS)]
+        _warn_of_unread(folder, f"files and folders beside {train_part}", others)
     files = _files(train_folder)
     classes = sorted({file.relative_to(train_folder).parts[0] for file in files if file.parent != train_folder})
+    if train_part is None:
+        _refuse_parts_as_classes(folder, classes)
+    warn_of_unlikely_classes(classes, str(train_folder))
     train = _read(train_folder, files, classes, size, grey)
     if test_part is None:
         return split_test(train, test_fraction, path, are_classes=True)
@@ -83,6 +91,17 @@ def _refuse_other_folders(folder: Path, train: str, others: Sequence[str]) -> No
         )
 
 
+def _refuse_parts_as_classes(folder: Path, classes: Sequence[str]) -> None:
+    """Raise DataError if the folders of classes are probably a training part and a test part, or only one part."""
+    train, test = part_like(classes)
+    if (train and test) or (len(classes) == 1 and (train or test)):
+        raise DataError(
+            f"{folder}: has folders that may be parts or classes, such as {' and '.join(filter(None, (train, test)))}; "
+            "call parts train (or training) and test (or testing, validation, valid, val), and move classes into a "
+            "folder train"
+        )
+
+
 def _files(folder: Path) -> list[Path]:
     """Return the image files below a folder in sorted order. A warning names other files and folders without images."""
     images, others = _listed(folder)
@@ -91,14 +110,19 @@ def _files(folder: Path) -> list[Path]:
         raise DataError(f"{folder}: has no images ({suffixes}); it must have one folder of images per class")
     filled = {file.relative_to(folder).parts[0] for file in images}
     others += [entry for entry in folder.iterdir() if entry.is_dir() and entry.name not in filled]
-    if others := [entry for entry in sorted(others) if not entry.name.startswith(".")]:
-        warnings.warn(
-            f"{folder}: files that are no images and folders without images are not read, such as "
-            f"{cut(str(others[0].relative_to(folder)))} ({len(others)} in all)",
-            FedsimWarning,
-            stacklevel=2,
-        )
+    endings = sorted({entry.suffix.lower() or "without an ending" for entry in others if entry.is_file()})
+    kinds = [f"files ({cut(', '.join(endings))})"] * bool(endings) + ["folders without images"]
+    _warn_of_unread(folder, " and ".join(kinds), sorted(others))
     return images
+
+
+def _warn_of_unread(folder: Path, kinds: str, entries: Sequence[Path]) -> None:
+    """Warn in one line that these files and folders are not read, unless all are hidden."""
+    if shown := [entry for entry in entries if not entry.name.startswith(".")]:
+        first = cut(str(shown[0].relative_to(folder)))
+        warnings.warn(
+            f"{folder}: {kinds} are not read, such as {first} ({len(shown)} in all)", FedsimWarning, stacklevel=2
+        )
 
 
 def _listed(folder: Path) -> tuple[list[Path], list[Path]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.data.columns import Fraction, data_path, train_and_test, unreadable
+from fedsim.data.columns import Fraction, data_path, is_nameless, train_and_test, unreadable
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, show
@@ -37,7 +37,8 @@ def table(
             random. The draw is the same for every seed.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
         inputs: columns of the inputs. Unset: all columns except the target, `ids`, and the index of a data frame. In
-            CSV files, an index is a column without a name, or called "Unnamed: 0", with the values 0, 1, 2, ...
+            CSV files, an index is a column without a name, or called "Unnamed: 0", with the values 0, 1, 2, ..., or a
+            column called index with these values in any order.
         ids: columns that contain the owner of each sample (such as a user), for the partition `natural`.
         test_fraction: fraction of test samples, 0 < test_fraction < 1.
 
@@ -81,7 +82,10 @@ def _read(path: str) -> tuple[dict[str, Any], list[str]]:
         column = content.column(name)
         if column.null_count:
             row = int(np.flatnonzero(column.is_null())[0])
-            raise DataError(f"{path}: column {name} has no value in row {row}; remove such rows or fill in the values")
+            problem, remedy = f"has no value in row {row}", "remove such rows or fill in the values"
+            if is_nameless(name):
+                problem, remedy = f"has no name, and no value in row {row}", "remove it, such as a comma at line ends"
+            raise DataError(f"{path}: column {show(name)} {problem}; {remedy}")
         columns[name] = column.to_numpy()
     described = (content.schema.pandas_metadata or {}).get("index_columns", [])
     return columns, [name for name in described if isinstance(name, str)]

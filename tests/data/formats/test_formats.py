@@ -86,7 +86,7 @@ class TestTables:
     @pytest.mark.parametrize(
         ("change", "params", "match"),
         [
-            ({"targets": [""] * 20}, {"ids": ["user"]}, "column y has no value in row 0|column y"),
+            ({"targets": [""] * 20}, {"ids": ["user"]}, 'column "y" has no value in row 0'),
             ({}, {}, 'column "user": contains .* values instead of numbers; set `inputs` to the columns'),
             ({}, {"ids": ["usr"]}, 'has no column "usr"; did you mean "user"'),
             ({}, {"target": "z", "ids": ["user"]}, 'has no column "z"'),
@@ -235,6 +235,10 @@ class TestArrays:
             ({"inputs": INPUTS}, "has no array targets, only inputs"),
             ({"inputs": INPUTS, "targets": LABELS[:19]}, "there are 20 inputs, but 19 targets"),
             ({"inputs": INPUTS, "targets": LABELS, "user": USERS[:4]}, r'"user" has the shape \[4\]; .* \[20\]'),
+            (
+                {"x_train": INPUTS, "y_train": LABELS, "x_val": INPUTS[:5], "y_val": LABELS[:5]},
+                r'"x_val" has the shape \[5, 3\]; it is none of the parts inputs, x_train, x, .*, y_test, and a column',
+            ),
             ({"inputs": np.full((2, 2), np.inf), "targets": LABELS[:2]}, "inputs: row 0 contains NaN, infinity"),
             ({"inputs": INPUTS, "targets": np.full(20, np.nan)}, "targets: row 0 contains NaN"),
             ({"inputs": INPUTS, "targets": LABELS, "test_inputs": INPUTS}, "has no array test_targets"),
@@ -291,10 +295,10 @@ class TestImageFolder:
         assert train.inputs.shape[1:] == test.inputs.shape[1:] == (1, 5, 5)
 
     def test_hidden_folders_are_no_classes(self, tmp_path):
-        path = self.write(tmp_path)
-        (tmp_path / "train/cat").rename(tmp_path / "train/.cache")
-        train, _ = fedsim.load_dataset("image_folder", path=self.write(tmp_path / "other"))
-        (tmp_path / "test/cat").rename(tmp_path / "test/.cache")
+        train, _ = fedsim.load_dataset("image_folder", path=self.write(tmp_path / "shown"))
+        path = self.write(tmp_path / "hidden")
+        for part in ("train", "test"):
+            (tmp_path / "hidden" / part / "cat").rename(tmp_path / "hidden" / part / ".cache")
         hidden, _ = fedsim.load_dataset("image_folder", path=path)
         assert (train.classes, hidden.classes, len(hidden)) == (2, 1, 1)
 

@@ -114,8 +114,66 @@ class TestFolders:
                 picture(tmp_path / part / name / "1.png")
         (tmp_path / "train/__MACOSX").mkdir()
         (tmp_path / "train/cat/2.heic").write_bytes(b"")
-        train, _ = load("image_folder", "not read, such as __MACOSX (2 in all)", path=str(tmp_path))
+        (tmp_path / "train/cat/3.GIF").write_bytes(b"")
+        line = "train: files (.gif, .heic) and folders without images are not read, such as __MACOSX (3 in all)"
+        train, _ = load("image_folder", line, path=str(tmp_path))
         assert train.targets.tolist() == [0, 1]
+
+    def test_files_and_folders_beside_the_parts_are_named(self, tmp_path, picture):
+        for part in ("Train", "test"):
+            for name in ("cat", "dog"):
+                picture(tmp_path / part / name / "1.png")
+        (tmp_path / ".DS_Store").write_bytes(b"")
+        load("image_folder", path=str(tmp_path))
+        picture(tmp_path / "unlabeled/1.png")
+        picture(tmp_path / "x.png")
+        line = f"{tmp_path}: files and folders beside Train are not read, such as unlabeled (2 in all)"
+        train, test = load("image_folder", line, path=str(tmp_path))
+        assert (len(train), len(test)) == (2, 2)
+        for part in ("unlabeled", "test"):
+            (tmp_path / part).rename(tmp_path / f".{part}")
+        for name in ("cat", "dog"):
+            picture(tmp_path / "Train" / name / "2.png")
+        line = "beside Train are not read, such as x.png (1 in all)"
+        assert len(load("image_folder", line, path=str(tmp_path), test_fraction=0.5)[1]) == 2
+
+    @pytest.mark.parametrize(
+        "names",
+        [
+            ("train_images", "test_images"),
+            ("Training set", "TEST SET"),
+            ("train-a", "val-a"),
+            ("train2017", "val2017"),
+            ("images_train", "images_validation"),
+            ("train ", "test "),
+            ("train_images",),
+        ],
+    )
+    def test_parts_with_longer_names_are_no_classes(self, names, tmp_path, picture):
+        for part in names:
+            for name in ("cat", "dog"):
+                picture(tmp_path / part / name / "1.png")
+        match = f"may be parts or classes, such as {' and '.join(names)}; call parts train \\(or training\\) and test"
+        refused("image_folder", match, path=str(tmp_path))
+        (tmp_path / "train").mkdir()
+        for part in names:
+            (tmp_path / part).rename(tmp_path / "train" / part)
+        train, test = load("image_folder", path=str(tmp_path), test_fraction=0.5)
+        assert len(train) == len(test) == len(names)
+
+    def test_classes_with_the_name_of_a_part_in_theirs_are_classes(self, tmp_path, picture):
+        for number, name in enumerate(("bullet_train", "testament", "trains", "validated id")):
+            for k in range(2):
+                picture(tmp_path / name / f"{k}.png", number)
+        train, _ = load("image_folder", path=str(tmp_path))
+        assert train.classes == 4
+
+    def test_classes_that_may_be_one_are_named(self, tmp_path, picture):
+        for name in ("Cat", "cat", "dog", "dog "):
+            picture(tmp_path / "train" / name / "1.png")
+            picture(tmp_path / "test" / name / "1.png")
+        lines = ['train: "Cat" and "cat" are different classes', 'train: "dog" and "dog " are different classes']
+        assert load("image_folder", *lines, path=str(tmp_path))[0].classes == 4
 
     @pytest.mark.parametrize("orientation", ORIENTATIONS)
     def test_images_are_rotated_as_exif_says(self, orientation, tmp_path, picture):
@@ -217,12 +275,58 @@ class TestTables:
         frame.sample(frac=1, random_state=0).rename_axis("number").to_parquet(tmp_path / "b.parquet")
         line = 'column "number" is the index of a data frame'
         assert load("parquet", line, path=str(tmp_path / "b.parquet"))[0].inputs.shape == (8, 1)
+        frame[2:].sample(frac=1, random_state=0).rename_axis("index").to_parquet(tmp_path / "c.parquet")
+        line = 'column "index" is the index of a data frame'
+        assert load("parquet", line, path=str(tmp_path / "c.parquet"), test_fraction=0.5)[0].inputs.shape == (4, 1)
         assert load("parquet", path=str(tmp_path / "b.parquet"), inputs=["x", "number"])[0].inputs.shape == (8, 2)
 
     def test_a_data_frame_that_was_read_with_its_index_is_meant_without(self):
         pandas = pytest.importorskip("pandas")
         frame = pandas.DataFrame({"Unnamed: 0": np.arange(10), "x": np.arange(10.0), "y": np.arange(10) % 2})
         assert load((frame, frame), 'the training data: column "Unnamed: 0" is the index')[0].inputs.shape == (10, 1)
+
+    @pytest.mark.parametrize("name", ["index", "Index", "level_0"])
+    def test_an_index_with_a_name_of_pandas_is_not_an_input(self, name, tmp_path):
+        """Also in a shuffled order."""
+        order = [(7 * k) % 20 for k in range(20)]
+        path = self.write(tmp_path / "a.csv", f"{name},x,y", [f"{k},{k / 4},{k % 2}" for k in order])
+        train, test = load("csv", f'column "{name}" is the index of a data frame, and is not an input', path=path)
+        assert sorted(torch.cat([train.inputs, test.inputs]).flatten().tolist()) == [k / 4 for k in range(20)]
+        assert load("csv", path=path, inputs=[name, "x"])[0].inputs.shape == (16, 2)
+
+    @pytest.mark.parametrize(("name", "first"), [("id", 0), ("ID", 1), ("Id", 100), ("index", 1)])
+    def test_a_column_that_may_number_the_samples_is_named(self, name, first, tmp_path):
+        path = self.write(tmp_path / "a.csv", f"{name},x,y", [f"{k + first},{k / 4},{k % 2}" for k in range(20)])
+        line = f'a.csv: column "{name}", which contains a different integer in each row, is used as an input'
+        assert load("csv", line, path=path)[0].inputs.shape == (16, 2)
+        assert load("csv", path=path, inputs=["x"])[0].inputs.shape == (16, 1)
+        assert load("csv", path=path, ids=[name])[0].inputs.shape == (16, 1)
+
+    def test_other_columns_called_index_are_inputs(self, tmp_path):
+        for value in ("0", "0.5"):
+            path = self.write(tmp_path / "a.csv", "index,id,y", [f"{value},{value},{k % 2}" for k in range(20)])
+            assert load("csv", path=path)[0].inputs.shape == (16, 2)
+
+    def test_a_comma_at_the_ends_of_lines_is_a_column_without_a_name(self, tmp_path):
+        path = self.write(tmp_path / "a.csv", "x,y,", [f"{k / 4},{k % 2}," for k in range(20)])
+        refused(
+            "csv", 'column "" has no name, and no value in row 0; remove it, such as a comma at line ends', path=path
+        )
+
+    def test_columns_of_data_frames_without_one_text_as_name(self):
+        pandas = pytest.importorskip("pandas")
+        frame = pandas.DataFrame({None: np.arange(10), "x": np.arange(10.0), "y": np.arange(10) % 2})
+        assert load((frame, frame), "is the index of a data frame")[0].inputs.shape == (10, 1)
+        refused((frame[::-1], frame), "the training data: column .* has no name, and is not an index")
+        levels = pandas.DataFrame({("x", "mean"): [1.0, 2.0], ("y", ""): [0, 1]})
+        refused((levels, levels), r'the training data: has a column name of several levels, \["x", "mean"\]; name each')
+        refused((frame.iloc[:, 1:], levels), "the test data: has a column name of several levels")
+        twice = pandas.DataFrame(np.ones((4, 3)), columns=["x", "x", "y"])
+        refused((twice, twice), 'the training data: has two columns "x"; rename or remove one of the two')
+        numbered = frame[["x", "y"]].rename(columns={"x": 7})
+        assert load((numbered, numbered))[0].inputs.shape == (10, 1)
+        refused((numbered, numbered[["y"]]), "the test data: has no column 7; ")
+        refused((pandas.DataFrame(np.zeros((2, 3))),) * 2, "set `target` to one of the columns 0, 1, 2, or")
 
     def test_spaces_around_labels_and_owners_are_removed(self, tmp_path):
         rows = [f"{k / 4},{('ann', 'ann ', 'bob')[k % 3]},{('dog', ' dog', 'cat')[k % 3]}" for k in range(12)]
