@@ -339,8 +339,8 @@ def test_a_record_adds_the_measurements_of_processes_and_repetitions():
         ({"cohort": 2}, 'cohort = 2: with mode=race and policy.name = "hogwild" all workers take part; omit it'),
         (
             {"aggregate": {"rule": "fltrust", "root_samples": 10}},
-            'aggregate.rule = "fltrust": needs an update of the server for each cohort, but policy.name = "hogwild" has '
-            "no cohorts; omit it",
+            'aggregate.rule = "fltrust": needs an update of the server for each cohort, but policy.name = "hogwild" '
+            "has no cohorts; omit it",
         ),
         ({"policy": "sync"}, 'policy.name = "sync": mode=race needs an asynchronous policy, such as policy=hogwild'),
     ],
