@@ -176,7 +176,7 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
     """Apply several aggregation rules to the updates of a stored round, and return one result per rule.
 
     The number of Byzantine workers that each rule assumes, and the weights, are those of the experiment. Updates with
-    NaN or infinity are excluded.
+    NaN or infinity are excluded, unless the rule is that of the experiment and the experiment keeps them.
 
     Args:
         stored: stored round.
@@ -190,7 +190,8 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
     gram: Gram | None = None
     results = []
     for rule, pipeline in zip(rules, pipelines, strict=True):
-        cohort, bad = screened(_cohort(stored, pipeline), "exclude")
+        keeps = stored.experiment.nonfinite == "keep" and label(rule) == stored.experiment.aggregate.label
+        cohort, bad = screened(_cohort(stored, pipeline), "keep" if keeps else "exclude")
         if pipeline.accepts("gram"):
             gram = gram or Gram(cohort.updates)
             cohort.gram = gram

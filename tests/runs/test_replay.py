@@ -67,6 +67,7 @@ PRIVACY = {"mechanism": "central", "clip": 0.01, "noise": 1.0}
         {"aggregate": {"rule": "centered_clipping", "tau": 0.1}},  # starts at the previous result
         {"aggregate": {"rule": "fltrust", "root_samples": 10}},
         {"aggregate": {"rule": "qfedavg"}, "engine": "spawn", "processes": 2},
+        {"attack": {"name": "nan", "workers": [2, 5]}, "aggregate": {"rule": "mda", "f": 2, "nonfinite": "keep"}},
     ],
 )
 def test_a_replay_has_the_weights_and_the_result_of_the_run(changes, tables, tmp_path, monkeypatch):
