@@ -457,6 +457,7 @@ def replayed(lab: Lab, settings: Settings) -> str | None:
         require(stored_rounds(folder / "run") == [settings["rounds"]] and len(result.history) == settings["rounds"])
         stored = load_round(folder / "run", allow_imports=True)
     experiment, record = result.experiment, result.history[-1]
+    require(not experiment.rule.accepts("state") or settings["rounds"] == 1)  # a replay starts without a state
     rule = settings.get("aggregate.rule", experiment.aggregate.rule)
     stage = rule if isinstance(rule, list) else {"rule": rule, **experiment.aggregate.params}
     answer = replay(stored, [stage])[0]
