@@ -95,17 +95,20 @@ SLOW = [
     {"engine": "batched", "sync": "gradients"},
     {"engine": "batched", "model": "tests.models:Normalised"},
     {"engine": "batched", "precision": "bf16"},
-    {"engine": "batched", "local.algorithm": "scaffold", "cohort": 2},
-    {"engine": "serial", "local.algorithm": "ditto"},
+    {"engine": "batched", "local": {"algorithm": "scaffold", "batch_size": 16}, "cohort": 2},
+    {"engine": "serial", "local": {"algorithm": "ditto", "batch_size": 16}},
     {"engine": "serial", "model": "tests.models:AlwaysDropping", "local.clip_norm": 1.0},
-    {"engine": "batched", "local.algorithm": "dp_sgd", "local.noise": 1.0, "local.clip": 1.0, "local.momentum": 0},
+    {"engine": "batched", "local": {"algorithm": "dp_sgd", "noise": 1.0, "clip": 1.0, "batch_size": 16}},
     {"engine": "batched", "attack": {"name": "sign_flipping", "workers": [0]}, "aggregate.rule": "median"},
     {"engine": "serial", "data.augment": ["flip", {"name": "torchvision:RandomRotation", "degrees": 10}]},
     {"engine": "serial", "worker_evaluation.every": 1, "data.local_test_fraction": 0.2},
     {"task": "regression", "data": "tests.other_tasks:planes", "model": "tests.other_tasks:plane"},
     {"task": "next_token", "data": "tests.other_tasks:counting", "model": "tests.other_tasks:Bigrams"},
     {**CLOCK, "engine": "spawn", "processes": 2},
-    *({**CLOCK, "policy": registration.name} for registration in policy),
+    *(
+        {**CLOCK, "policy": {"name": each.name, **({"k": 2} if "k" in each.parameters.model_fields else {})}}
+        for each in policy
+    ),
 ]
 
 
