@@ -217,3 +217,17 @@ def test_what_does_not_fit_the_model_is_one_line(changes, line, tables, tmp_path
     changed = {table: {**tables[table], **values} for table, values in changes.items()}
     with pytest.raises(ExperimentError, match=line):
         fedsim.run({**tables, **changed})
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+def test_biases_of_group_norms_are_trained_alone(engine):
+    """PyTorch's backward pass of such a layer crashes the process if its inputs are channels_last."""
+    model = {"name": "resnet20", "channels": 3, "classes": 3, "norm": "group"}
+    tables = {"data": {"name": "tests.real_models:noise", "shape": [3, 8, 8], "classes": 3}, "model": model}
+    tables |= {"workers": 2, "rounds": 1, "engine": engine, "precision": "float64"}
+    tables["local"] = {"train": ["*bias"], "batch_size": 4, "steps": 1, "lr": 0.1}
+    result = fedsim.run(tables)
+    names = [name for name, value in result.model.named_parameters() if value.requires_grad]
+    assert names
+    assert all(name.endswith("bias") for name in names)
+    assert result.global_row.isfinite().all()

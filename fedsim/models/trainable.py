@@ -69,6 +69,14 @@ def train_only(module: nn.Module, patterns: Sequence[str]) -> None:
     chosen = matching(patterns, list(parameters), "local.train", "parameter")
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in chosen or name.endswith(ADAPTERS))
+    for part in module.modules():
+        if isinstance(part, nn.GroupNorm) and part.affine and part.bias.requires_grad > part.weight.requires_grad:
+            part.register_forward_pre_hook(_contiguous)
+
+
+def _contiguous(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """Return contiguous inputs of a GroupNorm: PyTorch 2.13 crashes if only its bias has a gradient (channels_last)."""
+    return (inputs[0].contiguous(),)
 
 
 def share_frozen(module: nn.Module, shared: dict[str, nn.Parameter]) -> None:
