@@ -190,7 +190,7 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
     gram: Gram | None = None
     results = []
     for rule, pipeline in zip(rules, pipelines, strict=True):
-        keeps = stored.experiment.nonfinite == "keep" and label(rule) == stored.experiment.aggregate.label
+        keeps = stored.experiment.nonfinite == "keep" and pipeline.name == stored.experiment.rule.name
         cohort, bad = screened(_cohort(stored, pipeline), "keep" if keeps else "exclude")
         if pipeline.accepts("gram"):
             gram = gram or Gram(cohort.updates)
