@@ -384,8 +384,11 @@ def _decomposes(experiment: Experiment, batch: Any) -> bool:
     with torch.no_grad(), torch.random.fork_rng():
         model, loss = experiment.model.component().double().train(), experiment.task.component.loss
         inputs, targets = (part[: len(part) // 2 * 2] for part in batch)
-        parts = [loss(model(*two), of_two) for *two, of_two in zip(inputs.split(2), targets.split(2), strict=True)]
-        return abs(float(loss(model(inputs), targets) - sum(parts) / len(parts))) < 1e-12
+        whole, by_two = model(inputs), torch.cat([model(two) for two in inputs.split(2)])
+        drawn = torch.randn_like(whole)  # a new model may have the same loss for all targets
+        parts = [loss(two, of_two) for two, of_two in zip(drawn.split(2), targets.split(2), strict=True)]
+        apart = max(distance(whole, by_two), abs(float(loss(drawn, targets) - sum(parts) / len(parts))))
+        return apart < 1e-12
 
 
 @named("permuted")
