@@ -461,6 +461,7 @@ def replayed(lab: Lab, settings: Settings) -> str | None:
         stored = load_round(folder / "run", allow_imports=True)
     experiment, record = result.experiment, result.history[-1]
     require(not experiment.rule.accepts("state") or settings["rounds"] == 1)  # a replay starts without a state
+    require(experiment.rounds_of_gradients < settings["rounds"])  # else the record has means over the steps
     rule = settings.get("aggregate.rule", experiment.aggregate.rule)
     stage = rule if isinstance(rule, list) else {"rule": rule, **experiment.aggregate.params}
     answer = replay(stored, [stage])[0]
