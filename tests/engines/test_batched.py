@@ -65,6 +65,12 @@ def test_a_cohort_is_divided_into_two_four_or_eight_stacks_of_at_least_four_work
     assert [width_by_hand(total, 0.0, rows=rows) for total in (1, 1e9)] == [width, width]
 
 
+@pytest.mark.parametrize(("rows", "width"), [(4, 4), (5, 3), (10, 3), (12, 3), (16, 4), (36, 4)])
+def test_the_number_of_stacks_is_even_so_that_two_processes_can_share_them(rows, width, width_by_hand):
+    """Rows of 1,663,370 numbers are stacked by at most four."""
+    assert width_by_hand(1e12, 0.0, rows=rows, d=1_663_370) == width
+
+
 @pytest.mark.parametrize(
     ("parameters", "threads", "width"),
     [

@@ -259,7 +259,9 @@ def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, thread
     row_bytes = shared.cohort.rows.shape[1] * task.dtype.itemsize
     widest = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * (STACK_BYTES_ON_CPU // row_bytes)))
     parallel = min(MOST_PARALLEL, 2 ** int(math.log2(max(1, workers // NARROWEST_ON_CPU))))
-    return -(-workers // max(parallel, -(-workers // widest)))
+    stacks = max(parallel, -(-workers // widest))
+    stacks += stacks > 1 and stacks % 2  # an even number, which two processes can share
+    return -(-workers // stacks)
 
 
 def bytes_per_worker(task: RunTask, shared: SharedState, probe: StackingProbe) -> int:
