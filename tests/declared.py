@@ -1,4 +1,4 @@
-"""The packages that pip installs with fedsim and its extras, according to `pyproject.toml` and installed packages."""
+"""Packages that pip installs with fedsim and its extras, read from `pyproject.toml` and from installed metadata."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def narrow_layers() -> torch.nn.Module:
 
 
 def test_adapters_are_drawn_in_the_order_of_the_model(tables):
-    """The order of a set would be another one in each process."""
+    """The order of a set would differ between processes."""
     tables = {**tables, "model": {"name": narrow_layers, "lora": {"rank": 2}}}
     with torch.random.fork_rng():
         torch.manual_seed(draw_key(0, "model"))

@@ -201,7 +201,7 @@ class LRSchedule:
 
     @cached_property
     def _known(self) -> dict[float, tuple[list[float], Iterator[float]]]:
-        """By initial learning rate: the learning rates computed so far, and an iterator over the next ones."""
+        """Map each initial learning rate to the rates computed so far and an iterator over the following rates."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:

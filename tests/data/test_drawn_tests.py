@@ -1,4 +1,4 @@
-"""The random draw of test samples: stratified by class, and classes that the model or the training samples lack."""
+"""Stratified random draw of test samples, and warnings about classes without outputs or training samples."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _moves(lab: Lab, settings: Settings, apart: float) -> bool:
 
 
 class Perturbed(fedsim.Callback):
-    """Changes the initial model by about 1e-12 of its values."""
+    """Callback that perturbs the parameters of the initial model by a relative amount of about 1e-12."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)

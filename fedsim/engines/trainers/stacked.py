@@ -235,7 +235,7 @@ MEMORY_SHARE = 0.5  # share of a GPU's total memory for stacks; results must not
 WIDEST_ON_CPU = 32  # wider stacks no longer reduce a step's fixed cost per row
 NARROWEST_ON_CPU = 4  # narrower stacks spend too much on fixed cost, even for large rows
 STACK_BYTES_ON_CPU = 2**23  # parameters of a stack per thread; larger stacks do not fit into the caches
-MOST_PARALLEL = 8  # a cohort is divided into up to this many stacks for the sake of parallel processes
+MOST_PARALLEL = 8  # maximum number of stacks that are made only so that processes can work in parallel
 
 
 def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, threads: int) -> int:
@@ -243,7 +243,8 @@ def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, thread
 
     The number determines how sums are rounded. So on a CPU it depends only on the experiment, and never on the cores,
     the processes or the memory: a stack should fit into the caches, and the cohort is divided into 2, 4 or 8 stacks if
-    each then has at least `NARROWEST_ON_CPU` workers. On a GPU, it also depends on the total memory of the device.
+    each then has at least `NARROWEST_ON_CPU` workers. More stacks are an even number, so that two processes can share
+    them. On a GPU, the width also depends on the total memory of the device.
 
     Args:
         task, shared: run and its tensors.
@@ -260,7 +261,7 @@ def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, thread
     widest = min(WIDEST_ON_CPU, max(NARROWEST_ON_CPU, threads * (STACK_BYTES_ON_CPU // row_bytes)))
     parallel = min(MOST_PARALLEL, 2 ** int(math.log2(max(1, workers // NARROWEST_ON_CPU))))
     stacks = max(parallel, -(-workers // widest))
-    stacks += stacks > 1 and stacks % 2  # an even number, which two processes can share
+    stacks += stacks > 1 and stacks % 2
     return -(-workers // stacks)
 
 
