@@ -233,7 +233,7 @@ def test_staleness_and_overlaps_of_two_scripted_processes(tmp_path):
 
 
 def test_staleness_of_two_scripted_processes_with_locks(tmp_path):
-    """The staleness of an exchange is the number of exchanges since the worker began. The last exchange has staleness 2."""
+    """An exchange is as stale as the number of exchanges since the worker began, which is 2 for the last one."""
     exchanges = [f"out{worker} write{worker} written{worker}" for worker in (0, 1, 1, 0, 0)]
     script = ["in0 in1", exchanges[0], "in0", exchanges[1], "in1", exchanges[2], exchanges[3], "in0", exchanges[4]]
     record = scripted_race(tmp_path, "ScriptedGossip", script, steps=[3, 2])
