@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast, get_args
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from fedsim.aggregation.containers import as_rows, checked_matrix, refuse_unclear_pairs, without_weights
 from fedsim.aggregation.inputs import AggregationInputs, Nonfinite, screened
-from fedsim.aggregation.numerics.columns import all_finite
+from fedsim.aggregation.numerics.columns import NonfiniteError, all_finite, reading
 from fedsim.aggregation.numerics.threads import alone_if_small
 from fedsim.aggregation.pipeline import AggregationResult, Pipeline
 from fedsim.aggregation.resolve import Stage, as_list, make_pipeline, resolve
@@ -115,14 +117,14 @@ def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: N
 
     `nonfinite` says what to do with updates that contain NaN or infinity: "error", "exclude" or "keep". Raises
     ExperimentError if the rule cannot be applied, or if the result is not finite (unless `nonfinite` is "keep").
+
+    On a GPU, no check waits for the device. An update that is not finite is an error if the rule reads norms or
+    distances of all updates on the host. Otherwise, such as for `median`, the result contains NaN or infinity.
     """
     updates = inputs.updates
-    with alone_if_small(updates.numel()), full_precision(updates.device):
-        linear = pipeline.rule.linear  # NaN or infinity in a row with a weight > 0 is then also in the result
-        if pipeline.columnwise and (linear or updates.device.type != "cpu"):
-            update = pipeline.by_columns(inputs.rows(), inputs)
-            if math.isfinite(update.sum() if linear else update.sum() + updates.sum()):  # waits for the device once
-                return AggregationResult(update)
+    with alone_if_small(updates.numel()), full_precision(updates.device, convolutions=not pipeline.built_in):
+        if (result := _without_check(inputs, pipeline, nonfinite)) is not None:
+            return result
         finite_inputs, _ = screened(inputs, nonfinite)
         result = pipeline(finite_inputs)
         if nonfinite != "keep" and not all_finite(result.update):
@@ -133,6 +135,30 @@ def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: N
                 f"{torch.finfo(dtype).max:.3g}; scale the updates down"
             )
         return result
+
+
+def _without_check(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> AggregationResult | None:
+    """Return the result if the updates need no separate check for NaN and infinity. None: check the updates first."""
+    updates, is_linear = inputs.updates, pipeline.columnwise and pipeline.rule.linear
+    on_gpu = updates.device.type != "cpu"
+    if nonfinite == "keep" or not (is_linear or (on_gpu and (pipeline.columnwise or pipeline.built_in))):
+        return None
+    if pipeline.columnwise:
+        result = AggregationResult(pipeline.by_columns(inputs.rows(), inputs))
+    else:
+        with reading() as progress:
+            try:
+                result = pipeline(inputs)
+            except NonfiniteError:
+                return None
+            if progress.has_read:
+                return result
+    if not is_linear and updates.numel():  # NaN or infinity in any update makes the whole result NaN
+        largest = torch.linalg.vector_norm(updates, torch.inf)
+        result = replace(result, update=result.update.add(largest, alpha=0))
+    if on_gpu and nonfinite == "error":  # a linear rule passes on NaN and infinity in a row with a weight > 0
+        return result
+    return result if math.isfinite(result.update.sum()) else None
 
 
 def checked_nonfinite(nonfinite: Any) -> Nonfinite:
@@ -157,7 +183,10 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
     refuse_unclear_pairs(updates, "updates")
     updates, form = as_rows(updates, "updates")
     inputs = AggregationInputs(checked_matrix(updates, "updates"), seed=seed)
-    with alone_if_small(updates.numel()), full_precision(updates.device):
+    with alone_if_small(updates.numel()), full_precision(updates.device, convolutions=not pipeline.built_in):
+        if updates.device.type != "cpu" and pipeline.built_in:
+            with contextlib.suppress(NonfiniteError), reading():
+                return form.rebuild(pipeline.rows(inputs).block())  # NaN spreads to all mixed rows
         return form.rebuild(pipeline.rows(screened(inputs, "error")[0]).block())
 
 

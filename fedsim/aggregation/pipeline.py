@@ -60,6 +60,11 @@ class Pipeline:
         return " + ".join(stage.name for stage in (*self.pre, self.rule))
 
     @property
+    def built_in(self) -> bool:
+        """Whether the rule and all pre-aggregators belong to fedsim."""
+        return all(stage.built_in for stage in (*self.pre, self.rule))
+
+    @property
     def columnwise(self) -> bool:
         """Whether each coordinate of the result depends only on this coordinate of the updates."""
         return self.rule.columnwise and not self.pre
@@ -125,7 +130,8 @@ class Pipeline:
     def by_columns(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor:
         """Apply a columnwise rule to one block of columns after another. Returns [d]."""
         updates, (n, d) = inputs.updates, inputs.updates.shape
-        shares = None if updates.device.type == "cpu" else self._linear_shares(rows, inputs)
+        is_mean = self.linear_by_weights and inputs.weights is None
+        shares = None if updates.device.type == "cpu" or is_mean else self._linear_shares(rows, inputs)
         if shares is not None:
             return combine(shares, updates)
         averages = self.rule.linear and inputs.weights is None  # weights of 0 would copy the other rows

@@ -94,11 +94,13 @@ class RuleStage(Component):
         columnwise: whether each coordinate of the result depends only on this coordinate of the updates.
         linear: whether all columns of the result are the same linear combination of the updates.
         f: value of the parameter `f` (number of Byzantine workers), or None if there is no such parameter.
+        built_in: whether the function belongs to fedsim.
     """
 
     columnwise: bool = False
     linear: bool = False
     f: int | None = None
+    built_in: bool = False
 
     @classmethod
     def of(cls, registration: Registration, params: dict[str, Any], **settings: Any) -> RuleStage:
@@ -114,7 +116,9 @@ class RuleStage(Component):
                     f"{registration.name}: a columnwise rule cannot have the input {name}; register the rule without "
                     "columnwise"
                 )
-        return super().of(registration, params, columnwise=columnwise, linear=linear, f=params.get("f"))
+        built_in = str(getattr(registration.target, "__module__", "")).startswith(f"{__package__}.rules.")
+        traits = {"columnwise": columnwise, "linear": linear, "built_in": built_in}
+        return super().of(registration, params, f=params.get("f"), **traits)
 
     def __call__(self, value_of: Callable[[str], Any], f: int | None = None) -> Any:
         """Call the rule or pre-aggregator, and return its result.

@@ -109,8 +109,16 @@ PRECISIONS = {
 FULL = PRECISIONS["float32"]
 
 
-def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without TF32, which PyTorch uses by default for convolutions on CUDA."""
+def full_precision(device: torch.device, convolutions: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """Return a context without TF32, which PyTorch uses by default for convolutions on CUDA.
+
+    Without `convolutions`, only matrix products need full precision. The context is then free unless the user has
+    allowed TF32 in matrix products.
+    """
+    if not convolutions and device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # the user mixes two interfaces of PyTorch
+            if not torch.backends.cuda.matmul.allow_tf32:
+                return contextlib.nullcontext()
     return FULL.training(device)
 
 

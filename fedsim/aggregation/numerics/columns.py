@@ -7,8 +7,10 @@ a rule needs up to WORKING bytes per input value, and may use at most the fracti
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -92,19 +94,23 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def sampled_columns(updates: Tensor) -> Tensor:
-    """Return a sample of 512 columns of `updates` [n, d]: short runs at equal distances. All columns if d <= 512."""
-    n, d = updates.shape
-    runs = SAMPLED // RUN
+    """Return a sample of 512 columns of `updates` [n, d], [n, 32, 16]: short runs at equal distances.
+
+    If d <= 512, the result contains all columns, [n, 1, d].
+    """
+    d, runs = updates.shape[1], SAMPLED // RUN
     if d <= SAMPLED:
-        return updates
-    return updates[:, : d // runs * runs].unflatten(1, (runs, d // runs))[:, :, :RUN].reshape(n, SAMPLED)
+        return updates.unsqueeze(1)
+    return updates[:, : d // runs * runs].unflatten(1, (runs, d // runs))[:, :, :RUN]
 
 
 def map_columns(updates: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `function` to the updates [n, d], one block of columns after another. Returns [d].
 
-    `function` maps a block [n, columns], in float32 or float64, to [columns].
+    `function` maps a block [n, columns], in float32 or float64, to a new tensor [columns].
     """
+    if updates.device.type != "cpu" and updates.shape[1] <= block_size(updates):  # one block: copying costs a launch
+        return function(at_least_float32(updates)).to(updates.dtype)
     result = updates.new_empty(updates.shape[1])
     with alone_if_few(len(updates)):
         for block in small_blocks(updates):
@@ -123,26 +129,25 @@ def keep_own(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
 
 
 def squared_norms(updates: Tensor) -> Tensor:
-    """Return the squared norms [n] of n updates, in double precision if the device supports it."""
+    """Return the squared norms of n updates, float64 [n] on the CPU."""
     return squared_distances_to(updates, None)
 
 
 def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
-    """Return the squared distances [n] of n updates from a point [d] (None: zero).
+    """Return the squared distances of n updates from a point [d] (None: zero), float64 [n] on the CPU.
 
-    The result is in double precision if the device supports it.
+    Sums are in double precision if the device supports it.
     """
-    total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
-    sums = total.numpy() if total.device.type == "cpu" else None
+    if updates.device.type != "cpu":
+        return distances_to(updates, point).square()
+    total = torch.zeros(len(updates), dtype=torch.double)
+    sums = total.numpy()
     with np.errstate(all="ignore"), alone_if_few(len(updates)):  # overflow gives infinity
         for block, rows in wide_blocks(updates):
             if point is not None:
                 rows.sub_(point[block])
-            if sums is None:
-                total += rows.square().sum(1)
-            else:  # n dot products read the rows once, in one thread
-                values = rows.numpy()
-                sums += np.matmul(values[:, None], values[:, :, None])[:, 0, 0]
+            values = rows.numpy()  # n dot products read the rows once, in one thread
+            sums += np.matmul(values[:, None], values[:, :, None])[:, 0, 0]
     return total
 
 
@@ -156,16 +161,101 @@ def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
 
     A distance is infinite if its square overflows.
     """
-    return squared_distances_to(updates, point).cpu().double().sqrt()
+    if updates.device.type == "cpu":
+        return squared_distances_to(updates, point).sqrt()
+    return on_host(distances_on_device(updates, point))[0]
+
+
+def distances_on_device(updates: Tensor, point: Tensor | None) -> Tensor:
+    """Return the distances [n] of n updates from a point [d] (None: zero), on a GPU, without waiting for it.
+
+    Differences and sums are in double precision if the device supports it, so that rules select the same updates on
+    every device.
+    """
+    wide = wide_dtype(updates.device)
+    point = None if point is None else point.to(wide)
+    parts = [
+        torch.linalg.vector_norm(
+            updates[:, block] if point is None else updates[:, block] - point[block], dim=1, dtype=wide
+        )
+        for block in small_blocks(updates)
+    ]
+    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
+
+
+def norms_and_products(updates: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the norms [n] of n updates, the norm [1] of `vector` [d], and its inner products [n] with the updates.
+
+    All results are float64 on the CPU. Sums are in double precision if the device supports it.
+    """
+    row = vector.unsqueeze(0)
+    if updates.device.type == "cpu":
+        return norms(updates), norms(row), products_with(updates, vector)
+    lengths, length, products = on_host(
+        distances_on_device(updates, None), distances_on_device(row, None), products_with(updates, vector)
+    )
+    return lengths, length, products
 
 
 def products_with(updates: Tensor, vector: Tensor) -> Tensor:
     """Return the inner products [n] of n updates with `vector` [d], in double precision if the device supports it."""
     total = torch.zeros(len(updates), dtype=wide_dtype(updates.device), device=updates.device)
+    vector = vector.to(total.dtype)
     with alone_if_few(len(updates)):
         for block, rows in wide_blocks(updates):
-            total += rows @ vector[block].to(rows.dtype)
+            total += rows @ vector[block]
     return total
+
+
+class NonfiniteError(Exception):
+    """Raised inside `reading` if a rule reads NaN or infinity from a GPU, or numbers that have overflowed."""
+
+
+class Reading(threading.local):
+    """What the current thread has read from a GPU in a block `with reading()`.
+
+    Attributes:
+        checks: whether numbers that are not finite end the block.
+        has_read: whether the numbers that were read depend on all values of the updates.
+    """
+
+    checks = has_read = False
+
+
+_reading = Reading()
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[Reading]:
+    """Raise NonfiniteError in this block if a rule reads numbers from a GPU that are not finite.
+
+    Most rules read a distance or a norm of every update on the host. These numbers are finite only if all updates are,
+    so no separate check has to wait for the GPU. The block provides a `Reading`.
+    """
+    before = _reading.checks, _reading.has_read
+    _reading.checks, _reading.has_read = True, False
+    try:
+        yield _reading
+    finally:
+        _reading.checks, _reading.has_read = before
+
+
+def on_host(*values: Tensor) -> list[Tensor]:
+    """Copy tensors to the CPU, in float64. The host waits for a GPU only once.
+
+    Together, the tensors must depend on all values of the updates, such as their norms (see `reading`).
+
+    Raises NonfiniteError inside `reading` if a number is not finite.
+    """
+    if values[0].device.type == "cpu":
+        return [value.double() for value in values]
+    copied = (values[0] if len(values) == 1 else torch.cat([value.flatten() for value in values])).cpu().double()
+    if _reading.checks:
+        if not np.isfinite(copied.numpy()).all():
+            raise NonfiniteError
+        _reading.has_read = True
+    parts = copied.view(-1).split([value.numel() for value in values])
+    return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
 
 def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
@@ -173,17 +263,38 @@ def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
 
     Updates with coefficient 0 are skipped, so they may contain NaN.
     """
+    if updates.device.type != "cpu":
+        return _combine_on_device(coefficients.numpy(), updates)
     narrow = updates.dtype in (torch.float16, torch.bfloat16)
     factors = coefficients.to(torch.float32 if narrow else updates.dtype)
     if not narrow and 1 < len(factors) == int(coefficients.count_nonzero()):
-        return to_device(factors, updates.device) @ updates
+        return factors @ updates
     used = coefficients.nonzero().flatten()
     if len(used) == 1 and not narrow:
         return updates[int(used[0])] * float(coefficients[used[0]])
-    if not narrow and updates.device.type == "cpu" and math.isfinite((result := factors @ updates).sum()):
+    if not narrow and math.isfinite((result := factors @ updates).sum()):
         return result
-    factors, used = (to_device(values, updates.device) for values in (factors[used], used))
-    return map_columns(updates, lambda block: factors @ block[used])  # 0 times infinity would be NaN
+    return map_columns(updates, lambda block: factors[used] @ block[used])  # 0 times infinity would be NaN
+
+
+def _combine_on_device(coefficients: np.ndarray, updates: Tensor) -> Tensor:
+    """Do the same as `combine` on a GPU, with one or two launches and without waiting for it."""
+    used = np.flatnonzero(coefficients)
+    factors = coefficients[used]
+    if len(used) <= 1:
+        return updates[used[0]] * float(factors[0]) if len(used) else updates.new_zeros(updates.shape[1])
+    first, last = used[0], used[-1] + 1
+    index = None if last - first == len(used) else to_device(torch.from_numpy(used), updates.device)
+    weights = None
+    if factors[0] != 1 / len(used) or (factors != factors[0]).any():
+        dtype = torch.promote_types(updates.dtype, torch.float32)
+        weights = to_device(torch.from_numpy(factors).to(dtype), updates.device)
+
+    def of_block(block: Tensor) -> Tensor:
+        rows = block[first:last] if index is None else block.index_select(0, index)
+        return rows.mean(0) if weights is None else weights @ rows
+
+    return map_columns(updates, of_block)
 
 
 def all_finite(values: Tensor) -> bool:

@@ -14,6 +14,7 @@ from fedsim.aggregation.numerics.columns import (
     Reduce,
     all_finite,
     keep_own,
+    on_host,
     sampled_columns,
     small_blocks,
     wide_blocks,
@@ -217,23 +218,18 @@ def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> T
         reduce: function that sums a tensor over all processes, if each process has only some of the columns.
         known: result of this function for the first updates, if already computed.
     """
-    n, first, wide = len(updates), 0 if known is None else len(known) - 1, wide_dtype(updates.device)
+    n, first = len(updates), 0 if known is None else len(known) - 1
     if known is None:
-        sample = sampled_columns(updates).to(wide)
-        nearest = reduce(torch.linalg.vecdot(sample, sample), "sum").argmin()
-        centre = nearest.reshape(1)  # a tensor that stays on the device
-        del sample  # frees the memory before wide blocks are allocated
+        centre = _short_update(updates, reduce)
     else:
         centre = to_device(known.diagonal()[:first].argmin().reshape(1), updates.device)  # the product is 0 there
-    total = torch.zeros(n - first, n, dtype=wide, device=updates.device)
-    with alone_if_few(n):
-        for _, rows in wide_blocks(updates):
-            middle = rows.index_select(0, centre)
-            rows.sub_(middle).index_copy_(0, centre, middle)  # the centre itself replaces its difference of 0
-            _add_products(total, rows)
-    on_host = torch.cat([total.flatten(), centre.to(wide)]).cpu().double()  # one copy waits for the device once
-    lower, row = torch.zeros(n, n, dtype=torch.double), int(on_host[-1])
-    lower[first:] = reduce(on_host[:-1].view(total.shape), "sum")
+    if updates.device.type == "cpu":
+        total, row = _centred_products(updates, centre, n - first), int(centre)
+    else:
+        total, of_row = on_host(_centred_products_on_device(updates, centre, n - first), centre)
+        row = int(of_row)
+    lower = torch.zeros(n, n, dtype=torch.double)
+    lower[first:] = reduce(total, "sum")
     if known is not None:
         lower[:first, :first] = known[:first, :first]
         lower[row, :first] = lower[:first, row] = known[first, :first]
@@ -249,12 +245,48 @@ def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> T
     return torch.from_numpy(basis)
 
 
+def _short_update(updates: Tensor, reduce: Reduce) -> Tensor:
+    """Return the position of an update with a small norm, int64 [1], on the device of the updates."""
+    sample, wide = sampled_columns(updates), wide_dtype(updates.device)
+    if updates.device.type != "cpu":
+        lengths = torch.linalg.vector_norm(sample, dim=(1, 2), dtype=wide)
+        return reduce(lengths, "sum").argmin().reshape(1)
+    sample = sample.flatten(1).to(wide)
+    return reduce(torch.linalg.vecdot(sample, sample), "sum").argmin().reshape(1)
+
+
+def _centred_products(updates: Tensor, centre: Tensor, m: int) -> Tensor:
+    """Return the inner products [m, n] between the last m and all n centred updates, on a CPU.
+
+    The update at position `centre` is subtracted from all others. It is not centred itself.
+    """
+    total = torch.zeros(m, len(updates), dtype=torch.double)
+    with alone_if_few(len(updates)):
+        for _, rows in wide_blocks(updates):
+            middle = rows.index_select(0, centre)
+            rows.sub_(middle).index_copy_(0, centre, middle)  # the centre itself replaces its difference of 0
+            _add_products(total, rows)
+    return total
+
+
+def _centred_products_on_device(updates: Tensor, centre: Tensor, m: int) -> Tensor:
+    """Do the same as `_centred_products` on a GPU, with few launches."""
+    first, wide = len(updates) - m, wide_dtype(updates.device)
+    parts = []
+    for block in small_blocks(updates):
+        part = updates[:, block]
+        middle = part.index_select(0, centre).to(wide)
+        rows = part.sub(middle).index_copy_(0, centre, middle)
+        parts.append(rows[first:] @ rows.t())
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
 def _add_products(total: Tensor, rows: Tensor) -> None:
     """Add the inner products between the last m rows and all n rows to `total` [m, n], in place.
 
     Most entries above the diagonal of the [n, n] product are omitted, because the product is symmetric.
     """
-    if len(rows) <= FEW_ROWS and rows.device.type == "cpu" and len(total) == len(rows):
+    if len(rows) <= FEW_ROWS and len(total) == len(rows):
         _add_few_products(total.numpy(), rows.numpy())
         return
     first = len(rows) - len(total)

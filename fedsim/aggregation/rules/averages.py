@@ -33,8 +33,8 @@ def mean(updates: Tensor, weights: Tensor | None = None, weight_total: float | N
     """
     if weights is not None:
         return weighted_mean(updates, weights, weight_total)
-    if updates.element_size() < 4:  # sums may overflow in half precision
-        return updates.mean(0)
+    if updates.element_size() < 4 or updates.device.type != "cpu":  # sums may overflow in half precision
+        return updates.mean(0)  # one launch
     n = updates.shape[0]
     with alone_if_few(n):  # on a CPU the product uses one thread, and the division is too short for several
         return torch.mv(updates.t(), updates.new_ones(n)).div_(n)  # faster than updates.mean(0)
@@ -107,6 +107,6 @@ def qfedavg(
     raised = torch.where(losses == 0, LEAST_LOSS, losses).cpu()
     steps = raised**q / lr
     if q:  # otherwise the squared norms, which may overflow, are not needed
-        squares = squared_norms(updates).cpu().double()
+        squares = squared_norms(updates)
         steps += q * raised ** (q - 1) * (squares if sync == "gradients" else squares / lr**2)
     return LinearCombination(raised**q / lr / steps.sum())

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation.mean_shift import bandwidth_of, mean_shift
-from fedsim.aggregation.numerics.columns import most_columns, norms
+from fedsim.aggregation.numerics.columns import most_columns, norms, on_host
 from fedsim.aggregation.numerics.gram import TIED, Gram, require_no_overflow
 from fedsim.aggregation.rule import Count, LinearCombination, Positive, average_of, require, rule
 from fedsim.aggregation.rules.clipping import clip_factors
@@ -126,7 +126,7 @@ def _centred_products(updates: Tensor, columns: Tensor) -> Tensor:
         rows = updates[:, part].to(wide)
         rows -= rows.mean(0)
         products.addmm_(rows, rows.t())
-    products = products.cpu().double()
+    products = on_host(products, updates.sum(1))[0] if updates.is_cuda else products.cpu().double()
     require_no_overflow(products, updates)
     return products
 
