@@ -22,6 +22,7 @@ from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
 from fedsim.system.precision import full_precision
 
+POLICIES = get_args(Nonfinite)
 PLAIN = {int, float, str, bool, type(None)}  # types of immutable parameters, for which pipelines are cached
 
 
@@ -141,18 +142,14 @@ def _without_check(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Non
     """Return the result if the updates need no separate check for NaN and infinity. None: check the updates first."""
     updates, is_linear = inputs.updates, pipeline.columnwise and pipeline.rule.linear
     on_gpu = updates.device.type != "cpu"
-    if nonfinite == "keep" or not (is_linear or (on_gpu and (pipeline.columnwise or pipeline.built_in))):
+    if nonfinite == "keep" or not (is_linear or on_gpu):
         return None
     if pipeline.columnwise:
-        result = AggregationResult(pipeline.by_columns(inputs.rows(), inputs))
+        result, are_finite = AggregationResult(pipeline.by_columns(inputs.rows(), inputs)), False
     else:
-        with reading() as progress:
-            try:
-                result = pipeline(inputs)
-            except NonfiniteError:
-                return None
-            if progress.has_read:
-                return result
+        result, are_finite = pipeline.without_check(inputs)
+    if are_finite or result is None:
+        return result
     if not is_linear and updates.numel():  # NaN or infinity in any update makes the whole result NaN
         largest = torch.linalg.vector_norm(updates, torch.inf)
         result = replace(result, update=result.update.add(largest, alpha=0))
@@ -163,8 +160,8 @@ def _without_check(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Non
 
 def checked_nonfinite(nonfinite: Any) -> Nonfinite:
     """Return `nonfinite`. Raises ExperimentError unless it is "error", "exclude" or "keep"."""
-    if nonfinite not in get_args(Nonfinite):
-        raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), get_args(Nonfinite))}")
+    if nonfinite not in POLICIES:
+        raise ExperimentError(f"nonfinite = {show(nonfinite)}: {nearest(str(nonfinite), POLICIES)}")
     return cast(Nonfinite, nonfinite)
 
 

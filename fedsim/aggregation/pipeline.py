@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from fedsim.aggregation.inputs import AggregationInputs
-from fedsim.aggregation.numerics.columns import BLOCK, column_blocks, combine, small_blocks
+from fedsim.aggregation.numerics.columns import (
+    BLOCK,
+    NonfiniteError,
+    column_blocks,
+    combine,
+    reading,
+    small_blocks,
+)
 from fedsim.aggregation.numerics.lazy_rows import LazyRows
 from fedsim.aggregation.numerics.threads import alone_if_small
 from fedsim.aggregation.rule import LinearCombination, RuleStage
@@ -112,6 +119,20 @@ class Pipeline:
             if result.coefficients.ndim == 2 and result.then is None:  # the result of a pre-aggregator
                 result = LinearCombination(result.coefficients.mean(0))
             return AggregationResult(rows.row(result), rows.shares(result), state)
+
+    def without_check(self, inputs: AggregationInputs) -> tuple[AggregationResult | None, bool]:
+        """Aggregate updates on a GPU that have not been checked for NaN and infinity, with a built-in rule.
+
+        Returns the result and whether all updates are known to be finite. The result is None if they are not, or if
+        their norms overflow. It is also None if the rule may not be applied to unchecked updates.
+        """
+        if inputs.updates.device.type == "cpu" or not all(stage.built_in for stage in (*self.pre, self.rule)):
+            return None, False
+        with reading() as progress:
+            try:
+                return self(inputs), progress.has_read
+            except NonfiniteError:
+                return None, False
 
     def rows(self, inputs: AggregationInputs) -> LazyRows:
         """Return the rows to which the rule is applied: the updates, or the result of the pre-aggregators."""

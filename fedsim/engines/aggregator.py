@@ -11,6 +11,7 @@ The engine `distributed` communicates as much as the rule needs, for n rows of d
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedsim.aggregation import AggregationInputs, Gram, Pipeline, column_blocks, screened
-from fedsim.aggregation.numerics.columns import Reduce, combine, keep_own
+from fedsim.aggregation.numerics.columns import NonfiniteError, Reduce, bad_rows, combine, keep_own, reading
 from fedsim.aggregation.rules.averages import mean
 from fedsim.engines.group import Group, rows_at
 from fedsim.engines.round_stats import AggregationContext, AggregationStats
@@ -274,6 +275,8 @@ class Aggregator:
         self._complete = False  # whether every process has the whole aggregated update
         self.has_last, self.losses, self.broadcast_bytes = False, shared.cohort.losses[:0], 0
         may_defer = task.device.type != "cpu" and process.count == 1 and task.experiment.nonfinite != "keep"
+        # Without a check, a rule that reads norms or distances on the host finds out whether they are finite.
+        self._rule_checks = may_defer and task.experiment.rule.built_in and not task.experiment.rule.columnwise
         # A round that fails the check is repeated. The state of an attack would then advance twice.
         may_defer = may_defer and "state" not in task.experiment.attack.component.accepts
         may_defer = may_defer and task.experiment.rule.columnwise and not group.divided
@@ -336,8 +339,8 @@ class Aggregator:
 
     @property
     def _checks_now(self) -> bool:
-        """Whether rows are checked for NaN and infinity now, not only at the end of the round."""
-        return self._task.experiment.nonfinite != "keep" and not self._defers
+        """Whether rows are checked for NaN and infinity now, not by the rule or at the end of the round."""
+        return self._task.experiment.nonfinite != "keep" and not self._defers and not self._rule_checks
 
     @property
     def _defers(self) -> bool:
@@ -382,6 +385,11 @@ class Aggregator:
 
         def aggregate(byzantine: Tensor) -> Tensor:
             rows[index] = byzantine
+            if self._rule_checks and task.experiment.rule.accepts("gram"):
+                with contextlib.suppress(NonfiniteError), reading():
+                    inputs = self._inputs(context, rows)
+                    inputs.gram = attacked.gram(byzantine)
+                    return task.experiment.rule(inputs).update
             inputs, bad = screened(self._inputs(context, rows), "exclude")
             if not bad and task.experiment.rule.accepts("gram"):
                 inputs.gram = attacked.gram(byzantine)
@@ -420,8 +428,14 @@ class Aggregator:
         rows = self.gathered(context)
         with group.at_first() as results:
             if group.index == 0:
-                inputs = screen(self._task, context, self._inputs(context, rows), bad)
-                outcome = rule(inputs)
+                inputs, outcome, are_finite = self._inputs(context, rows), None, False
+                if self._rule_checks:
+                    outcome, are_finite = rule.without_check(inputs)
+                    bad = [] if are_finite else bad_rows(inputs.updates)
+                    self._workers -= len(bad)
+                if outcome is None or bad:
+                    inputs = screen(self._task, context, self._inputs(context, rows), bad)
+                    outcome = rule(inputs)
                 self._state, self._result = outcome.state, [(slice(0, len(outcome.update)), outcome.update)]
                 stats = _stats(context, bad, outcome.shares, inputs)
                 results.append(stats.on_host() if group.divided else stats)

@@ -72,7 +72,7 @@ def krum_scores(squared_distances: Tensor, f: int) -> Tensor:
     """Return the Krum score of each update, [n]: the sum of its squared distances to the n - f - 2 nearest others."""
     n = len(squared_distances)
     others = np.array(squared_distances.numpy())
-    np.fill_diagonal(others, math.inf)
+    others.flat[:: n + 1] = math.inf
     others.sort(axis=1)
     return torch.from_numpy(others[:, : max(0, n - f - 2)].sum(1))
 
