@@ -79,10 +79,17 @@ class NestedForm:
 
     def flat(self, entries: Entries, lead: tuple[int, ...] = ()) -> Tensor:
         """Flatten and concatenate the floating-point tensors, of shapes [*lead, ...]. Returns a tensor [*lead, d]."""
+        return torch.cat(self._parts(entries, lead), dim=-1)
+
+    def rows(self, all_entries: Sequence[Entries]) -> Tensor:
+        """Flatten the floating-point tensors of n updates, with one concatenation. Returns a tensor [n, d]."""
+        parts = [part for entries in all_entries for part in self._parts(entries)]
+        return torch.cat(parts).view(len(all_entries), -1)
+
+    def _parts(self, entries: Entries, lead: tuple[int, ...] = ()) -> list[Tensor]:
         like = [self.entries[place] for place in self.columns]
         dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in like))
-        parts = [entries[place].reshape(*lead, -1).to(like[0].device, dtype) for place in self.columns]
-        return torch.cat(parts, dim=-1)
+        return [entries[place].reshape(*lead, -1).to(like[0].device, dtype) for place in self.columns]
 
     def rebuild(self, result: Tensor) -> Any:
         """Return a result [d] or [m, d] with the structure of the updates.
@@ -138,7 +145,7 @@ def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Fo
     all_entries = [_entries_like(form, update, name) for name, update in zip(names, updates, strict=True)]
     if form is not like and isinstance(updates[0], Mapping):  # gradients in a list may share memory by chance
         form = replace(form, shared=_shared(all_entries))
-    return torch.stack([form.flat(entries) for entries in all_entries]), form
+    return form.rows(all_entries), form
 
 
 def without_weights(updates: Any, place: str) -> tuple[Any, list[float] | None]:
@@ -258,7 +265,7 @@ def checked_matrix(updates: Any, place: str) -> Tensor:
 
     Raises ExperimentError unless `updates` is a floating-point tensor [n, d] with n >= 1.
     """
-    if isinstance(updates, Tensor) and updates.ndim == 2 and len(updates) and updates.is_floating_point():
+    if isinstance(updates, Tensor) and updates.ndim == 2 and updates.shape[0] and updates.is_floating_point():
         return updates.detach()
     actual = f"{updates.dtype} {tuple(updates.shape)}" if isinstance(updates, Tensor) else f"a {type(updates).__name__}"
     raise ExperimentError(

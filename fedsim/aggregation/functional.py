@@ -12,7 +12,14 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.containers import as_rows, checked_matrix, refuse_unclear_pairs, without_weights
+from fedsim.aggregation.containers import (
+    Form,
+    MatrixForm,
+    as_rows,
+    checked_matrix,
+    refuse_unclear_pairs,
+    without_weights,
+)
 from fedsim.aggregation.inputs import AggregationInputs, Nonfinite, screened
 from fedsim.aggregation.numerics.columns import NonfiniteError, all_finite, reading
 from fedsim.aggregation.numerics.threads import alone_if_small
@@ -80,17 +87,21 @@ def aggregate(
     """
     checked_nonfinite(nonfinite)
     pipeline = _pipeline(rule, params)
-    updates, in_pairs = without_weights(updates, "updates")
-    if in_pairs is not None:
-        if weights is not None:
-            raise ExperimentError("weights: are also in the pairs (update, weight) of `updates`; omit one of the two")
-        if not pipeline.accepts_weights:
-            raise ExperimentError(
-                f"updates: the rule {pipeline.name} does not support the weights in the pairs (update, weight); pass "
-                "only the updates"
-            )
-        weights = in_pairs
-    updates, form = as_rows(updates, "updates")
+    form: Form = MatrixForm(is_array=False)
+    if not isinstance(updates, Tensor):
+        updates, in_pairs = without_weights(updates, "updates")
+        if in_pairs is not None:
+            if weights is not None:
+                raise ExperimentError(
+                    "weights: are also in the pairs (update, weight) of `updates`; omit one of the two"
+                )
+            if not pipeline.accepts_weights:
+                raise ExperimentError(
+                    f"updates: the rule {pipeline.name} does not support the weights in the pairs (update, weight); "
+                    "pass only the updates"
+                )
+            weights = in_pairs
+        updates, form = as_rows(updates, "updates")
     updates = checked_matrix(updates, "updates")
     n, d = updates.shape
     inputs = AggregationInputs(updates, checked_weights(weights, n, pipeline), seed=seed)
@@ -123,9 +134,12 @@ def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: N
     distances of all updates on the host. Otherwise, such as for `median`, the result contains NaN or infinity.
     """
     updates = inputs.updates
-    with alone_if_small(updates.numel()), full_precision(updates.device, convolutions=not pipeline.built_in):
+    with _setting(updates, pipeline):
         if (result := _without_check(inputs, pipeline, nonfinite)) is not None:
             return result
+        if nonfinite != "keep":
+            _require_finite("root", inputs.root)
+            _require_finite("last", inputs.last)
         finite_inputs, _ = screened(inputs, nonfinite)
         result = pipeline(finite_inputs)
         if nonfinite != "keep" and not all_finite(result.update):
@@ -136,6 +150,13 @@ def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: N
                 f"{torch.finfo(dtype).max:.3g}; scale the updates down"
             )
         return result
+
+
+def _setting(updates: Tensor, pipeline: Pipeline) -> contextlib.AbstractContextManager[None]:
+    """Return a context with one thread for small updates on a CPU, or in full precision for updates on a GPU."""
+    if updates.device.type == "cpu":
+        return alone_if_small(updates.numel())
+    return full_precision(updates.device, convolutions=not pipeline.built_in)
 
 
 def _without_check(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> AggregationResult | None:
@@ -180,7 +201,7 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
     refuse_unclear_pairs(updates, "updates")
     updates, form = as_rows(updates, "updates")
     inputs = AggregationInputs(checked_matrix(updates, "updates"), seed=seed)
-    with alone_if_small(updates.numel()), full_precision(updates.device, convolutions=not pipeline.built_in):
+    with _setting(updates, pipeline):
         if updates.device.type != "cpu" and pipeline.built_in:
             with contextlib.suppress(NonfiniteError), reading():
                 return form.rebuild(pipeline.rows(inputs).block())  # NaN spreads to all mixed rows
@@ -210,14 +231,24 @@ def checked_weights(weights: Tensor | Sequence[float] | None, n: int, pipeline: 
 
 
 def _checked(name: str, value: Any, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
-    """Return `value` as a tensor on `device`. Raises ExperimentError if it has another shape or is not finite."""
+    """Return `value` as a tensor on `device`.
+
+    Raises ExperimentError if it has another shape, or if it is on a CPU and not finite.
+    """
     try:
         value = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise ExperimentError(f"{name}: must be numbers of shape {shape}, not {show(value)}") from None
     if tuple(value.shape) != shape:
         raise ExperimentError(f"{name}: must have shape {shape}, not {tuple(value.shape)}")
-    if not bool(value.isfinite().all()):
+    value = value.to(device)
+    if value.device.type == "cpu":
+        _require_finite(name, value)
+    return value
+
+
+def _require_finite(name: str, value: Tensor | None) -> None:
+    """Raise ExperimentError unless `value` is finite or None. Waits for a GPU."""
+    if value is not None and not bool(value.isfinite().all()):
         count = int((~value.isfinite()).sum())
         raise ExperimentError(f"{name}: must be finite; {count} of its values are NaN or infinite")
-    return value.to(device)

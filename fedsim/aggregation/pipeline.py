@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -66,25 +66,25 @@ class Pipeline:
         """Names of the pre-aggregators and the rule, such as `nnm + trimmed_mean`."""
         return " + ".join(stage.name for stage in (*self.pre, self.rule))
 
-    @property
+    @cached_property
     def built_in(self) -> bool:
         """Whether the rule and all pre-aggregators belong to fedsim."""
         return all(stage.built_in for stage in (*self.pre, self.rule))
 
-    @property
+    @cached_property
     def columnwise(self) -> bool:
         """Whether each coordinate of the result depends only on this coordinate of the updates."""
         return self.rule.columnwise and not self.pre
 
-    @property
+    @cached_property
     def accepts_weights(self) -> bool:
         return "weights" in self.rule.accepts and not self.pre
 
-    @property
+    @cached_property
     def needs_weights(self) -> bool:
         return self.accepts_weights and self.rule.accepts["weights"]
 
-    @property
+    @cached_property
     def linear_by_weights(self) -> bool:
         """Whether the result is a linear combination of the updates whose coefficients depend only on the weights."""
         return (
@@ -106,7 +106,8 @@ class Pipeline:
 
         Raises ExperimentError for a violated constraint on n and f, or if a stage returns a result of the wrong shape.
         """
-        with alone_if_small(inputs.updates.numel()):
+        # If the updates are on a GPU, the host only computes with matrices [n, n].
+        with alone_if_small(inputs.updates.numel() if inputs.updates.device.type == "cpu" else 0):
             rows = self.rows(inputs)
             if self.rule.columnwise:
                 return AggregationResult(self.by_columns(rows, inputs), self._linear_shares(rows, inputs))
@@ -126,7 +127,7 @@ class Pipeline:
         Returns the result and whether all updates are known to be finite. The result is None if they are not, or if
         their norms overflow. It is also None if the rule may not be applied to unchecked updates.
         """
-        if inputs.updates.device.type == "cpu" or not all(stage.built_in for stage in (*self.pre, self.rule)):
+        if inputs.updates.device.type == "cpu" or not self.built_in:
             return None, False
         with reading() as progress:
             try:

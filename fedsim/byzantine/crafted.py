@@ -138,12 +138,11 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
     greatest = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * gram).amax(1)
     room = (greatest.max() - squares).clamp_(min=0) if bound == "max" else greatest.min() - squares
     curvature = deviation.square().sum()
-    if curvature == 0 or (room < 0).any():
-        return mean
     # The root >= 0 of curvature g^2 + 2 slope g = room, in the form without cancellation.
     root = (slopes.square() + curvature * room).sqrt()
     roots = torch.where(slopes > 0, room / (slopes + root), (root - slopes) / curvature)
-    return mean - roots.min() * deviation
+    allows_none = (curvature == 0) | (room < 0).any()  # on a GPU, an `if` would wait for the device
+    return mean - torch.where(allows_none, 0, roots.min()) * deviation
 
 
 @attack_strategy("min_sum")
@@ -172,10 +171,8 @@ def min_sum(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
     for _, centred in blocks_of(honest, mean):
         squares += centred.square_().sum(1)
     curvature = deviation.square().sum()
-    if curvature == 0:
-        return mean
     allowed = squares.max() if bound == "max" else squares.min()
-    return mean - (allowed / curvature).sqrt() * deviation
+    return mean - torch.where(curvature == 0, 0, (allowed / curvature).sqrt()) * deviation
 
 
 def _mean_and_deviation(honest: Tensor, dev: Deviation) -> tuple[Tensor, Tensor]:
@@ -185,7 +182,7 @@ def _mean_and_deviation(honest: Tensor, dev: Deviation) -> tuple[Tensor, Tensor]
     if dev == "sign":
         return mean, mean.sign()
     norm = torch.linalg.vector_norm(mean)
-    return mean, mean / norm if norm > 0 else torch.zeros_like(mean)
+    return mean, torch.where(norm > 0, mean / norm, 0)
 
 
 @attack_strategy("opt_alie")

@@ -116,9 +116,11 @@ def full_precision(device: torch.device, convolutions: bool = True) -> contextli
     allowed TF32 in matrix products.
     """
     if not convolutions and device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # the user mixes two interfaces of PyTorch
+        try:
             if not torch.backends.cuda.matmul.allow_tf32:
                 return contextlib.nullcontext()
+        except RuntimeError:  # the user has set `fp32_precision` instead
+            pass
     return FULL.training(device)
 
 

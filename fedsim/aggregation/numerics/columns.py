@@ -62,8 +62,8 @@ def most_columns(n: int, device: torch.device) -> int:
 def block_size(updates: Tensor) -> int:
     """Return how many columns of `updates` [n, d] to process at once, limited by CPU cache or GPU memory."""
     if updates.device.type != "cpu":
-        return most_columns(len(updates), updates.device)
-    return min(MOST, max(FEWEST, NUMBERS // max(1, len(updates))))
+        return most_columns(updates.shape[0], updates.device)
+    return min(MOST, max(FEWEST, NUMBERS // max(1, updates.shape[0])))
 
 
 def small_blocks(updates: Tensor) -> Iterator[slice]:
@@ -170,14 +170,11 @@ def distances_on_device(updates: Tensor, point: Tensor | None) -> Tensor:
     Differences and sums are in double precision if the device supports it, so that rules select the same updates on
     every device.
     """
-    wide = wide_dtype(updates.device)
-    point = None if point is None else point.to(wide)
-    parts = [
-        torch.linalg.vector_norm(
-            updates[:, block] if point is None else updates[:, block] - point[block], dim=1, dtype=wide
-        )
-        for block in small_blocks(updates)
-    ]
+    wide, parts = wide_dtype(updates.device), []
+    for block in small_blocks(updates):
+        rows = updates[:, block]
+        rows = rows if point is None else rows - point[block].to(wide)
+        parts.append(torch.linalg.vector_norm(rows, dim=1, dtype=wide))
     return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
 
 
@@ -247,13 +244,17 @@ def on_host(*values: Tensor) -> list[Tensor]:
     """
     if values[0].device.type == "cpu":
         return [value.double() for value in values]
-    copied = (values[0] if len(values) == 1 else torch.cat([value.flatten() for value in values])).cpu().double()
+    if len(values) == 1:
+        copies = [values[0].cpu().double()]
+    else:
+        flat = torch.cat([value.flatten() for value in values]).cpu().double()
+        parts = flat.split([value.numel() for value in values])
+        copies = [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
     if _reading.checks:
-        if not np.isfinite(copied.numpy()).all():
+        if not all(np.isfinite(copy.numpy()).all() for copy in copies):
             raise NonfiniteError
         _reading.has_read = True
-    parts = copied.view(-1).split([value.numel() for value in values])
-    return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+    return copies
 
 
 def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
@@ -277,7 +278,7 @@ def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
 
 def _combine_on_device(coefficients: np.ndarray, updates: Tensor) -> Tensor:
     """Do the same as `combine` on a GPU, with one or two launches and without waiting for it."""
-    used = np.flatnonzero(coefficients)
+    (used,) = coefficients.nonzero()
     factors = coefficients[used]
     if len(used) <= 1:
         return updates[used[0]] * float(factors[0]) if len(used) else updates.new_zeros(updates.shape[1])

@@ -179,20 +179,33 @@ class Gram:
         """Return the squared distances of row i from the rows at the positions `others`."""
         if not others:
             return []
-        totals = torch.stack([self._squared_difference(i, j) for j in others]).cpu().double()
+        if self._updates.device.type == "cpu":
+            totals = torch.stack([self._squared_difference(i, j) for j in others])
+        else:
+            (totals,) = on_host(self._squared_differences_on_gpu(i, others))
         return self._reduce(totals, "sum").tolist()
 
-    def _squared_difference(self, i: int, j: int) -> Tensor:
-        """Return the squared distance of rows i and j, over the columns of this process only."""
+    def _squared_differences_on_gpu(self, i: int, others: list[int]) -> Tensor:
+        """Do the same as `_squared_difference` for all `others` at once, on a GPU."""
         updates, wide = self._updates, wide_dtype(self._updates.device)
-        total = torch.zeros((), dtype=wide, device=updates.device)
+        weights = self._coordinates[i, :-1] - self._coordinates[others, :-1]
+        chosen = weights.any(0).nonzero().flatten()
+        weights, chosen = to_device(weights[:, chosen].to(wide), updates.device), to_device(chosen, updates.device)
+        parts = [
+            (weights @ updates[:, block].index_select(0, chosen).to(wide)).square().sum(1)
+            for block in small_blocks(updates)
+        ]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    def _squared_difference(self, i: int, j: int) -> Tensor:
+        """Return the squared distance of rows i and j on a CPU, over the columns of this process only."""
+        updates, total = self._updates, torch.zeros((), dtype=torch.double)
         weights = self._coordinates[i, :-1] - self._coordinates[j, :-1]
         chosen = weights.nonzero().flatten()
         if not len(chosen):  # the same combination of the updates
             return total
-        weights, chosen = to_device(weights[chosen].to(wide), updates.device), to_device(chosen, updates.device)
         for block in small_blocks(updates):
-            away = weights @ updates[:, block].index_select(0, chosen).to(wide)
+            away = weights[chosen] @ updates[:, block].index_select(0, chosen).double()
             total += away @ away
         return total
 

@@ -40,7 +40,7 @@ class LazyRows:
         self._make_gram = gram or (lambda: Gram(updates, reduce=reduce))
 
     def __len__(self) -> int:
-        return len(self._updates) if self._mixing is None else len(self._mixing)
+        return (self._updates if self._mixing is None else self._mixing).shape[0]
 
     @property
     def shape(self) -> tuple[int, int]:
