@@ -159,8 +159,10 @@ class Pipeline:
         averages = self.rule.linear and inputs.weights is None  # weights of 0 would copy the other rows
         if not rows.are_mixed and (averages or d < 2 * BLOCK):
             return self.of_columns(rows.block(), rows, inputs)
+        blocks = list(small_blocks(updates) if rows.are_mixed else column_blocks(d, n=n, device=updates.device))
+        if len(blocks) == 1:
+            return self.of_columns(rows.block(), rows, inputs).to(updates.dtype)
         result = updates.new_empty(d)
-        blocks = small_blocks(updates) if rows.are_mixed else column_blocks(d, n=n, device=updates.device)
         for block in blocks:
             result[block] = self.of_columns(rows.block(block), rows, inputs)
         return result

@@ -44,6 +44,12 @@ CASES = {
     "a weighted mean": {"aggregate": {"weights": "samples"}},
     "a median": {"aggregate": {"rule": "median"}},
     "krum": {"workers": 5, "aggregate": {"rule": "krum", "f": 1}},
+    "monna": {"workers": 5, "aggregate": {"rule": "monna", "f": 1, "row": 4}},
+    "a rule that reads nothing": {"workers": 5, "aggregate": {"rule": ["bucketing", "median"]}},
+    "krum under attack": {
+        **{"workers": 7, "attack": {"name": "opt_ipm", "fraction": 0.2, "evaluations": 4}},
+        "aggregate": {"rule": "krum", "f": 1},
+    },
     "batched": {"engine": "batched", "processes": 1, "data": "tests.components:with_a_hole_at_the_end"},
     "buffers": {"model": "tests.models:Normalised"},
     "own buffers": {"model": "tests.models:Normalised", "buffers": "local"},
@@ -82,13 +88,20 @@ def test_a_gradient_that_is_not_finite_stops_the_run_if_it_counts(weights):
     assert str(gpu_error.value) == str(expected.value)
 
 
-@pytest.mark.parametrize("rule", ["mean", "median"])
-def test_the_aggregations_of_a_round_wait_once(rule, gpu):
+STEPS = 5  # of a round of BASE
+
+
+@pytest.mark.parametrize(
+    ("rule", "waits", "launches"),
+    [("mean", 1, 2), ("median", 1, 4), ({"rule": "krum", "f": 0}, STEPS, 8), ({"rule": "cge", "f": 0}, STEPS, 3)],
+    ids=["mean", "median", "krum", "cge"],
+)
+def test_no_check_for_nan_waits_in_each_step(rule, waits, launches, gpu):
+    """Updates are checked once at the end of a round, or by the distances that the rule reads in each step."""
     with gpu.counting() as counts:
         result = run({"data": SOUND, "rounds": 1, "aggregate": rule}, "cuda")
     assert result.test_accuracy > 0.1
-    places, steps = ("aggregation/", "engines/aggregator.py", "engines/deferred_check.py"), 5
+    places = ("aggregation/", "engines/aggregator.py")
     here = [(kind, count) for (kind, _, line), count in counts.events.items() if line.startswith(places)]
-    assert sum(count for kind, count in here if kind in WAITS) == 1, counts.table(*WAITS)
-    launches = sum(count for kind, count in here if kind == LAUNCH)
-    assert launches <= steps * {"mean": 2, "median": 5}[rule] + 8, counts.table(LAUNCH)
+    assert sum(count for kind, count in here if kind in WAITS) == waits, counts.table(*WAITS)
+    assert sum(count for kind, count in here if kind == LAUNCH) <= STEPS * launches + 8, counts.table(LAUNCH)

@@ -182,20 +182,24 @@ class Gram:
         if self._updates.device.type == "cpu":
             totals = torch.stack([self._squared_difference(i, j) for j in others])
         else:
-            (totals,) = on_host(self._squared_differences_on_gpu(i, others))
+            totals = self._squared_differences_on_gpu(i, others)
         return self._reduce(totals, "sum").tolist()
 
     def _squared_differences_on_gpu(self, i: int, others: list[int]) -> Tensor:
-        """Do the same as `_squared_difference` for all `others` at once, on a GPU."""
+        """Do the same as `_squared_difference` for all `others` at once, on a GPU. Returns a tensor on the CPU."""
         updates, wide = self._updates, wide_dtype(self._updates.device)
-        weights = self._coordinates[i, :-1] - self._coordinates[others, :-1]
-        chosen = weights.any(0).nonzero().flatten()
-        weights, chosen = to_device(weights[:, chosen].to(wide), updates.device), to_device(chosen, updates.device)
+        weights, totals = self._coordinates[i, :-1] - self._coordinates[others, :-1], torch.zeros(len(others)).double()
+        differ, chosen = weights.any(1), weights.any(0).nonzero().flatten()
+        if not differ.any():  # the same combination of the updates
+            return totals
+        factors = to_device(weights[differ][:, chosen].to(wide), updates.device)
+        chosen = to_device(chosen, updates.device)
         parts = [
-            (weights @ updates[:, block].index_select(0, chosen).to(wide)).square().sum(1)
+            (factors @ updates[:, block].index_select(0, chosen).to(wide)).square().sum(1)
             for block in small_blocks(updates)
         ]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+        (totals[differ],) = on_host(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
+        return totals
 
     def _squared_difference(self, i: int, j: int) -> Tensor:
         """Return the squared distance of rows i and j on a CPU, over the columns of this process only."""
