@@ -65,13 +65,15 @@ def aggregate(
         last: previous aggregate, where centered_clipping starts, [d] or with the structure of one update.
         seed: seed of random draws (for bucketing, dnc and signguard).
         nonfinite: how to treat updates that contain NaN or infinity: "error", "exclude" or "keep". Excluded updates
-            count as Byzantine.
+            count as Byzantine. On a GPU, "error" never waits for a check: rules that read norms or distances of all
+            updates on the host raise the error. The result of other rules then contains NaN or infinity: `mean` and
+            `weighted_mean` where an update does, and rules such as `median` everywhere.
         params: parameters by name. The rule and each pre-aggregator receive the parameters that they have.
 
     Returns the aggregate with the structure, dtype and device of one update: [d] for a matrix [n, d].
 
     Raises ExperimentError (a ValueError) for an unknown rule, an invalid parameter, shape or weight, a NaN or infinity
-    in the updates, a violated constraint on n and f, or updates whose form is ambiguous.
+    in the updates (on a GPU, see `nonfinite`), a violated constraint on n and f, or updates whose form is ambiguous.
 
     >>> updates = torch.tensor([[1.0, 2.0], [2.0, 3.0], [3.0, 1.0], [90.0, -90.0]])
     >>> fedsim.aggregate(updates, rule="median")
@@ -127,17 +129,15 @@ def _registered(rule: str, /, **params: Any) -> Pipeline:
 def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> AggregationResult:
     """Apply an aggregation rule to its inputs, and return the result.
 
-    `nonfinite` says what to do with updates that contain NaN or infinity: "error", "exclude" or "keep". Raises
-    ExperimentError if the rule cannot be applied, or if the result is not finite (unless `nonfinite` is "keep").
-
-    On a GPU, no check waits for the device. An update that is not finite is an error if the rule reads norms or
-    distances of all updates on the host. Otherwise, such as for `median`, the result contains NaN or infinity.
+    `nonfinite` says what to do with updates that contain NaN or infinity: "error", "exclude" or "keep" (see
+    `aggregate`). Raises ExperimentError if the rule cannot be applied, or on a CPU if the result is not finite (unless
+    `nonfinite` is "keep"). On a GPU, a result that has overflowed is returned.
     """
     updates = inputs.updates
     with _setting(updates, pipeline):
         if (result := _without_check(inputs, pipeline, nonfinite)) is not None:
             return result
-        if nonfinite != "keep":
+        if nonfinite != "keep" and updates.device.type != "cpu":
             _require_finite("root", inputs.root)
             _require_finite("last", inputs.last)
         finite_inputs, _ = screened(inputs, nonfinite)
@@ -166,11 +166,12 @@ def _without_check(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Non
     if nonfinite == "keep" or not (is_linear or on_gpu):
         return None
     if pipeline.columnwise:
-        result, are_finite = AggregationResult(pipeline.by_columns(inputs.rows(), inputs)), False
+        result = AggregationResult(pipeline.by_columns(inputs.rows(), inputs))
     else:
-        result, are_finite = pipeline.without_check(inputs)
-    if are_finite or result is None:
-        return result
+        unchecked, are_finite = pipeline.without_check(inputs)
+        if are_finite or unchecked is None:
+            return unchecked
+        result = unchecked
     if not is_linear and updates.numel():  # NaN or infinity in any update makes the whole result NaN
         largest = torch.linalg.vector_norm(updates, torch.inf)
         result = replace(result, update=result.update.add(largest, alpha=0))

@@ -61,7 +61,8 @@ class RobustState:
             with a rule. Rules that need `root` or `losses` are not supported.
         process_group: process group of the model; None: all ranks.
         seed: seed for the rule's random draws; must be equal on all ranks.
-        nonfinite: what to do with gradients that contain NaN or infinity: "error", "exclude" or "keep".
+        nonfinite: what to do with gradients that contain NaN or infinity: "error", "exclude" or "keep",
+            as in `fedsim.aggregate`.
         params: parameters of the rule, such as f.
 
     Raises ExperimentError (a ValueError) for an unknown rule or an invalid parameter.

@@ -20,7 +20,8 @@ class RuleOverRounds:
         rule: aggregation rule, or a list of pre-aggregators that ends with a rule, as in `fedsim.aggregate`.
         params: parameters of the rule by name.
         seed: seed for the rule's random draws.
-        nonfinite: what to do with updates that contain NaN or infinity: "error", "exclude" or "keep".
+        nonfinite: what to do with updates that contain NaN or infinity: "error", "exclude" or "keep",
+            as in `fedsim.aggregate`.
         sync: what is aggregated: model updates ("parameters") or gradients ("gradients").
 
     >>> rule = RuleOverRounds("centered_clipping", {"tau": 1.0})

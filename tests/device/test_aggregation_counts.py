@@ -79,7 +79,7 @@ def call_of(name, updates):
 @pytest.mark.parametrize("n", [N, 10 * N])
 @pytest.mark.parametrize("name", [*(registration.name for registration in rule), *PIPELINES])
 def test_an_aggregation_on_a_gpu_takes_few_launches_and_waits(name, n, gpu):
-    updates = rows(n)
+    updates = rows(n, N * D // n)
     expected, on_gpu = call_of(name, updates)(), upload(updates)
     aggregate = call_of(name, on_gpu)
     with gpu.counting() as counts:
@@ -94,7 +94,7 @@ def test_an_aggregation_on_a_gpu_takes_few_launches_and_waits(name, n, gpu):
 @pytest.mark.parametrize("n", [N, 10 * N])
 @pytest.mark.parametrize("name", fedsim.pre_aggregators())
 def test_a_pre_aggregator_on_a_gpu_takes_few_launches_and_waits(name, n, gpu):
-    on_gpu = upload(rows(n))
+    on_gpu = upload(rows(n, N * D // n))
     with gpu.counting() as counts:
         fedsim.pre_aggregate(on_gpu, name, **parameters_of([name]))
     assert (counts.launches, counts.waits, counts.uploads) <= PRE_AGGREGATORS[name], counts.table()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.aggregation.numerics import lazy_rows
 from fedsim.asynchronous.policies.model_updates import FedBuff
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines.pool import backend as pool_backend
@@ -64,3 +65,10 @@ def test_functions_by_hand_work_in_full_precision(call, gpu, seen):
     call(upload(torch.rand(3, 5)), noted)
     assert seen
     assert not any(seen)
+
+
+def test_built_in_rules_multiply_in_full_precision(gpu, seen, monkeypatch):
+    combine = lazy_rows.combine
+    monkeypatch.setattr(lazy_rows, "combine", lambda *arguments: seen.append(allowed()) or combine(*arguments))
+    fedsim.aggregate(upload(torch.rand(6, 5)), rule=["nnm", "multi_krum"], f=1)
+    assert seen == [False]

@@ -235,11 +235,8 @@ def _products(updates: Tensor, reduce: Reduce, known: Tensor | None = None) -> T
         reduce: function that sums a tensor over all processes, if each process has only some of the columns.
         known: result of this function for the first updates, if already computed.
     """
-    first = 0 if known is None else len(known) - 1
-    if known is None:
-        centre = _short_update(updates, reduce)
-    else:
-        centre = known.diagonal()[:first].argmin().reshape(1)  # the product is 0 there
+    # Of the known products, that of the centre is 0.
+    centre = _short_update(updates, reduce) if known is None else known.diagonal()[:-1].argmin().reshape(1)
     of_device = _products_of_blocks if updates.device.type == "cpu" else _products_on_gpu
     products = torch.from_numpy(of_device(updates, centre, reduce, known))
     require_no_overflow(products, updates, reduce)
