@@ -1,12 +1,12 @@
 """Time and memory of every aggregation rule, compared with plain PyTorch operations and with the package byzfl.
 
 All rules are timed on the same float32 updates, and the shortest of several times counts. Compared functions are timed
-in turn: a rule, then byzfl's rule or the matrix product that the rule needs, then the rule again. If byzfl has the same
-rule, both results must agree. Memory (Linux only) is the additional peak memory of a separate process that returns
-freed memory at once, in units of the size of the updates.
+in turn: a rule, then byzfl's rule or the matrix product that the rule needs, then the rule again. On a GPU, a call ends
+when the device has finished. If byzfl has the same rule, both results must agree. Memory (Linux only, on a CPU) is the
+additional peak memory of a separate process that returns freed memory at once, in units of the size of the updates.
 
     python -m pip install byzfl
-    python benchmarks/rules.py [--rows 20 100] [--columns 21840 1663370] [--repeats 3] [--threads 2]
+    python benchmarks/rules.py [--rows 20 100] [--columns 21840 1663370] [--repeats 3] [--threads 2] [--device cuda]
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor
 
 import fedsim
 from fedsim.aggregation import rule
+from fedsim.system.devices import describe_device, synchronize
 from fedsim.system.packages import import_torchvision
 
 KRUM_FAMILY = ("krum", "multi_krum", "medoid")
@@ -78,7 +79,7 @@ def theirs(f: int) -> dict[str, Any]:
 OTHERWISE_DEFINED = {"median", "caf", "multi_krum"}  # torch.median's lower value; one power step; one neighbour more
 
 
-def seconds(*functions: Callable[[], object], repeats: int) -> list[float]:
+def seconds(*functions: Callable[[], object], repeats: int, device: torch.device) -> list[float]:
     """Return the shortest time of each function. The functions take turns, and a short one is repeated in each turn."""
     least = [float("inf")] * len(functions)
     for _ in range(repeats):
@@ -87,6 +88,7 @@ def seconds(*functions: Callable[[], object], repeats: int) -> list[float]:
             while spent < ENOUGH_TIME / repeats:
                 started = time.perf_counter()
                 function()
+                synchronize(device)
                 took = time.perf_counter() - started
                 least[place], spent = min(least[place], took), spent + took
     return least
@@ -132,8 +134,8 @@ def largest_f(name: str, n: int) -> int:
     return (n - 3) // 4 if name == "bulyan" else n // 5
 
 
-def measure(n: int, d: int, repeats: int) -> dict[str, Any]:
-    updates = some_updates(n, d)
+def measure(n: int, d: int, repeats: int, device: torch.device) -> dict[str, Any]:
+    updates = some_updates(n, d).to(device)
 
     def product64() -> Tensor:
         wide = updates.double()
@@ -145,7 +147,7 @@ def measure(n: int, d: int, repeats: int) -> dict[str, Any]:
         "torch_median": lambda: updates.median(0),
         "torch_sort": lambda: updates.sort(0),
     }
-    others, rules, times, needed = theirs(n // 5), {}, {}, memories(n, d)
+    others, rules, times, needed = theirs(n // 5), {}, {}, memories(n, d) if device.type == "cpu" else {}
     for registration in rule:
         function = ours(registration.name, updates, largest_f(registration.name, n))
         against = {name: baselines[name] for name in PLAINLY.get(registration.name, ())}
@@ -154,7 +156,7 @@ def measure(n: int, d: int, repeats: int) -> dict[str, Any]:
             if registration.name not in OTHERWISE_DEFINED:
                 away = float((function() - against["byzfl"]()).abs().max())
                 assert away < 1e-5, f"{registration.name}: byzfl's result differs by {away}"
-        took = seconds(function, *against.values(), repeats=repeats)
+        took = seconds(function, *against.values(), repeats=repeats, device=device)
         times[registration.name] = dict(zip(("ours", *against), took, strict=True))
         rules[registration.name] = {"ms": round(1e3 * took[0], 3), "memory": needed.get(registration.name)}
         if registration.name in others:
@@ -187,6 +189,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, nargs="+", default=[21_840, 1_663_370])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument(
         "--memory-only", action="store_true", help="measure only memory, for the first of --rows and --columns"
     )
@@ -195,8 +198,18 @@ def main() -> None:
     if arguments.memory_only:
         print(json.dumps(memory_of_rules(arguments.rows[0], arguments.columns[0])))
         return
-    figures = {f"n={n}, d={d}": measure(n, d, arguments.repeats) for n in arguments.rows for d in arguments.columns}
-    report("rules", **figures, repeats=arguments.repeats, threads=arguments.threads)
+    figures = {
+        f"n={n}, d={d}": measure(n, d, arguments.repeats, arguments.device)
+        for n in arguments.rows
+        for d in arguments.columns
+    }
+    report(
+        "rules",
+        **figures,
+        repeats=arguments.repeats,
+        threads=arguments.threads,
+        device=describe_device(arguments.device),
+    )
 
 
 if __name__ == "__main__":

@@ -452,8 +452,6 @@ class Aggregator:
         rule, group, start = self._task.experiment.rule, self._group, self._columns.start
         rows = group.columns_of(self._shared.cohort.rows, context.slots)
         inputs = self._inputs(context, rows, group.reduce)
-        if self.deferred_check is not None and self._defers:
-            self.deferred_check.add(inputs.updates)
         inputs = screen(self._task, context, inputs, bad)
         if rule.columnwise:
             lazy, shares = inputs.rows(), self._shares(context, inputs, bad)
@@ -465,6 +463,12 @@ class Aggregator:
             outcome = rule(inputs)
             self._state, shares = outcome.state, outcome.shares
             self._result = [(self._columns, outcome.update)]
+        if self.deferred_check is not None and self._defers:
+            # If no coefficient is 0, NaN and infinity in any update are also in the result.
+            is_in_result = shares is not None and bool(shares.all())
+            of_result = [update.unsqueeze(0) for _, update in self._result]
+            for rows in of_result if is_in_result else [inputs.updates]:
+                self.deferred_check.add(rows)
         return _stats(context, bad, shares, inputs)
 
     def _add_rows(self, context: AggregationContext) -> AggregationStats:

@@ -30,7 +30,7 @@ BOUNDS = {  # (launches, waits, uploads) of fedsim.aggregate, also for ten times
     "multi_krum": (7, 1, 1),
     "bulyan": (15, 1, 1),
     "mda": (7, 1, 1),
-    "smea": (7, 1, 0),
+    "smea": (7, 1, 1),
     "medoid": (7, 1, 0),
     "cge": (2, 1, 1),
     "aksel": (6, 1, 1),
