@@ -37,7 +37,7 @@ BOUNDS = {  # (launches, waits, uploads) of fedsim.aggregate, also for ten times
     "monna": (4, 1, 1),
     "caf": (7, 1, 0),
     "dnc": (6 + DRAW, 1, 1),
-    "signguard": (10 + DRAW, 2, 1),
+    "signguard": (11 + DRAW, 1, 1),
     "fltrust": (7, 1, 1),
     "foolsgold": (7, 1, 0),
 }

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation.mean_shift import bandwidth_of, mean_shift
-from fedsim.aggregation.numerics.columns import most_columns, norms, on_host
+from fedsim.aggregation.numerics.columns import distances_on_device, most_columns, norms, on_host
 from fedsim.aggregation.numerics.gram import TIED, Gram, require_no_overflow
 from fedsim.aggregation.rule import Count, LinearCombination, Positive, average_of, require, rule
 from fedsim.aggregation.rules.clipping import clip_factors
@@ -173,11 +173,12 @@ def signguard(
     """
     n, d = updates.shape
     require(d >= 1, "signguard", "d >= 1", d=d)
-    lengths = norms(updates)
+    columns = draws.choice(d, max(1, int(fraction * d + MARGIN)))
+    of_device = norms(updates) if updates.device.type == "cpu" else distances_on_device(updates, None)
+    lengths, counts = on_host(of_device, _sign_counts(updates, columns))
     typical = float(lengths.quantile(0.5))
     ordinary = (lengths >= NORM_RANGE[0] * typical) & (lengths <= NORM_RANGE[1] * typical)
-    columns = draws.choice(d, max(1, int(fraction * d + MARGIN)))
-    selected = (ordinary & _largest_cluster(_sign_shares(updates, columns))).nonzero().flatten()
+    selected = (ordinary & _largest_cluster(counts / len(columns))).nonzero().flatten()
     if not len(selected):
         raise ExperimentError(
             f"signguard: none of the {n} updates passes both filters (norms and signs); use another rule"
@@ -187,13 +188,13 @@ def signguard(
     return LinearCombination(coefficients)
 
 
-def _sign_shares(updates: Tensor, columns: Tensor) -> Tensor:
-    """Return the fractions of positive, zero and negative values of each update in the given columns, [n, 3]."""
+def _sign_counts(updates: Tensor, columns: Tensor) -> Tensor:
+    """Return the numbers of positive, zero and negative values of each update in the given columns, [n, 3]."""
     counts = torch.zeros(len(updates), 3, dtype=torch.int64, device=updates.device)
     for part in _parts(updates, columns):
         signs = updates[:, part].sign()
         counts += torch.stack([(signs == value).sum(1) for value in (1, 0, -1)], dim=1)
-    return counts.cpu().double() / len(columns)
+    return counts
 
 
 def _largest_cluster(features: Tensor) -> Tensor:
