@@ -275,11 +275,12 @@ class Aggregator:
         self._complete = False  # whether every process has the whole aggregated update
         self.has_last, self.losses, self.broadcast_bytes = False, shared.cohort.losses[:0], 0
         may_defer = task.device.type != "cpu" and process.count == 1 and task.experiment.nonfinite != "keep"
-        # Without a check, a rule that reads norms or distances on the host finds out whether they are finite.
+        may_defer = may_defer and not group.divided
+        # A built-in rule that reads norms or distances of all updates finds out whether the updates are finite.
         self._rule_checks = may_defer and task.experiment.rule.built_in and not task.experiment.rule.columnwise
         # A round that fails the check is repeated. The state of an attack would then advance twice.
         may_defer = may_defer and "state" not in task.experiment.attack.component.accepts
-        may_defer = may_defer and task.experiment.rule.columnwise and not group.divided
+        may_defer = may_defer and task.experiment.rule.columnwise
         self.deferred_check = DeferredCheck(shared) if may_defer else None
 
     def sent_row(self, round: int) -> Tensor:

@@ -281,8 +281,9 @@ def _products_of_blocks(updates: Tensor, centre: Tensor, reduce: Reduce, known: 
 def _products_on_gpu(updates: Tensor, centre: Tensor, reduce: Reduce, known: Tensor | None) -> np.ndarray:
     """Do the same as `_products` on a GPU, with few launches and one wait.
 
-    Products of float32 would be faster, but a bound of their rounding error (1e-4 of |x_i| |x_j| for 2^11 terms in a
-    row) exceeds the differences of most scores, so it would rarely prove that a rule selects the same updates.
+    The products are float64, because float32 rarely proves that a rule selects the same updates. A sum of 2^8 float32
+    products has an error of up to 2^-16 |x_i| |x_j|. For five draws of 100 normal updates with 21,840 values, this
+    bound is less than half the gap between scores for `krum` in four, for `multi_krum` in two, and for `nnm` in none.
     """
     n, first, wide = len(updates), 0 if known is None else len(known) - 1, wide_dtype(updates.device)
     centre, parts = to_device(centre, updates.device), []
