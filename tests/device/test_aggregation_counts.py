@@ -166,3 +166,10 @@ def test_a_linear_rule_draws_the_same_coefficients_on_a_gpu():
         with some_gpu():
             result = fedsim.aggregate(to_gpu(updates), rule=rules, seed=3)
         assert torch.allclose(result.cpu(), expected, rtol=0, atol=1e-12)
+
+
+def test_a_rule_may_return_coefficients_that_are_on_the_gpu(gpu):
+    def halves(updates):
+        return fedsim.aggregation.LinearCombination(updates.new_full((len(updates),), 0.5))
+
+    assert torch.equal(download(fedsim.aggregate(upload(torch.ones(3, 2)), rule=halves)), torch.full((2,), 1.5))

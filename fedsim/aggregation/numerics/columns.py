@@ -263,7 +263,7 @@ def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
     Updates with coefficient 0 are skipped, so they may contain NaN.
     """
     if updates.device.type != "cpu":
-        return _combine_on_device(coefficients.numpy(), updates)
+        return _combine_on_device(coefficients.detach().cpu().numpy(), updates)
     narrow = updates.dtype in (torch.float16, torch.bfloat16)
     factors = coefficients.to(torch.float32 if narrow else updates.dtype)
     if not narrow and 1 < len(factors) == int(coefficients.count_nonzero()):
