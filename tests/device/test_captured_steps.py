@@ -31,6 +31,7 @@ from tests.device.agreement import (
 )
 from tests.device.pretend import download, upload
 from tests.device.test_bounds import ORDERS
+from tests.real_models import CHAR_LSTM, GPT
 
 UNEVEN = {"partition": "tests.components:uneven"}
 CASES = {
@@ -59,6 +60,8 @@ CASES = {
         **UNEVEN,
         "local": {"steps": 19, "batch_size": 8},
     },
+    "a character LSTM": {**CHAR_LSTM, **UNEVEN},
+    "a transformer": {**GPT, **UNEVEN},
     "rounds on the clock": {"mode": "clock", "policy": "fedasync", "rounds": 2, **UNEVEN},
 }
 
@@ -121,12 +124,16 @@ def differing(actual, expected):
     ]
 
 
-TOLERANCES = {"float64": 1e-9, "tf32": 2e-2, "bf16": 2e-2} if REAL else {"float64": 1e-12}
+TOLERANCES = {"float64": 1e-9, "tf32": 2e-2, "bf16": 2e-2} if REAL else {"float64": 1e-12, "tf32": 1e-5, "bf16": 2e-2}
+# On the pretend GPU, the operations of the other cases are the same in every precision.
+DIFFERENT = "a model with buffers", "a character LSTM", "a transformer"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", TOLERANCES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [(case, name) for case in CASES for name in TOLERANCES if REAL or name == "float64" or case in DIFFERENT],
+)
 def test_captured_steps_agree_with_the_ordinary_path(case, precision):
     """A failed capture would raise a warning, which is an error here."""
     tables = with_small_data({**TINY, **ENGINES["batched"], **CASES[case], "precision": precision})

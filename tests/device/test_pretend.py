@@ -36,6 +36,12 @@ def test_without_the_block_there_is_no_gpu():
     assert torch.zeros(2).device == torch.device("cpu")
 
 
+def recurrent(x, state):
+    """Run a recurrent network with two units on a sequence of two, for a batch of one."""
+    weights = [torch.ones(2, width, device="cuda") for width in (3, 2)] + [torch.ones(2, device="cuda")] * 2
+    return torch.rnn_tanh(x.unsqueeze(0), state, weights, True, 1, 0.0, True, False, True)
+
+
 REFUSED = {
     "a host matrix": lambda x: x @ torch.zeros(3, 2),
     "a number of the host in a stack": lambda x: torch.stack([x[0, 0], torch.tensor(1.0)]),
@@ -47,6 +53,7 @@ REFUSED = {
     "a copy from the host in a capture": lambda x: capture(lambda: x.copy_(torch.ones(2, 3))),
     "positions of the host in a capture": lambda x: capture(lambda: x[torch.tensor([0])]),
     "a synchronisation in a capture": lambda x: capture(torch.cuda.synchronize),
+    "a state that cuDNN does not read": lambda x: recurrent(x, torch.zeros(1, 1, 4, device="cuda")[:, :, ::2]),
     "a tensor of Python numbers in a capture": lambda x: capture(lambda: torch.tensor([1.0], device="cuda")),
 }
 
@@ -77,6 +84,11 @@ def test_a_number_of_the_host_is_an_operand_of_an_elementwise_operation(x):
     half = torch.tensor(0.5)
     for result in (x * half, half * x, x.clone().mul_(half), torch.where(x > half, x, half), x.fill_(half)):
         assert result.device == GPU
+
+
+def test_a_contiguous_state_starts_a_recurrent_network(x):
+    outputs, _ = recurrent(x, torch.zeros(1, 1, 2, device="cuda"))
+    assert outputs.device == GPU
 
 
 COUNTED = {  # (launches, graph launches, uploads, downloads, reads)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.device.pretend.counting import DOWNLOAD, UPLOAD, source_line
 from tests.device.pretend.placement import DeviceError, download, on_gpu, place, upload
+from tests.device.pretend.recording import tensors_in
 
 if TYPE_CHECKING:
     from tests.device.pretend.gpu import PretendGpu
@@ -27,6 +28,7 @@ FACTORIES = {
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like, torch.randint_like),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
 }
+RECURRENT = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
 
 
 class PythonApi(TorchFunctionMode):
@@ -45,6 +47,7 @@ class PythonApi(TorchFunctionMode):
             Tensor.__deepcopy__: self._deepcopy,
             Tensor.is_shared: lambda tensor: on_gpu(tensor) or Tensor.is_shared(tensor),
             Tensor.pin_memory: lambda tensor, *_: tensor.clone(),
+            **{function: self._as_by_cudnn(function) for function in RECURRENT},
         }
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -111,6 +114,17 @@ class PythonApi(TorchFunctionMode):
                     f"memory first, at {source_line()}"
                 )
             return function(tensor, *args, **kwargs)
+
+        return checked
+
+    def _as_by_cudnn(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a recurrent `function` with a check that raises DeviceError for states that cuDNN refuses."""
+
+        def checked(inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
+            packed = isinstance(args[2], list | tuple)  # the batch sizes of packed inputs precede the states
+            if on_gpu(inputs) and not all(state.is_contiguous() for state in tensors_in(args[packed])):
+                raise DeviceError(f"rnn: hx is not contiguous, at {source_line()}")
+            return function(inputs, *args, **kwargs)
 
         return checked
 
