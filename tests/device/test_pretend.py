@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.device.pretend import GPU, DeviceError, download, on_gpu, pretend_gpu, upload
 
@@ -153,6 +154,18 @@ def test_derivatives_and_batched_functions_stay_on_the_gpu(x):
     squares = torch.func.vmap(torch.func.grad(lambda row: (row * row).sum()))(x.detach())
     assert squares.device == GPU
     assert torch.equal(download(squares), 2 * download(x))
+
+
+def test_a_python_number_that_vmap_converts_is_on_the_host(x):
+    class Devices(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.extend(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+            return function(*args, **kwargs or {})
+
+    seen = []
+    with Devices():
+        torch.func.vmap(lambda number: number * 0.5)(x[0])
+    assert seen == ["cuda", "cuda", "cpu"]  # a view, then a product
 
 
 def test_a_thread_has_the_gpu_too(gpu):

@@ -38,6 +38,10 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_ind
 TAKE_HOST_SCALARS = {"fill_", "fill", "where", "masked_fill", "masked_fill_", "lerp", "lerp_"}
 
 
+# conversions of a Python number to a tensor, which is on the host
+OF_NUMBERS = {torch.ops.aten._to_copy.default}
+
+
 class DeviceRules(TorchDispatchMode):
     """A mode that refuses what CUDA refuses, counts launches and waits, and records captured operations."""
 
@@ -82,7 +86,7 @@ class DeviceRules(TorchDispatchMode):
         if factory != "cuda" and self._gpu.generator in generators:
             raise DeviceError(f"{function}: Expected a 'cpu' device type for generator but found 'cuda'")
         result = self._execute(function, args, kwargs) if factory == "cuda" else function(*args, **kwargs)
-        if not tensors and isinstance(result, Tensor) and factory != "cpu":
+        if not tensors and isinstance(result, Tensor) and factory != "cpu" and function not in OF_NUMBERS:
             if factory is None:
                 leave_unplaced(result)
             self._record(function, args, kwargs, result)
