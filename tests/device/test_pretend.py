@@ -165,7 +165,7 @@ def test_a_python_number_that_vmap_converts_is_on_the_host(x):
     seen = []
     with Devices():
         torch.func.vmap(lambda number: number * 0.5)(x[0])
-    assert seen == ["cuda", "cuda", "cpu"]  # a view, then a product
+    assert seen[-2:] == ["cuda", "cpu"]  # the operands of the product
 
 
 def test_a_thread_has_the_gpu_too(gpu):
