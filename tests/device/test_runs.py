@@ -56,6 +56,7 @@ def with_engines(name, values, engines=("serial", "batched")):
 CONTRACT = {  # cases with a component or partition, or rounds, that no other test in this file has
     "parameters": [
         *("scaffold with full gradients", "feddyn of rows left out", "worker state of rows left out", "dropout"),
+        *("transforms of torchvision", "processed updates", "next token"),
         *("gradients first, then parameters", "buffers kept by workers", "state that no row holds"),
         *("shared and unused parameters", "token numbers", "a rule by distances, under attack", "pre-aggregators"),
         *("a rule with a state", "a rule that asks for losses", "an attack tuned to the rule"),
