@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fedsim.core import philox
 from fedsim.errors import ExperimentError
+from fedsim.system.devices import with_index
 
 STEPS_AHEAD = 32  # steps per call, because drawing a few words takes as long as drawing 2^15
 WORDS_AHEAD = 1 << 15  # maximum number of words drawn ahead per call
@@ -212,7 +213,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     backend = torch.get_device_module(device)
     if hasattr(backend, "default_generators"):
-        return backend.default_generators[device.index]
+        return backend.default_generators[with_index(device).index]
     return backend._get_default_mps_generator()  # MPS has a single generator
 
 
@@ -227,7 +228,7 @@ def preserve_random_state(device: torch.device) -> Iterator[None]:
         if device.type == "cpu":
             torch_state = torch.random.fork_rng(devices=[])
         else:
-            torch_state = torch.random.fork_rng(devices=[device.index], device_type=device.type)
+            torch_state = torch.random.fork_rng(devices=[with_index(device).index], device_type=device.type)
         try:
             with torch_state:
                 yield
@@ -260,8 +261,8 @@ class _DrawnOnHost(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in function.tags or kwargs.get("generator") is not None:
             return function(*args, **kwargs)
         devices = [leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        device = kwargs.get("device") or next((device for device in devices if device != CPU), CPU)
-        if device == CPU:
+        device = kwargs.get("device") or next((device for device in devices if device.type != "cpu"), CPU)
+        if device.type == "cpu":
             return function(*args, **kwargs)
         copied = torch.ops.aten._to_copy.default
         inputs, options = tree_map_only(Tensor, partial(copied, device=CPU), (args, kwargs))

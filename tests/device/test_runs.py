@@ -131,8 +131,8 @@ def test_a_server_optimizer(registration):
     assert_agrees_with_the_cpu(with_server_optimizer(registration), "serial")
 
 
-# Adaptive algorithms divide by the root of mean squared gradients plus eps. With the default of 1e-8, the rounding errors
-# of gradients near zero would become steps of the size of lr. With this eps, they are less than 1e-6.
+# Adaptive algorithms divide by the root of mean squared gradients plus eps. With the default of 1e-8, rounding errors
+# of gradients near zero would become steps of the size of lr. With this eps, such steps are less than 1e-6.
 EPS = 1e-3
 ADAPTIVE = [registration for registration in client_algorithm if "eps" in registration.parameters.model_fields]
 
