@@ -104,6 +104,7 @@ class InPool(Backend):
             if self._pool.at_work:
                 with contextlib.suppress(ProcessLostError):
                     self._pool.call(_drop_executor)  # no need to wait for a device, which may have failed
+                self._pool.forget()
         finally:
             del self.shared, self.states, self._work
         release_memory(device)
