@@ -42,7 +42,7 @@ from fedsim.rounds.simulation import Simulation
 from fedsim.runs import checks
 from fedsim.runs.session import Session
 from fedsim.system.c_libraries import warn_if_threads_spin
-from fedsim.system.devices import ignore_scattered_weights, shares_memory
+from fedsim.system.devices import shares_memory
 from fedsim.system.precision import PRECISIONS
 
 MOST_RACING = 32  # default maximum of a race's processes; each needs about 250 MB of memory
@@ -77,11 +77,9 @@ def prepare(
     on_setup(f"starting the engine {experiment.engine}")  # its processes start while the data loads
     with (
         preserve_random_state(device),
-        warnings.catch_warnings(),
         session.engine(engine_name, device, processes, threads, experiment.timeout, experiment.start_method) as engine,
         contextlib.ExitStack() as stack,
     ):
-        ignore_scattered_weights()
         on_setup(f"making the model {show(experiment.model.name)}")
         task = replace(task_of(experiment, device), scratch_folder=scratch)
         stack.enter_context(_explained_oom(task, processes))
@@ -109,8 +107,7 @@ def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> None
         device = engines.get(experiment.engine).target.device_for(experiment.device)
     task = task_of(experiment, device)
     if to_run or not lacks_files(data.name, data.root or default_root(), **data.params):
-        with preserve_random_state(device), warnings.catch_warnings():
-            ignore_scattered_weights()
+        with preserve_random_state(device):
             _with_data(experiment, task, session, device, lambda step: None)
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fedsim.errors import WorkerError, show_warnings_as_lines
-from fedsim.system.devices import ignore_scattered_weights
 from fedsim.system.limits import limit_hint
 from fedsim.system.messages import Channel
 
@@ -72,7 +71,6 @@ def start_process(serve: Callable[..., object], *arguments: Any, name: str, daem
 def init_child_process() -> None:
     """Let this child process ignore Ctrl-C and end with its parent. Must be the first call in the child process."""
     show_warnings_as_lines()
-    ignore_scattered_weights()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process inherits the handler of its parent
     if hasattr(signal, "pthread_sigmask"):

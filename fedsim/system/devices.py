@@ -7,7 +7,6 @@ import gc
 import math
 import os
 import shutil
-import warnings
 from pathlib import Path
 
 import torch
@@ -131,14 +130,6 @@ def release_memory(device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.ipc_collect()
         torch.get_device_module(device).empty_cache()
-
-
-def ignore_scattered_weights() -> None:
-    """Suppress PyTorch's warning that cuDNN copies the weights of a recurrent network at each call.
-
-    cuDNN expects all weights in one tensor of their own, but in fedsim they are views of a row.
-    """
-    warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

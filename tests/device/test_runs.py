@@ -41,7 +41,6 @@ from tests.device.agreement import (
 )
 from tests.engines.test_contract import ALL_CASES, REFUSED, syncs_of
 from tests.matrix import in_turn
-from tests.real_models import CHAR_LSTM
 
 pytestmark = pytest.mark.gpu
 
@@ -147,13 +146,6 @@ def test_an_algorithm_or_a_server_optimizer_in_float32(registration, engine):
         tables = (with_algorithm if registration in client_algorithm else with_server_optimizer)(registration)
     result = run_on_gpu({**tables, "precision": "float32"}, **ENGINES[engine])
     assert_same_model(run_on_cpu(tables), result, CLOSE["float32"] if REAL else 1e-6)
-
-
-@pytest.mark.parametrize("model", ["tests.models:Recurrent", None])
-def test_weights_of_a_recurrent_network_that_are_views_of_a_row_give_no_warning(model):
-    """Warnings of PyTorch are errors in tests."""
-    tables = {**TINY, "model": model} if model else with_small_data({**TINY, **CHAR_LSTM})
-    assert_agrees_with_the_cpu({**tables, "partition": "tests.components:uneven"}, "serial")
 
 
 @with_engines("registration", attack_strategy)

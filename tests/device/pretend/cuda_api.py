@@ -86,9 +86,6 @@ def cuda_api(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
     }
     for name, value in of_cuda.items():
         patch.setattr(torch.cuda, name, value, raising=False)
-    patch.setattr(
-        torch.backends.cudnn, "is_acceptable", lambda tensor: False
-    )  # nn.LSTM leaves its weights where they are
     patch.setattr(torch._C, "_host_emptyCache", nothing, raising=False)  # torch.cuda.graph calls it
     patch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: gpu.pools.discard(pool), raising=False)
     patch.setattr(torch.cuda.graph, "default_capture_stream", None)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from tests.device.pretend.attention import attention
 from tests.device.pretend.counting import DOWNLOAD, UPLOAD, source_line
 from tests.device.pretend.generators import is_of_gpu
-from tests.device.pretend.placement import DeviceError, download, on_gpu, place, storage_of, upload
+from tests.device.pretend.placement import DeviceError, download, on_gpu, place, upload
 from tests.device.pretend.recording import tensors_in
 
 if TYPE_CHECKING:
@@ -33,7 +31,6 @@ FACTORIES = {
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like, torch.randint_like),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
 }
-SCATTERED = "RNN module weights are not part of single contiguous chunk of memory. This means they need to be compacted"
 RECURRENT = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
 
 
@@ -126,15 +123,12 @@ class PythonApi(TorchFunctionMode):
         return checked
 
     def _as_by_cudnn(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a recurrent `function` that refuses states that are not contiguous, and warns of scattered weights."""
+        """Return a recurrent `function` with a check that raises DeviceError for states that cuDNN refuses."""
 
         def checked(inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if on_gpu(inputs):
-                packed = isinstance(args[2], list | tuple)  # the batch sizes of packed inputs precede the states
-                if not all(state.is_contiguous() for state in tensors_in(args[packed])):
-                    raise DeviceError(f"rnn: hx is not contiguous, at {source_line()}")
-                if not _are_one_chunk(args[packed + 1]):
-                    warnings.warn_explicit(SCATTERED, UserWarning, __file__, 1, "torch.nn.modules.rnn")
+            packed = isinstance(args[2], list | tuple)  # the batch sizes of packed inputs precede the states
+            if on_gpu(inputs) and not all(state.is_contiguous() for state in tensors_in(args[packed])):
+                raise DeviceError(f"rnn: hx is not contiguous, at {source_line()}")
             return function(inputs, *args, **kwargs)
 
         return checked
@@ -159,11 +153,3 @@ class PythonApi(TorchFunctionMode):
             self._gpu.launch("clone")
             place(copied)
         return copied
-
-
-def _are_one_chunk(weights: Sequence[Tensor]) -> bool:
-    """Whether weights of a recurrent network fill a storage from its start: all matrices, then all biases."""
-    in_order = sorted(weights, key=Tensor.dim, reverse=True)
-    places = [(storage_of(weight).data_ptr(), weight.storage_offset()) for weight in in_order]
-    offsets = itertools.accumulate((weight.numel() for weight in in_order), initial=0)
-    return all(place == (places[0][0], offset) for place, offset in zip(places, offsets, strict=False))

@@ -62,8 +62,7 @@ class DeviceRules(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         tensors = [*tensors_in(*args, *kwargs.values())]
-        # Conversions by C++ code that name a dtype also name the CPU, on which the tensor really is.
-        if function is CONVERSION and tensors and kwargs.get("device") is not None and kwargs.get("dtype") is None:
+        if function is CONVERSION and tensors and kwargs.get("device") is not None:
             return self._moved(function, args[0], kwargs)
         if not any(map(on_gpu, tensors)):
             return self._on_host(function, tensors, args, kwargs)
