@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.device.pretend import GPU, DeviceError, download, on_gpu, pretend_gpu, upload
@@ -154,6 +155,22 @@ def test_derivatives_and_batched_functions_stay_on_the_gpu(x):
     squares = torch.func.vmap(torch.func.grad(lambda row: (row * row).sum()))(x.detach())
     assert squares.device == GPU
     assert torch.equal(download(squares), 2 * download(x))
+
+
+def test_seed_and_offset_of_attention_are_on_the_host_and_its_derivatives_are_right(gpu):
+    def derivatives(*inputs):
+        inputs = [tensor.requires_grad_() for tensor in inputs]
+        outputs = F.scaled_dot_product_attention(*inputs, is_causal=True)
+        return [download(gradient) for gradient in torch.autograd.grad(outputs.square().sum(), inputs)]
+
+    inputs = [torch.randn(2, 2, 3, 4) for _ in range(3)]
+    expected = derivatives(*inputs)
+    with gpu.counting() as counts:
+        actual = derivatives(*map(upload, inputs))
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+    assert "_scaled_dot_product_efficient_attention_backward" in counts.table()
+    operation = torch.ops.aten._scaled_dot_product_efficient_attention
+    assert [tensor.is_cuda for tensor in operation(*map(upload, inputs), None, True)] == [True, True, False, False]
 
 
 def test_a_python_number_that_vmap_converts_is_on_the_host(x):

@@ -7,9 +7,11 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tests.device.pretend.attention import attention
 from tests.device.pretend.counting import DOWNLOAD, UPLOAD, source_line
 from tests.device.pretend.placement import DeviceError, download, on_gpu, place, upload
 from tests.device.pretend.recording import tensors_in
@@ -47,6 +49,7 @@ class PythonApi(TorchFunctionMode):
             Tensor.__deepcopy__: self._deepcopy,
             Tensor.is_shared: lambda tensor: on_gpu(tensor) or Tensor.is_shared(tensor),
             Tensor.pin_memory: lambda tensor, *_: tensor.clone(),
+            F.scaled_dot_product_attention: attention,
             **{function: self._as_by_cudnn(function) for function in RECURRENT},
         }
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.device.pretend.attention import STAND_INS
 from tests.device.pretend.counting import DOWNLOAD, READ, UPLOAD, source_line
 from tests.device.pretend.placement import DeviceError, is_unplaced, leave_unplaced, on_gpu, place
 from tests.device.pretend.recording import tensors_in
@@ -35,7 +36,12 @@ NO_LAUNCHES = {
 }
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 # in addition to pointwise operations
-TAKE_HOST_SCALARS = {"fill_", "fill", "where", "masked_fill", "masked_fill_", "lerp", "lerp_"}
+TAKE_HOST_SCALARS = {
+    *("fill_", "fill", "where", "masked_fill", "masked_fill_", "lerp", "lerp_"),
+    "_scaled_dot_product_efficient_attention_backward",
+}
+# results from these positions on are tensors on the host
+HOST_RESULTS = {"_scaled_dot_product_efficient_attention": 2}
 
 
 # conversions of a Python number to a tensor, which is on the host
@@ -58,7 +64,7 @@ class DeviceRules(TorchDispatchMode):
         tensors = [*tensors_in(*args, *kwargs.values())]
         if not any(map(on_gpu, tensors)):
             return self._on_host(function, tensors, args, kwargs)
-        name = function._schema.name.removeprefix("aten::")
+        name, function = function._schema.name.removeprefix("aten::"), STAND_INS.get(function, function)
         if name == "copy_":
             self._copy(args[0], args[1])
         else:
@@ -74,7 +80,7 @@ class DeviceRules(TorchDispatchMode):
                 self._gpu.launch(name)
         result = self._execute(function, args, kwargs)
         if name != "copy_":
-            for tensor in tensors_in(result):
+            for tensor in tensors_in(result[: HOST_RESULTS[name]] if name in HOST_RESULTS else result):
                 place(tensor)
         self._record(function, args, kwargs, result)
         return result
