@@ -204,3 +204,17 @@ def test_random_numbers_come_from_the_generator_of_the_gpu(gpu):
     assert torch.equal(download(draws()), download(first))
     torch.manual_seed(1)
     assert torch.equal(torch.rand(3), on_host)
+
+
+def test_a_generator_of_the_gpu_draws_other_numbers_than_one_of_the_host_with_the_same_seed(gpu):
+    def draws(device):
+        generator = torch.Generator(device).manual_seed(1)
+        torch.manual_seed(1)
+        return [*torch.rand(3, device=device, generator=generator).tolist(), *torch.rand(3, device=device).tolist()]
+
+    assert torch.Generator("cuda").device == GPU
+    assert isinstance(torch.default_generator, torch.Generator)
+    assert draws("cuda") == draws("cuda")
+    assert not set(draws("cuda")) & set(draws("cpu"))
+    with pytest.raises(DeviceError):
+        torch.rand(3, generator=torch.Generator("cuda"))

@@ -11,20 +11,11 @@ import torch
 
 from tests.device.pretend.counting import IN_GRAPH, LAUNCH, Counting, Counts, source_line
 from tests.device.pretend.cuda_api import cuda_api
+from tests.device.pretend.generators import AnyGenerator, Generator
 from tests.device.pretend.placement import DeviceError
 from tests.device.pretend.python_api import PythonApi
 from tests.device.pretend.recording import Recording
 from tests.device.pretend.rules import DeviceRules
-
-
-class Generator(torch.Generator):
-    """A GPU generator that stays in the capturing state if a capture fails, as before PyTorch 2.12."""
-
-    captured = False
-
-    def graphsafe_set_state(self, state: torch.Generator) -> None:
-        self.set_state(state.get_state())
-        self.captured = False
 
 
 class PretendGpu:
@@ -120,6 +111,7 @@ def pretend_gpu() -> Iterator[PretendGpu]:
 
     with pytest.MonkeyPatch.context() as patch:
         cuda_api(gpu, patch)
+        patch.setattr(torch, "Generator", AnyGenerator)
         patch.setattr(threading.Thread, "run", run_with_gpu)
         with gpu.modes():
             yield gpu

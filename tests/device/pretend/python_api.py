@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.device.pretend.attention import attention
 from tests.device.pretend.counting import DOWNLOAD, UPLOAD, source_line
+from tests.device.pretend.generators import is_of_gpu
 from tests.device.pretend.placement import DeviceError, download, on_gpu, place, upload
 from tests.device.pretend.recording import tensors_in
 
@@ -68,7 +69,8 @@ class PythonApi(TorchFunctionMode):
         to_gpu = (like is not None and on_gpu(like)) if device is None else torch.device(device).type == "cuda"
         if like is not None and function in (torch.as_tensor, torch.asarray):
             return self._to(like, "cuda" if to_gpu else "cpu", kwargs.get("dtype"))
-        if to_gpu and kwargs.get("generator") not in (None, self._gpu.generator):
+        generator = kwargs.get("generator")
+        if to_gpu and generator is not None and not is_of_gpu(generator):
             raise DeviceError(
                 f"{function.__name__}: Expected a 'cuda' device type for generator but found 'cpu', at {source_line()}"
             )

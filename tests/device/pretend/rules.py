@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.device.pretend.attention import STAND_INS
 from tests.device.pretend.counting import DOWNLOAD, READ, UPLOAD, source_line
+from tests.device.pretend.generators import is_of_gpu
 from tests.device.pretend.placement import DeviceError, is_unplaced, leave_unplaced, on_gpu, place
 from tests.device.pretend.recording import tensors_in
 
@@ -89,7 +90,7 @@ class DeviceRules(TorchDispatchMode):
         """Execute an operation without GPU tensors. A tensor that C++ creates from nothing may be meant for the GPU."""
         factory = self._gpu.factory
         generators = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        if factory != "cuda" and self._gpu.generator in generators:
+        if factory != "cuda" and any(map(is_of_gpu, generators)):
             raise DeviceError(f"{function}: Expected a 'cpu' device type for generator but found 'cuda'")
         result = self._execute(function, args, kwargs) if factory == "cuda" else function(*args, **kwargs)
         if not tensors and isinstance(result, Tensor) and factory != "cpu" and function not in OF_NUMBERS:
@@ -147,9 +148,9 @@ class DeviceRules(TorchDispatchMode):
         )
 
     def _execute(self, function: Any, args: tuple, kwargs: dict) -> Any:
-        """Execute an operation on the GPU, with the GPU's own generator."""
+        """Execute an operation on the GPU, with a generator of the GPU."""
         generators = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        if any(generator is not self._gpu.generator for generator in generators):
+        if not all(map(is_of_gpu, generators)):
             raise DeviceError(
                 f"{function}: Expected a 'cuda' device type for generator but found 'cpu', at {source_line()}"
             )
