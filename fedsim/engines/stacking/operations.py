@@ -19,7 +19,7 @@ from torch import Tensor
 from fedsim.clients import OuterProductGrad
 from fedsim.engines.trainers.capture import OperationCheck, depends_on_values
 from fedsim.engines.trainers.dropout import Dropout, DropoutMode
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, first_line
 from fedsim.system.precision import cast_for_autocast
 
 Convolution = Callable[..., Tensor]
@@ -35,12 +35,19 @@ def not_stackable(reason: str) -> ExperimentError:
     return ExperimentError(f"{NOT_STACKABLE}{reason}{NOT_STACKED}")
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the reason in an error of `not_stackable`, or any other exception on one line."""
+    return first_line(error).removeprefix(NOT_STACKABLE).removesuffix(NOT_STACKED)
+
+
 # Functions that read tensor values for control flow, which cannot be batched across rows.
 VALUE_READS = {
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.__contains__),
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.equal, Tensor.allclose, Tensor.is_nonzero),
     *(torch.equal, torch.allclose, torch.is_nonzero),
 }
+# Attributes that a stack [k, ...] has in common with its rows.
+SAME_FOR_ROWS = {Tensor.dtype.__get__, Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
 
 
 class PreparedDropout(DropoutMode):
@@ -309,10 +316,11 @@ class MergedBatch(PreparedDropout):
             raise NotMergeableError(
                 "the model converts a tensor to Python numbers, so the batches of several workers cannot be merged"
             )
-        if not any(self._has_stack(value) for value in (*args, *kwargs.values())):
+        if function in SAME_FOR_ROWS or not any(self._has_stack(value) for value in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         if function not in OPERATIONS:
-            raise NotMergeableError(getattr(function, "__name__", str(function)))
+            name = getattr(function, "__name__", str(function))
+            raise NotMergeableError(f"{name} is called with parameters or buffers of the model")
         return OPERATIONS[function](self, *args, **kwargs)
 
     def is_stack(self, value: object) -> bool:
@@ -322,7 +330,7 @@ class MergedBatch(PreparedDropout):
     def require(self, holds: bool) -> None:
         """Raise NotMergeableError unless the condition `holds` is true."""
         if not holds:
-            raise NotMergeableError
+            raise NotMergeableError("a layer is called in a form that is not supported for several models")
 
     def require_stacks(self, input: Tensor, *stacks: Tensor | None) -> None:
         """Raise NotMergeableError unless `stacks` are parameters of the k models and `input` is the merged batch."""
@@ -406,19 +414,48 @@ def _normalized(
     return normal
 
 
-def _lstm(
-    batch: MergedBatch, input: Tensor, state: Sequence[Tensor], parameters: Sequence[Tensor], *args: Any
+def _recurrent(
+    network: Callable[..., tuple[Tensor, ...]],
+    batch: MergedBatch,
+    input: Tensor,
+    state: Tensor | Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    *args: Any,
 ) -> tuple[Tensor, ...]:
-    """Run the LSTMs of the k models one after another, which is faster on a CPU."""
+    """Run the recurrent networks of the k models one after another, which is faster on a CPU.
+
+    Args:
+        network: torch.lstm, torch.gru, torch.rnn_tanh or torch.rnn_relu.
+        batch: merged batch of the models.
+        input: samples of all models, [k * batch, length, inputs].
+        state, parameters, args: further arguments of `network`.
+    """
     *_, dropout, _, _, batch_first = args
-    batch.require(not dropout and batch_first)
+    batch.require(not dropout and batch_first is True)
     stacks = [parameter for parameter in parameters if batch.is_stack(parameter)]
     batch.require_stacks(input, *stacks)
     k = len(stacks[0])
     of_rows = zip(*(p.unbind() if batch.is_stack(p) else [p] * k for p in parameters), strict=True)
-    parts = zip(input.chunk(k), *(tensor.chunk(k, 1) for tensor in state), of_rows, strict=True)
-    outputs = [torch.lstm(x, (hidden, cell), row, *args) for x, hidden, cell, row in parts]
-    return tuple(torch.cat(tensors, dim) for tensors, dim in zip(zip(*outputs, strict=True), (0, 1, 1), strict=True))
+    states = [state] if isinstance(state, Tensor) else state
+    outputs = []
+    for x, *start, weights in zip(input.chunk(k), *(tensor.chunk(k, 1) for tensor in states), of_rows, strict=True):
+        if input.is_cuda:  # cuDNN takes contiguous states, and copies weights that are not in one chunk
+            start, weights = [tensor.contiguous() for tensor in start], in_one_chunk(weights)
+        outputs.append(network(x, start[0] if isinstance(state, Tensor) else start, weights, *args))
+    dims = 0, *[1] * len(states)
+    return tuple(torch.cat(tensors, dim) for tensors, dim in zip(zip(*outputs, strict=True), dims, strict=True))
+
+
+def in_one_chunk(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Copy the weights of a recurrent network to one chunk of memory, in cuDNN's order: all matrices, then all biases.
+
+    Returns a view of this memory for each weight.
+    """
+    order = sorted(range(len(weights)), key=lambda place: -weights[place].ndim)
+    chunk = torch.cat([weights[place].flatten() for place in order])
+    parts = chunk.split([weights[place].numel() for place in order])
+    part_at = dict(zip(order, parts, strict=True))
+    return [part_at[place].view_as(weight) for place, weight in enumerate(weights)]
 
 
 OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -427,7 +464,7 @@ OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.conv2d: partial(_convolution, F.conv2d),
     F.conv3d: partial(_convolution, F.conv3d),
     F.embedding: _embedding,
-    torch.lstm: _lstm,
+    **{network: partial(_recurrent, network) for network in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
     F.layer_norm: partial(_normalized, F.layer_norm),
     F.group_norm: partial(_normalized, F.group_norm),
 }

@@ -18,7 +18,7 @@ from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
 from fedsim.data import TensorData
 from fedsim.engines.shared_state import SharedState
-from fedsim.engines.stacking.operations import DROPOUT_CALLS_VARY, DataDependenceCheck, not_stackable
+from fedsim.engines.stacking.operations import DROPOUT_CALLS_VARY, DataDependenceCheck, not_stackable, reason_of
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.dropout import Dropout, Recording
@@ -67,11 +67,16 @@ class StackingProbe:
             together = trials.run(trials.samples(trials.count))
             coupled = trials.is_coupled(together)
             joint = trials.has_joint_loss(together)
-            merged = (
-                not coupled and not trials.depends_on_position(together) and trials.can_be_merged(together.dropouts)
-            )
+            merged = not coupled and not trials.depends_on_position(together)
+            reason = trials.reason_against_merging(together.dropouts) if merged else None
+            merged = merged and reason is None
             if not merged:
-                trials.compare_gradients(together.dropouts, merged=False)
+                try:
+                    trials.compare_gradients(together.dropouts, merged=False)
+                except ExperimentError as error:
+                    if reason in (None, reason_of(error)):
+                        raise
+                    raise not_stackable(f"{reason_of(error)} (with merged batches: {reason})") from error
             if "parameters" in task.syncs:
                 trials.compare_steps()
             if task.precision.autocast is not None:
@@ -199,13 +204,13 @@ class Trials:
         rolled = self.run((inputs.roll(1, 0), targets.roll(1, 0)))
         return not self._agree(rolled.outputs, together.outputs.roll(1, 0))
 
-    def can_be_merged(self, dropouts: tuple[Dropout, ...]) -> bool:
-        """Whether several models can be computed on one batch that contains the samples of all of them."""
+    def reason_against_merging(self, dropouts: tuple[Dropout, ...]) -> str | None:
+        """Return why several models cannot be computed on one batch with the samples of all models, or None."""
         try:
             self.compare_gradients(dropouts, merged=True)
-        except Exception:  # the model may fail in any way on a merged batch
-            return False
-        return True
+        except Exception as error:  # the model may fail in any way on a merged batch
+            return reason_of(error)
+        return None
 
     def compare_gradients(self, dropouts: tuple[Dropout, ...], precision: Precision = FULL, *, merged: bool) -> None:
         """Raise ExperimentError if computing two models together changes their gradients or buffers.
@@ -263,7 +268,8 @@ class Trials:
         except (ExperimentError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise not_stackable(f"torch.func.vmap cannot run the model: {one_line(error).split('. ')[0]}") from error
+            runner = "a merged batch" if merged else "torch.func.vmap"
+            raise not_stackable(f"{runner} cannot run the model: {one_line(error).split('. ')[0]}") from error
         for k in range(2 if precision is FULL else 0):
             layout.write(rows[k], module)
             layout.write_buffers(buffers[k], module)
