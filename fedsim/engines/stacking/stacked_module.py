@@ -185,7 +185,7 @@ class StackedModule:
                 module._buffers[name] = tensor
         for module in self._recurrent:  # a second list of the parameters, and weak references to its tensors
             module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
-            module._flat_weight_refs = [weakref.ref(tensor) for tensor in module._flat_weights]
+            module._flat_weight_refs = list(map(weakref.ref, module._flat_weights))  # type: ignore[arg-type]
 
 
 def _places(module: nn.Module, tensor: Tensor) -> Places:

@@ -41,13 +41,14 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def capture(self, run: Run) -> Run:
+    def capture(self, run: Run, trial: Run | None = None) -> Run:
         """Capture a call of `run` as a CUDA graph, and return a function that replays it.
 
         `run` is called several times before the capture, and must use the same tensors each time. Raises
-        ExperimentError if `run` uses an operation that a CUDA graph does not support.
+        ExperimentError if `run` uses an operation that a CUDA graph does not support. If `trial` is given, it is
+        checked instead of `run`, of which it is a part with the same operations.
         """
-        require_capturable(run, self.device)
+        require_capturable(trial or run, self.device)
         return self.record(run)
 
     def record(self, run: Run) -> Run:
