@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu import __main__ as check
 from benchmarks.gpu.profiling import summarize as summarize_events
 from benchmarks.gpu.report import MOST_FAILURES, WIDTH, Results, goals, summarize
+from tests.device.pretend import pretend_gpu
 
 ROOT = Path(__file__).parents[2]
 FAILING = """
@@ -138,6 +140,17 @@ def test_a_measurement_on_the_cpu(monkeypatch):
     monkeypatch.setitem(measure.WORKLOADS, "w3", (*measure.WORKLOADS["w3"], "cohort=3"))
     assert measure.MEASUREMENTS["node of a graph"]()["us"] > 0
     assert measure.MEASUREMENTS["w3, batched"]()["round_ms"] > 0
+
+
+@pytest.mark.parametrize("name", ["w3, bare loop", "w3, same work"])
+def test_a_baseline_runs_on_a_device_without_a_number(name, monkeypatch):
+    from benchmarks.gpu import measure
+
+    monkeypatch.setitem(measure.WORKLOADS, "w3", (*measure.WORKLOADS["w3"], "cohort=2"))
+    monkeypatch.setattr(measure, "DEVICE", torch.device("cuda"))
+    with pretend_gpu() as gpu:
+        measure.MEASUREMENTS[name]()
+    assert gpu.launches
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.device.pretend.attention import STAND_INS
 from tests.device.pretend.counting import DOWNLOAD, READ, UPLOAD, source_line
 from tests.device.pretend.generators import is_of_gpu
-from tests.device.pretend.placement import DeviceError, is_unplaced, leave_unplaced, on_gpu, place
+from tests.device.pretend.placement import CPU, DeviceError, download, is_unplaced, leave_unplaced, on_gpu, place
 from tests.device.pretend.recording import tensors_in
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ TAKE_HOST_SCALARS = {
 HOST_RESULTS = {"_scaled_dot_product_efficient_attention": 2}
 
 
-# conversions of a Python number to a tensor, which is on the host
-OF_NUMBERS = {torch.ops.aten._to_copy.default}
+CONVERSION = torch.ops.aten._to_copy.default
 
 
 class DeviceRules(TorchDispatchMode):
@@ -63,6 +62,8 @@ class DeviceRules(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         tensors = [*tensors_in(*args, *kwargs.values())]
+        if function is CONVERSION and tensors and kwargs.get("device") is not None:
+            return self._moved(function, args[0], kwargs)
         if not any(map(on_gpu, tensors)):
             return self._on_host(function, tensors, args, kwargs)
         name, function = function._schema.name.removeprefix("aten::"), STAND_INS.get(function, function)
@@ -93,11 +94,21 @@ class DeviceRules(TorchDispatchMode):
         if factory != "cuda" and any(map(is_of_gpu, generators)):
             raise DeviceError(f"{function}: Expected a 'cpu' device type for generator but found 'cuda'")
         result = self._execute(function, args, kwargs) if factory == "cuda" else function(*args, **kwargs)
-        if not tensors and isinstance(result, Tensor) and factory != "cpu" and function not in OF_NUMBERS:
+        if function is CONVERSION:
+            return result  # a Python number that becomes a tensor is on the host
+        if not tensors and isinstance(result, Tensor) and factory != "cpu":
             if factory is None:
                 leave_unplaced(result)
             self._record(function, args, kwargs, result)
         return result
+
+    def _moved(self, function: Any, tensor: Tensor, kwargs: dict) -> Tensor:
+        """Copy a tensor to the device that a call inside of PyTorch or of another mode names."""
+        to_gpu = torch.device(kwargs["device"]).type == "cuda"
+        if to_gpu != on_gpu(tensor):
+            self._gpu.wait(UPLOAD if to_gpu else DOWNLOAD, "_to_copy")
+        result = function(download(tensor), **{**kwargs, "device": CPU})
+        return place(result) if to_gpu else result
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         if is_unplaced(source):
