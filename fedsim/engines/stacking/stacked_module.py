@@ -49,10 +49,19 @@ class StackedModule:
         objective: loss function, and precision of the forward pass.
         merged: whether to merge the batches of all models into one batch, which is faster but not always possible;
             otherwise `torch.func.vmap` is used.
+        turns: argument of `stacked_convolution`, which merged batches use.
     """
 
-    def __init__(self, make: Callable[[], nn.Module], objective: Objective = DEFAULT, *, merged: bool = False) -> None:
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        objective: Objective = DEFAULT,
+        *,
+        merged: bool = False,
+        turns: bool = False,
+    ) -> None:
         self._objective, self._precision, self._merged = objective, objective.precision, merged
+        self._turns = turns
         self._module = make().train()
         self.layout = Layout.of(self._module)
         parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
@@ -150,7 +159,8 @@ class StackedModule:
             self._hold(parameters, buffers)
             merged = in_order(inputs.flatten(0, 1))
             try:
-                with MergedBatch(factors, [*parameters, *buffers], len(merged), products) as batch:
+                stacked = [*parameters, *buffers]
+                with MergedBatch(factors, stacked, len(merged), products, turns=self._turns) as batch:
                     results = self._outputs(merged, records)
             except NotMergeableError as error:
                 raise not_stackable(f"{BATCH_DEPENDENT} ({error})") from error
