@@ -8,6 +8,7 @@ stack [k, ...], to the samples of this model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -267,12 +268,11 @@ def stacked_convolution(
 
     Returns the output, [k * batch, o, ...].
     """
-    way = way_on(input.device)
-    products = weight[0, :, 0].numel() // options.groups
-    # A depthwise convolution has kernels of its own.
-    if turns and way == "grouped" and weight.shape[2] > 1 and products <= MOST_TURNED_PRODUCTS:
-        way = "turned"
-    return WAYS["one by one" if len(weight) == 1 else way](convolution, input, weight, bias, options)
+    way = "one by one" if len(weight) == 1 else way_on(input.device)
+    if way == "grouped" and turns and weight.shape[2] > 1:  # a depthwise convolution has kernels of its own
+        products = math.prod(weight.shape[3:]) * weight.shape[1] // options.groups
+        way = "turned" if products <= MOST_TURNED_PRODUCTS else way
+    return WAYS[way](convolution, input, weight, bias, options)
 
 
 def way_on(device: torch.device) -> str:
@@ -405,7 +405,7 @@ class MergedBatch(PreparedDropout):
             raise NotMergeableError(
                 "the model converts a tensor to Python numbers, so the batches of several workers cannot be merged"
             )
-        if function in SAME_FOR_ROWS or not any(self._has_stack(value) for value in (*args, *kwargs.values())):
+        if not any(self._has_stack(value) for value in (*args, *kwargs.values())) or function in SAME_FOR_ROWS:
             return function(*args, **kwargs)
         if function not in OPERATIONS:
             name = getattr(function, "__name__", str(function))
