@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedsim.engines.stacking import operations
-from fedsim.engines.stacking.operations import WAYS, Options, stacked_convolution
+from fedsim.engines.stacking.operations import WAYS, Options, way_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
@@ -109,18 +106,23 @@ def test_kernels_are_turned_where_the_gradient_of_the_inputs_is_a_forward_convol
 
 
 @pytest.mark.parametrize(
-    ("case", "limit"), [("plain", 36), ("a channel a group", None), ("groups, dilation, padding", 18)]
+    ("shape", "groups", "way"),
+    [
+        ((2, 20, 10, 5, 5), 1, "turned"),  # 500 products
+        ((2, 64, 32, 5, 5), 1, "grouped"),  # 1,600
+        ((2, 40, 32, 5, 5), 1, "turned"),  # 1,000
+        ((2, 64, 32, 5, 5), 2, "turned"),  # 800 in each group
+        ((2, 6, 1, 3, 3), 3, "grouped"),  # depthwise
+        ((1, 20, 10, 5, 5), 1, "one by one"),
+        ((2, 1001, 2, 1), 1, "grouped"),
+    ],
 )
-def test_kernels_are_turned_for_few_products_and_not_on_a_cpu_or_for_single_channels(case, limit, monkeypatch):
-    """An input gradient sums 3 * 3 products of 4 outputs in the first case, and 3 * 2 of 6 / 2 in the last."""
-    way = partial(stacked_convolution, turns=True)
-    assert input_gradients(way, case) == K
-    monkeypatch.setattr(operations, "way_on", lambda device: "grouped")
-    monkeypatch.setattr(operations, "MOST_TURNED_PRODUCTS", limit or 1000)
-    assert input_gradients(way, case) == (limit is None)
-    monkeypatch.setattr(operations, "MOST_TURNED_PRODUCTS", (limit or 1000) - 1)
-    assert input_gradients(way, case) == 1
-    assert input_gradients(stacked_convolution, case) == 1
+def test_a_gpu_turns_kernels_where_an_input_gradient_sums_few_products(shape, groups, way):
+    """The device `meta` takes the place of a GPU."""
+    weight = torch.empty(shape, device="meta")
+    assert way_for(weight, groups, turns=True) == way
+    assert way_for(weight, groups, turns=False) == ("one by one" if shape[0] == 1 else "grouped")
+    assert way_for(torch.empty(shape), groups, turns=True) == "one by one"
 
 
 @pytest.mark.parametrize("case", ["plain", "no bias, same", "groups, dilation, padding", "one dimension, same"])

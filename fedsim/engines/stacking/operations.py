@@ -268,16 +268,16 @@ def stacked_convolution(
 
     Returns the output, [k * batch, o, ...].
     """
-    way = "one by one" if len(weight) == 1 else way_on(input.device)
-    if way == "grouped" and turns and weight.shape[2] > 1:  # a depthwise convolution has kernels of its own
-        products = math.prod(weight.shape[3:]) * weight.shape[1] // options.groups
-        way = "turned" if products <= MOST_TURNED_PRODUCTS else way
-    return WAYS[way](convolution, input, weight, bias, options)
+    return WAYS[way_for(weight, options.groups, turns=turns)](convolution, input, weight, bias, options)
 
 
-def way_on(device: torch.device) -> str:
-    """Return how convolutions are computed on `device`: "one by one" on a CPU, otherwise "grouped"."""
-    return "one by one" if device.type == "cpu" else "grouped"
+def way_for(weight: Tensor, groups: int = 1, *, turns: bool) -> str:
+    """Return the name in `WAYS` of the implementation that `stacked_convolution` uses for these arguments."""
+    if len(weight) == 1 or weight.device.type == "cpu":
+        return "one by one"
+    products = math.prod(weight.shape[3:]) * weight.shape[1] // groups
+    is_depthwise = weight.shape[2] == 1  # PyTorch has other kernels for these
+    return "turned" if turns and not is_depthwise and products <= MOST_TURNED_PRODUCTS else "grouped"
 
 
 def one_by_one(
