@@ -38,9 +38,11 @@ def test_without_the_block_there_is_no_gpu():
     assert torch.zeros(2).device == torch.device("cpu")
 
 
-def recurrent(x, state):
+def recurrent(x, state, *, in_one_chunk=True):
     """Run a recurrent network with two units on a sequence of two, for a batch of one."""
-    weights = [torch.ones(2, width, device="cuda") for width in (3, 2)] + [torch.ones(2, device="cuda")] * 2
+    parts = torch.ones(14, device="cuda").split([6, 4, 2, 2])
+    weights = [part.view(2, -1).squeeze(1) for part in parts]
+    weights = weights if in_one_chunk else [weight.clone() for weight in weights]
     return torch.rnn_tanh(x.unsqueeze(0), state, weights, True, 1, 0.0, True, False, True)
 
 
@@ -88,9 +90,11 @@ def test_a_number_of_the_host_is_an_operand_of_an_elementwise_operation(x):
         assert result.device == GPU
 
 
-def test_a_contiguous_state_starts_a_recurrent_network(x):
+def test_a_recurrent_network_takes_contiguous_states_and_weights_in_one_chunk(x):
     outputs, _ = recurrent(x, torch.zeros(1, 1, 2, device="cuda"))
     assert outputs.device == GPU
+    with pytest.warns(UserWarning, match="RNN module weights are not part of single contiguous chunk of memory"):
+        recurrent(x, torch.zeros(1, 1, 2, device="cuda"), in_one_chunk=False)
 
 
 COUNTED = {  # (launches, graph launches, uploads, downloads, reads)

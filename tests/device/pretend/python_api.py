@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from numbers import Number
 from typing import TYPE_CHECKING, Any
@@ -123,12 +124,18 @@ class PythonApi(TorchFunctionMode):
         return checked
 
     def _as_by_cudnn(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a recurrent `function` with a check that raises DeviceError for states that cuDNN refuses."""
+        """Return a recurrent `function` with a check that raises DeviceError for states that cuDNN refuses.
+
+        It warns, like PyTorch, if the weights are not in one chunk of memory, in cuDNN's order.
+        """
 
         def checked(inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
             packed = isinstance(args[2], list | tuple)  # the batch sizes of packed inputs precede the states
-            if on_gpu(inputs) and not all(state.is_contiguous() for state in tensors_in(args[packed])):
-                raise DeviceError(f"rnn: hx is not contiguous, at {source_line()}")
+            if on_gpu(inputs):
+                if not all(state.is_contiguous() for state in tensors_in(args[packed])):
+                    raise DeviceError(f"rnn: hx is not contiguous, at {source_line()}")
+                if not _in_one_chunk(args[packed + 1]):
+                    warnings.warn("RNN module weights are not part of single contiguous chunk of memory", stacklevel=2)
             return function(inputs, *args, **kwargs)
 
         return checked
@@ -153,3 +160,13 @@ class PythonApi(TorchFunctionMode):
             self._gpu.launch("clone")
             place(copied)
         return copied
+
+
+def _in_one_chunk(weights: list[Tensor]) -> bool:
+    """Whether the weights of a recurrent network fill the start of a storage: all matrices, then all biases."""
+    place = 0
+    for weight in [weight for ndim in (2, 1) for weight in weights if weight.ndim == ndim]:
+        if weight.storage_offset() != place or weight.untyped_storage().data_ptr() != weights[0].data_ptr():
+            return False
+        place += weight.numel()
+    return True

@@ -63,7 +63,11 @@ class DeviceRules(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [*tensors_in(*args, *kwargs.values())]
         if function is CONVERSION and tensors and kwargs.get("device") is not None:
-            return self._moved(function, args[0], kwargs)
+            to_gpu = torch.device(kwargs["device"]).type == "cuda"
+            # With another dtype, autograd converts a gradient, and takes the pretend GPU for the CPU.
+            if to_gpu != on_gpu(args[0]) and (to_gpu or kwargs.get("dtype") in (None, args[0].dtype)):
+                return self._moved(function, args[0], kwargs, to_gpu)
+            kwargs = {**kwargs, "device": CPU}
         if not any(map(on_gpu, tensors)):
             return self._on_host(function, tensors, args, kwargs)
         name, function = function._schema.name.removeprefix("aten::"), STAND_INS.get(function, function)
@@ -102,11 +106,9 @@ class DeviceRules(TorchDispatchMode):
             self._record(function, args, kwargs, result)
         return result
 
-    def _moved(self, function: Any, tensor: Tensor, kwargs: dict) -> Tensor:
-        """Copy a tensor to the device that a call inside of PyTorch or of another mode names."""
-        to_gpu = torch.device(kwargs["device"]).type == "cuda"
-        if to_gpu != on_gpu(tensor):
-            self._gpu.wait(UPLOAD if to_gpu else DOWNLOAD, "_to_copy")
+    def _moved(self, function: Any, tensor: Tensor, kwargs: dict, to_gpu: bool) -> Tensor:
+        """Copy a tensor to the other device, which a call inside of PyTorch or of another mode names."""
+        self._gpu.wait(UPLOAD if to_gpu else DOWNLOAD, "_to_copy")
         result = function(download(tensor), **{**kwargs, "device": CPU})
         return place(result) if to_gpu else result
 
