@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import pytest
 
+import fedsim
+from fedsim.engines.pool import backend
 from tests.device.agreement import ENGINES, assert_agrees_with_the_cpu
+from tests.device.pretend import pretend_gpu
+from tests.engines.in_process import InProcessPool
 from tests.engines.zoo import experiment
 
 KINDS = "LSTM", "LSTM without biases, both ways", "LSTM with a projection", "GRU", "RNN", "RNN of ReLU"
+
+
+def test_processes_pass_on_no_warning_about_weights(monkeypatch, recwarn):
+    """Neither in training nor in tests."""
+    monkeypatch.setattr(backend, "ProcessPool", InProcessPool)
+    with pretend_gpu():
+        fedsim.run({**experiment("LSTM"), "rounds": 1, "engine": "spawn", "processes": 2, "device": "cuda"})
+    assert not [warning for warning in recwarn if "RNN" in str(warning.message)]
 
 
 @pytest.mark.gpu

@@ -136,9 +136,10 @@ def _run(
 ) -> tuple[T, list[warnings.WarningMessage]]:
     """Call a method of this process's executor. Return its result, and the warnings that it caused."""
     executor = process.state["executor"]
-    with executor.environment(), warnings.catch_warnings(record=True) as noted:
+    with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("default")
-        return method(executor, *arguments), noted
+        with executor.environment():
+            return method(executor, *arguments), noted
 
 
 def _drop_executor(process: ProcessContext) -> None:
