@@ -28,7 +28,7 @@ import torch
 import fedsim
 from benchmarks.gpu.data import workload_data
 from benchmarks.gpu.profiling import profiled
-from fedsim.engines.stacking.operations import WAYS, way_on
+from fedsim.engines.stacking.operations import WAYS, way_for
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports of the other benchmarks, which are scripts
 
@@ -106,7 +106,7 @@ def convolution(shape: Shape, rows: int) -> Figures:
     """Return the microseconds of a stack's forward and backward pass for each implementation, captured in a graph."""
     tensors = layer(shape, rows, torch.float, DEVICE)
     us = {name: microseconds(captured(partial(step, way, shape, tensors))) for name, way in WAYS.items()}
-    return {"us": us, "used": way_on(DEVICE)}
+    return {"us": us, "used": way_for(tensors[1], turns=True)}
 
 
 def experiment_of(workload: str, *words: str, rounds: int) -> fedsim.Experiment:

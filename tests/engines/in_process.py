@@ -33,5 +33,8 @@ class InProcessPool:
             self.close()
             raise WorkerError(f"process 0 failed: {format_failure(error)}") from None
 
+    def forget(self):
+        self.called.append("forget")
+
     def close(self):
         self.at_work = False

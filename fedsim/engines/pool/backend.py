@@ -104,6 +104,7 @@ class InPool(Backend):
             if self._pool.at_work:
                 with contextlib.suppress(ProcessLostError):
                     self._pool.call(_drop_executor)  # no need to wait for a device, which may have failed
+                self._pool.forget()
         finally:
             del self.shared, self.states, self._work
         release_memory(device)
@@ -135,9 +136,10 @@ def _run(
 ) -> tuple[T, list[warnings.WarningMessage]]:
     """Call a method of this process's executor. Return its result, and the warnings that it caused."""
     executor = process.state["executor"]
-    with executor.environment(), warnings.catch_warnings(record=True) as noted:
+    with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("default")
-        return method(executor, *arguments), noted
+        with executor.environment():
+            return method(executor, *arguments), noted
 
 
 def _drop_executor(process: ProcessContext) -> None:

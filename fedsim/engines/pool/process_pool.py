@@ -178,6 +178,11 @@ class ProcessPool:
         self._silent_seconds = timeout
         self._silences = [HeartbeatTimeout(self._table, index, timeout) for index in range(self.count)]
 
+    def forget(self) -> None:
+        """Release the CUDA memory of the tensors in earlier calls. Call this when no process has such a tensor."""
+        for child in self._children:
+            child.pipe.forget()
+
     def close(self) -> None:
         """Stop the processes of this pool."""
         close_pools([self])
