@@ -97,12 +97,13 @@ class Layout:
                 buffer, source = values[entry.name], row[entry.span].view(entry.shape)
                 buffer.copy_(source if buffer.is_floating_point() else source.round())
 
-    def bind(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> None:
+    def bind(self, module: nn.Module, row: Tensor, grad_row: Tensor | None = None) -> None:
         """Make the module's parameters views of `row` [d], and their `.grad` views of `grad_row` [d].
 
-        `backward` adds gradients to `grad_row`, so the caller must set `grad_row` to zero first.
+        `backward` adds gradients to `grad_row`, so the caller must set `grad_row` to zero first. If it is None,
+        PyTorch allocates the gradients, as for any module.
         """
-        for row_or_grad in (row, grad_row):
+        for row_or_grad in (row, row if grad_row is None else grad_row):
             if row_or_grad.shape != (self.d,):
                 raise ValueError(f"a row of this module must have shape ({self.d},), not {tuple(row_or_grad.shape)}")
         values = dict(module.named_parameters())
@@ -110,7 +111,8 @@ class Layout:
             parameter = values[entry.name]
             parameter.grad = None  # otherwise PyTorch refuses data with a different dtype or device
             parameter.data = row[entry.span].view(entry.shape)
-            parameter.grad = grad_row[entry.span].view(entry.shape)
+            if grad_row is not None:
+                parameter.grad = grad_row[entry.span].view(entry.shape)
 
     def unbound(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> str | None:
         """Return the name of the first parameter that is not a view of these rows (see `bind`), or None."""
@@ -166,7 +168,7 @@ class ColumnSpans:
             done += stop - start
 
 
-def bind(module: nn.Module, row: Tensor, grad_row: Tensor) -> Layout:
+def bind(module: nn.Module, row: Tensor, grad_row: Tensor | None = None) -> Layout:
     """Bind a module to rows with `Layout.bind`, and return the layout."""
     layout = Layout.of(module)
     layout.bind(module, row, grad_row)
