@@ -43,7 +43,7 @@ def main(options):
 if __name__ == "__main__":  # the processes import this file
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--rule", default="mean", help="aggregation rule, such as median")
     main(parser.parse_args())

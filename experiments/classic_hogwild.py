@@ -43,6 +43,6 @@ def main(options):
 if __name__ == "__main__":  # the processes import this file
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     main(parser.parse_args())

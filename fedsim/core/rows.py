@@ -39,6 +39,8 @@ class Layout:
     """How a module's trainable parameters are stored in a row: one flat vector [d] with all values.
 
     A parameter shared by two modules is stored once. Buffers (such as BatchNorm statistics) have their own row.
+
+    In a run: `fedsim.engines.shared_state.SharedState.allocate` calls `Layout.of`.
     """
 
     parameters: tuple[Entry, ...]
@@ -169,14 +171,20 @@ class ColumnSpans:
 
 
 def bind(module: nn.Module, row: Tensor, grad_row: Tensor | None = None) -> Layout:
-    """Bind a module to rows with `Layout.bind`, and return the layout."""
+    """Bind a module to rows with `Layout.bind`, and return the layout.
+
+    In a run: `fedsim.engines.trainers.row_module.RowModule.load` calls `Layout.bind`.
+    """
     layout = Layout.of(module)
     layout.bind(module, row, grad_row)
     return layout
 
 
 def new_rows(n: int, d: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Return a zero matrix [n, d]. For speed, each row starts on a cache line, so the row stride may exceed d."""
+    """Return a zero matrix [n, d]. For speed, each row starts on a cache line, so the row stride may exceed d.
+
+    In a run: `fedsim.engines.shared_state._rows_of_a_cohort` calls `new_rows`.
+    """
     per_line = ALIGNMENT // dtype.itemsize
     stride = max(1, math.ceil(d / per_line)) * per_line
     return torch.zeros(n, stride, dtype=dtype, device=device)[:, :d]
@@ -214,6 +222,8 @@ def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(No
         global_row: [d].
         rows: [n, d] (or one row [d]), overwritten.
         index: rows to overwrite. See `index_of`.
+
+    In a run: `fedsim.rounds.simulation.Simulation.pull_down` calls `pull_down`.
     """
     rows[index] = global_row
 

@@ -73,6 +73,8 @@ def partition(
     Raises ExperimentError (a ValueError) for an unknown strategy, an invalid parameter, more workers than samples, or
     if no partition satisfies the parameters.
 
+    In a run: `fedsim.rounds.participants.shards_of` calls `partition_shards`.
+
     >>> labels = np.arange(8) % 4
     >>> fedsim.partition(labels, 2, "contiguous")
     [array([0, 1, 2, 3]), array([4, 5, 6, 7])]
