@@ -64,13 +64,13 @@ def accuracies(printed):
     return [float(word) for word in re.findall(r"round \d+: test accuracy (\S+),", printed.read_text())]
 
 
-@pytest.mark.parametrize(("workers", "rule"), [(4, "mean"), (3, "median")])
-def test_the_classic_program_equals_the_engine_spawn(workers, rule, printed, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("workers", "rounds", "rule"), [(4, 2, "mean"), (3, 1, "median")])
+def test_the_classic_program_equals_the_engine_spawn(workers, rounds, rule, printed, tmp_path, monkeypatch):
     """In float64, because a ReLU can amplify the rounding of float32 to any size."""
     (tmp_path / "classic_in_float64.py").write_text(SOURCES["classic"].replace("torch.float32", "torch.float64"))
     monkeypatch.syspath_prepend(tmp_path)
-    row = importlib.import_module("classic_in_float64").main(options(workers=workers, rule=rule))
-    tables = {"model": "2nn", "workers": workers, "rounds": 2, "aggregate": rule, "precision": "float64"}
+    row = importlib.import_module("classic_in_float64").main(options(workers=workers, rounds=rounds, rule=rule))
+    tables = {"model": "2nn", "workers": workers, "rounds": rounds, "aggregate": rule, "precision": "float64"}
     result = fedsim.run(tables, engine="spawn", processes=2)
     assert row.dtype == torch.float64
     assert torch.allclose(row, result.global_row, rtol=0, atol=1e-9)
@@ -112,7 +112,7 @@ def test_a_failed_process_ends_the_program(script, monkeypatch):
     """The other processes wait at the first barrier, or train."""
     shards = [torch.arange(100), torch.tensor([10**6])]
     monkeypatch.setattr(fedsim, "partition", lambda *args, **options: shards)
-    with pytest.raises(mp.ProcessRaisedException, match="process 1 (.|\n)*IndexError"):
+    with pytest.raises(mp.ProcessRaisedException, match="Process 1 (.|\n)*IndexError"):
         script.main(options(rounds=10_000))
 
 
@@ -123,10 +123,9 @@ def test_a_failed_process_ends_the_program(script, monkeypatch):
 def test_no_process_of_the_program_outlives_a_signal(name, victim, number, tmp_path):
     program = start_python(SCRIPTS[name], "--rounds", "100000", "--workers", "3", cwd=tmp_path)
     read_until(program, "round 1")
-    spawned = [
-        pid for pid in processes_of_group(program.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    os.kill([program.pid, spawned[0]][victim], number)
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of_group(program.pid)}
+    workers = [pid for pid, command in commands.items() if b"spawn_main" in command]
+    os.kill([program.pid, workers[0]][victim], number)
     program.communicate(timeout=60)
     assert_none_left(program.pid)
 
