@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 import fedsim
 from experiments import classic, classic_hogwild
 from tests.commands import ROOT, assert_none_left, processes_of_group, read_until, start_python
+from tests.documents.test_documentation import DOCS, blocks
 from tests.documents.test_readme import TEXT as README
 from tests.documents.test_readme import assert_same_numbers
 
@@ -135,6 +136,14 @@ def test_the_scripts_are_short_and_differ_in_ten_lines():
     lines = [source.splitlines() for source in SOURCES.values()]
     changes = difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
     assert sum(max(b - a, d - c) for kind, a, b, c, d in changes if kind != "equal") <= 10
+
+
+def test_the_tutorial_shows_the_scripts():
+    page = blocks.blocks_of((DOCS / "tutorials" / "classic.md").read_text())
+    assert [block.code for block in page if block.attributes.get("title") == "classic.py"] == [SOURCES["classic"]]
+    lines, paths = [source.splitlines() for source in SOURCES.values()], [f"experiments/{name}.py" for name in SOURCES]
+    changes = difflib.unified_diff(*lines, *paths, n=0, lineterm="")
+    assert [block.code.splitlines() for block in page if block.language == "diff"] == [list(changes)]
 
 
 @pytest.mark.parametrize("name", sorted(USED))
