@@ -1,18 +1,19 @@
 """Synchronous SGD: each worker is a process, and after each epoch the workers' models are aggregated."""
 
 import argparse
+import signal
 
 import torch
 import torch.multiprocessing as mp
 
 import fedsim
-from fedsim.models import two_nn
 
 
 def work(worker, rows, train, shards, test, barrier, options):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # `spawn` would not notice an exception for Ctrl-C
     torch.set_num_threads(1)  # the processes share the cores
     shard = fedsim.CustomSubset(train, shards[worker])
-    model = two_nn().to(rows.device)
+    model = fedsim.models.two_nn().to(rows.device)
     fedsim.bind(model, rows[worker])  # a training step changes this row in place
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for round in range(1, options.rounds + 1):
@@ -31,7 +32,7 @@ def main(options):
     test = test.gather(torch.arange(len(test)))  # all test images as one batch
     shards = fedsim.partition(train.targets, options.workers, "iid", seed=0)
     torch.manual_seed(fedsim.Draws.of(0, "model").key)
-    model = two_nn()
+    model = fedsim.models.two_nn()
     layout = fedsim.Layout.of(model)
     rows = fedsim.new_rows(options.workers, layout.d, torch.float32, options.device).share_memory_()
     fedsim.pull_down(layout.read(model), rows)  # every row becomes the initial model

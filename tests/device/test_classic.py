@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -42,6 +43,7 @@ def spawn_threads(function, args, nprocs, daemon):
 @pytest.fixture
 def threads(monkeypatch):
     monkeypatch.setattr(mp, "spawn", spawn_threads)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # is an error in a thread
     monkeypatch.setattr(mp, "get_context", lambda method: SimpleNamespace(Barrier=threading.Barrier))
 
 
