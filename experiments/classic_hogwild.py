@@ -10,7 +10,7 @@ import fedsim
 
 
 def work(worker, rows, train, shards, test, barrier, options):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # `spawn` would not notice an exception for Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that `spawn` notices if Ctrl-C ends this process
     torch.set_num_threads(1)  # the processes share the cores
     shard = fedsim.CustomSubset(train, shards[worker])
     model = fedsim.models.two_nn().to(rows.device)
