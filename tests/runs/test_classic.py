@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 
 import fedsim
 from experiments import classic, classic_hogwild
+from fedsim.core.randomness import batch_order
 from tests.commands import ROOT, assert_none_left, processes_of_group, read_until, start_python
 from tests.documents.test_documentation import DOCS, blocks
 from tests.documents.test_readme import TEXT as README
@@ -76,6 +77,13 @@ def test_the_classic_program_equals_the_engine_spawn(workers, rounds, rule, prin
     assert row.dtype == torch.float64
     assert torch.allclose(row, result.global_row, rtol=0, atol=1e-9)
     assert accuracies(printed) == [record["test_accuracy"] for record in result.history]
+
+
+def test_draws_shuffle_samples_as_a_run_does():
+    for epoch in range(3):
+        order = fedsim.Draws.of(7, "batches", 2, 5).steps()(epoch).permutation(101)
+        assert torch.equal(order, batch_order(7, 2, 5, epoch, 101))
+    assert torch.equal(fedsim.Draws.of(7, "batches", 2, 5).permutation(101), batch_order(7, 2, 5, 0, 101))
 
 
 def test_the_classic_program_prints_what_the_readme_shows(printed):
