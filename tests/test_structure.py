@@ -110,6 +110,18 @@ def test_every_package_has_a_floor():
     assert unlisted == {"__init__", "__main__"}  # they import the public names and the command line
 
 
+def test_processes_come_from_torch_multiprocessing():
+    """Importing `torch.multiprocessing` lets contexts send tensors. Other modules of `multiprocessing` are helpers."""
+    helpers = {"connection", "context", "process", "reduction", "resource_tracker", "util"}
+    for path, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("multiprocessing") for alias in node.names), path
+            elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "multiprocessing":
+                names = [alias.name for alias in node.names]
+                assert set(names if node.module == "multiprocessing" else [node.module.split(".")[1]]) <= helpers, path
+
+
 def test_no_two_classes_have_one_name():
     places = defaultdict(list)
     for path, tree in modules().items():

@@ -10,7 +10,7 @@ from typing import Any
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 HEADS = {"Args": "Arguments", "Attributes": "Attributes", "Raises": "Errors", "Returns": "Returns", "Yields": "Yields"}
 ENTRY = re.compile(r"    (\S[^:]*): (.*)")
-LABEL = re.compile(r"(?<!\S)(Cost|Draws|Returns|Raises)(:| )")
+LABEL = re.compile(r"(?<!\S)(Cost|Draws|Returns|Raises|In a run(?=:))(:| )")
 
 
 def markdown_of(target: Any, types: Mapping[str, str] | None = None) -> str:

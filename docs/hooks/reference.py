@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import typer
@@ -45,6 +48,7 @@ KINDS = {  # page title of each kind of component
     "hooks": "Communication hooks",
     "loggers": "Loggers",
 }
+IN_A_RUN = re.compile(r"\*\*In a run\*\*: `(fedsim[\w.]+)`")  # in docstrings: the function of a run that uses a name
 PYTHON = {  # section titles of the Python API page, and their names
     "Run experiments": "run Callback Result Session Experiment load_experiment load_run load_model StopRun",
     "Compare": "compare Comparison load_comparison plot",
@@ -163,7 +167,15 @@ def python_page() -> str:
         parts.append(f"## {title}")
         for name in names.split():
             parts += _api_section(f"fedsim.{name}", getattr(fedsim, name))
-    return "\n\n".join(parts)
+    page = "\n\n".join(parts)
+    used = dict.fromkeys(IN_A_RUN.findall(page))
+    sources = [f"### `{path}` {{ #{path} }}\n\n```python\n{source_of(path)}```" for path in used]
+    return "\n\n".join([IN_A_RUN.sub(r"**In a run:** [`\1`](#\1)", page), "## Where a run uses these names", *sources])
+
+
+def source_of(path: str) -> str:
+    """Return the source code of a function or method, such as "fedsim.core.rows.Layout.of"."""
+    return textwrap.dedent(inspect.getsource(resolve_name(path)))
 
 
 def _api_section(path: str, target: Any) -> Iterator[str]:

@@ -69,6 +69,9 @@ class Draws:
 
     Each call gives new, independent numbers. The same calls in the same order give the same numbers on every device and
     in every process, except for rounding in `normal`. The host never waits for the device.
+
+    In a run: `fedsim.engines.trainers.batches.BatchSource.orders` shuffles a worker's samples in its first epoch of a
+    round as `Draws.of(seed, "batches", round, worker).permutation(n)`, and in the next ones as `.steps()(epoch)` does.
     """
 
     def __init__(self, key: Tensor, step: int = 0, ahead: dict[int, tuple[int, Tensor]] | None = None) -> None:

@@ -39,6 +39,8 @@ class Layout:
     """How a module's trainable parameters are stored in a row: one flat vector [d] with all values.
 
     A parameter shared by two modules is stored once. Buffers (such as BatchNorm statistics) have their own row.
+
+    In a run: `fedsim.engines.shared_state.SharedState.allocate` calls `Layout.of`.
     """
 
     parameters: tuple[Entry, ...]
@@ -97,12 +99,13 @@ class Layout:
                 buffer, source = values[entry.name], row[entry.span].view(entry.shape)
                 buffer.copy_(source if buffer.is_floating_point() else source.round())
 
-    def bind(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> None:
+    def bind(self, module: nn.Module, row: Tensor, grad_row: Tensor | None = None) -> None:
         """Make the module's parameters views of `row` [d], and their `.grad` views of `grad_row` [d].
 
-        `backward` adds gradients to `grad_row`, so the caller must set `grad_row` to zero first.
+        `backward` adds gradients to `grad_row`, so the caller must set `grad_row` to zero first. If it is None,
+        PyTorch allocates the gradients, as for any module.
         """
-        for row_or_grad in (row, grad_row):
+        for row_or_grad in (row, row if grad_row is None else grad_row):
             if row_or_grad.shape != (self.d,):
                 raise ValueError(f"a row of this module must have shape ({self.d},), not {tuple(row_or_grad.shape)}")
         values = dict(module.named_parameters())
@@ -110,7 +113,8 @@ class Layout:
             parameter = values[entry.name]
             parameter.grad = None  # otherwise PyTorch refuses data with a different dtype or device
             parameter.data = row[entry.span].view(entry.shape)
-            parameter.grad = grad_row[entry.span].view(entry.shape)
+            if grad_row is not None:
+                parameter.grad = grad_row[entry.span].view(entry.shape)
 
     def unbound(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> str | None:
         """Return the name of the first parameter that is not a view of these rows (see `bind`), or None."""
@@ -166,15 +170,21 @@ class ColumnSpans:
             done += stop - start
 
 
-def bind(module: nn.Module, row: Tensor, grad_row: Tensor) -> Layout:
-    """Bind a module to rows with `Layout.bind`, and return the layout."""
+def bind(module: nn.Module, row: Tensor, grad_row: Tensor | None = None) -> Layout:
+    """Bind a module to rows with `Layout.bind`, and return the layout.
+
+    In a run: `fedsim.engines.trainers.row_module.RowModule.load` calls `Layout.bind`.
+    """
     layout = Layout.of(module)
     layout.bind(module, row, grad_row)
     return layout
 
 
 def new_rows(n: int, d: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Return a zero matrix [n, d]. For speed, each row starts on a cache line, so the row stride may exceed d."""
+    """Return a zero matrix [n, d]. For speed, each row starts on a cache line, so the row stride may exceed d.
+
+    In a run: `fedsim.engines.shared_state._rows_of_a_cohort` calls `new_rows`.
+    """
     per_line = ALIGNMENT // dtype.itemsize
     stride = max(1, math.ceil(d / per_line)) * per_line
     return torch.zeros(n, stride, dtype=dtype, device=device)[:, :d]
@@ -212,6 +222,8 @@ def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(No
         global_row: [d].
         rows: [n, d] (or one row [d]), overwritten.
         index: rows to overwrite. See `index_of`.
+
+    In a run: `fedsim.rounds.simulation.Simulation.pull_down` calls `pull_down`.
     """
     rows[index] = global_row
 

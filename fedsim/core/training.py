@@ -118,7 +118,10 @@ def train_epoch(
         loss: mean loss as a function of (outputs, targets). The default is for logits or log-probabilities.
         backward: function that computes the gradients, by default `fedsim.core.training.backward`.
 
-    Returns MetricSums of the losses before each step. Its property `loss` is the mean loss.
+    Returns MetricSums of the losses before each step. Its property `loss` is the mean loss. Reading it waits for the
+    device.
+
+    In a run: `fedsim.engines.trainers.sequential.RowTrainer.train` calls `train_epoch`.
     """
     model.train()
     loss_sum, correct, samples = MetricSums.zero(_device_of(model))
@@ -150,7 +153,9 @@ def test(
         counts: function of the targets that returns the number of predictions per sample [batch], such as the tokens of
             a text. None: one prediction per sample.
 
-    Returns MetricSums with the properties `loss` and `accuracy`.
+    Returns MetricSums with the properties `loss` and `accuracy`. Reading them waits for the device.
+
+    In a run: `fedsim.engines.evaluation.Evaluation._test` calls `test`.
     """
     model.eval()
     loss_sum, hits, samples = MetricSums.zero(_device_of(model))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
 from fedsim.core.plotting import encode
 from fedsim.errors import ExperimentError
@@ -61,12 +62,14 @@ class Heterogeneity:
 
 
 def label_counts(
-    labels: Sequence[int] | np.ndarray, shards: Sequence[Sequence[int] | np.ndarray], classes: int | None = None
+    labels: Sequence[int] | np.ndarray | Tensor,
+    shards: Sequence[Sequence[int] | np.ndarray],
+    classes: int | None = None,
 ) -> np.ndarray:
     """Count how many samples of each class every worker holds.
 
     Args:
-        labels: class label of every sample, [n], whole numbers >= 0.
+        labels: class label of every sample, [n], whole numbers >= 0, on any device.
         shards: one index array per worker, as returned by `partition`.
         classes: the number of classes C, for labels 0, ..., C - 1. None: one more than the highest label.
 
@@ -76,7 +79,7 @@ def label_counts(
     array([[1, 1],
            [1, 1]])
     """
-    labels = np.asarray(labels)
+    labels = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
     numbers = labels.astype(np.int64)
     if not np.array_equal(numbers, labels) or (numbers < 0).any():
         raise ExperimentError("labels: must be whole numbers >= 0")

@@ -69,6 +69,8 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
     Raises DataError if files can be neither found nor downloaded, if the training or test set is empty, if their inputs
     differ in type or shape, or if targets are NaN or infinite.
 
+    In a run: `fedsim.data.sources.load_dataset_once` calls `load_dataset`.
+
     >>> train, test = fedsim.load_dataset("mnist5k")
     >>> inputs, targets = train.gather(torch.arange(3))
     >>> inputs.shape, targets

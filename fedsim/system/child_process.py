@@ -10,11 +10,12 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing import current_process, get_context, parent_process, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing import current_process, get_context, parent_process  # these share tensors
 
 from fedsim.errors import WorkerError, show_warnings_as_lines
 from fedsim.system.limits import limit_hint

@@ -157,6 +157,20 @@ def test_binding_again_moves_the_module_to_other_rows(module):
     assert gradients[1].any()
 
 
+def test_a_module_bound_without_a_row_for_gradients_trains_its_row(module):
+    row, gradient = (new_rows(2, Layout.of(module).d, torch.float32).copy_(Layout.of(module).read(module))).unbind()
+    bind(module, row, gradient)
+    start = row.clone()
+    layout = bind(module, row)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    module(torch.randn(2, 1, 28, 28)).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
+    assert torch.allclose(row, start - 0.1 * gradients)
+    assert torch.equal(layout.read(module), row)
+    assert torch.equal(gradient, start)  # no longer used
+
+
 def test_bind_refuses_a_row_of_the_wrong_length(module):
     with pytest.raises(ValueError, match=r"shape \(21840,\), not \(5,\)"):
         bind(module, torch.zeros(5), torch.zeros(21_840))

@@ -275,3 +275,9 @@ def test_labels_on_the_gpu_are_split_as_labels_on_the_host(shape):
         for data in (on_gpu, TensorDataset(to_gpu(labels), to_gpu(labels))):
             shards = fedsim.dataset_split(data, 3, "classes_per_worker", k=1)
             assert all(torch.equal(shard.indices, one) for shard, one in zip(shards, expected, strict=True))
+        for strategy, parameters in {"iid": {}, "classes_per_worker": {"k": 1}, "virtual": {"samples": 4}}.items():
+            shards = fedsim.partition(to_gpu(labels), 3, strategy, **parameters)
+            of_host = fedsim.partition(labels, 3, strategy, **parameters)
+            assert [shard.tolist() for shard in shards] == [shard.tolist() for shard in of_host]
+            counts = fedsim.label_counts(to_gpu(labels), shards)
+            assert counts.tolist() == fedsim.label_counts(labels, shards).tolist()

@@ -58,7 +58,7 @@ def _imports(code, *, of_module=False):
             names |= {name.name.partition(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names.add(node.module.partition(".")[0])
-    return names - sys.stdlib_module_names - {"fedsim", "fedsim_main", "tests", "benchmarks", "tomli"}
+    return names - sys.stdlib_module_names - {"fedsim", "fedsim_main", "tests", "benchmarks", "experiments", "tomli"}
 
 
 def _of_programs():
@@ -122,7 +122,15 @@ def test_the_first_run_shows_what_the_readme_shows(rounds, tmp_path):
         assert list(map(float, printed[1:4])) == pytest.approx(list(map(float, words[1:4])), abs=5e-3)
 
 
-@pytest.mark.parametrize("place", [place for place, (language, _) in enumerate(BLOCKS) if language == "python"])
+EXAMPLES = [place for place, (language, code) in enumerate(BLOCKS) if language == "python" and not code.startswith(" ")]
+
+
+def test_the_readme_quotes_the_classic_program():
+    (quoted,) = (code for language, code in BLOCKS if language == "python" and code.startswith(" "))
+    assert quoted in (ROOT / "experiments" / "classic.py").read_text()
+
+
+@pytest.mark.parametrize("place", EXAMPLES)
 def test_the_python_examples_print_what_the_readme_shows(place, capsys, monkeypatch):
     """The words are equal, and the numbers agree up to rounding on another processor."""
     monkeypatch.setattr(fedsim, "run", functools.partial(fedsim.run, engine="serial"))  # without processes

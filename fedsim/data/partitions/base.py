@@ -47,7 +47,7 @@ Transform = Callable[..., Tensor]  # maps `images` [batch, ...] to the same shap
 
 
 def partition(
-    labels: Sequence[int] | np.ndarray,
+    labels: Sequence[int] | np.ndarray | Tensor,
     n_workers: int,
     strategy: str = "contiguous",
     seed: int = 0,
@@ -58,7 +58,8 @@ def partition(
     """Split a data set's samples into one shard per worker.
 
     Args:
-        labels: class label of every sample, [n]. Strategies that do not need classes accept any targets [n, ...].
+        labels: class label of every sample, [n], on any device. Strategies that do not need classes accept any targets
+            [n, ...].
         n_workers: number of shards, 1 <= n_workers <= n (no upper limit for a virtual strategy).
         strategy: a registered name, "package.module:function", or a function.
         seed: seed for all random draws.
@@ -72,6 +73,8 @@ def partition(
 
     Raises ExperimentError (a ValueError) for an unknown strategy, an invalid parameter, more workers than samples, or
     if no partition satisfies the parameters.
+
+    In a run: `fedsim.rounds.participants.shards_of` calls `partition_shards`.
 
     >>> labels = np.arange(8) % 4
     >>> fedsim.partition(labels, 2, "contiguous")
@@ -107,6 +110,7 @@ def partition_shards(
     registration = partition_strategy.get(strategy, "partition.name")
     params = registration.check(params, "partition", beside=["name"])
     virtual = "worker" in registration.takes
+    labels = labels.cpu() if isinstance(labels, Tensor) else labels
     _check_input(np.asarray(labels), n_workers, virtual)
     ids = id_columns(ids)
     for column in ids.values():

@@ -1,0 +1,50 @@
+"""Synchronous SGD: each worker is a process, and after each epoch the workers' models are aggregated."""
+
+import argparse
+import signal
+
+import torch
+import torch.multiprocessing as mp
+
+import fedsim
+
+
+def work(worker, rows, train, shards, test, barrier, options):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that `spawn` notices if Ctrl-C ends this process
+    torch.set_num_threads(1)  # the processes share the cores
+    shard = fedsim.CustomSubset(train, shards[worker])
+    model = fedsim.models.two_nn().to(rows.device)
+    fedsim.bind(model, rows[worker])  # a training step changes this row in place
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for round in range(1, options.rounds + 1):
+        barrier.wait()  # every worker has the new model
+        order = fedsim.Draws.of(0, "batches", round, worker).permutation(len(shard))
+        loss = fedsim.train_epoch(model, shard.batches(10, order), optimizer).loss  # waits for the GPU
+        barrier.wait()  # every worker has trained
+        if worker == 0:
+            fedsim.pull_down(fedsim.aggregate(rows, rule=options.rule), rows)  # every row becomes the aggregate
+            accuracy = fedsim.test(model, [test]).accuracy  # waits for the GPU
+            print(f"round {round}: test accuracy {accuracy:.4f}, train loss of worker 0 {loss:.4f}", flush=True)
+
+
+def main(options):
+    train, test = (data.to(torch.device(options.device), torch.float32) for data in fedsim.load_dataset("mnist5k"))
+    test = test.gather(torch.arange(len(test)))  # all test images as one batch
+    shards = fedsim.partition(train.targets, options.workers, "iid", seed=0)
+    torch.manual_seed(fedsim.Draws.of(0, "model").key)
+    model = fedsim.models.two_nn()
+    layout = fedsim.Layout.of(model)
+    rows = fedsim.new_rows(options.workers, layout.d, torch.float32, options.device).share_memory_()
+    fedsim.pull_down(layout.read(model), rows)  # every row becomes the initial model
+    barrier = mp.get_context("spawn").Barrier(options.workers)
+    mp.spawn(work, (rows, train, shards, test, barrier, options), options.workers, daemon=True)
+    return rows[0]
+
+
+if __name__ == "__main__":  # the processes import this file
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--rule", default="mean", help="aggregation rule, such as median")
+    main(parser.parse_args())
