@@ -19,7 +19,7 @@ from fedsim.core.training import test as test_model
 from fedsim.engines import evaluation, shared_state
 from fedsim.engines.trainers import cuda_graphs
 from fedsim.engines.trainers.capture import WARM_UPS, GraphPool
-from fedsim.engines.trainers.cuda_graphs import MOST_LENGTHS, length_of
+from fedsim.engines.trainers.cuda_graphs import MOST_LENGTHS, lengths_of
 from fedsim.engines.trainers.stack_step import StackStep
 from fedsim.errors import FedsimWarning
 from tests.device.agreement import (
@@ -204,17 +204,26 @@ def test_graphs_are_captured_once_and_for_what_is_needed(gpu, tables):
     assert len(gpu.graphs) == 3 + 3  # one step, ten steps, and the test of a batch
 
 
-@pytest.mark.parametrize(("steps", "length"), [(1, 1), (6, 6), (16, 16), (17, 1), (60, 15), (235, 5), (256, 16)])
-def test_the_length_of_a_graph_divides_the_number_of_steps(steps, length):
-    assert length_of(steps, {1}) == length
-    assert length_of(steps, {1, 2, 3, 5}) == max(few for few in (1, 2, 3, 5) if steps % few == 0)  # no more lengths
-    assert length_of(steps, {7, 8, 9, 11}) == (8 if steps in (16, 256) else 1)
+LENGTHS = {
+    **{1: [1], 6: [6], 16: [16], 17: [16, 1], 20: [10, 10], 60: 4 * [15], 256: 16 * [16]},
+    **{34: [16, 16, 2], 235: [*14 * [16], 11]},  # with equal lengths: 17 and 47 replays
+}
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_steps_are_divided_among_few_graphs(steps):
+    assert lengths_of(steps, {1}) == LENGTHS[steps]
+    assert lengths_of(steps, {1, *LENGTHS[steps]}) == LENGTHS[steps]
+    limited = lengths_of(steps, {1, 3, 7, 12})  # no other length may be captured
+    assert sum(limited) == steps
+    assert set(limited) <= {1, 3, 7, 12}
+    assert limited == sorted(limited, reverse=True)
 
 
 @pytest.mark.parametrize(
     ("local", "replays"),
-    [({"steps": 6}, 1), ({"steps": 20}, 2), ({"epochs": 3, "batch_size": 8}, None)],
-    ids=["6 steps", "20 steps", "shards of different sizes, so masks"],
+    [({"steps": 6}, 1), ({"epochs": 3, "batch_size": 8}, None)],
+    ids=["6 steps", "shards of different sizes, so masks"],
 )
 def test_equal_steps_are_replayed_as_few_graphs_with_the_same_numbers(local, replays, gpu, tables, monkeypatch):
     tables |= {"rounds": 1, "local": {"batch_size": 4, "momentum": 0.5, **local}, "model": f"{__name__}:Dropping"}

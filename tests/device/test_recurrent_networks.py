@@ -11,7 +11,12 @@ from tests.device.pretend import pretend_gpu
 from tests.engines.in_process import InProcessPool
 from tests.engines.zoo import experiment
 
-KINDS = "LSTM", "LSTM without biases, both ways", "LSTM with a projection", "GRU", "RNN", "RNN of ReLU"
+SLOW = "LSTM with a projection", "RNN of ReLU"  # they have the operations of the other kinds
+KINDS = [
+    *[("LSTM", engine) for engine in ENGINES],
+    *[(kind, "batched, no graphs") for kind in ("LSTM without biases, both ways", "GRU", "RNN")],
+    *[pytest.param(kind, "batched", marks=pytest.mark.slow) for kind in SLOW],
+]
 
 
 def test_processes_pass_on_no_warning_about_weights(monkeypatch, recwarn):
@@ -23,8 +28,7 @@ def test_processes_pass_on_no_warning_about_weights(monkeypatch, recwarn):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "engine"), KINDS)
 def test_a_recurrent_network_agrees_with_the_cpu(kind, engine):
     """A warning of PyTorch is an error here."""
     assert_agrees_with_the_cpu({**experiment(kind), "rounds": 1}, engine)

@@ -520,7 +520,7 @@ def _recurrent(
         state, parameters, args: further arguments of `network`.
     """
     *_, dropout, _, _, batch_first = args
-    batch.require(not dropout and batch_first is True)
+    batch.require(not dropout and batch_first)
     stacks = [parameter for parameter in parameters if batch.is_stack(parameter)]
     batch.require_stacks(input, *stacks)
     k = len(stacks[0])

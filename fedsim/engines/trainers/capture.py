@@ -41,23 +41,25 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def capture(self, run: Run, trial: Run | None = None) -> Run:
+    def capture(self, run: Run, warm_up: Run | None = None) -> Run:
         """Capture a call of `run` as a CUDA graph, and return a function that replays it.
 
-        `run` is called several times before the capture, and must use the same tensors each time. Raises
-        ExperimentError if `run` uses an operation that a CUDA graph does not support. If `trial` is given, it is
-        checked instead of `run`, of which it is a part with the same operations.
-        """
-        require_capturable(trial or run, self.device)
-        return self.record(run)
+        Raises ExperimentError if `run` uses an operation that a CUDA graph does not support.
 
-    def record(self, run: Run) -> Run:
-        """Capture a call of `run` as a CUDA graph without a check, and return a function that replays it."""
+        Args:
+            run: function that uses the same tensors in each call.
+            warm_up: function that is called before the capture: a part of `run` with the same operations. None: `run`.
+        """
+        require_capturable(warm_up or run, self.device)
+        return self.record(run, warm_up)
+
+    def record(self, run: Run, warm_up: Run | None = None) -> Run:
+        """Capture a call of `run` as a CUDA graph without a check; see `capture`."""
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for _ in range(WARM_UPS):
-                    run()
+                    (warm_up or run)()
             torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             try:

@@ -29,8 +29,8 @@ from fedsim.engines.trainers.stack import Stack, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
 
-LONGEST = 16  # maximum number of steps in a graph: a replay costs about 10 us, and capturing a step 2 to 10 ms
-MOST_LENGTHS = 4  # maximum number of lengths of graphs for the same rows and mask
+LONGEST = 16  # maximum number of steps in a graph
+MOST_LENGTHS = 4  # maximum number of lengths of graphs that train the same number of workers
 MOST_STEPS = 256  # maximum number of steps whose batches are on the device at a time
 MOST_SAMPLES = 2**22  # maximum number of samples in these batches: 48 MB of positions and weights
 
@@ -73,15 +73,27 @@ class Graph(NamedTuple):
     masked: bool
 
 
-def length_of(steps: int, captured: Collection[int]) -> int:
-    """Return the length of the graph that is replayed to train `steps` steps: their largest divisor up to `LONGEST`.
+def lengths_of(steps: int, captured: Collection[int]) -> list[int]:
+    """Divide at least one training step among graphs, and return the number of steps in each.
+
+    The graphs are few. All have the same length if this takes at most twice as many as possible. Otherwise, they have
+    `LONGEST` steps, except the last.
 
     Args:
-        steps: total number of steps.
-        captured: lengths of the captured graphs. If these are `MOST_LENGTHS`, no other length is used, except 1.
+        steps: number of training steps.
+        captured: lengths of the captured graphs. If these would become more than `MOST_LENGTHS`, the result contains
+            only these lengths and 1.
     """
-    lengths = captured if len(captured) >= MOST_LENGTHS else range(1, LONGEST + 1)
-    return max((length for length in lengths if not steps % length), default=1)
+    least = -(-steps // LONGEST)
+    even = [steps // count for count in range(least, 2 * least + 1) if steps % count == 0]
+    usable = set(even[:1] or [LONGEST, steps % LONGEST])
+    if len(usable.union(captured)) > MOST_LENGTHS:
+        usable = {*captured, 1}
+    lengths = list[int]()
+    for length in sorted(usable, reverse=True):
+        lengths += [length] * (steps // length)
+        steps %= length
+    return lengths
 
 
 def sizes_of_stacks(width: int, usual: Iterable[int]) -> list[int]:
@@ -182,22 +194,22 @@ class CapturedSteps:
         shared.cohort.rows[stack.index] = state.rows
 
     def _graphs_for(self, rows: int, steps: int, *, masked: bool) -> list[Graph]:
-        """Capture a graph for `steps` training steps of `rows` workers, and return it as often as it is replayed."""
-        if not steps:
-            return []
+        """Return the graphs that train `rows` workers for `steps` steps, after capturing those that are missing."""
         captured = [graph.steps for graph in self._graphs if graph.rows == rows and graph.masked == masked]
-        length = length_of(steps, captured)
-        graph = Graph(rows, length, masked)
-        self._capture(graph)
-        return [graph] * (steps // length)
+        graphs = [Graph(rows, length, masked) for length in lengths_of(steps, captured)] if steps else []
+        for graph in dict.fromkeys(graphs):
+            self._capture(graph)
+        return graphs
 
     def _size_for(self, rows: int) -> int:
         return next(size for size in self._sizes if size >= rows)
 
     def _capture(self, graph: Graph) -> None:
         if graph not in self._graphs:
-            trial = partial(self._take_steps, graph._replace(steps=1))
-            self._graphs[graph] = self._pool.capture(partial(self._take_steps, graph), trial)
+            is_new = all((graph.rows, graph.masked) != (known.rows, known.masked) for known in self._graphs)
+            capture = self._pool.capture if is_new else self._pool.record  # other lengths have the same operations
+            few = graph._replace(steps=min(2, graph.steps))
+            self._graphs[graph] = capture(partial(self._take_steps, graph), partial(self._take_steps, few))
 
     def _start(self, stack: Stack) -> None:
         """Begin a round: copy the workers' parameters, states and buffers to the graphs' tensors."""
