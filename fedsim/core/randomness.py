@@ -259,6 +259,10 @@ def seed_globally(generator: torch.Generator, device: torch.device) -> Iterator[
 class _DrawnOnHost(TorchDispatchMode):
     """Context in which random operations on tensors of other devices are executed on the CPU."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise PyTorch would import its compiler
+
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in function.tags or kwargs.get("generator") is not None:

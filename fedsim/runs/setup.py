@@ -80,6 +80,7 @@ def prepare(
         session.engine(engine_name, device, processes, threads, experiment.timeout, experiment.start_method) as engine,
         contextlib.ExitStack() as stack,
     ):
+        engine.backend.prepare(device, _executor_of(experiment))
         on_setup(f"making the model {show(experiment.model.name)}")
         task = replace(task_of(experiment, device), scratch_folder=scratch)
         stack.enter_context(_explained_oom(task, processes))
@@ -193,11 +194,15 @@ def engine_of(experiment: Experiment) -> str:
 def _begin(experiment: Experiment, engine: Engine, task: RunTask, shared: SharedState, note: Note | None) -> None:
     """Let the engine prepare the run. If a process dies, try again, up to `process_retries` times."""
     retried(
-        lambda attempt: engine.begin(task, shared, Simulation if experiment.in_rounds else Executor),
+        lambda attempt: engine.begin(task, shared, _executor_of(experiment)),
         experiment.process_retries,
         lambda loss, attempt: announce(loss, attempt, experiment.process_retries, note),
         "its processes have been started",
     )
+
+
+def _executor_of(experiment: Experiment) -> type[Executor]:
+    return Simulation if experiment.in_rounds else Executor
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from fedsim.data.augmentation import augmentation
 from fedsim.data.partitions.features import GaussianNoise
 from fedsim.engines.trainers.dropout import Dropout, dropout_factors
 from tests.data.partitions.test_features import PIXELS, TRANSFORMS, applied
-from tests.device.agreement import some_gpu, to_gpu
+from tests.device.agreement import REAL, some_gpu, to_gpu
 from tests.device.pretend import GPU, download, upload
 from tests.device.pretend.counting import DOWNLOAD
 from tests.device.test_aggregation_counts import DRAW
@@ -107,7 +107,7 @@ def test_a_transform_of_torchvision_draws_the_numbers_of_the_cpu(name, params):
         altered = [applied(name, to_gpu(images), seed, normalisation, **params).cpu() for seed in range(4)]
         assert global_states(GPU) == state
     for ours, theirs in zip(altered, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if REAL else 1e-9)  # some grids are float32
     if counts is not None:
         copied = {operation for kind, operation, _ in counts.events if kind == DOWNLOAD}
         assert ("_to_copy" in copied) == (name in DRAW_ON_DEVICE), counts.table()

@@ -156,6 +156,8 @@ def test_probes_do_not_import_the_compiler():
         "from fedsim.engines.auto import FlopCount\n"
         "with DataDependenceCheck(): torch.ones(2).detach()\n"
         "with FlopCount(): torch.ones(2, 2) @ torch.ones(2, 2)\n"
+        "from fedsim.core.randomness import seed_globally\n"
+        "with seed_globally(torch.Generator(), torch.device('cuda')): torch.rand(2)\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -45,6 +45,9 @@ class InPool(Backend):
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "start_method": self._pool.start_method}
 
+    def prepare(self, device: torch.device, make: MakeExecutor) -> None:
+        self._pool.prepare(_initialise, device, make)
+
     def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         self.leave()
         if not self.at_work:  # an earlier task lost processes at its start
@@ -114,6 +117,15 @@ class InPool(Backend):
             self.leave()
         finally:
             self._pool.close()
+
+
+def _initialise(process: ProcessContext, device: torch.device, make: MakeExecutor) -> None:
+    """Create a GPU's context, and that of its library for matrix products. Unpickling `make` has imported modules."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+        matrix = torch.ones(8, 8, device=device)
+        torch.mm(matrix, matrix)
+        synchronize(device)
 
 
 def _make_executor(
