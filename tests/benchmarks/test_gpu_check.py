@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.gpu import __main__ as check
 from benchmarks.gpu.profiling import summarize as summarize_events
-from benchmarks.gpu.report import MOST_FAILURES, WIDTH, Results, goals, summarize
+from benchmarks.gpu.report import MOST_FAILURES, WIDTH, Results, summarize
 
 ROOT = Path(__file__).parents[2]
 FAILING = """
