@@ -257,7 +257,7 @@ def _2nn(jax: Any, p: Any, x: Any, kept: Callable[..., Any]) -> Any:
 
 
 FORWARDS = {"net": _net, "cnn": _cnn, "2nn": _2nn}  # forward passes in JAX, with the parameters of the models
-BASELINES: dict[str, Callable[[Work, int, int], Baseline]] = {
+PROGRAMS: dict[str, Callable[[Work, int, int], Baseline]] = {
     **{"captured loop": CapturedLoop, "vmap": Vmap, "captured vmap": partial(Vmap, graph=True), "jax": Jax}
 }
 
@@ -289,7 +289,7 @@ def run_baseline(name: str, experiment: Experiment, device: torch.device, loss: 
             orders = torch.stack([torch.cat(work.orders(round, worker)) for worker in work.cohort(round)])
             synchronize(device)
             started = time.perf_counter()
-            baseline = baseline or BASELINES[name](work, *orders.shape)
+            baseline = baseline or PROGRAMS[name](work, *orders.shape)
             run.accuracies.append(baseline.round(orders))
             run.rounds.append(time.perf_counter() - started)
             run.samples.append([orders.shape[1]] * len(orders))

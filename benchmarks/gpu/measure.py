@@ -59,7 +59,7 @@ ENGINES = {
 NAMES = ("w3", "w1", "w2")
 MODELS = tuple(models.TASKS)
 GPU_WORKLOADS = {"w3-1000": (*WORKLOADS["w3"], "cohort=1000" if ON_GPU else "cohort=150")}
-PROGRAMS = {  # baselines of each workload besides the bare loop
+PROGRAMS_OF = {  # baselines of each workload besides the bare loop
     **dict.fromkeys((*NAMES, "w3-1000"), ("captured loop", "vmap", "captured vmap", "jax")),
     **{"resnet20": ("captured loop", "captured vmap"), "gpt": ("captured loop", "captured vmap")},
     "char_lstm": ("captured loop",),  # torch.func.vmap has no rule for the LSTM of cuDNN
@@ -202,17 +202,14 @@ def steps(experiment: fedsim.Experiment, run: BareRun) -> int:
 def different_work(workload: str, run: BareRun) -> Figures:
     """Return an error if a baseline's samples or accuracy differ from those of fedsim in the same rounds."""
     result, _ = run_of(workload, "batched")
-    records = result.history[: len(run.rounds)]
-    if (ours := [record.samples for record in records]) != run.samples[: len(records)]:
-        return {"error": f"fedsim trained on {ours} samples, the baseline on {run.samples}"}
-    _, test = fedsim.load_dataset(
-        result.experiment.data.name, result.experiment.data.root, **result.experiment.data.params
-    )
-    accuracies = [record.test_accuracy for record in records][-1], run.accuracies[len(records) - 1]
-    if abs(accuracies[0] - accuracies[1]) > 2 / len(test) ** 0.5:  # four times the largest standard error
-        return {
-            "error": f"test accuracies after {len(records)} rounds: fedsim {accuracies[0]}, baseline {accuracies[1]}"
-        }
+    for round, (record, samples) in enumerate(zip(result.history, run.samples, strict=False), 1):
+        if record.samples != samples:
+            return {"error": f"round {round}: fedsim trained on {record.samples} samples, the baseline on {samples}"}
+    ours, theirs = result.history[round - 1].test_accuracy, run.accuracies[round - 1]
+    data = result.experiment.data
+    _, test = fedsim.load_dataset(data.name, data.root, **data.params)
+    if abs(ours - theirs) > 2 / len(test) ** 0.5:  # four times the largest standard error
+        return {"error": f"round {round}: test accuracies differ: fedsim {ours}, baseline {theirs}"}
     return {}
 
 
@@ -315,7 +312,7 @@ def milliseconds(seconds: Sequence[float]) -> float:
 
 def measurements() -> dict[str, Callable[[], Figures]]:
     """Return all measurements by their names in the results, the most informative first."""
-    programs = {name: own if name == "w3-1000" else (*own, "bare loop") for name, own in PROGRAMS.items()}
+    programs = {name: own if name == "w3-1000" else (*own, "bare loop") for name, own in PROGRAMS_OF.items()}
     order = ("captured loop", "captured vmap", "jax", "bare loop", "vmap")
     baselines = [(name, program) for program in order for name in programs if program in programs[name]]
     checked = [
