@@ -111,7 +111,7 @@ def table(figures: dict[str, dict[str, Any]]) -> list[str]:
     ]
     if not rows:
         return []
-    widths = {way: max(8, len(way) + 1) for way in (*WAYS, LIMIT)}
+    widths = {way: max(10, len(way) + 1) for way in (*WAYS, LIMIT)}
     lines = [f"{'':<18}" + "".join(f"{way:>{width}}" for way, width in widths.items())]
     for name, key, unit in rows:
         cells = {way: cell(figures, name, way, key) for way in WAYS}
