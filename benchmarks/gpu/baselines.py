@@ -17,7 +17,7 @@ import torch
 from bare_loop import TEST_BATCH, BareRun, Loss, State, Work, on_cpu
 from common import of_torch
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, vmap
 
 from fedsim import Experiment
 from fedsim.system.devices import synchronize
@@ -114,7 +114,7 @@ class CapturedLoop(Baseline):
 
 
 class Vmap(Baseline):
-    """All workers at once with torch.func.vmap.
+    """All workers at once: the forward pass with torch.func.vmap, then one loss.
 
     Args:
         graph: whether the training of a round is one CUDA graph, and the test is another.
@@ -122,14 +122,14 @@ class Vmap(Baseline):
 
     def __init__(self, work: Work, cohort: int, samples: int, *, graph: bool = False) -> None:
         super().__init__(work, cohort, samples)
-        self.rows, self.momenta = ([torch.stack([p] * cohort) for p in self.parameters] for _ in range(2))
-        self.gradients = vmap(grad(self.loss_of_row), randomness="different")
+        self.leaves = [torch.stack([p] * cohort).requires_grad_() for p in self.parameters]
+        self.rows, self.momenta = [leaf.detach() for leaf in self.leaves], [torch.zeros_like(r) for r in self.leaves]
+        self.forward = vmap(self.outputs_of_row, randomness="different")
         if graph:
             self.train, self.test = self.captured(self.train), self.captured(self.test)
 
-    def loss_of_row(self, row: list[Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        parameters = dict(zip(self.names, row, strict=True))
-        return self.work.loss(functional_call(self.work.model, parameters, (inputs,)), targets)
+    def outputs_of_row(self, row: list[Tensor], inputs: Tensor) -> Tensor:
+        return functional_call(self.work.model, dict(zip(self.names, row, strict=True)), (inputs,))
 
     def train(self) -> object:
         for rows, parameter in zip(self.rows, self.parameters, strict=True):
@@ -137,7 +137,10 @@ class Vmap(Baseline):
         torch._foreach_zero_(self.momenta)
         self.work.model.train()
         for batches in self.orders.split(self.batch_size, dim=1):
-            gradients = self.gradients(self.rows, self.work.inputs[batches], self.work.targets[batches])
+            outputs = self.forward(self.leaves, self.work.inputs[batches])
+            loss = self.work.loss(outputs.flatten(0, 1), self.work.targets[batches].flatten(0, 1))
+            # `loss` is the mean over all workers; its gradient for a worker is that of the worker's loss / cohort
+            gradients = torch.autograd.grad(loss * len(batches), self.leaves)
             self.step(self.rows, gradients, self.momenta)
         torch._foreach_copy_(self.parameters, [rows.mean(0) for rows in self.rows])
 
