@@ -13,6 +13,7 @@ MOST_FAILURES, MOST_WARNINGS, WIDTH = 20, 4, 150
 WORKLOADS = ("w1", "w2", "w3", "w3-1000", "resnet20", "char_lstm", "gpt")
 WAYS = ("batched", "no graphs", "tf32", "auto", "spawn", "serial", *BASELINES)
 LIMIT = "limit"  # column of the lower bounds
+MACHINE = {"processor": "", "cores": " cores", "device": ""}  # facts that name the machine, with their units
 
 
 class Results:
@@ -73,10 +74,16 @@ class Results:
         }
 
     def as_json(self) -> dict[str, Any]:
+        """Return the results in the format of the files in benchmarks/results."""
+        facts, figures = self.machine, self.figures()
         return {
-            **{"machine": self.machine, "outcomes": self.counted(), "failures": self.failures},
-            **{"figures": self.figures(), "warnings": self.warnings},
-            "goals": [verdict.as_json() for verdict in verdicts(self.figures())],
+            **{"benchmark": "gpu", "outcomes": self.counted(), "figures": figures},
+            "goals": [verdict.as_json() for verdict in verdicts(figures)],
+            **{"failures": self.failures, "warnings": self.warnings, "environment": facts},
+            "date": facts.get("date", "")[: len("2026-01-01")],
+            "machine": ", ".join(f"{facts.get(key, '?')}{unit}" for key, unit in MACHINE.items()),
+            "torch": facts.get("packages", {}).get("torch"),
+            "fedsim": facts.get("git_commit") or facts.get("fedsim"),
         }
 
 
