@@ -139,8 +139,7 @@ class Vmap(Baseline):
         for batches in self.orders.split(self.batch_size, dim=1):
             outputs = self.forward(self.leaves, self.work.inputs[batches])
             loss = self.work.loss(outputs.flatten(0, 1), self.work.targets[batches].flatten(0, 1))
-            # `loss` is the mean over all workers; its gradient for a worker is that of the worker's loss / cohort
-            gradients = torch.autograd.grad(loss * len(batches), self.leaves)
+            gradients = torch.autograd.grad(loss * len(batches), self.leaves)  # of the sum of the workers' losses
             self.step(self.rows, gradients, self.momenta)
         torch._foreach_copy_(self.parameters, [rows.mean(0) for rows in self.rows])
 

@@ -53,9 +53,9 @@ class Verdict(NamedTuple):
     def __str__(self) -> str:
         name, figure, most = self.goal
         met = {True: "met", False: "NOT met", None: "not measured"}[self.met]
-        words = "" if self.measured is None else f" {self.measured:.4g}"
-        line = f"goal {met}: {name}: {figure}{words} (at most {most:g})"
-        return line if self.baseline is None else "{}; best baseline: {}, {:.4g}".format(line, *self.baseline)
+        value = "" if self.measured is None else f" {self.measured:.4g}"
+        baseline = "" if self.baseline is None else ", best baseline: {} {:.4g}".format(*self.baseline)
+        return f"goal {met}: {name}: {figure}{value} (at most {most:g}){baseline}"
 
     def as_json(self) -> dict[str, Any]:
         return {**self.goal._asdict(), "measured": self.measured, "met": self.met, "best_baseline": self.baseline}

@@ -6,8 +6,7 @@ w1: 4 workers with 15,000 MNIST images each, `net`, batch size 64.
 w2: 10 of 100 clients with 600 images each, `cnn`, batch size 10.
 w3: 100 of 1,000 clients with 60 images each, `2nn`, batch size 10.
 w3-1000: all 1,000 clients of w3.
-resnet20, char_lstm, gpt: 8 workers with random data (benchmarks/models.py, with eight times the data; resnet20 has
-GroupNorm).
+resnet20, char_lstm, gpt: the models of benchmarks/models.py with eight times the data, resnet20 with GroupNorm.
 
 The time of a round is the median over all rounds except the first. Baselines are a bare loop in plain PyTorch, which
 trains one worker after another, and the programs in benchmarks/gpu/baselines.py. A baseline trains as many samples as

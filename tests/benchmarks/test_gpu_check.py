@@ -112,7 +112,7 @@ def test_a_summary_fits_on_a_screen_and_has_the_figures(results):
 
 
 def test_the_summary_says_for_each_goal_whether_it_is_met(results):
-    assert "goal NOT met: w3, batched: round_ms 10 (at most 3.5); best baseline: bare loop, 150" in summarize(results)
+    assert "goal NOT met: w3, batched: round_ms 10 (at most 3.5), best baseline: bare loop 150" in summarize(results)
     (goal,) = [goal for goal in results.as_json()["goals"] if goal["measurement"] == "w3, batched" and goal["measured"]]
     assert (goal["most"], goal["measured"], goal["met"], goal["best_baseline"]) == (
         3.5,
