@@ -73,7 +73,7 @@ def test_a_baseline_that_does_other_work_is_an_error(workload):
     figures = measure.baseline_rounds(workload, "vmap")
     assert "error" not in figures
     assert figures["round_ms"] > 0
-    run = run_baseline("vmap", measure.experiment_of(workload), CPU)
+    run = run_baseline("vmap", measure.experiment_of(workload), measure.DEVICE)
     assert measure.different_work(workload, run) == {}
     other = run._replace(samples=[[22] * 3] * 3)
     assert "the baseline on [22, 22, 22]" in measure.different_work(workload, other)["error"]
