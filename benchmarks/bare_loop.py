@@ -30,15 +30,11 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 class BareRun(NamedTuple):
     rounds: list[float]  # seconds of each round
-    accuracies: list[float]  # test accuracy after each round
-    samples: list[list[int]]  # for each round, number of training samples of each worker of the cohort
+    accuracy: float  # after the last round
     start: State  # initial global model
     first: State  # global model after the first round
-
-    @property
-    def accuracy(self) -> float:
-        """Test accuracy after the last round."""
-        return self.accuracies[-1]
+    accuracies: Sequence[float] = ()  # after each round
+    samples: Sequence[list[int]] = ()  # for each round, number of training samples of each worker of the cohort
 
 
 class Work(NamedTuple):
@@ -75,8 +71,8 @@ class Work(NamedTuple):
         assert local.epochs, "baselines train for whole epochs"
         dtype = PRECISIONS[experiment.precision].rows
         train_data, test_data = load_dataset(experiment.data.name, experiment.data.root, **experiment.data.params)
-        inputs, targets = _preloaded(train_data, device, dtype)
-        tests = [batches.split(TEST_BATCH) for batches in _preloaded(test_data, device, dtype)]
+        inputs, targets = preloaded(train_data, device, dtype)
+        tests = [batches.split(TEST_BATCH) for batches in preloaded(test_data, device, dtype)]
         shards = partition(train_data.targets.numpy(), experiment.workers, split.name, seed, **split.params)
         seed_everything(CPU, seed, "model")
         model = (make_model or experiment.model.component)().to(device, dtype)
@@ -146,7 +142,7 @@ def bare_loop(
             rounds.append(clock() - started)
             if round == 1:
                 first = state
-    return BareRun(rounds, accuracies, samples, on_cpu(start), on_cpu(first))
+    return BareRun(rounds, accuracies[-1], on_cpu(start), on_cpu(first), accuracies, samples)
 
 
 def on_cpu(state: State) -> State:
@@ -160,7 +156,8 @@ def without_dropout(experiment: Experiment) -> Experiment:
     return load_experiment(experiment, ["model.dropout=0.0"])
 
 
-def _preloaded(data: TensorData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def preloaded(data: TensorData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return all inputs and targets of a data set."""
     inputs, targets = data.to(CPU, dtype).gather(torch.arange(len(data)))
     return inputs.to(device, memory_format=torch.contiguous_format, copy=True), targets.to(device)
 

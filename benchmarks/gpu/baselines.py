@@ -285,16 +285,18 @@ def run_baseline(name: str, experiment: Experiment, device: torch.device, loss: 
     torch.set_num_threads(1)
     work, baseline = Work.of(experiment, device, loss=loss), None
     start = on_cpu({key: value.clone() for key, value in work.model.state_dict().items()})
-    run = BareRun([], [], [], start, {})
+    rounds: list[float] = []
+    accuracies: list[float] = []
+    samples: list[list[int]] = []
     with PRECISIONS[experiment.precision].training(device):
         for round in range(1, experiment.rounds + 1):
             orders = torch.stack([torch.cat(work.orders(round, worker)) for worker in work.cohort(round)])
             synchronize(device)
             started = time.perf_counter()
             baseline = baseline or PROGRAMS[name](work, *orders.shape)
-            run.accuracies.append(baseline.round(orders))
-            run.rounds.append(time.perf_counter() - started)
-            run.samples.append([orders.shape[1]] * len(orders))
+            accuracies.append(baseline.round(orders))
+            rounds.append(time.perf_counter() - started)
+            samples.append([orders.shape[1]] * len(orders))
             if round == 1:
-                run.first.update(baseline.state())
-    return run
+                first = baseline.state()
+    return BareRun(rounds, accuracies[-1], start, first, accuracies, samples)

@@ -194,7 +194,7 @@ def baseline_rounds(workload: str, program: str) -> Figures:
     run = baseline_run(workload, program, experiment)
     figures: Figures = {
         **{"round_ms": milliseconds(run.rounds[1:]), "first_round_ms": milliseconds(run.rounds[:1])},
-        **{"accuracy": run.accuracies[-1], "samples_in_a_round": sum(run.samples[0])},
+        **{"accuracy": run.accuracy, "samples_in_a_round": sum(run.samples[0])},
         **({"peak_mib": round(torch.cuda.max_memory_allocated() / 2**20)} if ON_GPU else {}),  # of PyTorch
     }
     try:
