@@ -2,8 +2,9 @@
 
 Timed is the forward and backward pass of one layer in float32, for k rows with one batch each, with gradients for the
 kernels and (except in first layers) for the inputs. The implementations are one convolution per row, which is the
-baseline, and one grouped convolution. In float64 the benchmark checks that both return the same. On a GPU,
-`python -m benchmarks.gpu` times them within CUDA graphs, as stacked steps use them.
+baseline, one grouped convolution, and one grouped convolution whose gradient of the inputs is a forward convolution
+with turned kernels. In float64 the benchmark checks that all return the same. On a GPU, `python -m benchmarks.gpu`
+times them within CUDA graphs, as stacked steps use them.
 
     python benchmarks/convolutions.py [--device auto] [--rows 1,4,16] [--repeats 5]
 """

@@ -96,11 +96,15 @@ def ended(processes, timeout=60):
 
 
 def read_until(process, beginning):
-    """Read the output of a program up to the first line that starts with `beginning`."""
+    """Read the output of a program up to the first line that starts with `beginning`.
+
+    If there is no such line, close the program's files and raise AssertionError with its exit code and stderr.
+    """
     for line in iter(process.stdout.readline, ""):
         if line.startswith(beginning):
             return
-    raise AssertionError(f"it ended before it printed {beginning!r}")
+    _, error = process.communicate(timeout=60)
+    raise AssertionError(f"exit code {process.returncode} before the program printed {beginning!r}; stderr:\n{error}")
 
 
 def run_on_a_terminal(*words, cwd):

@@ -11,21 +11,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.gpu.report import Results, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("lines.jsonl", "lines.jsonl.stacks", "log.txt", "results.json")
 MACHINE_SECONDS = 90.0
+GIB_PER_PROCESS = 4.0  # GPU memory of a test process and of the processes that its tests start
 
 
 class Part(NamedTuple):
@@ -34,13 +36,13 @@ class Part(NamedTuple):
     Attributes:
         share: fraction of the remaining time that the part may use.
         words: arguments of pytest.
-        processes: number of processes that run tests in parallel; 1 if the part needs the device exclusively.
+        exclusive: whether the tests need the device exclusively. Otherwise several processes run tests in parallel.
         seconds: time limit of a single test.
     """
 
     share: float
     words: tuple[str, ...]
-    processes: int
+    exclusive: bool
     seconds: float
 
 
@@ -49,9 +51,9 @@ GPU_TESTS = (
     *("-W", 'ignore:buffers = "frozen"'),  # as in pyproject.toml
 )
 PARTS = {  # warnings of PyTorch are reported but are not errors
-    "tests": Part(0.6, (*GPU_TESTS, "tests/device", "--ignore=tests/device/test_full_gpu.py"), 4, 100),
-    "a full GPU": Part(0.3, (*GPU_TESTS, "tests/device/test_full_gpu.py"), 1, 60),
-    "speed and memory": Part(1.0, ("-W", "default", "benchmarks/gpu/measure.py"), 1, 100),
+    "tests": Part(0.6, (*GPU_TESTS, "tests/device", "--ignore=tests/device/test_full_gpu.py"), False, 100),
+    "a full GPU": Part(0.3, (*GPU_TESTS, "tests/device/test_full_gpu.py"), True, 60),
+    "speed and memory": Part(1.0, ("-W", "default", "benchmarks/gpu/measure.py"), True, 100),
 }
 PYTEST = (
     *("-m", "pytest", "-p", "benchmarks.gpu.plugin", "-p", "no:cacheprovider", "--continue-on-collection-errors"),
@@ -75,7 +77,8 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.device == "cpu" or results.machine.get("device", "cpu") != "cpu":
             for name, part in PARTS.items():
                 left = 60 * options.minutes - (time.monotonic() - started)
-                run_part(part, options.k, left * part.share, out, environment)
+                processes = 1 if part.exclusive else processes_for(results.machine)
+                run_part(part, processes, options.k, left * part.share, out, environment)
                 results.read()
                 print(f"{time.monotonic() - started:5.0f} s  {name}: {results.counted()}", flush=True)
     results.read()
@@ -124,9 +127,17 @@ def machine(environment: dict[str, str]) -> dict[str, object]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def run_part(part: Part, expression: str, seconds: float, out: Path, environment: dict[str, str]) -> None:
+def processes_for(machine: Mapping[str, Any]) -> int:
+    """Return how many processes run tests in parallel. One core in four is left to the processes that tests start."""
+    by_memory = machine.get("gib", math.inf) / GIB_PER_PROCESS
+    return max(1, int(min(0.75 * machine.get("cores", 1), by_memory)))
+
+
+def run_part(
+    part: Part, processes: int, expression: str, seconds: float, out: Path, environment: dict[str, str]
+) -> None:
     """Run pytest for at most `seconds`, then kill all of its processes."""
-    command = [sys.executable, *PYTEST, *part.words, "-k", expression, "-n", str(part.processes)]
+    command = [sys.executable, *PYTEST, *part.words, "-k", expression, "-n", str(processes)]
     command += ["--lines", str(out / "lines.jsonl"), "--test-seconds", str(part.seconds)]
     with open(out / "log.txt", "ab") as log:
         process = subprocess.Popen(

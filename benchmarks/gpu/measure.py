@@ -41,7 +41,7 @@ import fedsim
 from benchmarks.gpu.baselines import captured, jax_of, run_baseline
 from benchmarks.gpu.data import workload_data
 from benchmarks.gpu.profiling import profiled
-from fedsim.engines.stacking.operations import WAYS, way_on
+from fedsim.engines.stacking.operations import WAYS, way_for
 from fedsim.errors import FedsimError
 from fedsim.system.devices import release_memory
 from fedsim.system.precision import full_precision
@@ -110,7 +110,7 @@ def convolution(shape: Shape, rows: int) -> Figures:
     tensors = layer(shape, rows, torch.float, DEVICE)
     with full_precision(DEVICE):
         us = {name: microseconds(captured(partial(step, way, shape, tensors), DEVICE)) for name, way in WAYS.items()}
-    return {"us": us, "used": way_on(DEVICE)}
+    return {"us": us, "used": way_for(tensors[1], turns=True)}
 
 
 def experiment_of(workload: str, *words: str, rounds: int = FEWEST_ROUNDS, few: bool = not ON_GPU) -> fedsim.Experiment:

@@ -20,18 +20,24 @@ import math
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fedsim.core import philox
 from fedsim.errors import ExperimentError
+from fedsim.system.devices import with_index
 
 STEPS_AHEAD = 32  # steps per call, because drawing a few words takes as long as drawing 2^15
 WORDS_AHEAD = 1 << 15  # maximum number of words drawn ahead per call
 SPARSE = 64  # `choice` draws the chosen numbers directly if n / count is at least this
 LARGEST = 1 << 31  # limit of the range of `Draws.integers` and `Draws.choice`
+CPU = torch.device("cpu")
 CHECK_SECONDS = 0.05  # how often a thread that waits for the global generators checks whether it waits for a run
 
 _global_generators = threading.RLock()  # held by the thread that uses the global generators
@@ -207,7 +213,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
         return torch.default_generator
     backend = torch.get_device_module(device)
     if hasattr(backend, "default_generators"):
-        return backend.default_generators[device.index]
+        return backend.default_generators[with_index(device).index]
     return backend._get_default_mps_generator()  # MPS has a single generator
 
 
@@ -222,7 +228,7 @@ def preserve_random_state(device: torch.device) -> Iterator[None]:
         if device.type == "cpu":
             torch_state = torch.random.fork_rng(devices=[])
         else:
-            torch_state = torch.random.fork_rng(devices=[device.index], device_type=device.type)
+            torch_state = torch.random.fork_rng(devices=[with_index(device).index], device_type=device.type)
         try:
             with torch_state:
                 yield
@@ -233,16 +239,41 @@ def preserve_random_state(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def seed_globally(generator: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Seed PyTorch's global generators from `generator`, and restore their states when the `with` block ends."""
-    generators = {id(each): each for each in (torch.default_generator, _default_generator(device))}.values()
-    states = [each.get_state() for each in generators]
+    """Seed PyTorch's global generator on the CPU from `generator`, and restore its state when the `with` block ends.
+
+    Inside the block, random tensors on `device` are drawn on the CPU and copied, so that they are the same on every
+    device.
+    """
+    state = torch.default_generator.get_state()
     try:
-        for each in generators:
-            each.manual_seed(int(torch.randint(2**62, (), generator=generator)))
-        yield
+        torch.default_generator.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        with contextlib.nullcontext() if device.type == "cpu" else _DrawnOnHost():
+            yield
     finally:
-        for each, state in zip(generators, states, strict=True):
-            each.set_state(state)
+        torch.default_generator.set_state(state)
+
+
+class _DrawnOnHost(TorchDispatchMode):
+    """Context in which random operations on tensors of other devices are executed on the CPU."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise PyTorch would import its compiler
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in function.tags or kwargs.get("generator") is not None:
+            return function(*args, **kwargs)
+        devices = [leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        device = kwargs.get("device") or next((device for device in devices if device.type != "cpu"), CPU)
+        if device.type == "cpu":
+            return function(*args, **kwargs)
+        copied = torch.ops.aten._to_copy.default
+        inputs, options = tree_map_only(Tensor, partial(copied, device=CPU), (args, kwargs))
+        drawn = function(*inputs, **{**options, **({"device": CPU} if "device" in options else {})})
+        if function._schema.is_mutable:
+            return kwargs.get("out", args[0]).copy_(drawn)
+        return tree_map_only(Tensor, partial(copied, device=device), drawn)
 
 
 def sample_cohort(seed: int, round: int, n_workers: int, size: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from fedsim.core.learning_task import described
 from fedsim.data.partitions.ids import id_columns
 from fedsim.data.pictures import raw_pixels_of
 from fedsim.errors import DataError
+from fedsim.system.devices import with_index
 
 TARGET_KEYS = "label", "labels", "target", "targets"
 PAIRS = "data=((inputs, targets), (test_inputs, test_targets))"
@@ -184,7 +185,7 @@ def compact(values: Tensor) -> Tensor:
 
 def _moved(values: Tensor, device: torch.device) -> Tensor:
     """Return a tensor, moved to a device. Overlapping samples (views of the same memory) stay views."""
-    if values.device == device and values._base is None:
+    if values.device == with_index(device) and values._base is None:
         return values  # the same object, because `share` moves tensors in place
     moved = compact(values).to(device)
     strides = moved.stride() if moved.shape == values.shape else values.stride()

@@ -57,6 +57,14 @@ class Backend(ABC):
         Raises WorkerError if a process fails.
         """
 
+    def prepare(self, device: torch.device, make: MakeExecutor) -> None:  # noqa: B027  # may do nothing
+        """Let child processes initialise `device` and import modules, while this process prepares a task.
+
+        Args:
+            device: device of the task.
+            make: argument of `begin`.
+        """
+
     @abstractmethod
     def leave(self) -> None:
         """Release the current task and its memory in every process. Do nothing if there is no task."""

@@ -14,9 +14,7 @@ from fedsim.models.base import Probability, model
 class LSTM(nn.Module):
     """LSTM layers that map [batch, length, inputs] to [batch, length, hidden]. The initial state is zero.
 
-    Equivalent to `torch.nn.LSTM` with `batch_first=True` and `bias_hh` = 0. `torch.nn.LSTM` itself cannot be stacked,
-    because it keeps a second list of its parameters, which would not be replaced by the parameters of the stacked rows.
-    This module reads its parameters in each call.
+    Equivalent to `torch.nn.LSTM` with `batch_first=True` and `bias_hh` = 0.
     """
 
     def __init__(self, inputs: int, hidden: int, layers: int) -> None:

@@ -26,11 +26,10 @@ from fedsim.data import Shards, TensorData
 from fedsim.data.tensors import compact
 from fedsim.engines import Engine, RunTask
 from fedsim.engines.memory import memory_needed
-from fedsim.engines.stacking.operations import NOT_STACKABLE, NOT_STACKED
+from fedsim.engines.stacking.operations import reason_of
 from fedsim.engines.stacking.probe import Trials
 from fedsim.errors import DataError, ExperimentError, FedsimError, SettingWarning, one_line, show, show_bytes
 from fedsim.system.devices import free_memory
-from fedsim.system.precision import full_precision
 
 PROBE_SAMPLES = 8
 COPIES_OF_MODEL = 3  # minimum: the global parameters, one worker's parameters, and the module
@@ -88,14 +87,13 @@ def check_sample_gradients(task: RunTask, train: TensorData) -> None:
         f"{task.experiment.model.setting}: has no gradient for each sample, which {task.experiment.local.setting} needs"
     )
     trials = Trials(task, train.to(task.device, task.dtype))
-    with preserve_random_state(task.device), full_precision(task.device):
+    with preserve_random_state(task.device):
         try:
             together = trials.run(trials.samples(trials.count))
             coupled, joint = trials.is_coupled(together), trials.has_joint_loss(together)
             trials.compare_gradients(together.dropouts, merged=False)
         except ExperimentError as error:
-            reason = error.lines[0].removeprefix(NOT_STACKABLE).removesuffix(NOT_STACKED)
-            raise ExperimentError(f"{place}: {reason}; use another model") from error
+            raise ExperimentError(f"{place}: {reason_of(error)}; use another model") from error
     if joint:
         raise ExperimentError(
             f"{task.experiment.task.setting}: returns one number for a batch, but {task.experiment.local.setting} "

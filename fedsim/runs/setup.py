@@ -43,7 +43,7 @@ from fedsim.runs import checks
 from fedsim.runs.session import Session
 from fedsim.system.c_libraries import warn_if_threads_spin
 from fedsim.system.devices import shares_memory
-from fedsim.system.precision import PRECISIONS
+from fedsim.system.precision import PRECISIONS, full_precision
 
 MOST_RACING = 32  # default maximum of a race's processes; each needs about 250 MB of memory
 
@@ -80,15 +80,17 @@ def prepare(
         session.engine(engine_name, device, processes, threads, experiment.timeout, experiment.start_method) as engine,
         contextlib.ExitStack() as stack,
     ):
+        engine.backend.prepare(device, _executor_of(experiment))
         on_setup(f"making the model {show(experiment.model.name)}")
         task = replace(task_of(experiment, device), scratch_folder=scratch)
         stack.enter_context(_explained_oom(task, processes))
         checks.check_memory(engines.get(engine_name).target, task, processes, recorded=note is not None)
 
-        task, *data = _with_data(experiment, task, session, device, on_setup)
-        on_setup(f"getting the engine {experiment.engine} ready for the first round")
-        shared = engine.allocate(task, *data)
-        _begin(experiment, engine, task, shared, note)
+        with full_precision(device):
+            task, *data = _with_data(experiment, task, session, device, on_setup)
+            on_setup(f"getting the engine {experiment.engine} ready for the first round")
+            shared = engine.allocate(task, *data)
+            _begin(experiment, engine, task, shared, note)
         del shared, data  # only the engine may reference the tensors, so that it can free them
         yield task, engine
 
@@ -107,7 +109,7 @@ def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> None
         device = engines.get(experiment.engine).target.device_for(experiment.device)
     task = task_of(experiment, device)
     if to_run or not lacks_files(data.name, data.root or default_root(), **data.params):
-        with preserve_random_state(device):
+        with preserve_random_state(device), full_precision(device):
             _with_data(experiment, task, session, device, lambda step: None)
 
 
@@ -192,11 +194,15 @@ def engine_of(experiment: Experiment) -> str:
 def _begin(experiment: Experiment, engine: Engine, task: RunTask, shared: SharedState, note: Note | None) -> None:
     """Let the engine prepare the run. If a process dies, try again, up to `process_retries` times."""
     retried(
-        lambda attempt: engine.begin(task, shared, Simulation if experiment.in_rounds else Executor),
+        lambda attempt: engine.begin(task, shared, _executor_of(experiment)),
         experiment.process_retries,
         lambda loss, attempt: announce(loss, attempt, experiment.process_retries, note),
         "its processes have been started",
     )
+
+
+def _executor_of(experiment: Experiment) -> type[Executor]:
+    return Simulation if experiment.in_rounds else Executor
 
 
 @contextlib.contextmanager

@@ -51,6 +51,13 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(device.type, device.index or 0)
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Return a device with its number: that of the current device, as in PyTorch, if `device` has none."""
+    if device.type in ("cpu", "meta") or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
 def _why_no_gpu(device: torch.device) -> str:
     """Return a possible reason why there is no CUDA device, for an error message, or "" if there is one."""
     if device.type != "cuda" or torch.cuda.is_available():

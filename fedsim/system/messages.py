@@ -4,6 +4,9 @@ Tensors in shared memory are pickled as file descriptors. multiprocessing would 
 temporary folder, which remains there if the process is killed. Here the descriptors follow their message through the
 same pipe (SCM_RIGHTS), so no file system is needed.
 
+CUDA tensors are pickled as handles of their memory. The memory belongs to the sender, which keeps it until it calls
+`Channel.forget` or closes the channel. By then, the receiver must have released the tensors or ended.
+
 Functions and classes defined in a notebook, an interactive session or another function are pickled by value, because
 the other process cannot import them.
 """
@@ -11,34 +14,61 @@ the other process cannot import them.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import socket
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from multiprocessing.context import get_spawning_popen, set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, ClassVar
+from typing import Any
 
 import cloudpickle
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
 
 PASSES_FILES = hasattr(socket, "send_fds")  # false on Windows, where multiprocessing passes handles itself
 COUNT_BYTES = 4  # a message starts with the number of files, in this many bytes
 MAX_FILES = 200  # in one system call; Linux allows 253
 DISMISSED = b""  # sent instead of a message to end the receiver
+NO_COUNTER = b"/fedsim-counts-no-receivers"  # name of a file that does not exist
 
 _received: ContextVar[list[int]] = ContextVar("fedsim_received")  # descriptors of the message being unpickled
 
 
 class Message:
-    """A pickled object and the files (descriptors) that it refers to, ready to be sent to another process."""
+    """A pickled object, and the files (descriptors) and the CUDA memory that it refers to.
+
+    A message can be sent to several processes.
+    """
 
     def __init__(self, content: Any) -> None:
-        self.content, self.descriptors = content, list[int]()
-        with _collecting(self):
-            self.data = _dumps(content)
+        self.content, self.descriptors, self.lent = content, list[int](), list[torch.UntypedStorage]()
+        with _collecting(self), io.BytesIO() as file:
+            _Pickler(file, self._reduce).dump(content)
+            self.data = file.getvalue()
+
+    def _reduce(self, tensor: Tensor) -> tuple[Any, ...]:
+        """Pickle a tensor as torch.multiprocessing does, but without counting the receivers of CUDA memory.
+
+        PyTorch expects one receiver for each pickled tensor. Its counter never returns to zero if several processes
+        receive the message or if a receiver is killed. The sender would then keep the memory, and print a warning
+        when it ends.
+        """
+        rebuild, arguments = reductions.reduce_tensor(tensor)
+        if rebuild is not reductions.rebuild_cuda_tensor:
+            return rebuild, arguments
+        named = inspect.signature(rebuild).bind(*arguments).arguments
+        if named["storage_handle"] is not None:  # not an empty tensor
+            counter = named["ref_counter_handle"], named["ref_counter_offset"]
+            named["storage_cls"]._release_ipc_counter(*counter, device=named["storage_device"])
+            named["ref_counter_handle"] = NO_COUNTER
+            self.lent.append(tensor.untyped_storage())
+        return rebuild, tuple(named.values())
 
     def duplicate_for_child(self, descriptor: int) -> int:
         """Add a file to the message, and return its index there. Called by multiprocessing."""
@@ -52,18 +82,15 @@ class Message:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """The cloudpickle pickler, with the reducers of multiprocessing and PyTorch for tensors and files."""
+    """The cloudpickle pickler, with a reducer of tensors, and with those of multiprocessing and PyTorch for files."""
 
-    dispatch_table: ClassVar = ChainMap(
-        ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
-        cloudpickle.Pickler.dispatch_table,
-    )
-
-
-def _dumps(content: Any) -> bytes:
-    with io.BytesIO() as file:
-        _Pickler(file).dump(content)
-        return file.getvalue()
+    def __init__(self, file: io.BytesIO, reduce_tensor: Callable[[Tensor], tuple[Any, ...]]) -> None:
+        self.dispatch_table = ChainMap(
+            dict.fromkeys((Tensor, torch.nn.Parameter), reduce_tensor),
+            ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
+            cloudpickle.Pickler.dispatch_table,
+        )
+        super().__init__(file)
 
 
 class ReceivedMessage:
@@ -91,11 +118,13 @@ class Channel:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._lent: dict[int, torch.UntypedStorage] = {}  # CUDA memory of sent tensors, by address
 
     def send(self, content: Any) -> None:
         """Send an object or a `Message`. Raise OSError if the other end is closed."""
         message = content if isinstance(content, Message) else Message(content)
         descriptors = message.descriptors
+        self._lent.update((storage.data_ptr(), storage) for storage in message.lent)
         self._connection.send_bytes(len(descriptors).to_bytes(COUNT_BYTES, "big") + message.data)
         for start in range(0, len(descriptors), MAX_FILES):
             with self._socket() as pipe:
@@ -104,6 +133,10 @@ class Channel:
     def dismiss(self) -> None:
         """Ask the other end of the pipe to stop. No messages may be sent afterwards."""
         self._connection.send_bytes(DISMISSED)
+
+    def forget(self) -> None:
+        """Release the CUDA memory of the tensors that were sent. Call this when the receiver has released them."""
+        self._lent.clear()
 
     def receive(self) -> ReceivedMessage | None:
         """Return the next message, or None if the other end called `dismiss`.
@@ -130,6 +163,7 @@ class Channel:
 
     def close(self) -> None:
         self._connection.close()
+        self.forget()
 
     def _socket(self) -> socket.socket:
         """Return the pipe as a socket, on systems where PASSES_FILES is true."""

@@ -73,7 +73,7 @@ class Precision:
 
     def training(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Return a context for training on `device`, with TF32 if this precision allows TF32."""
-        return tf32_allowed(self.tf32) if device.type == "cuda" else contextlib.nullcontext()
+        return _on_cuda(self.tf32) if device.type == "cuda" else contextlib.nullcontext()
 
     def require(self, device: torch.device) -> None:
         """Raise ExperimentError if `device` does not support this precision."""
@@ -112,6 +112,17 @@ FULL = PRECISIONS["float32"]
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Return a context without TF32, which PyTorch uses by default for convolutions on CUDA."""
     return FULL.training(device)
+
+
+@contextlib.contextmanager
+def _on_cuda(tf32: bool) -> Iterator[None]:
+    """Allow or forbid TF32 inside the `with` block, and suppress a warning of PyTorch's recurrent networks.
+
+    The advice of this warning, to call `flatten_parameters()`, would separate the parameters from their row.
+    """
+    with tf32_allowed(tf32), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
+        yield
 
 
 @contextlib.contextmanager

@@ -64,9 +64,11 @@ def test_an_experiment_that_baselines_cannot_run_is_an_error():
 def workload(monkeypatch):
     """Make w3 a small workload whose runs are not kept for other tests."""
     monkeypatch.setitem(measure.WORKLOADS, "w3", (*measure.WORKLOADS["w3"], "workers=20", "cohort=3"))
-    measure.run_of.cache_clear()
+    for cached in (measure.run_of, measure.state_after_few_samples):
+        cached.cache_clear()
     yield "w3"
-    measure.run_of.cache_clear()
+    for cached in (measure.run_of, measure.state_after_few_samples):
+        cached.cache_clear()
 
 
 def test_a_baseline_that_does_other_work_is_an_error(workload):
@@ -82,8 +84,15 @@ def test_a_baseline_that_does_other_work_is_an_error(workload):
 
 
 def test_fedsim_and_baselines_have_the_same_model_after_a_round_in_float64(workload):
-    measure.state_after_few_samples.cache_clear()
     assert 0 < measure.same_work(workload, "captured loop")["difference"] < 1e-9
+
+
+@pytest.mark.parametrize("name", ["w3, bare loop", "w3, captured vmap", "w3, bare loop, same work"])
+def test_baselines_are_measured_on_a_gpu(name, workload, monkeypatch):
+    monkeypatch.setattr(measure, "DEVICE", torch.device("cuda"))
+    with pretend_gpu() as gpu:
+        assert "error" not in measure.MEASUREMENTS[name]()
+    assert gpu.launches
 
 
 def test_every_goal_has_a_measurement():

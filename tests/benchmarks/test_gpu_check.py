@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import fedsim
 from benchmarks.gpu import __main__ as check
 from benchmarks.gpu.goals import GOALS
 from benchmarks.gpu.profiling import summarize as summarize_events
 from benchmarks.gpu.report import MOST_FAILURES, WIDTH, Results, summarize
+from tests.device.pretend import pretend_gpu
 
 ROOT = Path(__file__).parents[2]
 FAILING = """
@@ -41,9 +44,9 @@ def test_last():
 def results_of(tmp_path, text, seconds, test_seconds):
     """Return the check's results for a test file with this text, in which each test may take `test_seconds`."""
     (tmp_path / "test_some.py").write_text(text)
-    part = check.Part(1.0, ("--rootdir", str(tmp_path), "-c", os.devnull, "test_some.py"), 1, test_seconds)
+    part = check.Part(1.0, ("--rootdir", str(tmp_path), "-c", os.devnull, "test_some.py"), True, test_seconds)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    check.run_part(part, "", seconds, tmp_path, environment)
+    check.run_part(part, 1, "", seconds, tmp_path, environment)
     results = Results(tmp_path / "lines.jsonl")
     results.read()
     return results
@@ -146,6 +149,35 @@ def test_a_measurement_on_the_cpu(monkeypatch):
     monkeypatch.setitem(measure.WORKLOADS, "w3", (*measure.WORKLOADS["w3"], "cohort=3"))
     assert measure.MEASUREMENTS["node of a graph"]()["us"] > 0
     assert measure.MEASUREMENTS["w3, batched"]()["round_ms"] > 0
+
+
+def test_the_bare_loop_runs_on_a_device_without_a_number(tiny_experiment):
+    from benchmarks.gpu.measure import bare_loop
+
+    experiment = fedsim.Experiment(**{**tiny_experiment, "local": {"batch_size": 16, "lr": 0.05}, "rounds": 1})
+    with pretend_gpu() as gpu:
+        bare = bare_loop(experiment, torch.device("cuda"))
+    assert gpu.launches
+    assert bare.accuracy == bare_loop(experiment).accuracy
+
+
+@pytest.mark.parametrize(
+    ("machine", "processes"),
+    [
+        ({"cores": 16, "gib": 139.8}, 12),
+        ({"cores": 16, "gib": 11.0}, 2),
+        ({"cores": 4, "gib": 80.0}, 3),
+        ({"cores": 1, "gib": 2.0}, 1),
+        ({"cores": 4}, 3),
+        ({"error": "no device"}, 1),
+    ],
+)
+def test_as_many_test_processes_run_as_cores_and_gpu_memory_allow(machine, processes, tmp_path, monkeypatch):
+    numbers = []
+    monkeypatch.setattr(check, "machine", lambda environment: {**machine, "device": "GPU"})
+    monkeypatch.setattr(check, "run_part", lambda part, processes, *rest: numbers.append(processes))
+    check.main(["--out", str(tmp_path)])
+    assert numbers == [processes, 1, 1]
 
 
 @pytest.mark.slow

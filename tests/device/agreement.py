@@ -117,7 +117,7 @@ def assert_same_results(expected: fedsim.Result, actual: fedsim.Result, toleranc
     for ours, theirs in zip(actual.history, expected.history, strict=True):
         assert ours.keys() == theirs.keys()
         for key in ours.keys() - {"seconds"}:
-            assert _close(ours[key], theirs[key], 2 * tolerance), key
+            assert close(ours[key], theirs[key], 2 * tolerance), key
 
 
 def assert_same_model(expected: fedsim.Result, actual: fedsim.Result, tolerance: float) -> None:
@@ -129,12 +129,17 @@ def assert_same_model(expected: fedsim.Result, actual: fedsim.Result, tolerance:
         assert difference <= tolerance, f"{name} differs by {difference:.1e}"
 
 
-def _close(actual: Any, expected: Any, tolerance: float) -> bool:
-    """Whether two values of a record are equal, with a tolerance for floats."""
+def close(actual: Any, expected: Any, tolerance: float) -> bool:
+    """Whether two values of a record are equal, with a tolerance for floats, also in lists and dicts.
+
+    The tolerance is relative for numbers above 1, such as a perplexity.
+    """
+    if isinstance(expected, dict):
+        return actual.keys() == expected.keys() and all(close(actual[key], expected[key], tolerance) for key in actual)
     if isinstance(expected, list):
         return len(actual) == len(expected) and all(
-            _close(a, b, tolerance) for a, b in zip(actual, expected, strict=True)
+            close(a, b, tolerance) for a, b in zip(actual, expected, strict=True)
         )
     return actual == (
-        pytest.approx(expected, abs=tolerance, rel=0, nan_ok=True) if isinstance(expected, float) else expected
+        pytest.approx(expected, abs=tolerance, rel=tolerance, nan_ok=True) if isinstance(expected, float) else expected
     )

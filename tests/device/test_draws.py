@@ -11,12 +11,14 @@ from torch.utils.data import TensorDataset
 
 import fedsim
 from fedsim.byzantine import attack_strategy
-from fedsim.core.randomness import Draws
+from fedsim.core.randomness import Draws, global_states
 from fedsim.data.augmentation import augmentation
 from fedsim.data.partitions.features import GaussianNoise
 from fedsim.engines.trainers.dropout import Dropout, dropout_factors
-from tests.device.agreement import some_gpu, to_gpu
+from tests.data.partitions.test_features import PIXELS, TRANSFORMS, applied
+from tests.device.agreement import REAL, some_gpu, to_gpu
 from tests.device.pretend import GPU, download, upload
+from tests.device.pretend.counting import DOWNLOAD
 from tests.device.test_aggregation_counts import DRAW
 
 
@@ -90,6 +92,25 @@ def test_a_batch_is_altered_on_a_gpu_without_a_wait(registration, gpu):
         augmented = registration(on_gpu, draws=Draws.of(0, "x", device=GPU))
     assert counts.waits == 0, counts.table()
     assert torch.equal(download(augmented), expected)
+
+
+DRAW_ON_DEVICE = "GaussianNoise", "AugMix"  # transforms of torchvision that draw tensors on the images' device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "params"), TRANSFORMS)
+def test_a_transform_of_torchvision_draws_the_numbers_of_the_cpu(name, params):
+    images = torch.rand(5, 3, 9, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = [applied(name, images, seed, **params) for seed in range(4)]
+    with some_gpu() as pretend, pretend.counting() if pretend else contextlib.nullcontext() as counts:
+        state, normalisation = global_states(GPU), (to_gpu(PIXELS[0]), to_gpu(PIXELS[1]))
+        altered = [applied(name, to_gpu(images), seed, normalisation, **params).cpu() for seed in range(4)]
+        assert global_states(GPU) == state
+    for ours, theirs in zip(altered, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if REAL else 1e-9)  # some grids are float32
+    if counts is not None:
+        copied = {operation for kind, operation, _ in counts.events if kind == DOWNLOAD}
+        assert ("_to_copy" in copied) == (name in DRAW_ON_DEVICE), counts.table()
 
 
 def test_steps_share_the_launches_of_their_draws(gpu):

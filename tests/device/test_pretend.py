@@ -6,6 +6,8 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.device.pretend import GPU, DeviceError, download, on_gpu, pretend_gpu, upload
 
@@ -36,6 +38,14 @@ def test_without_the_block_there_is_no_gpu():
     assert torch.zeros(2).device == torch.device("cpu")
 
 
+def recurrent(x, state, *, in_one_chunk=True):
+    """Run a recurrent network with two units on a sequence of two, for a batch of one."""
+    parts = torch.ones(14, device="cuda").split([6, 4, 2, 2])
+    weights = [part.view(2, -1).squeeze(1) for part in parts]
+    weights = weights if in_one_chunk else [weight.clone() for weight in weights]
+    return torch.rnn_tanh(x.unsqueeze(0), state, weights, True, 1, 0.0, True, False, True)
+
+
 REFUSED = {
     "a host matrix": lambda x: x @ torch.zeros(3, 2),
     "a number of the host in a stack": lambda x: torch.stack([x[0, 0], torch.tensor(1.0)]),
@@ -47,6 +57,7 @@ REFUSED = {
     "a copy from the host in a capture": lambda x: capture(lambda: x.copy_(torch.ones(2, 3))),
     "positions of the host in a capture": lambda x: capture(lambda: x[torch.tensor([0])]),
     "a synchronisation in a capture": lambda x: capture(torch.cuda.synchronize),
+    "a state that cuDNN does not read": lambda x: recurrent(x, torch.zeros(1, 1, 4, device="cuda")[:, :, ::2]),
     "a tensor of Python numbers in a capture": lambda x: capture(lambda: torch.tensor([1.0], device="cuda")),
 }
 
@@ -77,6 +88,13 @@ def test_a_number_of_the_host_is_an_operand_of_an_elementwise_operation(x):
     half = torch.tensor(0.5)
     for result in (x * half, half * x, x.clone().mul_(half), torch.where(x > half, x, half), x.fill_(half)):
         assert result.device == GPU
+
+
+def test_a_recurrent_network_takes_contiguous_states_and_weights_in_one_chunk(x):
+    outputs, _ = recurrent(x, torch.zeros(1, 1, 2, device="cuda"))
+    assert outputs.device == GPU
+    with pytest.warns(UserWarning, match="RNN module weights are not part of single contiguous chunk of memory"):
+        recurrent(x, torch.zeros(1, 1, 2, device="cuda"), in_one_chunk=False)
 
 
 COUNTED = {  # (launches, graph launches, uploads, downloads, reads)
@@ -143,6 +161,34 @@ def test_derivatives_and_batched_functions_stay_on_the_gpu(x):
     assert torch.equal(download(squares), 2 * download(x))
 
 
+def test_seed_and_offset_of_attention_are_on_the_host_and_its_derivatives_are_right(gpu):
+    def derivatives(*inputs):
+        inputs = [tensor.requires_grad_() for tensor in inputs]
+        outputs = F.scaled_dot_product_attention(*inputs, is_causal=True)
+        return [download(gradient) for gradient in torch.autograd.grad(outputs.square().sum(), inputs)]
+
+    inputs = [torch.randn(2, 2, 3, 4) for _ in range(3)]
+    expected = derivatives(*inputs)
+    with gpu.counting() as counts:
+        actual = derivatives(*map(upload, inputs))
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+    assert "_scaled_dot_product_efficient_attention_backward" in counts.table()
+    operation = torch.ops.aten._scaled_dot_product_efficient_attention
+    assert [tensor.is_cuda for tensor in operation(*map(upload, inputs), None, True)] == [True, True, False, False]
+
+
+def test_a_python_number_that_vmap_converts_is_on_the_host(x):
+    class Devices(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.extend(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+            return function(*args, **kwargs or {})
+
+    seen = []
+    with Devices():
+        torch.func.vmap(lambda number: number * 0.5)(x[0])
+    assert seen[-2:] == ["cuda", "cpu"]  # the operands of the product
+
+
 def test_a_thread_has_the_gpu_too(gpu):
     devices = []
     thread = threading.Thread(target=lambda: devices.append(torch.zeros(2, device="cuda").device))
@@ -162,3 +208,17 @@ def test_random_numbers_come_from_the_generator_of_the_gpu(gpu):
     assert torch.equal(download(draws()), download(first))
     torch.manual_seed(1)
     assert torch.equal(torch.rand(3), on_host)
+
+
+def test_a_generator_of_the_gpu_draws_other_numbers_than_one_of_the_host_with_the_same_seed(gpu):
+    def draws(device):
+        generator = torch.Generator(device).manual_seed(1)
+        torch.manual_seed(1)
+        return [*torch.rand(3, device=device, generator=generator).tolist(), *torch.rand(3, device=device).tolist()]
+
+    assert torch.Generator("cuda").device == GPU
+    assert isinstance(torch.default_generator, torch.Generator)
+    assert draws("cuda") == draws("cuda")
+    assert not set(draws("cuda")) & set(draws("cpu"))
+    with pytest.raises(DeviceError):
+        torch.rand(3, generator=torch.Generator("cuda"))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fedsim.engines.stacking.operations import Options, one_by_one, stacked_convolution
-from tests.device.agreement import some_gpu, to_gpu
+import fedsim
+from fedsim.engines.stacking import operations
+from fedsim.engines.stacking.operations import WAYS, Options, one_by_one, stacked_convolution
+from fedsim.engines.stacking.probe import StackingProbe
+from fedsim.errors import FedsimWarning
+from tests.device.agreement import ENGINES, TINY, assert_same_results, run_on_cpu, run_on_gpu, some_gpu, to_gpu
 from tests.device.pretend import upload
 
 MOST_LAUNCHES = 3  # forward or backward, with padding and all derivatives
@@ -20,8 +27,9 @@ def tensors(k, batch=2):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("k", [2, 10])
-def test_a_gpu_gives_the_outputs_and_derivatives_of_one_row_after_another(k):
+def test_a_gpu_gives_the_outputs_and_derivatives_of_one_row_after_another(k, turns):
     def outputs_and_derivatives(convolve, leaves):
         leaves = [leaf.requires_grad_() for leaf in leaves]
         outputs = convolve(F.conv2d, *leaves, Options(padding=1))
@@ -29,19 +37,93 @@ def test_a_gpu_gives_the_outputs_and_derivatives_of_one_row_after_another(k):
 
     expected = outputs_and_derivatives(one_by_one, tensors(k))
     with some_gpu():
-        actual = outputs_and_derivatives(stacked_convolution, [to_gpu(tensor) for tensor in tensors(k)])
+        on_gpu = [to_gpu(tensor) for tensor in tensors(k)]
+        actual = outputs_and_derivatives(partial(stacked_convolution, turns=turns), on_gpu)
     for ours, theirs in zip(actual, expected, strict=True):
         assert torch.allclose(ours.cpu(), theirs, rtol=0, atol=1e-9 * float(theirs.abs().max()))
 
 
+@pytest.mark.parametrize(("turns", "most"), [(False, MOST_LAUNCHES), (True, MOST_LAUNCHES + 3)])
 @pytest.mark.parametrize("k", [2, 5])
-def test_launches_do_not_grow_with_the_rows(k, gpu):
+def test_launches_do_not_grow_with_the_rows(k, turns, most, gpu):
+    """Turned kernels take two more copies, and the gradient of the inputs a call of its own."""
     leaves = [upload(tensor).requires_grad_() for tensor in tensors(k)]
     with gpu.counting() as forward:
-        outputs = stacked_convolution(F.conv2d, *leaves, Options(padding=1))
+        outputs = stacked_convolution(F.conv2d, *leaves, Options(padding=1), turns=turns)
     ones = torch.ones_like(outputs)
     with gpu.counting() as backward:
         torch.autograd.grad(outputs, leaves, ones)
     assert forward.waits == backward.waits == 0
     assert forward.launches <= MOST_LAUNCHES, forward.table()
-    assert backward.launches <= MOST_LAUNCHES, backward.table()
+    assert backward.launches <= most, backward.table()
+
+
+TWO_CONVOLUTIONS = {**TINY, "rounds": 1, "model": "net"}
+
+
+@pytest.fixture
+def probes(monkeypatch):
+    """Return a list of the StackingProbes of all runs."""
+    made, of = [], StackingProbe.of
+    monkeypatch.setattr(StackingProbe, "of", lambda *arguments: made.append(of(*arguments)) or made[-1])
+    return made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("engine", "precision"), [("batched", "float64"), ("batched, no graphs", "bf16")])
+def test_a_run_on_a_gpu_turns_kernels(engine, precision, probes, monkeypatch):
+    used, turned = [], WAYS["turned"]
+    monkeypatch.setitem(WAYS, "turned", lambda *args: used.append(1) or turned(*args))
+    tables = {**TWO_CONVOLUTIONS, "precision": precision}
+    actual = run_on_gpu(tables, **ENGINES[engine])
+    assert [probe.turns for probe in probes] == [True]
+    assert used
+    monkeypatch.setattr(operations, "MOST_TURNED_PRODUCTS", 0)
+    used.clear()
+    ordinary = run_on_gpu(tables, **ENGINES[engine])
+    assert not used
+    assert_same_results(ordinary, actual, 1e-9 if precision == "float64" else 2e-2)
+    if precision == "float64":
+        assert_same_results(run_on_cpu(tables), actual)
+
+
+def test_a_cpu_does_not_turn_kernels(probes):
+    fedsim.run({**TWO_CONVOLUTIONS, "device": "cpu", **ENGINES["batched"]})
+    assert [probe.turns for probe in probes] == [False]
+
+
+def test_a_model_without_convolutions_is_not_tried_with_turned_kernels(gpu, probes):
+    fedsim.run({**TINY, "rounds": 1, "device": "cuda", **ENGINES["batched"]})
+    assert [probe.turns for probe in probes] == [False]
+
+
+def wrong(factor, way, convolution, input, *rest):
+    """A convolution whose input gradient is multiplied by `factor`."""
+    if input.requires_grad:
+        input = input.clone()
+        input.register_hook(lambda gradient: gradient * factor)
+    return way(convolution, input, *rest)
+
+
+def failing(way, *args):
+    raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")
+
+
+WRONG = {
+    "a gradient has the relative error [0-9.]+e-0[1-3]": partial(wrong, 1.01),
+    "a gradient has the relative error nan": partial(wrong, math.nan),
+    "RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED": failing,
+}
+
+
+@pytest.mark.parametrize(("reason", "precision"), [*((reason, "float32") for reason in WRONG), ([*WRONG][-1], "bf16")])
+def test_turned_kernels_that_fail_the_check_on_the_device_are_not_used(reason, precision, gpu, probes, monkeypatch):
+    tables = {**TWO_CONVOLUTIONS, "device": "cuda", "precision": precision, **ENGINES["batched"]}
+    monkeypatch.setattr(operations, "MOST_TURNED_PRODUCTS", 0)
+    expected = fedsim.run(tables)
+    monkeypatch.undo()
+    monkeypatch.setitem(WAYS, "turned", partial(WRONG[reason], WAYS["turned"]))
+    line = f"convolutions with turned kernels fail a check on cuda:0, and are not used: .*{reason}"
+    with pytest.warns(FedsimWarning, match=line):
+        actual = fedsim.run(tables)
+    assert torch.equal(actual.global_row, expected.global_row)

@@ -18,11 +18,9 @@ class InProcessPool:
     start_method = "fork"
 
     def __init__(self, count, threads=1, timeout=300.0, start_method="fork"):
-        self.called, self.at_work = [], True
+        self.called, self.at_work, self.process = [], True, ProcessContext.alone()
 
     def call(self, function, *arguments):
-        if not self.called:
-            self.process = ProcessContext.alone()
         self.called.append(function)
         try:
             return [function(self.process, *arguments)]
@@ -32,6 +30,13 @@ class InProcessPool:
         except Exception as error:
             self.close()
             raise WorkerError(f"process 0 failed: {format_failure(error)}") from None
+
+    def prepare(self, function, *arguments):
+        self.called.append(function)
+        function(ProcessContext.alone(), *arguments)
+
+    def forget(self):
+        self.called.append("forget")
 
     def close(self):
         self.at_work = False

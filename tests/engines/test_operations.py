@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch.func import vmap
 
 from fedsim.clients import OuterProductGrad
-from fedsim.engines.stacking.operations import DataDependenceCheck, MergedBatch, NotMergeableError, VmapOverrides
+from fedsim.engines.stacking.operations import (
+    DataDependenceCheck,
+    MergedBatch,
+    NotMergeableError,
+    VmapOverrides,
+    in_one_chunk,
+)
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.errors import ExperimentError
 
@@ -150,6 +156,8 @@ def test_probes_do_not_import_the_compiler():
         "from fedsim.engines.auto import FlopCount\n"
         "with DataDependenceCheck(): torch.ones(2).detach()\n"
         "with FlopCount(): torch.ones(2, 2) @ torch.ones(2, 2)\n"
+        "from fedsim.core.randomness import seed_globally\n"
+        "with seed_globally(torch.Generator(), torch.device('cuda')): torch.rand(2)\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -239,3 +247,24 @@ def test_an_operation_gives_each_row_the_result_and_the_gradients_it_has_alone(n
         gradients = torch.autograd.grad(expected, [tensor for tensor in row if tensor.requires_grad], towards[k])
         for of_all, gradient in zip(stacked_gradients, gradients, strict=True):
             assert torch.allclose(of_all[k], gradient, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("biases", [True, False])
+def test_weights_in_one_chunk_are_in_the_order_of_cudnn_and_have_their_own_gradients(biases):
+    network = torch.nn.LSTM(3, 2, 2, bias=biases, bidirectional=True, dtype=torch.double)
+    weights = network._flat_weights
+    views = in_one_chunk(weights)
+    torch.testing.assert_close(views, list(map(torch.clone, weights)), rtol=0, atol=0)
+    kinds = ("weight_ih", "weight_hh"), ("bias_ih", "bias_hh")
+    ends = [f"_l{layer}{way}" for layer in range(2) for way in ("", "_reverse")]
+    order = [f"{name}{end}" for names in kinds[: 1 + biases] for end in ends for name in names]
+    expected = torch.cat([network.get_parameter(name).flatten() for name in order])
+    chunk = torch.as_strided(views[0], (views[0].untyped_storage().nbytes() // 8,), (1,), 0)
+    assert torch.equal(chunk, expected)
+    inputs = random(4, 5, 3)
+    start = [torch.zeros(4, 5, 2, dtype=torch.double) for _ in range(2)]
+    gradients = [
+        torch.autograd.grad(torch.lstm(inputs, start, given, biases, 2, 0.0, True, True, False)[0].sin().sum(), weights)
+        for given in (views, weights)
+    ]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)

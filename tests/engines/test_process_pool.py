@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pickletools
 import signal
 import subprocess
 import time
@@ -11,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import fedsim
+from fedsim.engines.pool import backend
 from fedsim.engines.pool.process_pool import ProcessPool
 from fedsim.errors import ExperimentError, ProcessLostError, WorkerError
-from fedsim.system.messages import MAX_FILES, Channel
+from fedsim.system.messages import MAX_FILES, Channel, Message
 from tests.commands import assert_none_left, run_python, start_python
+from tests.engines.in_process import InProcessPool
 from tests.engines.pool_calls import (
     KillsItsReader,
     OnlyHere,
@@ -207,8 +211,49 @@ def test_an_error_in_a_connection_to_a_process_that_lives_is_raised_unchanged(mo
             pool.call(who)
 
 
+def test_processes_prepare_before_their_first_call_and_nobody_waits_for_results_or_errors():
+    with ProcessPool(2, timeout=20) as pool:
+        pool.prepare(remember, 5)
+        pool.prepare(remember, 5, "too many arguments")
+        pool.prepare(unpicklable)
+        assert pool.call(remember) == [5, 5]
+        pool.prepare(remember, 6)
+        assert pool.call(remember) == [6, 6]
+
+
+FOREIGN = "typer", "matplotlib", "torchvision", "pandas", "torch._dynamo", "fedsim.cli", "fedsim.report", "fedsim.runs"
+
+
+def test_a_process_prepares_by_importing_all_that_a_task_needs_and_nothing_of_the_command_line(
+    tiny_experiment, monkeypatch
+):
+    """In a new interpreter, because the tests fork processes that have imported everything."""
+    needed, call = set(), InProcessPool.call
+
+    def noted(self, function, *arguments):
+        if function is backend._make_executor:
+            opcodes = pickletools.genops(Message((function, arguments)).data)
+            needed.update(text for _, text, _ in opcodes if isinstance(text, str) and text.startswith("fedsim."))
+        return call(self, function, *arguments)
+
+    monkeypatch.setattr(InProcessPool, "call", noted)
+    monkeypatch.setattr(backend, "ProcessPool", InProcessPool)
+    prepared = []
+    monkeypatch.setattr(InProcessPool, "prepare", lambda self, *work: prepared.append(Message(work).data))
+    fedsim.run({**tiny_experiment, "engine": "spawn", "processes": 2})
+    program = (
+        f"import fedsim.engines.pool.process_pool, pickle, sys; pickle.loads({prepared[0]!r}); print(*sys.modules)"
+    )
+    imported = set(run_python("-c", program).stdout.split())
+    assert needed
+    assert needed <= imported
+    assert not imported & set(FOREIGN)
+
+
 SCRIPT = """
 import os, sys, time
+import fedsim
+from fedsim.engines.pool import backend
 from fedsim.engines.pool.process_pool import ProcessPool
 from tests.engines.pool_calls import who, work_for
 if __name__ == "__main__":

@@ -118,9 +118,13 @@ def attention() -> nn.Module:
     return embedded(lambda self, h: self.heads(h, h, h)[0].mean(1), heads=heads)
 
 
-def recurrent(make: type[nn.RNNBase], **options) -> nn.Module:
-    layers = make(WIDTH, WIDTH, batch_first=True, **options)
+def recurrent(make: type[nn.RNNBase], hidden: int = WIDTH, **options) -> nn.Module:
+    layers = make(WIDTH, hidden, batch_first=True, **options)
     return embedded(lambda self, h: self.layers(h)[0][:, -1], layers=layers)
+
+
+def packed(sequences: Tensor) -> nn.utils.rnn.PackedSequence:
+    return nn.utils.rnn.pack_padded_sequence(sequences, [6] * len(sequences), batch_first=True)
 
 
 def tied() -> nn.Module:
@@ -291,6 +295,12 @@ TEXTS: dict[str, Callable[[], nn.Module]] = {
     "transformer": transformer,
     "attention": attention,
     "recurrent cell": lambda: embedded(lambda self, h: self.cell(h[:, 1], self.cell(h[:, 0])), cell=nn.RNNCell(8, 8)),
+    "LSTM": lambda: recurrent(nn.LSTM, num_layers=2),
+    "LSTM without biases, both ways": lambda: recurrent(nn.LSTM, bias=False, bidirectional=True, hidden=4),
+    "LSTM with a projection": lambda: recurrent(nn.LSTM, proj_size=8, hidden=9),
+    "GRU": lambda: recurrent(nn.GRU, num_layers=2, bidirectional=True, hidden=4),
+    "RNN": lambda: recurrent(nn.RNN),
+    "RNN of ReLU": lambda: recurrent(nn.RNN, nonlinearity="relu", bias=False),
     "padding": lambda: embedded(lambda self, h: h.mean(1), nn.Embedding(WORDS, WIDTH, padding_idx=0)),
     "padding from behind": lambda: embedded(lambda self, h: h.mean(1), nn.Embedding(WORDS, WIDTH, padding_idx=-WORDS)),
     "tied": tied,
@@ -306,7 +316,7 @@ TEXTS: dict[str, Callable[[], nn.Module]] = {
     ),
 }
 
-REFUSED_TEXTS = ("LSTM", "transformer with dropout", "embedding of bounded norm")
+REFUSED_TEXTS = ("LSTM cell", "LSTM of packed sequences", "transformer with dropout", "embedding of bounded norm")
 STATE = "a forward pass changes attributes or non-persistent buffers, which are not stored for each worker"
 DRAWS = "the model draws random numbers outside of torch.nn.functional.dropout"
 OTHERWISE = "in a stack, the gradient of {} differs from that of a single model"
@@ -345,7 +355,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "spectral norm": (spectral, VMAP),
     "hooked weight": (hooked_weight, OTHERWISE.format("layer.weight")),
     "aliased weight": (aliased, OTHERWISE.format("layer.weight")),
-    "LSTM": (lambda: recurrent(nn.LSTM), f"{VMAP}RuntimeError: Batching rule not implemented"),
+    "LSTM cell": (
+        lambda: embedded(lambda self, h: self.cell(h[:, 0])[0], cell=nn.LSTMCell(WIDTH, WIDTH)),
+        f"{VMAP}RuntimeError: Batching rule not implemented for aten::lstm_cell (with merged batches: the model's "
+        "operations depend on the size or the values of a batch (lstm_cell is called with parameters",
+    ),
+    "LSTM of packed sequences": (
+        lambda: embedded(lambda self, h: self.layers(packed(h))[1][0][-1], layers=nn.LSTM(WIDTH, WIDTH)),
+        VMAP,
+    ),
     "transformer with dropout": (lambda: transformer(0.2), DRAWS),
     "embedding of bounded norm": (
         lambda: embedded(lambda self, h: h.mean(1), nn.Embedding(WORDS, WIDTH, max_norm=9.0)),

@@ -3,8 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedsim.core.randomness import global_states, preserve_random_state, seed_everything
+from fedsim.data.tensors import as_tensor_data
 from fedsim.errors import ExperimentError
 from fedsim.system import devices
+from tests.device.pretend import GPU, pretend_gpu
 
 
 def test_the_cpu_is_always_there_and_auto_is_the_accelerator_where_there_is_one():
@@ -16,6 +19,21 @@ def test_the_cpu_is_always_there_and_auto_is_the_accelerator_where_there_is_one(
 def test_a_device_that_is_not_there_gives_a_one_line_error(name):
     with pytest.raises(ExperimentError, match=f'device = "{name}": .*available here: auto, cpu'):
         devices.resolve_device(name)
+
+
+def test_a_device_without_a_number_is_the_current_one():
+    assert devices.with_index(torch.device("cpu")) == torch.device("cpu")
+    with pretend_gpu():
+        unnumbered = torch.device("cuda")
+        assert devices.with_index(unnumbered) == GPU
+        assert devices.resolve_device("cuda") == GPU
+        data = as_tensor_data((torch.rand(3, 2), torch.arange(3))).to(GPU, torch.float32)
+        assert data.to(unnumbered, torch.float32).inputs is data.inputs
+        with preserve_random_state(unnumbered):
+            seed_everything(unnumbered, 0, "x")
+            seeded = global_states(unnumbered)
+            torch.rand(2, device=unnumbered)
+            assert global_states(GPU) != seeded
 
 
 def test_usable_cores_respect_the_quotas_of_the_container_and_of_a_job_within(tmp_path, monkeypatch):

@@ -45,6 +45,9 @@ class InPool(Backend):
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "start_method": self._pool.start_method}
 
+    def prepare(self, device: torch.device, make: MakeExecutor) -> None:
+        self._pool.prepare(_initialise, device, make)
+
     def begin(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
         self.leave()
         if not self.at_work:  # an earlier task lost processes at its start
@@ -104,6 +107,7 @@ class InPool(Backend):
             if self._pool.at_work:
                 with contextlib.suppress(ProcessLostError):
                     self._pool.call(_drop_executor)  # no need to wait for a device, which may have failed
+                self._pool.forget()
         finally:
             del self.shared, self.states, self._work
         release_memory(device)
@@ -113,6 +117,15 @@ class InPool(Backend):
             self.leave()
         finally:
             self._pool.close()
+
+
+def _initialise(process: ProcessContext, device: torch.device, make: MakeExecutor) -> None:
+    """Create a GPU's context, and that of its library for matrix products. Unpickling `make` has imported modules."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+        matrix = torch.ones(8, 8, device=device)
+        torch.mm(matrix, matrix)
+        synchronize(device)
 
 
 def _make_executor(
@@ -135,9 +148,10 @@ def _run(
 ) -> tuple[T, list[warnings.WarningMessage]]:
     """Call a method of this process's executor. Return its result, and the warnings that it caused."""
     executor = process.state["executor"]
-    with executor.environment(), warnings.catch_warnings(record=True) as noted:
+    with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("default")
-        return method(executor, *arguments), noted
+        with executor.environment():
+            return method(executor, *arguments), noted
 
 
 def _drop_executor(process: ProcessContext) -> None:

@@ -119,6 +119,16 @@ class ProcessPool:
             self.close()
             raise
 
+    def prepare(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Let every process call `function(process, *arguments)` before its next call, without waiting.
+
+        Results and errors are ignored. The pickled arguments must be small, because starting processes read nothing.
+        """
+        message = Message((False, function, arguments))
+        for child in self._children:
+            with contextlib.suppress(OSError):  # the process died; the next call reports it
+                child.pipe.send(message)
+
     def begin(
         self, function: Callable[..., Any], *arguments: Any, on_message: Callable[[Any], object] | None = None
     ) -> None:
@@ -134,7 +144,7 @@ class ProcessPool:
         """
         if not self.at_work:
             raise WorkerError("the process pool has been closed; create a new one")
-        self._answers, self._on_message, self._message = {}, on_message, Message((function, arguments))
+        self._answers, self._on_message, self._message = {}, on_message, Message((True, function, arguments))
         if not self._starting:
             self._send()
 
@@ -177,6 +187,11 @@ class ProcessPool:
         """Restart the timers: from now on, a process without a heartbeat for `timeout` seconds counts as hanging."""
         self._silent_seconds = timeout
         self._silences = [HeartbeatTimeout(self._table, index, timeout) for index in range(self.count)]
+
+    def forget(self) -> None:
+        """Release the CUDA memory of the tensors in earlier calls. Call this when no process has such a tensor."""
+        for child in self._children:
+            child.pipe.forget()
 
     def close(self) -> None:
         """Stop the processes of this pool."""
@@ -310,21 +325,26 @@ def _serve(pipe: Connection, index: int, table: HeartbeatTable, threads: int | N
     with contextlib.suppress(EOFError, OSError):  # errors of the pipe: the parent has exited
         channel.send(("started", None))
         while (message := channel.receive()) is not None:
-            channel.send(_answer(process, message))
+            if (answer := _answer(process, message)) is not None:
+                channel.send(answer)
     if process.state:  # after a failure; otherwise device memory in reference cycles would never be released
         process.state.clear()
         gc.collect()
 
 
-def _answer(process: ProcessContext, message: ReceivedMessage) -> Message | tuple[str, Any]:
+def _answer(process: ProcessContext, message: ReceivedMessage) -> Message | tuple[str, Any] | None:
+    """Call the function in a message. Return the answer for the parent, or None if the parent expects no answer."""
+    answer: Message | tuple[str, Any]
+    expected = True
     try:
-        function, arguments = message.load()
-        return Message(("result", function(process, *arguments)))  # raises if the result cannot be pickled
+        expected, function, arguments = message.load()
+        answer = Message(("result", function(process, *arguments)))  # raises if the result cannot be pickled
     except AbortedError:
-        return "aborted", None
+        answer = "aborted", None
     except ExperimentError as error:
-        return "refused", error
+        answer = "refused", error
     except FedsimError as error:
-        return "failed", f"{error}\n{traceback.format_exc()}"
+        answer = "failed", f"{error}\n{traceback.format_exc()}"
     except Exception as error:
-        return "failed", format_failure(error)
+        answer = "failed", format_failure(error)
+    return answer if expected else None

@@ -8,6 +8,7 @@ stack [k, ...], to the samples of this model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 from fedsim.clients import OuterProductGrad
 from fedsim.engines.trainers.capture import OperationCheck, depends_on_values
 from fedsim.engines.trainers.dropout import Dropout, DropoutMode
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, first_line
 from fedsim.system.precision import cast_for_autocast
 
 Convolution = Callable[..., Tensor]
@@ -35,12 +36,19 @@ def not_stackable(reason: str) -> ExperimentError:
     return ExperimentError(f"{NOT_STACKABLE}{reason}{NOT_STACKED}")
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the reason in an error of `not_stackable`, or any other exception on one line."""
+    return first_line(error).removeprefix(NOT_STACKABLE).removesuffix(NOT_STACKED)
+
+
 # Functions that read tensor values for control flow, which cannot be batched across rows.
 VALUE_READS = {
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__, Tensor.__contains__),
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.equal, Tensor.allclose, Tensor.is_nonzero),
     *(torch.equal, torch.allclose, torch.is_nonzero),
 }
+# Attributes that a stack [k, ...] has in common with its rows.
+SAME_FOR_ROWS = {Tensor.dtype.__get__, Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
 
 
 class PreparedDropout(DropoutMode):
@@ -203,6 +211,12 @@ class StackedLinear(torch.autograd.Function):
 # Convolutions of each row's samples with that row's kernels
 
 
+# On an NVIDIA H200 (PyTorch 2.11, float32, 2026-11-26), cuDNN's forward kernel took 19 us for a sum of 250 products per
+# output, and 73 us for 800. Its gradient of the inputs took 91 us with two transposes where a forward kernel sums 500
+# products, and 34 us where it sums 1,600.
+MOST_TURNED_PRODUCTS = 1000  # maximum number of products per input gradient that a forward kernel sums
+
+
 class Options(NamedTuple):
     """Arguments after the bias of F.conv1d, F.conv2d and F.conv3d, in the order of their signatures."""
 
@@ -211,9 +225,36 @@ class Options(NamedTuple):
     dilation: Any = 1
     groups: int = 1
 
+    def turnable(self, size: Sequence[int]) -> Options | None:
+        """Return these options with one number per dimension, if the gradient of the inputs is a forward convolution.
+
+        This requires stride 1, and a padding that is the same on both sides and smaller than the kernels. Otherwise,
+        return None. `size` is the size of the kernels.
+        """
+
+        def numbers(value: Any) -> tuple[int, ...]:
+            values = (value,) if isinstance(value, int) else tuple(value)
+            return values * len(size) if len(values) == 1 else values
+
+        stride, dilation = numbers(self.stride), numbers(self.dilation)
+        reach = tuple(step * (length - 1) for step, length in zip(dilation, size, strict=True))
+        if self.padding == "same" and any(length % 2 for length in reach):
+            return None
+        named = {"valid": 0, "same": [length // 2 for length in reach]}
+        padding = numbers(named[self.padding] if isinstance(self.padding, str) else self.padding)
+        if any(step != 1 for step in stride) or any(pad > length for pad, length in zip(padding, reach, strict=True)):
+            return None
+        return Options(stride, padding, dilation, self.groups)
+
 
 def stacked_convolution(
-    convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options
+    convolution: Convolution,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    *,
+    turns: bool = False,
 ) -> Tensor:
     """Convolve each model's samples with the model's own kernels, for k models at once.
 
@@ -223,16 +264,20 @@ def stacked_convolution(
         weight: kernels of the k models, [k, o, c / groups, ...], for o output channels.
         bias: biases of the k models, [k, o], or None.
         options: stride, padding, dilation and groups.
+        turns: whether the way "turned" may be used on a GPU.
 
     Returns the output, [k * batch, o, ...].
     """
-    implementation = one_by_one if len(weight) == 1 else WAYS[way_on(input.device)]
-    return implementation(convolution, input, weight, bias, options)
+    return WAYS[way_for(weight, options.groups, turns=turns)](convolution, input, weight, bias, options)
 
 
-def way_on(device: torch.device) -> str:
-    """Return how convolutions are computed on `device`: "one by one" on a CPU, otherwise "grouped"."""
-    return "one by one" if device.type == "cpu" else "grouped"
+def way_for(weight: Tensor, groups: int = 1, *, turns: bool) -> str:
+    """Return the name in `WAYS` of the implementation that `stacked_convolution` uses for these arguments."""
+    if len(weight) == 1 or weight.device.type == "cpu":
+        return "one by one"
+    products = math.prod(weight.shape[3:]) * weight.shape[1] // groups
+    is_depthwise = weight.shape[2] == 1  # PyTorch has other kernels for these
+    return "turned" if turns and not is_depthwise and products <= MOST_TURNED_PRODUCTS else "grouped"
 
 
 def one_by_one(
@@ -254,7 +299,54 @@ def grouped(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tenso
     return outputs.unflatten(1, (k, -1)).transpose(0, 1).flatten(0, 1)
 
 
-WAYS: dict[str, Callable[..., Tensor]] = {"one by one": one_by_one, "grouped": grouped}
+def turned(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    """Compute `grouped`, if possible with the gradient of the inputs as a forward convolution with turned kernels."""
+    numbers = options.turnable(weight.shape[3:])
+    if numbers is None or not input.requires_grad:
+        return grouped(convolution, input, weight, bias, options)
+
+    def convolve(*arguments: Any) -> Tensor:
+        return _TurnedConvolution.apply(convolution, *cast_for_autocast(*arguments[:3]), Options(*arguments[3:]))
+
+    return grouped(convolve, input, weight, bias, numbers)
+
+
+class _TurnedConvolution(torch.autograd.Function):
+    """Convolution whose gradient of the inputs is a forward convolution of the gradient of the outputs.
+
+    The forward convolution has kernels that are turned by half a turn, with exchanged input and output channels.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any, convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options
+    ) -> Tensor:
+        context.save_for_backward(input, weight)
+        context.convolution, context.options = convolution, options
+        context.bias_size = None if bias is None else bias.shape
+        return convolution(input, weight, bias, *options)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = context.saved_tensors
+        stride, padding, dilation, groups = context.options
+        _, for_input, for_weight, for_bias, _ = context.needs_input_grad
+        of_input = None
+        if for_input:
+            of_groups = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+            kernels = of_groups.flip(tuple(range(2, weight.ndim)))
+            reach = zip(padding, dilation, weight.shape[2:], strict=True)
+            pads = [step * (length - 1) - pad for pad, step, length in reach]
+            of_input = context.convolution(gradient, kernels, None, stride, pads, dilation, groups)
+        mask = [False, for_weight, for_bias]
+        zeros = [0] * len(stride)
+        _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+            gradient, input, weight, context.bias_size, stride, padding, dilation, False, zeros, groups, mask
+        )
+        return None, of_input, of_weight, of_bias, None
+
+
+WAYS: dict[str, Callable[..., Tensor]] = {"one by one": one_by_one, "grouped": grouped, "turned": turned}
 
 
 # Operations on the merged batch of all rows
@@ -290,6 +382,7 @@ class MergedBatch(PreparedDropout):
         size: total number of samples, k * batch.
         products: for each tensor in `stacks`, a list to which the backward pass appends the tensor's gradient as an
             OuterProductGrad. None instead of a list: the tensor gets an ordinary gradient.
+        turns: argument of `stacked_convolution`.
     """
 
     def __init__(
@@ -298,8 +391,11 @@ class MergedBatch(PreparedDropout):
         stacks: Sequence[Tensor],
         size: int,
         products: Sequence[list[OuterProductGrad] | None] = (),
+        *,
+        turns: bool = False,
     ) -> None:
         super().__init__(factor.flatten(0, 1) for factor in factors)
+        self.turns = turns
         self._size = size
         self._places = {id(stack): place for place, stack in enumerate(stacks)}
         self._products = products
@@ -309,10 +405,11 @@ class MergedBatch(PreparedDropout):
             raise NotMergeableError(
                 "the model converts a tensor to Python numbers, so the batches of several workers cannot be merged"
             )
-        if not any(self._has_stack(value) for value in (*args, *kwargs.values())):
+        if not any(self._has_stack(value) for value in (*args, *kwargs.values())) or function in SAME_FOR_ROWS:
             return function(*args, **kwargs)
         if function not in OPERATIONS:
-            raise NotMergeableError(getattr(function, "__name__", str(function)))
+            name = getattr(function, "__name__", str(function))
+            raise NotMergeableError(f"{name} is called with parameters or buffers of the model")
         return OPERATIONS[function](self, *args, **kwargs)
 
     def is_stack(self, value: object) -> bool:
@@ -322,7 +419,7 @@ class MergedBatch(PreparedDropout):
     def require(self, holds: bool) -> None:
         """Raise NotMergeableError unless the condition `holds` is true."""
         if not holds:
-            raise NotMergeableError
+            raise NotMergeableError("a layer is called in a form that is not supported for several models")
 
     def require_stacks(self, input: Tensor, *stacks: Tensor | None) -> None:
         """Raise NotMergeableError unless `stacks` are parameters of the k models and `input` is the merged batch."""
@@ -360,7 +457,7 @@ def _convolution(
 ) -> Tensor:
     batch.require(input.ndim == weight.ndim - 1)
     batch.require_stacks(input, weight, bias)
-    return stacked_convolution(convolution, input, weight, bias, Options(*args, **kwargs))
+    return stacked_convolution(convolution, input, weight, bias, Options(*args, **kwargs), turns=batch.turns)
 
 
 def _embedding(batch: MergedBatch, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -406,19 +503,48 @@ def _normalized(
     return normal
 
 
-def _lstm(
-    batch: MergedBatch, input: Tensor, state: Sequence[Tensor], parameters: Sequence[Tensor], *args: Any
+def _recurrent(
+    network: Callable[..., tuple[Tensor, ...]],
+    batch: MergedBatch,
+    input: Tensor,
+    state: Tensor | Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    *args: Any,
 ) -> tuple[Tensor, ...]:
-    """Run the LSTMs of the k models one after another, which is faster on a CPU."""
+    """Run the recurrent networks of the k models one after another, which is faster on a CPU.
+
+    Args:
+        network: torch.lstm, torch.gru, torch.rnn_tanh or torch.rnn_relu.
+        batch: merged batch of the models.
+        input: samples of all models, [k * batch, length, inputs].
+        state, parameters, args: further arguments of `network`.
+    """
     *_, dropout, _, _, batch_first = args
     batch.require(not dropout and batch_first)
     stacks = [parameter for parameter in parameters if batch.is_stack(parameter)]
     batch.require_stacks(input, *stacks)
     k = len(stacks[0])
     of_rows = zip(*(p.unbind() if batch.is_stack(p) else [p] * k for p in parameters), strict=True)
-    parts = zip(input.chunk(k), *(tensor.chunk(k, 1) for tensor in state), of_rows, strict=True)
-    outputs = [torch.lstm(x, (hidden, cell), row, *args) for x, hidden, cell, row in parts]
-    return tuple(torch.cat(tensors, dim) for tensors, dim in zip(zip(*outputs, strict=True), (0, 1, 1), strict=True))
+    states = [state] if isinstance(state, Tensor) else state
+    outputs = []
+    for x, *start, weights in zip(input.chunk(k), *(tensor.chunk(k, 1) for tensor in states), of_rows, strict=True):
+        if input.is_cuda:  # cuDNN takes contiguous states, and copies weights that are not in one chunk
+            start, weights = [tensor.contiguous() for tensor in start], in_one_chunk(weights)
+        outputs.append(network(x, start[0] if isinstance(state, Tensor) else start, weights, *args))
+    dims = 0, *[1] * len(states)
+    return tuple(torch.cat(tensors, dim) for tensors, dim in zip(zip(*outputs, strict=True), dims, strict=True))
+
+
+def in_one_chunk(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Copy the weights of a recurrent network to one chunk of memory, in cuDNN's order: all matrices, then all biases.
+
+    Returns a view of this memory for each weight.
+    """
+    order = sorted(range(len(weights)), key=lambda place: -weights[place].ndim)
+    chunk = torch.cat([weights[place].flatten() for place in order])
+    parts = chunk.split([weights[place].numel() for place in order])
+    part_at = dict(zip(order, parts, strict=True))
+    return [part_at[place].view_as(weight) for place, weight in enumerate(weights)]
 
 
 OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -427,7 +553,7 @@ OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.conv2d: partial(_convolution, F.conv2d),
     F.conv3d: partial(_convolution, F.conv3d),
     F.embedding: _embedding,
-    torch.lstm: _lstm,
+    **{network: partial(_recurrent, network) for network in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
     F.layer_norm: partial(_normalized, F.layer_norm),
     F.group_norm: partial(_normalized, F.group_norm),
 }

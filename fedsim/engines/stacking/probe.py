@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,13 +19,13 @@ from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
 from fedsim.data import TensorData
 from fedsim.engines.shared_state import SharedState
-from fedsim.engines.stacking.operations import DROPOUT_CALLS_VARY, DataDependenceCheck, not_stackable
+from fedsim.engines.stacking.operations import DROPOUT_CALLS_VARY, DataDependenceCheck, not_stackable, reason_of
 from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.dropout import Dropout, Recording
 from fedsim.engines.trainers.row_module import differ
 from fedsim.engines.trainers.stack_step import StackState, move
-from fedsim.errors import ExperimentError, one_line, show
+from fedsim.errors import ExperimentError, FedsimWarning, one_line, show
 from fedsim.system.precision import FULL, Precision, full_precision
 
 SAMPLES = 4  # number of training samples on which the model is tried
@@ -43,12 +44,15 @@ class StackingProbe:
         merged: whether the batches of k workers can be merged into one batch [k * batch, ...]; otherwise
             `torch.func.vmap` is used.
         sample_bytes: bytes per sample of the activations that are saved for the backward pass.
+        turns: whether convolutions with turned kernels give the gradients of the ordinary ones on a GPU; see
+            `stacked_convolution`.
     """
 
     dropouts: tuple[Dropout, ...]
     coupled: bool
     merged: bool
     sample_bytes: int
+    turns: bool = False
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> StackingProbe:
@@ -67,17 +71,23 @@ class StackingProbe:
             together = trials.run(trials.samples(trials.count))
             coupled = trials.is_coupled(together)
             joint = trials.has_joint_loss(together)
-            merged = (
-                not coupled and not trials.depends_on_position(together) and trials.can_be_merged(together.dropouts)
-            )
+            merged = not coupled and not trials.depends_on_position(together)
+            reason = trials.reason_against_merging(together.dropouts) if merged else None
+            merged = merged and reason is None
             if not merged:
-                trials.compare_gradients(together.dropouts, merged=False)
+                try:
+                    trials.compare_gradients(together.dropouts, merged=False)
+                except ExperimentError as error:
+                    if reason in (None, reason_of(error)):
+                        raise
+                    raise not_stackable(f"{reason_of(error)} (with merged batches: {reason})") from error
             if "parameters" in task.syncs:
                 trials.compare_steps()
             if task.precision.autocast is not None:
                 together = trials.run(trials.samples(trials.count), task.precision)
                 trials.compare_gradients(together.dropouts, task.precision, merged=merged)
-        return cls(together.dropouts, coupled or joint, merged, together.sample_bytes)
+            turns = merged and trials.can_turn(together.dropouts)
+        return cls(together.dropouts, coupled or joint, merged, together.sample_bytes, turns)
 
 
 def _require_finite(shared: SharedState) -> None:
@@ -105,6 +115,28 @@ class ProbeResult(NamedTuple):
     buffers: Tensor
     dropouts: tuple[Dropout, ...]
     sample_bytes: int
+
+
+class TwoModels(NamedTuple):
+    """Two models that were computed together in a trial run.
+
+    Attributes:
+        module: module of the same architecture.
+        layout: its layout.
+        rows, buffers: parameters and buffers of both models before the run.
+        inputs, targets: batch of each model, [2, batch, ...].
+        gradients: gradient of each parameter, [2, ...].
+        buffers_after: buffers of both models after the run.
+    """
+
+    module: nn.Module
+    layout: Layout
+    rows: Tensor
+    buffers: Tensor
+    inputs: Tensor
+    targets: Tensor
+    gradients: list[Tensor]
+    buffers_after: Tensor
 
 
 class Trials:
@@ -199,13 +231,13 @@ class Trials:
         rolled = self.run((inputs.roll(1, 0), targets.roll(1, 0)))
         return not self._agree(rolled.outputs, together.outputs.roll(1, 0))
 
-    def can_be_merged(self, dropouts: tuple[Dropout, ...]) -> bool:
-        """Whether several models can be computed on one batch that contains the samples of all of them."""
+    def reason_against_merging(self, dropouts: tuple[Dropout, ...]) -> str | None:
+        """Return why several models cannot be computed on one batch with the samples of all models, or None."""
         try:
             self.compare_gradients(dropouts, merged=True)
-        except Exception:  # the model may fail in any way on a merged batch
-            return False
-        return True
+        except Exception as error:  # the model may fail in any way on a merged batch
+            return reason_of(error)
+        return None
 
     def compare_gradients(self, dropouts: tuple[Dropout, ...], precision: Precision = FULL, *, merged: bool) -> None:
         """Raise ExperimentError if computing two models together changes their gradients or buffers.
@@ -226,9 +258,46 @@ class Trials:
             except Exception:  # the model may not work in float64
                 raise error from None
 
-    def _compare_gradients(
-        self, dropouts: tuple[Dropout, ...], precision: Precision, merged: bool, dtype: torch.dtype
-    ) -> None:
+    def can_turn(self, dropouts: tuple[Dropout, ...]) -> bool:
+        """Whether the model has kernels that can be turned on this GPU without changing gradients.
+
+        See `stacked_convolution`. If the gradients differ, this function warns. The forward pass is the same with and
+        without turned kernels, so rounding cannot change the sign of an input of ReLU.
+        """
+        task, dtype = self._task, self._task.dtype
+        if task.device.type == "cpu" or all(p.ndim <= 2 for p in task.new_module().parameters()):
+            return False
+        trials = copy.copy(self)
+        trials.count = min(task.schedule.batch_size, MAX_COMPARED_BATCH)  # on which cuDNN's choice of kernels depends
+        try:
+            if task.precision.autocast is not None:
+                trials._compute_two(dropouts, task.precision, True, dtype, turns=True)
+            turned, ordinary = (
+                trials._compute_two(dropouts, FULL, True, dtype, turns=turns).gradients for turns in (True, False)
+            )
+            pairs = [pair for pair in zip(turned, ordinary, strict=True) if pair[0].numel()]
+            errors = [
+                float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)) for ours, theirs in pairs
+            ]
+            large = [error for error in errors if not error <= TOLERANCE[dtype]]  # also NaN
+            reason = f"a gradient has the relative error {large[0]:.1e}" if large else None
+        except Exception as error:  # the GPU's libraries may fail in any way
+            reason = reason_of(error)
+        if reason is not None:
+            line = f"convolutions with turned kernels fail a check on {task.device}, and are not used: {reason}"
+            warnings.warn(line, FedsimWarning, stacklevel=2)
+        return reason is None
+
+    def _compute_two(
+        self,
+        dropouts: tuple[Dropout, ...],
+        precision: Precision,
+        merged: bool,
+        dtype: torch.dtype,
+        *,
+        turns: bool = False,
+    ) -> TwoModels:
+        """Compute the gradients of two models together; see `compare_gradients` and `stacked_convolution`."""
         task, count = self._task, self.count
 
         def new_module() -> nn.Module:
@@ -250,7 +319,7 @@ class Trials:
             for tensor in self.samples(2 * count)
         )
         weights = torch.full((2, count), 1 / count, dtype=dtype, device=task.device)
-        stacked = StackedModule(new_module, Objective(precision, task.learning_task), merged=merged)
+        stacked = StackedModule(new_module, Objective(precision, task.learning_task), merged=merged, turns=turns)
         buffers_after = buffers.clone()
         try:
             factors = [weights.new_ones(2, count, *dropout.shape) for dropout in dropouts]
@@ -263,7 +332,16 @@ class Trials:
         except (ExperimentError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise not_stackable(f"torch.func.vmap cannot run the model: {one_line(error).split('. ')[0]}") from error
+            runner = "a merged batch" if merged else "torch.func.vmap"
+            raise not_stackable(f"{runner} cannot run the model: {one_line(error).split('. ')[0]}") from error
+        return TwoModels(module, layout, rows, buffers, inputs, targets, gradients, buffers_after)
+
+    def _compare_gradients(
+        self, dropouts: tuple[Dropout, ...], precision: Precision, merged: bool, dtype: torch.dtype
+    ) -> None:
+        two = self._compute_two(dropouts, precision, merged, dtype)
+        module, layout, rows, buffers, inputs, targets, gradients, buffers_after = two
+        task = self._task
         for k in range(2 if precision is FULL else 0):
             layout.write(rows[k], module)
             layout.write_buffers(buffers[k], module)

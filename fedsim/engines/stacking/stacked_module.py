@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,15 +49,25 @@ class StackedModule:
         objective: loss function, and precision of the forward pass.
         merged: whether to merge the batches of all models into one batch, which is faster but not always possible;
             otherwise `torch.func.vmap` is used.
+        turns: argument of `stacked_convolution`, which merged batches use.
     """
 
-    def __init__(self, make: Callable[[], nn.Module], objective: Objective = DEFAULT, *, merged: bool = False) -> None:
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        objective: Objective = DEFAULT,
+        *,
+        merged: bool = False,
+        turns: bool = False,
+    ) -> None:
         self._objective, self._precision, self._merged = objective, objective.precision, merged
+        self._turns = turns
         self._module = make().train()
         self.layout = Layout.of(self._module)
         parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
         self._parameters = [_places(self._module, parameters[entry.name]) for entry in self.layout.parameters]
         self._buffers = [_places(self._module, buffers[entry.name]) for entry in self.layout.buffers]
+        self._recurrent = [module for module in self._module.modules() if isinstance(module, nn.RNNBase)]
         self._buffer_dtypes = [buffers[entry.name].dtype for entry in self.layout.buffers]
 
     def views(self, rows: Tensor) -> list[Tensor]:
@@ -148,10 +159,11 @@ class StackedModule:
             self._hold(parameters, buffers)
             merged = in_order(inputs.flatten(0, 1))
             try:
-                with MergedBatch(factors, [*parameters, *buffers], len(merged), products) as batch:
+                stacked = [*parameters, *buffers]
+                with MergedBatch(factors, stacked, len(merged), products, turns=self._turns) as batch:
                     results = self._outputs(merged, records)
             except NotMergeableError as error:
-                raise not_stackable(BATCH_DEPENDENT) from error
+                raise not_stackable(f"{BATCH_DEPENDENT} ({error})") from error
         batch.require_all_used()
         outputs, *features = (tensor.unflatten(0, inputs.shape[:2]) for tensor in results)
         return [outputs, buffers, *features]
@@ -181,6 +193,9 @@ class StackedModule:
         for places, tensor in zip(self._buffers, buffers, strict=True):
             for module, name in places:
                 module._buffers[name] = tensor
+        for module in self._recurrent:  # a second list of the parameters, and weak references to its tensors
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+            module._flat_weight_refs = list(map(weakref.ref, module._flat_weights))  # type: ignore[arg-type]
 
 
 def _places(module: nn.Module, tensor: Tensor) -> Places:

@@ -21,6 +21,8 @@ Run = Callable[[], None]
 
 _VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
+# Functions that convert a Python number to a tensor on the CPU, if they have no other input.
+_OF_NUMBERS = {torch.ops.aten.scalar_tensor.default, torch.ops.aten._to_copy.default}
 # Functions that end allocation from a capture's memory pool: from PyTorch 2.8 on, and before.
 _END_ALLOCATION = "_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"
 
@@ -39,22 +41,25 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def capture(self, run: Run) -> Run:
+    def capture(self, run: Run, warm_up: Run | None = None) -> Run:
         """Capture a call of `run` as a CUDA graph, and return a function that replays it.
 
-        `run` is called several times before the capture, and must use the same tensors each time. Raises
-        ExperimentError if `run` uses an operation that a CUDA graph does not support.
-        """
-        require_capturable(run, self.device)
-        return self.record(run)
+        Raises ExperimentError if `run` uses an operation that a CUDA graph does not support.
 
-    def record(self, run: Run) -> Run:
-        """Capture a call of `run` as a CUDA graph without a check, and return a function that replays it."""
+        Args:
+            run: function that uses the same tensors in each call.
+            warm_up: function that is called before the capture: a part of `run` with the same operations. None: `run`.
+        """
+        require_capturable(warm_up or run, self.device)
+        return self.record(run, warm_up)
+
+    def record(self, run: Run, warm_up: Run | None = None) -> Run:
+        """Capture a call of `run` as a CUDA graph without a check; see `capture`."""
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 for _ in range(WARM_UPS):
-                    run()
+                    (warm_up or run)()
             torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             try:
@@ -121,7 +126,9 @@ def depends_on_values(function: Any, args: tuple, indexing: Collection[Any]) -> 
 class CaptureCheck(OperationCheck):
     """Context that raises ExperimentError for operations that a CUDA graph does not support.
 
-    These are operations that copy values from the GPU to the CPU, or that use tensors on another device.
+    These are operations that copy values from the GPU to the CPU, or that use tensors on another device. Two kinds of
+    tensors may be on the CPU. Python numbers that PyTorch converts to tensors become constants of the graph. The state
+    of the random generator that attention passes to its backward pass is created on the GPU during a capture.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,12 +144,13 @@ class CaptureCheck(OperationCheck):
             )
         input_tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         result = function(*args, **kwargs)
-        if function is torch.ops.aten.scalar_tensor.default:
+        if function in _OF_NUMBERS and not input_tensors:
             self._constants.append(result)
-        if input_tensors:  # a tensor created without inputs is checked when it is used
-            self._require_here(
-                function, [*input_tensors, *(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))]
-            )
+        if input_tensors and not function.is_view:  # a view or a tensor without inputs is checked when it is used
+            tensors = [*input_tensors, *(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))]
+            if "attention" in function.name():  # the others are states of the random generator
+                tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
+            self._require_here(function, tensors)
         return result
 
     def _require_here(self, function: Any, tensors: list[Tensor]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -29,7 +29,8 @@ from fedsim.engines.trainers.stack import Stack, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
 
-STEPS_OF_GRAPHS = 16, 1  # lengths of graphs; a round uses as many 16-step graphs as fit, then 1-step graphs
+LONGEST = 16  # maximum number of steps in a graph
+MOST_LENGTHS = 4  # maximum number of lengths of graphs that train the same number of workers
 MOST_STEPS = 256  # maximum number of steps whose batches are on the device at a time
 MOST_SAMPLES = 2**22  # maximum number of samples in these batches: 48 MB of positions and weights
 
@@ -72,19 +73,27 @@ class Graph(NamedTuple):
     masked: bool
 
 
-def graphs_of(rows: int, steps: int, unmasked: int) -> Iterator[Graph]:
-    """Yield the graphs to replay, in order, for `steps` training steps.
+def lengths_of(steps: int, captured: Collection[int]) -> list[int]:
+    """Divide at least one training step among graphs, and return the number of steps in each.
+
+    The graphs are few. All have the same length if this takes at most twice as many as possible. Otherwise, they have
+    `LONGEST` steps, except the last.
 
     Args:
-        rows: number of workers in each graph.
-        steps: total number of steps.
-        unmasked: number of initial steps in which all workers have a batch, so that no mask is needed.
+        steps: number of training steps.
+        captured: lengths of the captured graphs. If these would become more than `MOST_LENGTHS`, the result contains
+            only these lengths and 1.
     """
-    for masked, count in ((False, unmasked), (True, steps - unmasked)):
-        for length in STEPS_OF_GRAPHS:
-            for _ in range(count // length):
-                yield Graph(rows, length, masked)
-            count %= length
+    least = -(-steps // LONGEST)
+    even = [steps // count for count in range(least, 2 * least + 1) if steps % count == 0]
+    usable = set(even[:1] or [LONGEST, steps % LONGEST])
+    if len(usable.union(captured)) > MOST_LENGTHS:
+        usable = {*captured, 1}
+    lengths = list[int]()
+    for length in sorted(usable, reverse=True):
+        lengths += [length] * (steps // length)
+        steps %= length
+    return lengths
 
 
 def sizes_of_stacks(width: int, usual: Iterable[int]) -> list[int]:
@@ -137,7 +146,7 @@ class CapturedSteps:
         self._step_of_stack = StackStep(task, module)
 
         self._step_number = torch.zeros(1, dtype=torch.int64, device=device)  # number of the next step in the round
-        self._ahead = torch.arange(max(STEPS_OF_GRAPHS), device=device)
+        self._ahead = torch.arange(LONGEST, device=device)
         self._layer_keys = torch.zeros(width, dtype=torch.int64, device=device)
         self._steps = steps = max(1, min(MOST_STEPS, MOST_SAMPLES // (width * batch)))
         self._positions = torch.zeros(steps, width, batch, dtype=torch.int64, device=device)
@@ -146,18 +155,32 @@ class CapturedSteps:
         for size in usual:
             self._capture(Graph(self._size_for(size), 1, masked=False))
 
-    def prepare_for(self, stack: Stack) -> None:
-        """Capture the graphs that a stack of workers needs. Call this before the round begins."""
-        for graph in dict.fromkeys(graph for graphs in self._plan(stack) for graph in graphs):
-            self._capture(graph)
+    def prepare_for(self, stack: Stack) -> list[list[Graph]]:
+        """Capture the graphs that a stack of workers needs. Call this before the round begins.
 
-    def train(self, stack: Stack, heartbeat: Callable[[], None]) -> None:
-        """Train a stack of workers for a round by replaying graphs. Call `prepare_for` first.
+        Returns the graphs to replay in the round: a list for each block of steps.
+        """
+        rows = self._size_for(len(stack))
+        unmasked = stack.steps[-1] if rows == len(stack) else 0
+        plan = []
+        for start in range(0, stack.steps[0], self._steps):
+            steps = min(self._steps, stack.steps[0] - start)
+            first = min(steps, max(0, unmasked - start))
+            plan.append(
+                [*self._graphs_for(rows, first, masked=False), *self._graphs_for(rows, steps - first, masked=True)]
+            )
+        return plan
 
-        `heartbeat` is called before each replay.
+    def train(self, stack: Stack, plan: Sequence[Sequence[Graph]], heartbeat: Callable[[], None]) -> None:
+        """Train a stack of workers for a round by replaying graphs.
+
+        Args:
+            stack: stack of workers.
+            plan: graphs to replay, as returned by `prepare_for`.
+            heartbeat: function that is called before each replay.
         """
         self._start(stack)
-        for graphs, block in zip(self._plan(stack), stack.blocks(self._steps), strict=True):
+        for graphs, block in zip(plan, stack.blocks(self._steps), strict=True):
             stack.count_samples(block)
             self._load(block)
             for graph in graphs:
@@ -170,22 +193,23 @@ class CapturedSteps:
         self._client_rounds.finish(state.rows, state.algorithm_state, stack.index, stack.members)
         shared.cohort.rows[stack.index] = state.rows
 
-    def _plan(self, stack: Stack) -> list[list[Graph]]:
-        """Return which graphs to replay in a round: a list of graphs for each block of steps."""
-        rows = self._size_for(len(stack))
-        unmasked = stack.steps[-1] if rows == len(stack) else 0
-        plan = []
-        for start in range(0, stack.steps[0], self._steps):
-            steps = min(self._steps, stack.steps[0] - start)
-            plan.append(list(graphs_of(rows, steps, min(steps, max(0, unmasked - start)))))
-        return plan
+    def _graphs_for(self, rows: int, steps: int, *, masked: bool) -> list[Graph]:
+        """Return the graphs that train `rows` workers for `steps` steps, after capturing those that are missing."""
+        captured = [graph.steps for graph in self._graphs if graph.rows == rows and graph.masked == masked]
+        graphs = [Graph(rows, length, masked) for length in lengths_of(steps, captured)] if steps else []
+        for graph in dict.fromkeys(graphs):
+            self._capture(graph)
+        return graphs
 
     def _size_for(self, rows: int) -> int:
         return next(size for size in self._sizes if size >= rows)
 
     def _capture(self, graph: Graph) -> None:
         if graph not in self._graphs:
-            self._graphs[graph] = self._pool.capture(partial(self._take_steps, graph))
+            is_new = all((graph.rows, graph.masked) != (known.rows, known.masked) for known in self._graphs)
+            capture = self._pool.capture if is_new else self._pool.record  # other lengths have the same operations
+            few = graph._replace(steps=min(2, graph.steps))
+            self._graphs[graph] = capture(partial(self._take_steps, graph), partial(self._take_steps, few))
 
     def _start(self, stack: Stack) -> None:
         """Begin a round: copy the workers' parameters, states and buffers to the graphs' tensors."""
@@ -262,10 +286,10 @@ class CUDAGraphCache:
         """Train a stack by CUDA graphs, and return True. If no graphs are used, do nothing and return False."""
         if self._steps is not None:
             with self._refusing_after_failures():
-                self._steps.prepare_for(stack)
+                plan = self._steps.prepare_for(stack)
         if self._steps is None:
             return False
-        self._steps.train(stack, heartbeat)
+        self._steps.train(stack, plan, heartbeat)
         return True
 
     @contextlib.contextmanager

@@ -48,7 +48,7 @@ class StackTrainer:
     ) -> None:
         self._process, self._task, self._shared, self._batch_source = process, task, shared, batch_source
         self.width, self._probe = width, probe
-        self._module = StackedModule(task.new_module, task.objective, merged=probe.merged)
+        self._module = StackedModule(task.new_module, task.objective, merged=probe.merged, turns=probe.turns)
         self._step = StackStep(task, self._module)
         refusal = "cuda_graphs = false" if task.experiment.cuda_graphs is False else unsafe(task, probe)
         self._client_rounds = ClientRounds(task, shared, batch_source)

@@ -180,21 +180,21 @@ def applied(name, images, seed=1, normalisation=PIXELS, **params):
     return augment(images=images, generator=torch_generator(seed, "augment"), normalisation=normalisation)
 
 
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [
-        *[(name, {}) for name in ("AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide", "RandomErasing")],
-        *[(name, {}) for name in ("RandomHorizontalFlip", "RandomVerticalFlip", "RandomPhotometricDistort")],
-        *[(name, {}) for name in ("GaussianNoise", "RandomPerspective")],
-        ("RandomAffine", {"degrees": 30, "translate": [0.1, 0.2]}),
-        ("RandomRotation", {"degrees": [10, 80]}),
-        ("ElasticTransform", {"sigma": 0.5}),
-        ("RandomCrop", {"size": [9, 7], "padding": 2}),
-        ("RandomResizedCrop", {"size": [9, 7]}),
-        ("ColorJitter", {"brightness": 0.5, "hue": 0.2}),
-        ("GaussianBlur", {"kernel_size": 3}),
-    ],
-)
+TRANSFORMS = [
+    *[(name, {}) for name in ("AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide", "RandomErasing")],
+    *[(name, {}) for name in ("RandomHorizontalFlip", "RandomVerticalFlip", "RandomPhotometricDistort")],
+    *[(name, {}) for name in ("GaussianNoise", "RandomPerspective")],
+    ("RandomAffine", {"degrees": 30, "translate": [0.1, 0.2]}),
+    ("RandomRotation", {"degrees": [10, 80]}),
+    ("ElasticTransform", {"sigma": 0.5}),
+    ("RandomCrop", {"size": [9, 7], "padding": 2}),
+    ("RandomResizedCrop", {"size": [9, 7]}),
+    ("ColorJitter", {"brightness": 0.5, "hue": 0.2}),
+    ("GaussianBlur", {"kernel_size": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "params"), TRANSFORMS)
 def test_a_transform_of_torchvision_is_what_torchvision_computes_from_the_seed(batch, name, params):
     images, mean, deviation = batch.abs().clamp(max=1), torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.5, 0.6, 0.7])
     normalisation = mean.view(3, 1, 1), deviation.view(3, 1, 1)

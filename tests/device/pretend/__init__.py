@@ -26,7 +26,10 @@ Counts: each operation except views and allocations is one launch, however many 
 several, a `_foreach` operation on a few tensors one). A graph replay is one launch, and the launches inside the graph
 are counted as `graph_launches`. A wait is a host read, a blocking copy in either direction, or a synchronisation.
 
-Not simulated: time, memory use, streams, errors inside kernels, and other processes.
+* `ipc.SharedMemory` sends tensors to "other processes", which are this one, with PyTorch's counters of receivers.
+* `attention` and `generators` differ from the CPU as those of CUDA do.
+
+Not simulated: time, memory use, streams, errors inside kernels, and work in other processes.
 """
 
 from tests.device.pretend.counting import Counts

@@ -89,6 +89,7 @@ def cuda_api(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch._C, "_host_emptyCache", nothing, raising=False)  # torch.cuda.graph calls it
     patch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: gpu.pools.discard(pool), raising=False)
     patch.setattr(torch.cuda.graph, "default_capture_stream", None)
+    patch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # nn.LSTM would move its weights
     patch.setattr(torch.Tensor, "device", property(_device_of))
     patch.setattr(torch.Tensor, "is_cuda", property(on_gpu))
     patch.setattr(torch.Tensor, "get_device", lambda tensor: 0 if on_gpu(tensor) else -1)

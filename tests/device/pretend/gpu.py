@@ -11,20 +11,12 @@ import torch
 
 from tests.device.pretend.counting import IN_GRAPH, LAUNCH, Counting, Counts, source_line
 from tests.device.pretend.cuda_api import cuda_api
+from tests.device.pretend.generators import AnyGenerator, Generator
+from tests.device.pretend.ipc import SharedMemory
 from tests.device.pretend.placement import DeviceError
 from tests.device.pretend.python_api import PythonApi
 from tests.device.pretend.recording import Recording
 from tests.device.pretend.rules import DeviceRules
-
-
-class Generator(torch.Generator):
-    """A GPU generator that stays in the capturing state if a capture fails, as before PyTorch 2.12."""
-
-    captured = False
-
-    def graphsafe_set_state(self, state: torch.Generator) -> None:
-        self.set_state(state.get_state())
-        self.captured = False
 
 
 class PretendGpu:
@@ -35,6 +27,7 @@ class PretendGpu:
         capturing: the graph that is being captured, or None.
         graphs: the captured graphs, in order.
         launches: total number of kernel launches, inside and outside of counting blocks.
+        shared_memory: memory that has been sent to other processes.
         pools: memory pools from which the allocator takes memory during a capture.
     """
 
@@ -43,6 +36,7 @@ class PretendGpu:
         self.capturing: Recording | None = None
         self.graphs: list[Recording] = []
         self.pools = set[object]()
+        self.shared_memory = SharedMemory()
         self.launches = 0
         self._counting, self._of_thread = Counting(), threading.local()
 
@@ -120,6 +114,8 @@ def pretend_gpu() -> Iterator[PretendGpu]:
 
     with pytest.MonkeyPatch.context() as patch:
         cuda_api(gpu, patch)
+        patch.setattr(torch, "Generator", AnyGenerator)
+        gpu.shared_memory.patch(patch)
         patch.setattr(threading.Thread, "run", run_with_gpu)
         with gpu.modes():
             yield gpu

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tests.device.pretend.attention import attention
 from tests.device.pretend.counting import DOWNLOAD, UPLOAD, source_line
+from tests.device.pretend.generators import is_of_gpu
 from tests.device.pretend.placement import DeviceError, download, on_gpu, place, upload
+from tests.device.pretend.recording import tensors_in
 
 if TYPE_CHECKING:
     from tests.device.pretend.gpu import PretendGpu
@@ -27,6 +32,7 @@ FACTORIES = {
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like, torch.randint_like),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
 }
+RECURRENT = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
 
 
 class PythonApi(TorchFunctionMode):
@@ -45,6 +51,8 @@ class PythonApi(TorchFunctionMode):
             Tensor.__deepcopy__: self._deepcopy,
             Tensor.is_shared: lambda tensor: on_gpu(tensor) or Tensor.is_shared(tensor),
             Tensor.pin_memory: lambda tensor, *_: tensor.clone(),
+            F.scaled_dot_product_attention: attention,
+            **{function: self._as_by_cudnn(function) for function in RECURRENT},
         }
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -62,7 +70,8 @@ class PythonApi(TorchFunctionMode):
         to_gpu = (like is not None and on_gpu(like)) if device is None else torch.device(device).type == "cuda"
         if like is not None and function in (torch.as_tensor, torch.asarray):
             return self._to(like, "cuda" if to_gpu else "cpu", kwargs.get("dtype"))
-        if to_gpu and kwargs.get("generator") not in (None, self._gpu.generator):
+        generator = kwargs.get("generator")
+        if to_gpu and generator is not None and not is_of_gpu(generator):
             raise DeviceError(
                 f"{function.__name__}: Expected a 'cuda' device type for generator but found 'cpu', at {source_line()}"
             )
@@ -114,6 +123,23 @@ class PythonApi(TorchFunctionMode):
 
         return checked
 
+    def _as_by_cudnn(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a recurrent `function` with a check that raises DeviceError for states that cuDNN refuses.
+
+        It warns, like PyTorch, if the weights are not in one chunk of memory, in cuDNN's order.
+        """
+
+        def checked(inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
+            packed = isinstance(args[2], list | tuple)  # the batch sizes of packed inputs precede the states
+            if on_gpu(inputs):
+                if not all(state.is_contiguous() for state in tensors_in(args[packed])):
+                    raise DeviceError(f"rnn: hx is not contiguous, at {source_line()}")
+                if not _in_one_chunk(args[packed + 1]):
+                    warnings.warn("RNN module weights are not part of single contiguous chunk of memory", stacklevel=2)
+            return function(inputs, *args, **kwargs)
+
+        return checked
+
     def _tolist(self, tensor: Tensor) -> Any:
         if on_gpu(tensor):
             self._gpu.wait(DOWNLOAD, "tolist")
@@ -134,3 +160,13 @@ class PythonApi(TorchFunctionMode):
             self._gpu.launch("clone")
             place(copied)
         return copied
+
+
+def _in_one_chunk(weights: list[Tensor]) -> bool:
+    """Whether the weights of a recurrent network fill the start of a storage: all matrices, then all biases."""
+    place = 0
+    for weight in [weight for ndim in (2, 1) for weight in weights if weight.ndim == ndim]:
+        if weight.storage_offset() != place or weight.untyped_storage().data_ptr() != weights[0].data_ptr():
+            return False
+        place += weight.numel()
+    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,15 +13,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @dataclass
 class Operation:
-    """One operation of a graph, with its input tensors and its result."""
+    """One operation of a graph, with its input tensors, its result, and whether gradients were enabled.
+
+    A recurrent network on a CPU keeps results for the backward pass only if gradients are enabled.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+    differentiated: bool = field(default_factory=torch.is_grad_enabled)
 
     def execute(self) -> None:
-        results = self.function(*self.args, **self.kwargs)
+        with torch.set_grad_enabled(self.differentiated):
+            results = self.function(*self.args, **self.kwargs)
         for new, recorded in zip(tensors_in(results), tensors_in(self.result), strict=True):
             if new.data_ptr() != recorded.data_ptr():
                 recorded.copy_(new)
@@ -37,20 +42,24 @@ class Recording:
 
     def add(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, on_gpu: Callable) -> None:
         """Record an operation. Numbers on the host become constants of the graph."""
-        if function.is_view:
+        if function.is_view or torch.Tag.inplace_view in function.tags:
             return  # a view of memory that does not move
 
         def constant(value: Any) -> Any:
             if isinstance(value, list | tuple):
                 return type(value)(map(constant, value))
-            return value.clone() if isinstance(value, Tensor) and not on_gpu(value) else value
+            if not isinstance(value, Tensor):
+                return value
+            return value.detach() if on_gpu(value) else value.clone()  # `value` may get another shape in place
 
         with _disable_current_modes():
-            constants = tuple(map(constant, args)), {name: constant(value) for name, value in kwargs.items()}
-        self.operations.append(Operation(function, *constants, result))
+            constants = constant(args), {name: constant(value) for name, value in kwargs.items()}
+            results = [tensor.detach() for tensor in tensors_in(result)]
+        self.operations.append(Operation(function, *constants, results))
 
     def replay(self) -> None:
-        with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
+        below_autograd = torch._C._AutoDispatchBelowAutograd()
+        with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes(), below_autograd:
             for operation in self.operations:
                 operation.execute()
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.device.pretend.attention import STAND_INS
 from tests.device.pretend.counting import DOWNLOAD, READ, UPLOAD, source_line
-from tests.device.pretend.placement import DeviceError, is_unplaced, leave_unplaced, on_gpu, place
+from tests.device.pretend.generators import is_of_gpu
+from tests.device.pretend.placement import CPU, DeviceError, download, is_unplaced, leave_unplaced, on_gpu, place
 from tests.device.pretend.recording import tensors_in
 
 if TYPE_CHECKING:
@@ -35,7 +37,15 @@ NO_LAUNCHES = {
 }
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 # in addition to pointwise operations
-TAKE_HOST_SCALARS = {"fill_", "fill", "where", "masked_fill", "masked_fill_", "lerp", "lerp_"}
+TAKE_HOST_SCALARS = {
+    *("fill_", "fill", "where", "masked_fill", "masked_fill_", "lerp", "lerp_"),
+    "_scaled_dot_product_efficient_attention_backward",
+}
+# results from these positions on are tensors on the host
+HOST_RESULTS = {"_scaled_dot_product_efficient_attention": 2}
+
+
+CONVERSION = torch.ops.aten._to_copy.default
 
 
 class DeviceRules(TorchDispatchMode):
@@ -52,9 +62,15 @@ class DeviceRules(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         tensors = [*tensors_in(*args, *kwargs.values())]
+        if function is CONVERSION and tensors and kwargs.get("device") is not None:
+            to_gpu = torch.device(kwargs["device"]).type == "cuda"
+            # With another dtype, autograd converts a gradient, and takes the pretend GPU for the CPU.
+            if to_gpu != on_gpu(args[0]) and (to_gpu or kwargs.get("dtype") in (None, args[0].dtype)):
+                return self._moved(function, args[0], kwargs, to_gpu)
+            kwargs = {**kwargs, "device": CPU}
         if not any(map(on_gpu, tensors)):
             return self._on_host(function, tensors, args, kwargs)
-        name = function._schema.name.removeprefix("aten::")
+        name, function = function._schema.name.removeprefix("aten::"), STAND_INS.get(function, function)
         if name == "copy_":
             self._copy(args[0], args[1])
         else:
@@ -70,7 +86,7 @@ class DeviceRules(TorchDispatchMode):
                 self._gpu.launch(name)
         result = self._execute(function, args, kwargs)
         if name != "copy_":
-            for tensor in tensors_in(result):
+            for tensor in tensors_in(result[: HOST_RESULTS[name]] if name in HOST_RESULTS else result):
                 place(tensor)
         self._record(function, args, kwargs, result)
         return result
@@ -79,14 +95,22 @@ class DeviceRules(TorchDispatchMode):
         """Execute an operation without GPU tensors. A tensor that C++ creates from nothing may be meant for the GPU."""
         factory = self._gpu.factory
         generators = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        if factory != "cuda" and self._gpu.generator in generators:
+        if factory != "cuda" and any(map(is_of_gpu, generators)):
             raise DeviceError(f"{function}: Expected a 'cpu' device type for generator but found 'cuda'")
         result = self._execute(function, args, kwargs) if factory == "cuda" else function(*args, **kwargs)
+        if function is CONVERSION:
+            return result  # a Python number that becomes a tensor is on the host
         if not tensors and isinstance(result, Tensor) and factory != "cpu":
             if factory is None:
                 leave_unplaced(result)
             self._record(function, args, kwargs, result)
         return result
+
+    def _moved(self, function: Any, tensor: Tensor, kwargs: dict, to_gpu: bool) -> Tensor:
+        """Copy a tensor to the other device, which a call inside of PyTorch or of another mode names."""
+        self._gpu.wait(UPLOAD if to_gpu else DOWNLOAD, "_to_copy")
+        result = function(download(tensor), **{**kwargs, "device": CPU})
+        return place(result) if to_gpu else result
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         if is_unplaced(source):
@@ -137,9 +161,9 @@ class DeviceRules(TorchDispatchMode):
         )
 
     def _execute(self, function: Any, args: tuple, kwargs: dict) -> Any:
-        """Execute an operation on the GPU, with the GPU's own generator."""
+        """Execute an operation on the GPU, with a generator of the GPU."""
         generators = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        if any(generator is not self._gpu.generator for generator in generators):
+        if not all(map(is_of_gpu, generators)):
             raise DeviceError(
                 f"{function}: Expected a 'cuda' device type for generator but found 'cpu', at {source_line()}"
             )
