@@ -88,13 +88,6 @@ class Work(NamedTuple):
         shard, epochs = torch.as_tensor(self.shards[worker]), range(self.experiment.local.epochs)
         return [shard[batch_order(self.experiment.seed, round, worker, epoch, len(shard))] for epoch in epochs]
 
-    @torch.no_grad()
-    def accuracy(self) -> Tensor:
-        """Return the test accuracy of the model, float64 []."""
-        self.model.eval()
-        correct = sum((self.model(inputs).argmax(-1) == targets).sum() for inputs, targets in self.tests)
-        return torch.as_tensor(correct).double() / sum(targets.numel() for _, targets in self.tests)
-
 
 def bare_loop(
     experiment: Experiment,
@@ -138,7 +131,7 @@ def bare_loop(
                         average[name].copy_(value)
             state = average
             model.load_state_dict(state)
-            accuracies.append(work.accuracy().item())
+            accuracies.append(accuracy_of(model, work.tests))
             rounds.append(clock() - started)
             if round == 1:
                 first = state
@@ -175,3 +168,15 @@ def _train(work: Work, optimizer: torch.optim.Optimizer, batches: list[Tensor]) 
         optimizer.zero_grad()
         work.loss(work.model(work.inputs.index_select(0, batch)), work.targets.index_select(0, batch)).backward()
         optimizer.step()
+
+
+def accuracy_of(model: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> float:
+    """Return the model's accuracy on all test batches."""
+    return int(right_answers(model, tests)) / sum(targets.numel() for _, targets in tests)
+
+
+@torch.no_grad()
+def right_answers(model: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the number of targets that the model predicts, int64 []."""
+    model.eval()
+    return torch.stack([(model(inputs).argmax(-1) == targets).sum() for inputs, targets in tests]).sum()

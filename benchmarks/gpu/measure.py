@@ -57,12 +57,13 @@ ENGINES = {
     **({"no graphs": (*STACKED, "cuda_graphs=false"), "tf32": (*STACKED, "precision=tf32")} if ON_GPU else {}),
 }
 NAMES = ("w3", "w1", "w2")
+OTHERS = tuple(name for name in WORKLOADS if name not in NAMES)
 MODELS = tuple(models.TASKS)
 GPU_WORKLOADS = {"w3-1000": (*WORKLOADS["w3"], "cohort=1000" if ON_GPU else "cohort=150")}
 PROGRAMS_OF = {  # baselines of each workload, the most informative first
     **dict.fromkeys(NAMES, ("captured loop", "captured vmap", "jax", "bare loop", "vmap")),
     "w3-1000": ("captured loop", "captured vmap", "jax", "vmap"),
-    **dict.fromkeys(("resnet20", "gpt"), ("captured loop", "captured vmap", "bare loop")),
+    **dict.fromkeys((*OTHERS, "resnet20", "gpt"), ("captured loop", "captured vmap", "bare loop")),
     "char_lstm": ("captured loop", "bare loop"),  # torch.func.vmap has no rule for the LSTM of cuDNN
 }
 ROUNDS = {"w1": 4, "w2": 4, "w3": 12}
@@ -115,17 +116,20 @@ def convolution(shape: Shape, rows: int) -> Figures:
 
 def experiment_of(workload: str, *words: str, rounds: int = FEWEST_ROUNDS, few: bool = not ON_GPU) -> fedsim.Experiment:
     """Return the experiment of a workload. `few`: whether each worker trains on two whole batches and a short one."""
+    data: dict[str, Any] = {}
     if workload in MODELS:
         tables, _, _ = models.TASKS[workload]
         norm = {"model": {"name": "resnet20", "norm": "group"}} if workload == "resnet20" else {}
         experiment = models.experiment_of(workload, **norm)
-        data = {**tables["data"], "train": 8 * tables["data"]["train"]}
+        data = {"train": 8 * tables["data"]["train"]}
     else:
         file, *changes = {**WORKLOADS, **GPU_WORKLOADS}[workload]
-        experiment, data = fedsim.load_experiment(ROOT / file, changes), workload_data()
-    if few:
-        train = experiment.workers * (2 * experiment.local.batch_size + 3)
-        data = {**data, "train": train} if workload in MODELS else workload_data(train)
+        experiment = fedsim.load_experiment(ROOT / file, changes)
+    train = experiment.workers * (2 * experiment.local.batch_size + 3) if few else None
+    if experiment.data.name == "mnist":
+        data = workload_data(train)
+    elif few:
+        data = {"train": train} if workload in MODELS else {"train": train, "test": 200}
     return fedsim.load_experiment(experiment, [*words, f"rounds={rounds}", f"device={DEVICE.type}"], data=data)
 
 
@@ -330,7 +334,7 @@ def measurements() -> dict[str, Callable[[], Figures]]:
     return {
         **{"launch": launch, "wait": wait, "copy of 8 kB to the device": copy_to_the_device},
         "node of a graph": node_of_a_graph,
-        **{f"{name}, batched": partial(rounds_of, name, "batched") for name in (*NAMES, "w3-1000", *MODELS)},
+        **{f"{name}, batched": partial(rounds_of, name, "batched") for name in (*NAMES, "w3-1000", *OTHERS, *MODELS)},
         "w3, spawn": partial(rounds_of, "w3", "spawn"),
         "which_rule": which_rule,
         **{f"rules, {n} x {d}": partial(rules_on, n, d) for n, d in UPDATES},
