@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.gpu.goals import BASELINES, verdicts
 
 MOST_FAILURES, MOST_WARNINGS, WIDTH = 20, 4, 150
-WORKLOADS = ("w1", "w2", "w3", "w3-1000", "resnet20", "char_lstm", "gpt")
+WORKLOADS = ("w1", "w2", "w3", "w4", "w3-1000", "resnet20", "char_lstm", "gpt")
 WAYS = ("batched", "no graphs", "tf32", "auto", "spawn", "serial", *BASELINES)
 LIMIT = "limit"  # column of the lower bounds
 MACHINE = {"processor": "", "cores": " cores", "device": ""}  # facts that name the machine, with their units
