@@ -27,6 +27,7 @@ from benchmarks.gpu.report import Results, summarize
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("lines.jsonl", "lines.jsonl.stacks", "log.txt", "results.json")
 MACHINE_SECONDS = 90.0
+MOST_REPEATED = 20  # maximum number of failed tests that are repeated
 GIB_PER_PROCESS = 4.0  # GPU memory of a test process and of the processes that its tests start
 
 
@@ -35,13 +36,15 @@ class Part(NamedTuple):
 
     Attributes:
         share: fraction of the remaining time that the part may use.
-        words: arguments of pytest.
+        options: options of pytest.
+        paths: files and folders of tests.
         exclusive: whether the tests need the device exclusively. Otherwise several processes run tests in parallel.
         seconds: time limit of a single test.
     """
 
     share: float
-    words: tuple[str, ...]
+    options: tuple[str, ...]
+    paths: tuple[str, ...]
     exclusive: bool
     seconds: float
 
@@ -50,10 +53,11 @@ GPU_TESTS = (
     *("-m", "gpu", "-W", "default::UserWarning", "-W", "error::fedsim.errors.FedsimWarning"),
     *("-W", 'ignore:buffers = "frozen"'),  # as in pyproject.toml
 )
+FULL_GPU = "tests/device/test_full_gpu.py"
 PARTS = {  # warnings of PyTorch are reported but are not errors
-    "tests": Part(0.6, (*GPU_TESTS, "tests/device", "--ignore=tests/device/test_full_gpu.py"), False, 100),
-    "a full GPU": Part(0.3, (*GPU_TESTS, "tests/device/test_full_gpu.py"), True, 60),
-    "speed and memory": Part(1.0, ("-W", "default", "benchmarks/gpu/measure.py"), True, 100),
+    "tests": Part(0.6, (*GPU_TESTS, f"--ignore={FULL_GPU}"), ("tests/device",), False, 100),
+    "a full GPU": Part(0.3, GPU_TESTS, (FULL_GPU,), True, 60),
+    "speed and memory": Part(1.0, ("-W", "default"), ("benchmarks/gpu/measure.py",), True, 100),
 }
 PYTEST = (
     *("-m", "pytest", "-p", "benchmarks.gpu.plugin", "-p", "no:cacheprovider", "--continue-on-collection-errors"),
@@ -80,6 +84,11 @@ def main(words: Sequence[str] | None = None) -> int:
                 processes = 1 if part.exclusive else processes_for(results.machine)
                 run_part(part, processes, options.k, left * part.share, out, environment)
                 results.read()
+                failed = tuple(results.failed_tests)
+                if processes > 1 and 0 < len(failed) <= MOST_REPEATED:
+                    seconds = min(left * part.share, len(failed) * part.seconds)
+                    run_part(part._replace(paths=failed), 1, "", seconds, out, environment, alone=True)
+                    results.read()
                 print(f"{time.monotonic() - started:5.0f} s  {name}: {results.counted()}", flush=True)
     results.read()
     (out / "results.json").write_text(json.dumps(results.as_json(), indent=1, default=str) + "\n")
@@ -134,11 +143,21 @@ def processes_for(machine: Mapping[str, Any]) -> int:
 
 
 def run_part(
-    part: Part, processes: int, expression: str, seconds: float, out: Path, environment: dict[str, str]
+    part: Part,
+    processes: int,
+    expression: str,
+    seconds: float,
+    out: Path,
+    environment: dict[str, str],
+    *,
+    alone: bool = False,
 ) -> None:
-    """Run pytest for at most `seconds`, then kill all of its processes."""
-    command = [sys.executable, *PYTEST, *part.words, "-k", expression, "-n", str(processes)]
-    command += ["--lines", str(out / "lines.jsonl"), "--test-seconds", str(part.seconds)]
+    """Run pytest for at most `seconds`, then kill all of its processes.
+
+    `alone`: whether failed tests are repeated without other tests beside them.
+    """
+    command = [sys.executable, *PYTEST, *part.options, *part.paths, "-k", expression, "-n", str(processes)]
+    command += ["--lines", str(out / "lines.jsonl"), "--test-seconds", str(part.seconds), *["--alone"] * alone]
     with open(out / "log.txt", "ab") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True, stdin=subprocess.DEVNULL

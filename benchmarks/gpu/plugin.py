@@ -23,17 +23,18 @@ MOST_TEXT = 600  # maximum characters of an error or a warning
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lines", required=True, help="file to which JSON lines about the tests are appended")
     parser.addoption("--test-seconds", type=float, required=True, help="time limit of a test in seconds")
+    parser.addoption("--alone", action="store_true", help="note that the tests run without others beside them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     plugin = Guard if hasattr(config, "workerinput") else Lines
-    config.pluginmanager.register(plugin(config.getoption("lines"), config.getoption("test_seconds")))
+    config.pluginmanager.register(plugin(*map(config.getoption, ("lines", "test_seconds", "alone"))))
 
 
 class Guard:
     """Guard of a worker process, which exits if a test takes too long or if the device no longer works afterwards."""
 
-    def __init__(self, lines: str, seconds: float) -> None:
+    def __init__(self, lines: str, seconds: float, alone: bool) -> None:
         self._seconds = seconds
         self._stacks = open(f"{lines}.stacks", "a")  # noqa: SIM115  # for as long as this process lives
 
@@ -61,8 +62,9 @@ def device_works() -> bool:
 class Lines:
     """Writer in the main process: a JSON line with the names of all tests, and one per start, outcome and warning."""
 
-    def __init__(self, lines: str, seconds: float) -> None:
+    def __init__(self, lines: str, seconds: float, alone: bool) -> None:
         self._file = open(lines, "a", buffering=1)  # noqa: SIM115  # for as long as this process lives
+        self._alone = alone
         self._selected = False
 
     def _write(self, **fields: Any) -> None:
@@ -84,7 +86,7 @@ class Lines:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
             return
-        fields = {"seconds": round(report.duration, 2), **dict(report.user_properties)}
+        fields = {"seconds": round(report.duration, 2), "alone": self._alone, **dict(report.user_properties)}
         self._write(test=report.nodeid, outcome=report.outcome, **fields, error=reason(report))
 
     def pytest_warning_recorded(self, warning_message: Any, nodeid: str) -> None:

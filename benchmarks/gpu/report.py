@@ -21,10 +21,12 @@ class Results:
 
     Attributes:
         machine: output of `benchmarks.gpu.machine`, or its error.
-        tests: last line of each test by name; a failure is not replaced. Further outcomes are "not reached" and "cut"
-            (the test was running at the time limit).
+        tests: last line of each test by name; a failure is not replaced. Further outcomes are "not reached", "cut" (the
+            test was running at the time limit), and "passed alone" (it failed beside other tests).
         warnings: number of occurrences of each text.
     """
+
+    PASSED = "passed", "passed alone", "skipped"
 
     def __init__(self, lines: Path) -> None:
         self.machine: dict[str, Any] = {}
@@ -43,27 +45,35 @@ class Results:
                 continue
             for name in fields.get("selected", ()):
                 self.tests.setdefault(name, {"outcome": "not reached"})
-            if "started" in fields:
-                self.tests.setdefault(fields["started"], {})["outcome"] = "cut"
-            elif "warning" in fields:
+            if "warning" in fields:
                 self.warnings[fields["warning"]] += 1
-            elif "test" in fields and self.tests.get(fields["test"], {}).get("outcome") != "failed":
-                self.tests[fields["test"]] = fields
+                continue
+            name = fields.get("started", fields.get("test"))
+            before = self.tests.get(name, {})
+            if before.get("outcome") == "failed":
+                if fields.get("alone") and fields["outcome"] == "passed":
+                    self.tests[name] = {**before, "outcome": "passed alone"}
+            elif name is not None:
+                self.tests[name] = {"outcome": "cut"} if "started" in fields else fields
 
     def counted(self) -> str:
         counts = collections.Counter(test["outcome"] for test in self.tests.values())
         return ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) or "no tests"
 
     @property
+    def failed_tests(self) -> list[str]:
+        return [name for name, test in self.tests.items() if test["outcome"] == "failed"]
+
+    @property
     def failures(self) -> dict[str, str]:
         """Failed tests, with the reasons."""
-        failed = {name: test["error"] for name, test in self.tests.items() if test["outcome"] == "failed"}
+        failed = {name: self.tests[name]["error"] for name in self.failed_tests}
         return {"machine": self.machine["error"], **failed} if "error" in self.machine else failed
 
     @property
     def complete(self) -> bool:
         """Whether tests have run and none of them failed, was cut off or was not reached."""
-        return bool(self.tests) and all(test["outcome"] in ("passed", "skipped") for test in self.tests.values())
+        return bool(self.tests) and all(test["outcome"] in self.PASSED for test in self.tests.values())
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """Return the recorded figures by the part of the test's name in brackets, such as "w3, batched"."""
@@ -92,6 +102,11 @@ def summarize(results: Results) -> str:
     machine, figures, failures = results.machine, results.figures(), results.failures
     lines = [f"fedsim {machine.get('git_commit') or ''} on {machine.get('device', 'no device')}: {results.counted()}"]
     lines += [f"FAILED {name}: {error}" for name, error in [*failures.items()][:MOST_FAILURES]]
+    lines += [
+        f"passed only alone: {name}: {test['error']}"
+        for name, test in results.tests.items()
+        if test["outcome"] == "passed alone"
+    ]
     lines += [f"... {len(failures) - MOST_FAILURES} more failures, in results.json"] * (len(failures) > MOST_FAILURES)
     lines += [f"warning, {count} times: {text}" for text, count in results.warnings.most_common(MOST_WARNINGS)]
     lines += [f"{name}: {fields['us']} us" for name, fields in figures.items() if "us" in fields]

@@ -44,7 +44,7 @@ def test_last():
 def results_of(tmp_path, text, seconds, test_seconds):
     """Return the check's results for a test file with this text, in which each test may take `test_seconds`."""
     (tmp_path / "test_some.py").write_text(text)
-    part = check.Part(1.0, ("--rootdir", str(tmp_path), "-c", os.devnull, "test_some.py"), True, test_seconds)
+    part = check.Part(1.0, ("--rootdir", str(tmp_path), "-c", os.devnull), ("test_some.py",), True, test_seconds)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     check.run_part(part, 1, "", seconds, tmp_path, environment)
     results = Results(tmp_path / "lines.jsonl")
@@ -84,6 +84,35 @@ def test_tests_without_time_are_reported(tmp_path, monkeypatch):
     results = results_of(tmp_path, "import time\ndef test_a(): time.sleep(600)\ndef test_b(): pass\n", 5.0, 600.0)
     assert outcomes(results) == {"test_a": "cut", "test_b": "not reached"}
     assert not results.complete
+
+
+CROWDED = """
+import os, time
+import pytest
+
+@pytest.mark.parametrize("place", ["on the first try", "again and again"])
+def test_fails(place):
+    first = not os.path.exists(place)
+    open(place, "w").close()
+    assert not (first or place == "again and again"), place
+
+def test_right():
+    pass
+"""
+
+
+@pytest.mark.parametrize(("expression", "status"), [("first or right", 0), ("", 1)])
+def test_a_test_that_failed_beside_others_is_repeated_alone(expression, status, tmp_path, monkeypatch, capsys):
+    (tmp_path / "test_some.py").write_text(CROWDED)
+    part = check.Part(1.0, ("--rootdir", str(tmp_path), "-c", os.devnull), ("test_some.py",), False, 60.0)
+    monkeypatch.setattr(check, "PARTS", {"tests": part})
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(check, "machine", lambda environment: {"device": "GPU", "cores": 4})
+    assert check.main(["--out", str(tmp_path / "out"), "-k", expression]) == status
+    shown = capsys.readouterr().out
+    assert "passed only alone: test_some.py::test_fails[on the first try]" in shown
+    assert ("FAILED test_some.py::test_fails[again and again]" in shown) == bool(status)
 
 
 @pytest.fixture

@@ -85,6 +85,7 @@ DEFAULT = [
     {"engine": "batched"},
     {"engine": "auto", "model": "net", "rounds": 1, "processes": 1},
     {"engine": "spawn", "processes": 2},
+    {"engine": "auto", "workers": 8, "processes": 1},  # trains them in stacks
     {**CLOCK, "engine": "batched", "policy": "fedbuff"},
     {"mode": "race", "policy": "hogwild", "engine": "spawn", "processes": 2},
     {"engine": "batched", "processors": [{"name": "top_k", "ratio": 0.1}, "qsgd"], "broadcast": ["cast"]},
