@@ -9,8 +9,8 @@ Long training amplifies the rounding differences in float32, while they stay sma
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,60 @@ class BareRun(NamedTuple):
     accuracy: float  # after the last round
     start: State  # initial global model
     first: State  # global model after the first round
+    accuracies: Sequence[float] = ()  # after each round
+    samples: Sequence[list[int]] = ()  # for each round, number of training samples of each worker of the cohort
+
+
+class Work(NamedTuple):
+    """The work of an experiment's rounds, with the data on a device: what fedsim and its baselines have in common.
+
+    Attributes:
+        experiment: experiment that consists of epochs of plain SGD, averaging and tests.
+        model: initial global model.
+        loss: mean loss of a batch.
+        inputs, targets: training data.
+        tests: batches of test data.
+        shards: numbers of each worker's training samples.
+    """
+
+    experiment: Experiment
+    model: nn.Module
+    loss: Loss
+    inputs: Tensor
+    targets: Tensor
+    tests: list[tuple[Tensor, Tensor]]
+    shards: Sequence[Any]
+
+    @classmethod
+    def of(
+        cls,
+        experiment: Experiment,
+        device: torch.device = CPU,
+        make_model: Callable[[], nn.Module] | None = None,
+        loss: Loss | None = None,
+    ) -> Work:
+        """Load the data and create the model. For the arguments see `bare_loop`."""
+        local, seed, split = experiment.local, experiment.seed, experiment.partition
+        assert (experiment.sync, local.algorithm) == ("parameters", "sgd"), "baselines average after plain SGD"
+        assert local.epochs, "baselines train for whole epochs"
+        dtype = PRECISIONS[experiment.precision].rows
+        train_data, test_data = load_dataset(experiment.data.name, experiment.data.root, **experiment.data.params)
+        inputs, targets = preloaded(train_data, device, dtype)
+        tests = [batches.split(TEST_BATCH) for batches in preloaded(test_data, device, dtype)]
+        shards = partition(train_data.targets.numpy(), experiment.workers, split.name, seed, **split.params)
+        seed_everything(CPU, seed, "model")
+        model = (make_model or experiment.model.component)().to(device, dtype)
+        loss = loss or _loss_for(model, inputs[:8])
+        return cls(experiment, model, loss, inputs, targets, list(zip(*tests, strict=True)), shards)
+
+    def cohort(self, round: int) -> list[int]:
+        experiment = self.experiment
+        return sample_cohort(experiment.seed, round, experiment.workers, experiment.cohort_size).tolist()
+
+    def orders(self, round: int, worker: int) -> list[Tensor]:
+        """Return the numbers of a worker's samples in the order of training, for each epoch, int64 [samples]."""
+        shard, epochs = torch.as_tensor(self.shards[worker]), range(self.experiment.local.epochs)
+        return [shard[batch_order(self.experiment.seed, round, worker, epoch, len(shard))] for epoch in epochs]
 
 
 def bare_loop(
@@ -49,46 +103,43 @@ def bare_loop(
         loss: loss function. Default: NLL for a model that outputs log-probabilities, otherwise cross-entropy.
         clock: clock that measures the rounds.
     """
-    local, seed = experiment.local, experiment.seed
-    assert (experiment.sync, local.algorithm) == ("parameters", "sgd"), "this loop averages parameters after plain SGD"
-    assert local.epochs, "this loop trains for whole epochs"
     torch.set_num_threads(1)
-    dtype = PRECISIONS[experiment.precision].rows
-    train_data, test_data = load_dataset(experiment.data.name, experiment.data.root, **experiment.data.params)
-    inputs, targets = _preloaded(train_data, device, dtype)
-    test_inputs, test_targets = _preloaded(test_data, device, dtype)
-    tests = list(zip(test_inputs.split(TEST_BATCH), test_targets.split(TEST_BATCH), strict=True))
-    split = experiment.partition
-    shards = partition(train_data.targets.numpy(), experiment.workers, split.name, seed, **split.params)
-    seed_everything(CPU, seed, "model")
-    model = (make_model or experiment.model.component)().to(device, dtype)
-    loss = loss or _loss_for(model, inputs[:8])
+    work = Work.of(experiment, device, make_model, loss)
+    local, seed, model = experiment.local, experiment.seed, work.model
     state = start = {name: value.clone() for name, value in model.state_dict().items()}
     rounds: list[float] = []
-    for round in range(1, experiment.rounds + 1):
-        started = clock()
-        cohort = sample_cohort(seed, round, experiment.workers, experiment.cohort_size).tolist()
-        weights = [len(shards[worker]) if experiment.rule.needs_weights else 1 for worker in cohort]
-        average = {name: torch.zeros_like(value) for name, value in state.items()}
-        for worker, weight in zip(cohort, weights, strict=True):
-            shard = torch.as_tensor(shards[worker])
-            orders = [batch_order(seed, round, worker, epoch, len(shard)) for epoch in range(local.epochs)]
-            batches = [batch for order in orders for batch in shard[order].to(device).split(local.batch_size)]
-            seed_everything(device, seed, "forward", round, worker)
+    accuracies: list[float] = []
+    samples: list[list[int]] = []
+    with PRECISIONS[experiment.precision].training(device):
+        for round in range(1, experiment.rounds + 1):
+            started = clock()
+            cohort = work.cohort(round)
+            weights = [len(work.shards[worker]) if experiment.rule.needs_weights else 1 for worker in cohort]
+            average = {name: torch.zeros_like(value) for name, value in state.items()}
+            samples.append([])
+            for worker, weight in zip(cohort, weights, strict=True):
+                orders = work.orders(round, worker)
+                samples[-1].append(sum(map(len, orders)))
+                batches = [batch for order in orders for batch in order.to(device).split(local.batch_size)]
+                seed_everything(device, seed, "forward", round, worker)
+                model.load_state_dict(state)
+                _train(work, torch.optim.SGD(model.parameters(), **of_torch(local.params)), batches)
+                for name, value in model.state_dict().items():
+                    if value.is_floating_point():
+                        average[name].add_(value, alpha=weight / sum(weights))
+                    else:  # the number of batches that BatchNorm has seen
+                        average[name].copy_(value)
+            state = average
             model.load_state_dict(state)
-            _train(model, loss, torch.optim.SGD(model.parameters(), **of_torch(local.params)), inputs, targets, batches)
-            for name, value in model.state_dict().items():
-                if value.is_floating_point():
-                    average[name].add_(value, alpha=weight / sum(weights))
-                else:  # the number of batches that BatchNorm has seen
-                    average[name].copy_(value)
-        state = average
-        model.load_state_dict(state)
-        accuracy = _test(model, tests)
-        rounds.append(clock() - started)
-        if round == 1:
-            first = state
-    return BareRun(rounds, accuracy, *({name: value.cpu() for name, value in kept.items()} for kept in (start, first)))
+            accuracies.append(accuracy_of(model, work.tests))
+            rounds.append(clock() - started)
+            if round == 1:
+                first = state
+    return BareRun(rounds, accuracies[-1], on_cpu(start), on_cpu(first), accuracies, samples)
+
+
+def on_cpu(state: State) -> State:
+    return {name: value.cpu() for name, value in state.items()}
 
 
 def without_dropout(experiment: Experiment) -> Experiment:
@@ -98,7 +149,8 @@ def without_dropout(experiment: Experiment) -> Experiment:
     return load_experiment(experiment, ["model.dropout=0.0"])
 
 
-def _preloaded(data: TensorData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def preloaded(data: TensorData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return all inputs and targets of a data set."""
     inputs, targets = data.to(CPU, dtype).gather(torch.arange(len(data)))
     return inputs.to(device, memory_format=torch.contiguous_format, copy=True), targets.to(device)
 
@@ -110,23 +162,21 @@ def _loss_for(model: nn.Module, inputs: Tensor) -> Loss:
     return F.nll_loss if torch.allclose(sums, torch.ones_like(sums)) else F.cross_entropy
 
 
-def _train(
-    model: nn.Module,
-    loss: Loss,
-    optimizer: torch.optim.Optimizer,
-    inputs: Tensor,
-    targets: Tensor,
-    batches: list[Tensor],
-) -> None:
-    model.train()
+def _train(work: Work, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> None:
+    work.model.train()
     for batch in batches:
         optimizer.zero_grad()
-        loss(model(inputs.index_select(0, batch)), targets.index_select(0, batch)).backward()
+        work.loss(work.model(work.inputs.index_select(0, batch)), work.targets.index_select(0, batch)).backward()
         optimizer.step()
 
 
+def accuracy_of(model: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> float:
+    """Return the model's accuracy on all test batches."""
+    return int(right_answers(model, tests)) / sum(targets.numel() for _, targets in tests)
+
+
 @torch.no_grad()
-def _test(model: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> float:
+def right_answers(model: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the number of targets that the model predicts, int64 []."""
     model.eval()
-    correct = sum((model(inputs).argmax(-1) == targets).sum() for inputs, targets in tests)
-    return int(correct) / sum(targets.numel() for _, targets in tests)
+    return torch.stack([(model(inputs).argmax(-1) == targets).sum() for inputs, targets in tests]).sum()

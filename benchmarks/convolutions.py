@@ -25,6 +25,7 @@ from torch import Tensor
 from fedsim.data.tensors import in_order
 from fedsim.engines.stacking.operations import WAYS, Options, one_by_one
 from fedsim.system.devices import resolve_device, synchronize
+from fedsim.system.precision import full_precision
 
 SECONDS = 0.15  # minimum duration of each timing
 BASELINE = "one by one"
@@ -114,10 +115,11 @@ def main() -> None:
     options = parser.parse_args()
     device = resolve_device(options.device)
     torch.set_num_threads(1)
-    figures = {
-        name: {f"{k} rows": measure(shape, k, device, options.repeats) for k in map(int, options.rows.split(","))}
-        for name, shape in SHAPES.items()
-    }
+    with full_precision(device):
+        figures = {
+            name: {f"{k} rows": measure(shape, k, device, options.repeats) for k in map(int, options.rows.split(","))}
+            for name, shape in SHAPES.items()
+        }
     report("convolutions", device=device, shapes=figures, baseline=BASELINE, threads=1, repeats=options.repeats)
 
 

@@ -2,3 +2,8 @@
 
 See docs/how-to/gpu.md.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for imports of the other benchmarks, which are scripts

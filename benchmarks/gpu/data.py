@@ -28,8 +28,11 @@ def synthetic(root: Path, *, train: int = 60_000, test: int = 10_000) -> tuple[T
     return images(train), images(test)
 
 
-def workload_data(quick: bool) -> dict[str, object]:
-    """Return the data set of the workloads as the table `data` of an experiment."""
-    if quick:
-        return {"name": "benchmarks.gpu.data:synthetic", "train": 6000, "test": 1000}
+def workload_data(train: int | None = None) -> dict[str, object]:
+    """Return the data set of the workloads as the table `data` of an experiment.
+
+    train: number of training samples, for a small synthetic data set. Default: all of MNIST, or a data set of its size.
+    """
+    if train is not None:
+        return {"name": "benchmarks.gpu.data:synthetic", "train": train, "test": 200}
     return {"name": "mnist"} if has_mnist() else {"name": "benchmarks.gpu.data:synthetic"}
