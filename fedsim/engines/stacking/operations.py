@@ -310,7 +310,7 @@ class MergedBatch(PreparedDropout):
                 "the model converts a tensor to Python numbers, so the batches of several workers cannot be merged"
             )
         if not any(self._has_stack(value) for value in (*args, *kwargs.values())):
-            return function(*args, **kwargs)
+            return super().call_function(function, args, kwargs)
         if function not in OPERATIONS:
             raise NotMergeableError(getattr(function, "__name__", str(function)))
         return OPERATIONS[function](self, *args, **kwargs)
