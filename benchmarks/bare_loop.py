@@ -55,8 +55,8 @@ def bare_loop(
     torch.set_num_threads(1)
     dtype = PRECISIONS[experiment.precision].rows
     train_data, test_data = load_dataset(experiment.data.name, experiment.data.root, **experiment.data.params)
-    inputs, targets = _preloaded(train_data, device, dtype)
-    test_inputs, test_targets = _preloaded(test_data, device, dtype)
+    inputs, targets = preloaded(train_data, device, dtype)
+    test_inputs, test_targets = preloaded(test_data, device, dtype)
     tests = list(zip(test_inputs.split(TEST_BATCH), test_targets.split(TEST_BATCH), strict=True))
     split = experiment.partition
     shards = partition(train_data.targets.numpy(), experiment.workers, split.name, seed, **split.params)
@@ -84,7 +84,7 @@ def bare_loop(
                     average[name].copy_(value)
         state = average
         model.load_state_dict(state)
-        accuracy = _test(model, tests)
+        accuracy = accuracy_of(model, tests)
         rounds.append(clock() - started)
         if round == 1:
             first = state
@@ -98,7 +98,8 @@ def without_dropout(experiment: Experiment) -> Experiment:
     return load_experiment(experiment, ["model.dropout=0.0"])
 
 
-def _preloaded(data: TensorData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def preloaded(data: TensorData, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return all inputs and targets of a data set."""
     inputs, targets = data.to(CPU, dtype).gather(torch.arange(len(data)))
     return inputs.to(device, memory_format=torch.contiguous_format, copy=True), targets.to(device)
 
@@ -126,7 +127,8 @@ def _train(
 
 
 @torch.no_grad()
-def _test(model: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> float:
+def accuracy_of(model: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> float:
+    """Return the model's accuracy on all test batches."""
     model.eval()
     correct = sum((model(inputs).argmax(-1) == targets).sum() for inputs, targets in tests)
     return int(correct) / sum(targets.numel() for _, targets in tests)
