@@ -5,6 +5,7 @@ The workloads are rounds of experiments, each run in several ways:
 w1: 4 workers with 15,000 MNIST images each, `net`, batch size 64.
 w2: 10 of 100 clients with 600 images each, `cnn`, batch size 10.
 w3: 100 of 1,000 clients with 60 images each, `2nn`, batch size 10.
+w4: 50 of 1,000 clients with 50 images in colour each, the network of benchmarks/image_classification.py, batch size 10.
 
 The time of a round is the median over all rounds except the first. The baseline is a bare loop in plain PyTorch, which
 trains one worker after another with the data on the device. The case "same work" checks that both have the same model
@@ -47,8 +48,8 @@ ENGINES = {
     **{"spawn": ("engine=spawn", "processes=4")},
     **({"no graphs": (*STACKED, "cuda_graphs=false"), "tf32": (*STACKED, "precision=tf32")} if ON_GPU else {}),
 }
-NAMES = ("w3", "w1", "w2") if ON_GPU else ("w3",)
-ROUNDS = {"w1": 4, "w2": 4, "w3": 12}
+NAMES = ("w3", "w1", "w2", "w4") if ON_GPU else ("w3",)
+ROUNDS = {"w1": 4, "w2": 4, "w3": 12, "w4": 12}
 SLOW_ROUNDS = 3  # of ways that train one worker after another
 ROWS = (10, 100) if ON_GPU else (4,)  # rows per stack in the convolution measurements
 NODES = 120  # kernels in a measured CUDA graph
@@ -112,7 +113,8 @@ def convolution(shape: Shape, rows: int) -> Figures:
 def experiment_of(workload: str, *words: str, rounds: int) -> fedsim.Experiment:
     file, *changes = WORKLOADS[workload]
     experiment = fedsim.load_experiment(file, [*changes, *words, f"rounds={rounds}", f"device={DEVICE.type}"])
-    return fedsim.load_experiment(experiment, data=workload_data(quick=not ON_GPU))
+    on_mnist = experiment.data.name == "mnist"
+    return fedsim.load_experiment(experiment, data=workload_data(quick=not ON_GPU)) if on_mnist else experiment
 
 
 def rounds_of(workload: str, engine: str) -> Figures:
