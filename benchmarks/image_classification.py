@@ -15,6 +15,7 @@ from benchmarks.gpu.data import synthetic
 from fedsim import TensorData, load_dataset
 from fedsim.data.formats.images import lacks_files
 
+
 class Net(nn.Module):
     """Two 3x3 convolutions with 32 and 64 channels, and two linear layers (1,626,442 parameters).
 
