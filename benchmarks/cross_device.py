@@ -1,25 +1,29 @@
-"""Three experiments compared with a bare loop of the same steps, both timed in one run.
+"""Four experiments compared with a bare loop of the same steps, both timed in one run.
 
 w1: the classic experiment, 4 workers with 15,000 MNIST images each, `net`, batch size 64.
 w2: 100 clients with 600 images each, 10 per round, `cnn`, batch size 10.
 w3: 1,000 clients with 60 images each, 100 per round, `2nn`, batch size 10.
+w4: the benchmark of pfl (image_classification.py): 1,000 clients with 50 images of 3 x 32 x 32 each, 50 per round, a
+    user's own network with two convolutions and dropout, batch size 10.
 
 fedsim runs as a command in its own process, and its round times are those in its records. The floor is a bare loop in
 plain PyTorch with one thread (bare_loop.py), also in its own process. The benchmark compares
 
 - a round: on a CPU with the floor's time divided by the number of cores; on a GPU with the same loop on the GPU and
   with fedsim's engine `serial`, which trains one client after another;
-- the whole run from start to end. Here the floor's time is not divided, and it excludes the import of fedsim.
+- the whole run from start to end. Here the floor's time is not divided, and it excludes the import of fedsim;
+- if the package pfl is installed, a round with a round of pfl (pfl_loop.py), which uses all cores for each operation.
 
 A check in float64 shows that both do the same work: after one round their global rows are equal up to rounding.
 limits.py computes the shortest possible time of a round on this machine from counts of operations and bytes.
 
-    FEDSIM_DATA=... python benchmarks/cross_device.py [--workloads w1,w2,w3] [--repeats 3] [--engine auto]
+    FEDSIM_DATA=... python benchmarks/cross_device.py [--workloads w1,w2,w3,w4] [--repeats 3] [--engine auto]
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import statistics
 import subprocess
@@ -28,7 +32,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from bare_loop import BareRun, State
@@ -42,6 +46,10 @@ WORKLOADS = {
     "w1": ("experiments/mnist_sync_sgd.toml",),
     "w2": ("experiments/fedavg_cnn.toml", "rounds=5", "local.epochs=1"),
     "w3": ("experiments/fedavg_2nn.toml", "rounds=20", "workers=1000", "cohort=100"),
+    "w4": (
+        *("experiments/fedavg_2nn.toml", "rounds=10", "workers=1000", "cohort=50"),
+        *("model=benchmarks.image_classification:Net", "data.name=benchmarks.image_classification:images"),
+    ),
 }
 ROUNDING = 1e-6  # maximum difference of global rows after a round in float64, relative to the move of the round
 ACCURACY = 0.03  # maximum difference of the timed runs' final accuracies
@@ -65,14 +73,15 @@ class Pair(NamedTuple):
     fedsim: CommandRun
     serial: CommandRun | None
     bare: BareProcess
+    pfl: BareProcess | None
 
 
-def bare_process(words: Sequence[str], device: torch.device) -> BareProcess:
+def bare_process(words: Sequence[str], device: torch.device, loop: Literal["bare", "pfl"] = "bare") -> BareProcess:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.pt"
         script = str(Path(__file__).with_name("bare_process.py"))
         started = time.perf_counter()
-        subprocess.run([sys.executable, script, str(path), str(device), *words], check=True, cwd=ROOT)
+        subprocess.run([sys.executable, script, loop, str(path), str(device), *words], check=True, cwd=ROOT)
         seconds = time.perf_counter() - started
         result = torch.load(path)
     return BareProcess(seconds - result.pop("imports"), BareRun(**result))
@@ -120,7 +129,8 @@ def measure(name: str, options: argparse.Namespace, device: torch.device, machin
     for _ in range(options.repeats):
         ours = run_command(*command, f"engine={options.engine}")
         serial = run_command(*command, "engine=serial") if options.serial else None
-        pairs.append(Pair(ours, serial, bare_process(words, device)))
+        pfl = bare_process(words, device, "pfl") if options.pfl else None
+        pairs.append(Pair(ours, serial, bare_process(words, device), pfl))
     share = usable_cores() if device.type == "cpu" else 1
     our_round = [later_round(pair.fedsim.rounds) for pair in pairs]
     bare_round = [later_round(pair.bare.run.rounds) for pair in pairs]
@@ -136,6 +146,7 @@ def measure(name: str, options: argparse.Namespace, device: torch.device, machin
         "run_over_bare_run": median([pair.fedsim.seconds / pair.bare.seconds for pair in pairs]),
         "outside_rounds_seconds": median([pair.fedsim.seconds - sum(pair.fedsim.rounds) for pair in pairs]),
         **against_serial([(pair.fedsim, pair.serial) for pair in pairs if pair.serial]),
+        **against_pfl([(pair.fedsim, pair.pfl) for pair in pairs if pair.pfl]),
         "phases": phases([pair.fedsim for pair in pairs]),
         "how": [{key: pair.fedsim.environment[key] for key in HOW if key in pair.fedsim.environment} for pair in pairs],
         "accuracy": {"fedsim": pairs[0].fedsim.accuracy, "floor": pairs[0].bare.run.accuracy},
@@ -154,6 +165,17 @@ def against_serial(pairs: Sequence[tuple[CommandRun, CommandRun]]) -> dict[str, 
         "round_times_faster_than_serial": median([serial / ours for ours, serial in rounds]),
         "run_times_faster_than_serial": median([serial.seconds / ours.seconds for ours, serial in pairs]),
         "serial_phases": phases([serial for _, serial in pairs]),
+    }
+
+
+def against_pfl(pairs: Sequence[tuple[CommandRun, BareProcess]]) -> dict[str, float]:
+    """Return the comparison with pfl, whose process uses all cores for each operation."""
+    if not pairs:
+        return {}
+    rounds = [(later_round(ours.rounds), later_round(pfl.run.rounds)) for ours, pfl in pairs]
+    return {
+        "pfl_round_seconds": median([pfl for _, pfl in rounds]),
+        "round_times_faster_than_pfl": median([pfl / ours for ours, pfl in rounds]),
     }
 
 
@@ -177,6 +199,7 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, help="number of rounds for a trial, whose figures are not stored")
     options = parser.parse_args(words)
+    options.pfl = importlib.util.find_spec("pfl") is not None
     options.workloads = options.workloads.split(",")
     if unknown := set(options.workloads) - set(WORKLOADS):
         parser.error(f"--workloads: {', '.join(sorted(unknown))}: must be of {', '.join(WORKLOADS)}")

@@ -11,7 +11,7 @@ The benchmark checks that all engines do the same work: in float64 their global 
 
 A repetition takes more than seven minutes on 2 cores, and nothing is printed before the end.
 
-    FEDSIM_DATA=... python benchmarks/plans.py [--workloads w1,w2,w3] [--repeats 3]
+    FEDSIM_DATA=... python benchmarks/plans.py [--workloads w1,w2,w3,w4] [--repeats 3]
 """
 
 from __future__ import annotations

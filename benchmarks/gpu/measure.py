@@ -6,6 +6,7 @@ w1: 4 workers with 15,000 MNIST images each, `net`, batch size 64.
 w2: 10 of 100 clients with 600 images each, `cnn`, batch size 10.
 w3: 100 of 1,000 clients with 60 images each, `2nn`, batch size 10.
 w3-1000: all 1,000 clients of w3.
+w4: 50 of 1,000 clients with 50 images in colour each, the network of benchmarks/image_classification.py, batch size 10.
 resnet20, char_lstm, gpt: the models of benchmarks/models.py with eight times the data, resnet20 with GroupNorm.
 
 The time of a round is the median over all rounds except the first. Baselines are a bare loop in plain PyTorch, which

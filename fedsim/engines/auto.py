@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedsim.core.randomness import preserve_random_state
+from fedsim.core.rows import Layout
 from fedsim.engines.backend import InProcess
 from fedsim.engines.engine import Engine, EngineTraits
 from fedsim.engines.executor import Executor, MakeExecutor
@@ -40,7 +41,7 @@ LARGEST_BATCH = 100  # samples; with larger batches, stacks were never faster th
 SMALLEST_STACK = 4  # workers; with fewer, a stack saves too little of the fixed cost per step
 SMALLEST_COHORT = 2 * SMALLEST_STACK  # workers; with fewer, two processes that train single workers are as fast
 ACTIVATION_BYTES = 7.5e5  # maximum for one worker's batch in float32; with more, a stack does not fit in cache
-PARAMETER_SHARE = 0.35  # fraction of a row's bytes added to this maximum: a stack writes no weight gradients to memory
+MATRIX_SHARE = 1.3  # multiple of the bytes of linear layers added to this maximum: a stack writes no gradients of them
 
 FORK_SECONDS, SPAWN_SECONDS = 0.3, 3.0  # start-up time of processes; they must save more than this
 STEP_SECONDS = 3e-4  # fixed cost of one worker's training step: Python and the launch of operations
@@ -90,9 +91,12 @@ def probe_if_stacks_pay(task: RunTask, shared: SharedState) -> tuple[StackingPro
         probe = StackingProbe.of(task, shared)
     except ExperimentError as refusal:
         return None, first_line(refusal)
-    # If parameters are aggregated, a stack writes no weight gradients to memory. Its activations must fit in cache.
-    spared = PARAMETER_SHARE * len(shared.server.row) * task.dtype.itemsize if "parameters" in task.syncs else 0
-    if on_cpu and batch * probe.sample_bytes > ACTIVATION_BYTES + spared:
+    # If parameters are aggregated, a stack writes no gradients of linear layers. Its activations must fit in cache.
+    spared = 0
+    if probe.merged and "parameters" in task.syncs:
+        shapes = [entry.shape for entry in Layout.of(task.new_module()).parameters]
+        spared = sum(shape.numel() for shape in shapes if len(shape) == 2) * task.dtype.itemsize
+    if on_cpu and batch * probe.sample_bytes > ACTIVATION_BYTES + MATRIX_SHARE * spared:
         return None, f"the activations of a batch are too large ({batch * probe.sample_bytes / 1e6:.1f} MB)"
     return probe, None
 

@@ -63,6 +63,7 @@ def test_small_batches_of_several_rows_are_stacked_and_others_are_not(tables):
         ("net", 10, True),
         ("net", 64, False),
         ("cnn", 10, True),
+        ("cnn", 32, True),
         ("cnn", 64, False),
     ],
 )
@@ -76,13 +77,20 @@ def test_the_choice_for_the_models_here_is_what_was_measured_to_be_faster(model,
         assert AutoEngine(1, 1, 60.0, "spawn").choose(task, engine.shared).stacked == stacked
 
 
-@pytest.mark.parametrize(("sync", "share"), [("parameters", 0.35), ("gradients", 0)])
-def test_only_rounds_of_parameters_have_room_for_more_activations_in_the_caches(sync, share, prepared, monkeypatch):
+@pytest.mark.parametrize(
+    ("sync", "merged", "share"), [("parameters", True, 1.3), ("parameters", False, 0), ("gradients", True, 0)]
+)
+def test_activations_may_be_larger_where_a_stack_writes_no_gradients_of_linear_layers(
+    sync, merged, share, prepared, monkeypatch
+):
     task, shared = prepared("convolution", workers=4, sync=sync, local={"batch_size": 4})
     shared = replace(shared, cohort=replace(shared.cohort, rows=torch.empty(8, 100)))
-    fitting = int(7.5e5 + share * 8 * len(shared.server.row)) // 4  # bytes per sample, in batches of 4
+    matrices = [layer.weight for layer in task.new_module().modules() if isinstance(layer, torch.nn.Linear)]
+    values = sum(matrix.numel() for matrix in matrices)
+    assert 0 < values < len(shared.server.row) - 50  # the other parameters are biases and kernels of convolutions
+    fitting = int(7.5e5 + share * 8 * values) // 4  # bytes per sample, in batches of 4
     for sample_bytes in (fitting, fitting + 1):
-        probe = StackingProbe((), coupled=False, merged=False, sample_bytes=sample_bytes)
+        probe = StackingProbe((), coupled=False, merged=merged, sample_bytes=sample_bytes)
         monkeypatch.setattr(StackingProbe, "of", lambda *_, probe=probe: probe)
         assert AutoEngine(1, 1, 60.0, "spawn").choose(task, shared).stacked == (sample_bytes == fitting)
 

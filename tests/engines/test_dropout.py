@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -247,6 +248,50 @@ def test_dropout_modules_ask_for_their_factors_where_they_make_all_calls(functio
     assert torch.equal(outputs, model.linear(expected))
     assert called
     assert isinstance(model.drop, nn.Dropout)
+
+
+class Pooling(nn.Module):
+    """A model whose linear layer follows max pooling, with or without dropout."""
+
+    def __init__(self, p: float | None, functional: bool) -> None:
+        super().__init__()
+        self.convolution, self.linear = nn.Conv2d(2, 3, 3), nn.Linear(27, 10)
+        self.pool = partial(F.max_pool2d, kernel_size=2) if functional else nn.MaxPool2d(2)
+        self.p = p
+
+    def forward(self, images):
+        pooled = self.pool(recorded(self.convolution(images)))
+        return self.linear((pooled if self.p is None else F.dropout(pooled, self.p, self.training)).flatten(1))
+
+
+def recorded(images):
+    """Return `images`, and append their gradient to SEEN in the backward pass."""
+    if images.requires_grad:
+        images.register_hook(SEEN.append)
+    return images
+
+
+@pytest.mark.parametrize(("p", "functional"), [(None, False), (0.5, False), (0.5, True)])
+def test_the_gradient_of_max_pooling_keeps_the_memory_format_of_the_images(p, functional, prepared):
+    """A functional max pooling is only seen in models that call dropout as a function."""
+    task, shared = prepared("dropout")
+    task.experiment.model.__dict__["component"] = partial(Pooling, p, functional)  # in place of the experiment's model
+    dropout = RowDropout(task, shared, BatchSource(task, shared))
+    model, plain = dropout.new_module().train(), Pooling(p, functional).double()
+    plain.load_state_dict(model.state_dict())
+    images = torch.randn(4, 2, 8, 8, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+    images = images.contiguous(memory_format=torch.channels_last)
+    of_round = dropout.of(worker=4, round=2)
+    gradients = {}
+    for name, module in (("ours", model), ("plain", plain)):
+        SEEN.clear()
+        with of_round.at(3, 4):
+            outputs = module(images)
+        (outputs * torch.linspace(-1, 1, 40).view(4, 10)).sum().backward()
+        gradients[name] = SEEN[-1], *(parameter.grad for parameter in module.parameters())
+    assert gradients["ours"][0].is_contiguous(memory_format=torch.channels_last)
+    assert all(map(torch.equal, gradients["ours"], gradients["plain"]))
+    assert type(model.pool).__name__ == type(plain.pool).__name__
 
 
 def test_a_full_device_is_not_taken_for_a_model_without_dropout(prepared, monkeypatch):

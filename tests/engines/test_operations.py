@@ -63,6 +63,21 @@ def test_a_weight_that_is_used_twice_has_the_sum_as_its_gradient(twice):
     torch.testing.assert_close((losses, bias), (expected_losses, expected_bias))
 
 
+def test_the_gradient_of_max_pooling_keeps_the_memory_format_of_the_images():
+    images = torch.randn(6, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    images = images.contiguous(memory_format=torch.channels_last).requires_grad_()
+    weights, gradients = torch.linspace(-1, 1, 12), []
+    for context in (contextlib.nullcontext(), MergedBatch([], [], len(images))):
+        hidden = images * 1.0
+        hidden.register_hook(gradients.append)
+        with context:
+            outputs = F.max_pool2d(hidden, 2).flatten(1)
+        (outputs * weights).sum().backward()
+    plain, merged = gradients
+    assert torch.equal(plain, merged)
+    assert merged.is_contiguous(memory_format=torch.channels_last)
+
+
 NORMS = {  # by name: function, and the shape of its weight
     "layer": (lambda x, weight, bias: F.layer_norm(x, [4, 6], weight, bias, eps=0.5), (4, 6)),
     "group": (lambda x, weight, bias: F.group_norm(x, 2, weight, bias, eps=0.5), (4,)),

@@ -406,7 +406,7 @@ class MergedBatch(PreparedDropout):
                 "the model converts a tensor to Python numbers, so the batches of several workers cannot be merged"
             )
         if not any(self._has_stack(value) for value in (*args, *kwargs.values())) or function in SAME_FOR_ROWS:
-            return function(*args, **kwargs)
+            return super().call_function(function, args, kwargs)
         if function not in OPERATIONS:
             name = getattr(function, "__name__", str(function))
             raise NotMergeableError(f"{name} is called with parameters or buffers of the model")

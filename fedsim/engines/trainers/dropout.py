@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedsim.core.philox import Stream, bernoulli
 from fedsim.core.randomness import draw_key, preserve_random_state
+from fedsim.data.tensors import in_order
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import BatchSource
@@ -88,7 +89,8 @@ class DropoutMode(TorchFunctionMode):
 
     def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call a function that is not dropout, and return its result. Subclasses may replace the function."""
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        return with_gradient_in_order(result) if function is F.max_pool2d else result
 
 
 class Recording(DropoutMode):
@@ -109,6 +111,17 @@ def multiplied(inputs: Tensor, factors: Tensor, inplace: bool) -> Tensor:
     if factors.dtype != inputs.dtype:
         factors = factors.to(inputs.dtype)
     return inputs.mul_(factors) if inplace else inputs * factors
+
+
+def with_gradient_in_order(pooled: Tensor) -> Tensor:
+    """Return the result of a max pooling, whose gradient will be brought into the memory format of the images.
+
+    On a CPU, images are channels_last, but the gradient of a linear layer after them is not. PyTorch would then copy
+    all tensors of the pooling's backward pass, which takes seven times longer and slows the layers before.
+    """
+    if pooled.requires_grad and pooled.ndim == 4 and pooled.device.type == "cpu" and not pooled.is_contiguous():
+        pooled.register_hook(in_order)
+    return pooled
 
 
 def _dropout_arguments(
@@ -220,6 +233,8 @@ class RowDropout:
             if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in FUNCTIONS:
                 module.__class__ = DROPOUT_MODULES[type(module)]  # keeps the module's hooks and name
                 module.of_rows = self  # type: ignore[assignment]
+            elif type(module) is nn.MaxPool2d:
+                module.__class__ = MaxPool2d
         return model
 
     @cached_property
@@ -324,6 +339,14 @@ DROPOUT_MODULES = {
     cls: type(cls.__name__, (_DropoutModule, cls), {"function": staticmethod(function)})
     for cls, function in FUNCTIONS.items()
 }
+
+
+class MaxPool2d(nn.MaxPool2d):
+    """Max pooling with a faster gradient; see `with_gradient_in_order`."""
+
+    def forward(self, input: Tensor) -> Any:
+        pooled = super().forward(input)
+        return pooled if self.return_indices else with_gradient_in_order(pooled)
 
 
 def _backward_under_modes(loss: Tensor) -> None:
