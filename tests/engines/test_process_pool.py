@@ -221,6 +221,31 @@ def test_processes_prepare_before_their_first_call_and_nobody_waits_for_results_
         assert pool.call(remember) == [6, 6]
 
 
+@pytest.mark.parametrize("how", ["closed", "killed", "interrupted"])
+def test_memory_of_sent_tensors_is_kept_until_its_receiver_has_ended(how, monkeypatch):
+    ended = []
+
+    def forget(channel):
+        stat = Path(f"/proc/{pids[channel]}/stat")
+        ended.append(not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+    def interrupt(pools):
+        raise KeyboardInterrupt
+
+    with ProcessPool(2) as pool:
+        pids = {child.pipe: child.process.pid for child in pool._children}
+        pool.call(meet)
+        monkeypatch.setattr(Channel, "forget", forget)
+        if how == "killed":
+            with pytest.raises(ProcessLostError):
+                pool.call(misbehave, "kill")
+        if how == "interrupted":
+            monkeypatch.setattr("fedsim.engines.pool.process_pool.wait_for", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                pool.call(work_for, 60.0)
+    assert ended == [True, True]
+
+
 FOREIGN = "typer", "matplotlib", "torchvision", "pandas", "torch._dynamo", "fedsim.cli", "fedsim.report", "fedsim.runs"
 
 
