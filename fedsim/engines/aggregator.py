@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,7 +91,7 @@ def weights_for_rule(
     values: Sequence[float] = samples
     if kind != "samples":
         values = [1.0] * len(workers) if kind == "uniform" else [kind[worker] for worker in workers]
-    return torch.tensor(values, dtype=torch.double)
+    return torch.as_tensor(values, dtype=torch.double)
 
 
 def inputs_of(
@@ -305,7 +305,7 @@ class Aggregator:
         columns.write(state["copy"], columns.of(state["copy"]).add_(difference))
         return nbytes
 
-    def begin(self, round: int, rows: Sequence[int]) -> None:
+    def begin(self, round: int, rows: Sequence[int] | np.ndarray) -> None:
         """Begin an aggregation: replace trained parameters by updates, in place, and check for NaN and infinity.
 
         If the round aggregates gradients, the rows already contain them and are only checked.
@@ -316,10 +316,10 @@ class Aggregator:
         """
         self._number += 1
         for run in _runs(rows) if self._task.sync_in(round) == "parameters" else ():
-            self._shared.cohort.rows[run.start : run.stop].sub_(self._sent)  # `-=` would also copy the result
+            self._shared.cohort.rows[run].sub_(self._sent)  # `-=` would also copy the result
         self.rows_changed(rows)
 
-    def rows_changed(self, rows: Sequence[int]) -> None:
+    def rows_changed(self, rows: Sequence[int] | np.ndarray) -> None:
         """Check workers' rows for NaN and infinity. Call this method after the rows have changed.
 
         Args:
@@ -328,8 +328,8 @@ class Aggregator:
         self._gathered = None
         cohort = self._shared.cohort
         for run in _runs(rows) if self._checks_now else ():
-            cohort.unfit[run.start : run.stop] = 0
-            sums = cohort.rows[run.start : run.stop].sum(1).cpu()  # a sum of finite numbers may overflow: check again
+            cohort.unfit[run] = 0
+            sums = cohort.rows[run].sum(1).cpu()  # a sum of finite numbers may overflow: check again
             for place in (~sums.isfinite()).nonzero().flatten().tolist():
                 if not cohort.rows[run.start + place].isfinite().all():
                     cohort.unfit[run.start + place] = self._number
@@ -649,8 +649,8 @@ def _stats(
     return stats
 
 
-def _runs(slots: Sequence[int]) -> list[range]:
-    """Split ascending numbers into ranges of consecutive numbers: [1, 2, 3, 7] into range(1, 4) and range(7, 8)."""
-    groups = groupby(enumerate(slots), lambda pair: pair[1] - pair[0])
-    runs = [[slot for _, slot in group] for _, group in groups]
-    return [range(run[0], run[-1] + 1) for run in runs]
+def _runs(slots: Sequence[int] | np.ndarray) -> list[slice]:
+    """Return slices of consecutive numbers: [3, 1, 2, 7] is divided into slice(1, 4) and slice(7, 8)."""
+    numbers = np.sort(np.asarray(slots, dtype=np.int64))
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    return [slice(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fedsim.core.rows import index_of
+from fedsim.engines.schedule import Schedule
 from fedsim.engines.task import RunTask
-from fedsim.engines.trainers.batches import SAMPLES_AT_ONCE, Alteration, BatchSource, WorkItem
-from fedsim.engines.trainers.dropout import Dropout, FactorsAhead, layer_key
-from fedsim.system.devices import wide_dtype
+from fedsim.engines.trainers.batches import SAMPLES_AT_ONCE, Alteration, BatchSource, Orders, WorkItems
+from fedsim.engines.trainers.dropout import Dropout, FactorsAhead, layer_keys
+from fedsim.system.devices import to_device, wide_dtype
 
 STEPS_AT_A_TIME = 256  # number of steps whose sample positions are copied to the device at once
 
@@ -70,25 +73,102 @@ class StepBatch(NamedTuple):
             yield cut if is_whole else cut.part(places, self.step, [self.members[place] for place in places])
 
 
+class Stacks(Sequence["Stack"]):
+    """Workers that a process trains in a round, divided into stacks, and their losses.
+
+    Args:
+        work: the workers. Workers of the same stack follow one another.
+        task: run to compute.
+        batch_source: source of the workers' batches.
+    """
+
+    def __init__(self, work: WorkItems, task: RunTask, batch_source: BatchSource) -> None:
+        numbers = np.concatenate([[0], (np.diff(work.stacks) != 0).cumsum()])[: len(work)]  # in order of appearance
+        work = work[np.lexsort((-work.steps, numbers))]
+        self._slots, self._samples = torch.from_numpy(work.slots), np.zeros(len(work), dtype=np.int64)
+        self._loss_sums = torch.zeros(len(work), dtype=wide_dtype(task.device), device=task.device)
+        ends = np.searchsorted(numbers, np.arange(numbers[-1] + 1) if len(work) else [], side="right").tolist()
+        parts = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        self._stacks = [
+            Stack(work[part], task, batch_source, orders, self._loss_sums[part], self._samples[part])
+            for part, orders in zip(parts, _drawn_together(work, parts, batch_source, task.schedule), strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._stacks)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._stacks[number]
+
+    def write_losses(self, train_loss: Tensor) -> None:
+        """Write each worker's mean loss per sample to its place in `train_loss`, float64 [cohort], on the CPU."""
+        train_loss[self._slots] = self._loss_sums.cpu().double() / torch.from_numpy(self._samples)
+
+
+Drawn = Callable[[], Orders]  # returns the orders of all epochs of a stack
+
+
+def _drawn_together(
+    work: WorkItems, parts: Sequence[slice], source: BatchSource, schedule: Schedule
+) -> Iterator[Drawn | None]:
+    """Yield a function for each stack that returns the orders of all its epochs, or None if there are too many samples.
+
+    The samples of consecutive stacks are shuffled together, when the first of these stacks needs them.
+
+    Args:
+        work: workers of all stacks.
+        parts: part of `work` that each stack consists of.
+        source: source of the workers' batches.
+        schedule: how much the workers train.
+    """
+    epochs = -(-work.steps // schedule.batches_per_epoch(work.sizes))
+    samples = epochs * work.sizes.astype(np.float64)  # does not overflow
+    costs = [samples[part].sum() if (work.step[part] < 0).all() else math.inf for part in parts]
+    begin = 0
+    while begin < len(parts):
+        count = int((np.cumsum(costs[begin:]) <= SAMPLES_AT_ONCE).sum())
+        if not count:
+            yield None
+        else:
+            whole = slice(parts[begin].start, parts[begin + count - 1].stop)
+            orders = lru_cache(1)(partial(source.orders, work[whole], np.zeros_like(epochs[whole]), epochs[whole]))
+            for part in parts[begin : begin + count]:
+                yield partial(_part_of, orders, slice(part.start - whole.start, part.stop - whole.start))
+        begin += max(1, count)
+
+
+def _part_of(orders: Drawn, part: slice) -> Orders:
+    positions, begins, lengths = orders()
+    return Orders(positions, begins[part], lengths[part])
+
+
 class Stack:
     """Workers that are trained together (a stack of k workers), and their losses in a round.
 
     Attributes:
-        members: the workers, each as a `WorkItem`, sorted by descending number of steps.
+        members: the workers, sorted by descending number of steps.
         slots: positions of the workers in the tensors of the cohort, int64 [k], on the CPU.
         index: index of the workers in the tensors of the cohort: a slice, or an index tensor on the device.
-        steps: number of steps of each worker, descending.
+        steps: number of steps of each worker, descending, int64 [k].
     """
 
-    def __init__(self, members: Sequence[WorkItem], task: RunTask, batch_source: BatchSource) -> None:
-        self.members = sorted(members, key=lambda member: -batch_source.steps_of(member))
-        self.steps = [batch_source.steps_of(member) for member in self.members]
-        self._task, self._batch_source = task, batch_source
-        slots = [member.slot for member in self.members]
-        self.slots, self.index = torch.tensor(slots), index_of(slots, task.device)
-        self._iterators = [batch_source.iterator_of(member) for member in self.members]
-        self._loss_sum = torch.zeros(len(members), dtype=wide_dtype(task.device), device=task.device)
-        self._samples = np.zeros(len(members), dtype=np.int64)
+    def __init__(
+        self,
+        members: WorkItems,
+        task: RunTask,
+        batch_source: BatchSource,
+        orders: Drawn | None,
+        loss_sum: Tensor,
+        samples: np.ndarray,
+    ) -> None:
+        self.members, self.steps = members, members.steps
+        self._task, self._batch_source, self._orders = task, batch_source, orders
+        self.slots, self.index = torch.from_numpy(members.slots), index_of(members.slots, task.device)
+        self._loss_sum, self._samples = loss_sum, samples
+        self._by_step = bool((members.step >= 0).all())
+        self._iterators = [batch_source.iterator_of(member) for member in members] if self._by_step else []
+        alterations = [iterator.alter for iterator in self._iterators] or batch_source.alterations(members)
+        self._alterations = alterations if any(alterations) else []
 
     def __len__(self) -> int:
         return len(self.members)
@@ -97,7 +177,7 @@ class Stack:
         """Return the index of the workers of `step_batch` in the tensors of the cohort."""
         if isinstance(self.index, Tensor):
             return self.index[step_batch.places]
-        return index_of([self.members[place].slot for place in step_batch.members], self._task.device)
+        return index_of(self.members.slots[step_batch.places], self._task.device)
 
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield the batches of one step after another, for the workers that have not finished."""
@@ -105,62 +185,52 @@ class Stack:
 
     def blocks(self, at_a_time: int) -> Iterator[StepBatch]:
         """Yield the batches of all steps, in blocks of at most `at_a_time` steps."""
-        if all(member.step is not None for member in self.members):
+        if self._by_step:
             batches = [next(iterator) for iterator in self._iterators]
             sizes = np.array([len(batch) for batch in batches])
             return iter([self._block(0, torch.cat(batches), (sizes.cumsum() - sizes)[None], sizes[None])])
-        return self._blocks_of_rounds(np.array(self.steps), at_a_time)
+        return self._blocks_of_rounds(at_a_time)
 
-    def _blocks_of_rounds(self, steps: np.ndarray, at_a_time: int) -> Iterator[StepBatch]:
-        """Yield the batches of all steps in blocks, for workers that train more than one step.
-
-        Args:
-            steps: number of steps of each worker, descending.
-            at_a_time: maximum number of steps per block.
-        """
-        schedule, members = self._task.schedule, self.members
-        shards = np.array([self._batch_source.size(member.worker) for member in members])
-        samples = np.array([schedule.samples_per_epoch(size) for size in shards.tolist()])
-        batches = -(-samples // schedule.batch_size)  # per epoch
-        first = np.array([member.step or 0 for member in members])
-        longest = int(batches.max())
-        span = at_a_time * -(-longest * max(1, SAMPLES_AT_ONCE // int(shards.sum())) // at_a_time)
-        for start in range(0, int(steps.max()), span):
+    def _blocks_of_rounds(self, at_a_time: int) -> Iterator[StepBatch]:
+        """Yield the batches of all steps, in blocks of at most `at_a_time` steps, for workers that train a round."""
+        schedule, steps, first = self._task.schedule, self.steps, self.members.first
+        samples = schedule.samples_per_epoch(self.members.sizes)
+        batches = schedule.batches_of_all(samples)  # per epoch
+        drawn, self._orders = self._orders, None  # is freed after the last stack that uses it
+        span, longest = int(steps[0]), int(batches.max())
+        if drawn is None:
+            span = longest * max(1, SAMPLES_AT_ONCE // int(self.members.sizes.sum()))
+            span = at_a_time * -(-span // at_a_time)
+        for start in range(0, int(steps[0]), span):
             k = int((steps > start).sum())  # the members that have not finished come first
             stop = np.minimum(steps, start + span)[:k]
             from_epoch = (first[:k] + start) // batches[:k]
             to_epoch = -(-(first[:k] + stop) // batches[:k])
-            wanted = [
-                (member.worker, member.round, epoch)
-                for member, begin_epoch, end_epoch in zip(members, from_epoch.tolist(), to_epoch.tolist(), strict=False)
-                for epoch in range(begin_epoch, end_epoch)
-            ]
-            positions, taken = torch.cat(self._batch_source.orders(wanted)), (to_epoch - from_epoch) * samples[:k]
-            begin = taken.cumsum() - taken  # begin of each member's first epoch in `positions`
-            for some in range(start, int(stop.max()), at_a_time):
-                step = np.arange(some, min(some + at_a_time, int(stop.max())))[:, None]
+            orders = drawn() if drawn else self._batch_source.orders(self.members[:k], from_epoch, to_epoch)
+            for some in range(start, int(stop[0]), at_a_time):
+                step = np.arange(some, min(some + at_a_time, int(stop[0])))[:, None]
                 epoch, batch = np.divmod(first[:k] + step, batches[:k])
                 before = batch * schedule.batch_size
                 sizes = np.minimum(schedule.batch_size, samples[:k] - before) * (step < steps[:k])
-                yield self._block(some, positions, begin + (epoch - from_epoch) * samples[:k] + before, sizes)
+                begins = orders.begins[:k] + (epoch - from_epoch) * orders.lengths[:k] + before
+                yield self._block(some, orders.positions, begins, sizes)
 
     def full_pass(self) -> Iterator[StepBatch]:
         """Yield batches that contain each training sample of each worker exactly once, in the order of the dataset."""
-        workers, size = [member.worker for member in self.members], self._task.schedule.batch_size
-        positions, starts = self._batch_source.shards_of(workers)
-        samples = np.array([self._batch_source.size(worker) for worker in workers])
+        samples, size = self.members.sizes, self._task.schedule.batch_size
+        positions, starts = self._batch_source.shards_of(self.members.workers)
         for start in range(0, -(-int(samples.max()) // size), STEPS_AT_A_TIME):
             begin = np.arange(start, start + STEPS_AT_A_TIME)[:, None] * size
             sizes = np.clip(samples - begin, 0, size)
-            block = self._block(start, positions, np.array(starts) + begin, sizes)
+            block = self._block(start, positions, starts + begin, sizes)
             for step in range(int((sizes.max(1) > 0).sum())):
                 some = np.flatnonzero(sizes[step]).tolist()
                 yield block.part((step, some), start + step, range(len(some)) if some[-1] < len(some) else some)
 
     @property
-    def layer_keys(self) -> list[int]:
-        """Return the random seed of the dropout layers of each worker in the round, [k]."""
-        return [layer_key(self._task.experiment.seed, member.round, member.worker) for member in self.members]
+    def layer_keys(self) -> np.ndarray:
+        """Return the random seed of the dropout layers of each worker in the round, int64 [k]."""
+        return layer_keys(self._task.experiment.seed, self.members.rounds, self.members.workers)
 
     def dropout_factors(self, dropouts: Sequence[Dropout], *, after: bool = False) -> FactorsAhead:
         """Return the workers' dropout masks.
@@ -169,35 +239,38 @@ class Stack:
             dropouts: dropout calls of a forward pass, in call order.
             after: whether to return masks for additional steps, after the last step of each worker's round.
         """
-        task = self._task
-        first_steps = self.steps if after else [member.step or 0 for member in self.members]
-        on_host = [self.layer_keys, first_steps] if dropouts else [[], []]
-        keys, first = torch.tensor(on_host, device=task.device)
-        return FactorsAhead(keys, self.steps[0], task.schedule.batch_size, dropouts, task.dtype, first_step=first)
+        task, first_steps = self._task, self.steps if after else self.members.first
+        on_host = np.stack([self.layer_keys, first_steps]) if dropouts else np.zeros((2, 0), dtype=np.int64)
+        keys, first = to_device(torch.from_numpy(on_host), task.device)
+        return FactorsAhead(keys, int(self.steps[0]), task.schedule.batch_size, dropouts, task.dtype, first_step=first)
 
     def alter(
-        self, step_batch: StepBatch, inputs: Tensor, targets: Tensor, alterations: Sequence[Alteration | None] = ()
+        self,
+        step_batch: StepBatch,
+        inputs: Tensor,
+        targets: Tensor,
+        alterations: Sequence[Alteration | None] | None = None,
     ) -> None:
         """Augment or poison the batches of m workers in one step, in place.
 
         Args:
             step_batch: positions and sizes of the batches.
             inputs, targets: samples of the batches, [m, batch, ...] each.
-            alterations: for each worker of the stack, a function that alters its batch, or None to keep it. By default,
-                the functions of training are used.
+            alterations: for each worker of the stack, a function that alters its batch, or None to keep it. An empty
+                list keeps all batches. By default, the functions of training are used.
         """
-        for place, member in enumerate(step_batch.members):
-            if alter := alterations[member] if alterations else self._iterators[member].alter:
-                step, size = (self.members[member].step or 0) + step_batch.step, int(step_batch.sizes[place])
+        alterations = self._alterations if alterations is None else alterations
+        for place, member in enumerate(step_batch.members if alterations else ()):
+            if alter := alterations[member]:
+                step, size = int(self.members.first[member]) + step_batch.step, int(step_batch.sizes[place])
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size], step)
 
     def alterations_of_view(self, purpose: str) -> list[Alteration | None]:
         """Return, for each worker, a function that transforms and poisons its batches without augmentation, or None.
 
-        Different names `purpose` give different random numbers.
+        Different names `purpose` give different random numbers. The list is empty if no batch changes.
         """
-        source = self._batch_source
-        return [source.alteration_of_view(member.worker, member.round, purpose) for member in self.members]
+        return self._batch_source.alterations(self.members, purpose)
 
     def count(self, step_batch: StepBatch, losses: Tensor) -> None:
         """Add samples and losses of one step to the sums of the round. `losses` [m] are the mean losses."""
@@ -215,10 +288,6 @@ class Stack:
         """Add losses to the sums of the round. `sums` [k] are each worker's losses, summed over samples."""
         self._loss_sum += sums
 
-    def mean_losses(self) -> Tensor:
-        """Return each worker's mean loss per sample, float64 [k], on the CPU."""
-        return self._loss_sum.cpu().double() / torch.from_numpy(self._samples)
-
     def _block(self, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> StepBatch:
         """Return the batches of m workers for several steps, beginning with step number `start`.
 
@@ -229,7 +298,7 @@ class Stack:
             sizes: number of samples in each batch, int64 [steps, m]; 0 if the worker has finished.
         """
         device = self._task.device
-        table = torch.from_numpy(np.stack([begins * (sizes > 0), sizes])).to(device)
+        table = to_device(torch.from_numpy(np.stack([begins * (sizes > 0), sizes])), device)
         place = torch.arange(self._task.schedule.batch_size, device=device)
         inside = place < table[1].unsqueeze(2)
         gathered = positions[table[0].unsqueeze(2) + place * inside]
