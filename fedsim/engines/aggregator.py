@@ -355,7 +355,7 @@ class Aggregator:
         if not byzantine or (all(attackers) and task.experiment.attack.component.needs_honest):
             return  # without honest rows, the Byzantine workers send their trained rows
         self._read_losses(context)
-        rows = self.gathered(context)
+        rows = self.gathered(context.slots)
         with group.at_first():
             if group.index == 0:
                 self._write_byzantine(context, attackers, rows)
@@ -417,7 +417,7 @@ class Aggregator:
         self._workers = len(context.slots) - len(bad)
         if rule.columnwise or (rule.by_parts and group.divided):
             return self._aggregate_columns(context, bad)
-        rows = self.gathered(context)
+        rows = self.gathered(context.slots)
         with group.at_first() as results:
             if group.index == 0:
                 inputs = screen(self._task, context, self._inputs(context, rows), bad)
@@ -562,10 +562,13 @@ class Aggregator:
             target = self._attack_state if name.startswith("attack.") else self._state
             target[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
 
-    def gathered(self, context: AggregationContext) -> Tensor:
-        """Return the updates of all workers as one tensor. In all processes but the first, the result is undefined."""
+    def gathered(self, slots: Sequence[int]) -> Tensor:
+        """Return the updates of all workers as one tensor. In all processes but the first, the result is undefined.
+
+        `slots` are positions of the workers in the cohort.
+        """
         if self._gathered is None:
-            slots = [*context.slots] if self.root_slot is None else [*context.slots, self.root_slot]
+            slots = [*slots] if self.root_slot is None else [*slots, self.root_slot]
             self._gathered = self._group.gather_rows(self._shared.cohort.rows, slots)
         return self._gathered
 

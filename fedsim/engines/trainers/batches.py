@@ -81,14 +81,14 @@ class WorkItems(Sequence[WorkItem]):
         return len(self.slots)
 
     def __iter__(self) -> Iterator[WorkItem]:
-        columns = self.slots, self.workers, self.rounds, self.steps, self.step, self.stacks
-        for *item, steps, step, stack in zip(*(column.tolist() for column in columns), strict=True):
-            yield WorkItem._make([*item, *((steps, None) if step < 0 else (None, step)), self.ends, stack])
+        return (self[number] for number in range(len(self)))
 
     def __getitem__(self, index: Any) -> Any:
         """Return the work item with a number, or the `WorkItems` of the items that a slice or array selects."""
         if isinstance(index, int):
-            return next(iter(self[[index]]))
+            columns = self.slots, self.workers, self.rounds, self.steps, self.step, self.stacks
+            *item, steps, step, stack = (int(column[index]) for column in columns)
+            return WorkItem._make([*item, *((steps, None) if step < 0 else (None, step)), self.ends, stack])
         return replace(self, **{name: array[index] for name, array in vars(self).items() if name != "ends"})
 
     @property

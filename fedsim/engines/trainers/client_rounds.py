@@ -54,7 +54,10 @@ class ClientRounds:
             buffers = shared.cohort.buffers[index]
             columns.write(buffers, shared.cohort.kept[PERSONAL_BUFFERS][index])
             shared.cohort.buffers[index] = buffers
-        return self._task.algorithm_at(members[0].round).start_round(rows, self._round_of(rows, index, members))
+        algorithm = self._task.algorithm_at(members[0].round)
+        if not algorithm.has("start_round"):
+            return algorithm.start(rows)
+        return algorithm.start_round(rows, self._round_of(rows, index, members))
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
         """End local training: store what the workers send and what they keep. The method may change `rows`.
@@ -70,8 +73,11 @@ class ClientRounds:
         columns = self._algorithm.personal_buffers
         if columns.width:
             self._shared.cohort.kept[PERSONAL_BUFFERS][index] = columns.of(self._shared.cohort.buffers[index])
+        algorithm = self._task.algorithm_at(members[0].round)
+        if not algorithm.has("finish"):
+            return
         worker = self._round_of(rows, index, members)
-        for name, message in self._task.algorithm_at(members[0].round).finish(rows, state, worker).items():
+        for name, message in algorithm.finish(rows, state, worker).items():
             self._shared.cohort.messages[name][index] = message.to(self._shared.cohort.messages[name].dtype)
             spoil(self._task, rows, message)
         for tensor in worker.kept.values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor
 
 from fedsim.core.rows import index_of
-from fedsim.engines.schedule import Schedule
 from fedsim.engines.task import RunTask
-from fedsim.engines.trainers.batches import SAMPLES_AT_ONCE, Alteration, BatchSource, Orders, WorkItems
+from fedsim.engines.trainers.batches import SAMPLES_AT_ONCE, Alteration, BatchSource, WorkItems
 from fedsim.engines.trainers.dropout import Dropout, FactorsAhead, layer_keys
 from fedsim.system.devices import to_device, wide_dtype
 
@@ -90,8 +88,8 @@ class Stacks(Sequence["Stack"]):
         ends = np.searchsorted(numbers, np.arange(numbers[-1] + 1) if len(work) else [], side="right").tolist()
         parts = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
         self._stacks = [
-            Stack(work[part], task, batch_source, orders, self._loss_sums[part], self._samples[part])
-            for part, orders in zip(parts, _drawn_together(work, parts, batch_source, task.schedule), strict=True)
+            Stack(work[part], task, batch_source, table, self._loss_sums[part], self._samples[part])
+            for part, table in zip(parts, _tables(work, parts, task, batch_source), strict=True)
         ]
 
     def __len__(self) -> int:
@@ -105,41 +103,90 @@ class Stacks(Sequence["Stack"]):
         train_loss[self._slots] = self._loss_sums.cpu().double() / torch.from_numpy(self._samples)
 
 
-Drawn = Callable[[], Orders]  # returns the orders of all epochs of a stack
+Table = Callable[[], StepBatch]  # returns the batches of all steps of a stack
 
 
-def _drawn_together(
-    work: WorkItems, parts: Sequence[slice], source: BatchSource, schedule: Schedule
-) -> Iterator[Drawn | None]:
-    """Yield a function for each stack that returns the orders of all its epochs, or None if there are too many samples.
+def _tables(work: WorkItems, parts: Sequence[slice], task: RunTask, source: BatchSource) -> Iterator[Table | None]:
+    """Yield a function for each stack that returns the batches of all its steps, or None if there are too many samples.
 
-    The samples of consecutive stacks are shuffled together, when the first of these stacks needs them.
+    The batches of consecutive stacks are computed together, when the first of these stacks needs them.
 
     Args:
         work: workers of all stacks.
         parts: part of `work` that each stack consists of.
+        task: run to compute.
         source: source of the workers' batches.
-        schedule: how much the workers train.
     """
+    schedule, begin = task.schedule, 0
     epochs = -(-work.steps // schedule.batches_per_epoch(work.sizes))
-    samples = epochs * work.sizes.astype(np.float64)  # does not overflow
-    costs = [samples[part].sum() if (work.step[part] < 0).all() else math.inf for part in parts]
-    begin = 0
+    samples = np.maximum(work.steps * float(schedule.batch_size), epochs * work.sizes.astype(float))  # cannot overflow
+    most, ends = [samples[part].max() for part in parts], np.array([part.stop for part in parts])
     while begin < len(parts):
-        count = int((np.cumsum(costs[begin:]) <= SAMPLES_AT_ONCE).sum())
-        if not count:
-            yield None
-        else:
-            whole = slice(parts[begin].start, parts[begin + count - 1].stop)
-            orders = lru_cache(1)(partial(source.orders, work[whole], np.zeros_like(epochs[whole]), epochs[whole]))
+        start = parts[begin].start
+        count = int((np.maximum.accumulate(most[begin:]) * (ends[begin:] - start) <= SAMPLES_AT_ONCE).sum())
+        if count:
+            together = lru_cache(1)(partial(_table, work[start : int(ends[begin + count - 1])], task, source))
             for part in parts[begin : begin + count]:
-                yield partial(_part_of, orders, slice(part.start - whole.start, part.stop - whole.start))
+                index = slice(0, int(work.steps[part.start])), slice(part.start - start, part.stop - start)
+                yield partial(_part_of_table, together, index)
+        else:
+            yield None
         begin += max(1, count)
 
 
-def _part_of(orders: Drawn, part: slice) -> Orders:
-    positions, begins, lengths = orders()
-    return Orders(positions, begins[part], lengths[part])
+def _table(work: WorkItems, task: RunTask, source: BatchSource) -> StepBatch:
+    [whole] = blocks_of_rounds(work, task, source, int(work.steps.max()))
+    return whole
+
+
+def _part_of_table(table: Table, index: tuple[slice, slice]) -> StepBatch:
+    return table().part(index, 0, range(index[1].stop - index[1].start))
+
+
+def blocks_of_rounds(work: WorkItems, task: RunTask, source: BatchSource, at_a_time: int) -> Iterator[StepBatch]:
+    """Yield the batches of all steps, in blocks of at most `at_a_time` steps.
+
+    Args:
+        work: workers, by descending number of steps if there is more than one block.
+        task: run to compute.
+        source: source of the workers' batches.
+        at_a_time: maximum number of steps per block.
+    """
+    schedule, steps, first = task.schedule, work.steps, work.first
+    samples = schedule.samples_per_epoch(work.sizes)
+    batches = schedule.batches_of_all(samples)  # per epoch
+    longest, most = int(batches.max()), int(steps.max())
+    span = at_a_time * -(-longest * max(1, SAMPLES_AT_ONCE // int(work.sizes.sum())) // at_a_time)
+    for start in range(0, most, span):
+        k = int((steps > start).sum())  # the workers that have not finished come first
+        stop = np.minimum(steps, start + span)[:k]
+        from_epoch = (first[:k] + start) // batches[:k]
+        orders = source.orders(work[:k], from_epoch, -(-(first[:k] + stop) // batches[:k]))
+        for some in range(start, int(stop.max()), at_a_time):
+            step = np.arange(some, min(some + at_a_time, int(stop.max())))[:, None]
+            epoch, batch = np.divmod(first[:k] + step, batches[:k])
+            before = batch * schedule.batch_size
+            sizes = np.minimum(schedule.batch_size, samples[:k] - before) * (step < steps[:k])
+            begins = orders.begins + (epoch - from_epoch) * orders.lengths + before
+            yield block_of(task, some, orders.positions, begins, sizes)
+
+
+def block_of(task: RunTask, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> StepBatch:
+    """Return the batches of m workers for several steps, beginning with step number `start`.
+
+    Args:
+        task: run to compute.
+        start: number of the first step.
+        positions: indices of samples in the data set, int64 [n], on the device.
+        begins: for each batch, the index into `positions` where its samples begin, int64 [steps, m].
+        sizes: number of samples in each batch, int64 [steps, m]; 0 if the worker has finished.
+    """
+    table = to_device(torch.from_numpy(np.stack([begins * (sizes > 0), sizes])), task.device)
+    place = torch.arange(task.schedule.batch_size, device=task.device)
+    inside = place < table[1].unsqueeze(2)
+    gathered = positions[table[0].unsqueeze(2) + place * inside]
+    weights = inside.to(task.dtype) / table[1].clamp(min=1).unsqueeze(2)
+    return StepBatch(start, range(sizes.shape[1]), sizes, table[1].to(wide_dtype(task.device)), gathered, weights)
 
 
 class Stack:
@@ -157,12 +204,12 @@ class Stack:
         members: WorkItems,
         task: RunTask,
         batch_source: BatchSource,
-        orders: Drawn | None,
+        table: Table | None,
         loss_sum: Tensor,
         samples: np.ndarray,
     ) -> None:
         self.members, self.steps = members, members.steps
-        self._task, self._batch_source, self._orders = task, batch_source, orders
+        self._task, self._batch_source, self._table = task, batch_source, table
         self.slots, self.index = torch.from_numpy(members.slots), index_of(members.slots, task.device)
         self._loss_sum, self._samples = loss_sum, samples
         self._by_step = bool((members.step >= 0).all())
@@ -188,32 +235,12 @@ class Stack:
         if self._by_step:
             batches = [next(iterator) for iterator in self._iterators]
             sizes = np.array([len(batch) for batch in batches])
-            return iter([self._block(0, torch.cat(batches), (sizes.cumsum() - sizes)[None], sizes[None])])
-        return self._blocks_of_rounds(at_a_time)
-
-    def _blocks_of_rounds(self, at_a_time: int) -> Iterator[StepBatch]:
-        """Yield the batches of all steps, in blocks of at most `at_a_time` steps, for workers that train a round."""
-        schedule, steps, first = self._task.schedule, self.steps, self.members.first
-        samples = schedule.samples_per_epoch(self.members.sizes)
-        batches = schedule.batches_of_all(samples)  # per epoch
-        drawn, self._orders = self._orders, None  # is freed after the last stack that uses it
-        span, longest = int(steps[0]), int(batches.max())
-        if drawn is None:
-            span = longest * max(1, SAMPLES_AT_ONCE // int(self.members.sizes.sum()))
-            span = at_a_time * -(-span // at_a_time)
-        for start in range(0, int(steps[0]), span):
-            k = int((steps > start).sum())  # the members that have not finished come first
-            stop = np.minimum(steps, start + span)[:k]
-            from_epoch = (first[:k] + start) // batches[:k]
-            to_epoch = -(-(first[:k] + stop) // batches[:k])
-            orders = drawn() if drawn else self._batch_source.orders(self.members[:k], from_epoch, to_epoch)
-            for some in range(start, int(stop[0]), at_a_time):
-                step = np.arange(some, min(some + at_a_time, int(stop[0])))[:, None]
-                epoch, batch = np.divmod(first[:k] + step, batches[:k])
-                before = batch * schedule.batch_size
-                sizes = np.minimum(schedule.batch_size, samples[:k] - before) * (step < steps[:k])
-                begins = orders.begins[:k] + (epoch - from_epoch) * orders.lengths[:k] + before
-                yield self._block(some, orders.positions, begins, sizes)
+            return iter([block_of(self._task, 0, torch.cat(batches), (sizes.cumsum() - sizes)[None], sizes[None])])
+        if self._table is None:
+            return blocks_of_rounds(self.members, self._task, self._batch_source, at_a_time)
+        whole, self._table = self._table(), None  # is freed after the last stack that uses it
+        starts = range(0, len(whole.sizes), at_a_time)
+        return (whole.part(slice(start, start + at_a_time), start, whole.members) for start in starts)
 
     def full_pass(self) -> Iterator[StepBatch]:
         """Yield batches that contain each training sample of each worker exactly once, in the order of the dataset."""
@@ -222,7 +249,7 @@ class Stack:
         for start in range(0, -(-int(samples.max()) // size), STEPS_AT_A_TIME):
             begin = np.arange(start, start + STEPS_AT_A_TIME)[:, None] * size
             sizes = np.clip(samples - begin, 0, size)
-            block = self._block(start, positions, starts + begin, sizes)
+            block = block_of(self._task, start, positions, starts + begin, sizes)
             for step in range(int((sizes.max(1) > 0).sum())):
                 some = np.flatnonzero(sizes[step]).tolist()
                 yield block.part((step, some), start + step, range(len(some)) if some[-1] < len(some) else some)
@@ -240,8 +267,9 @@ class Stack:
             after: whether to return masks for additional steps, after the last step of each worker's round.
         """
         task, first_steps = self._task, self.steps if after else self.members.first
-        on_host = np.stack([self.layer_keys, first_steps]) if dropouts else np.zeros((2, 0), dtype=np.int64)
-        keys, first = to_device(torch.from_numpy(on_host), task.device)
+        if not dropouts:
+            return FactorsAhead(torch.zeros(0), 0, 0, (), task.dtype)
+        keys, first = to_device(torch.from_numpy(np.stack([self.layer_keys, first_steps])), task.device)
         return FactorsAhead(keys, int(self.steps[0]), task.schedule.batch_size, dropouts, task.dtype, first_step=first)
 
     def alter(
@@ -287,20 +315,3 @@ class Stack:
     def add_losses(self, sums: Tensor) -> None:
         """Add losses to the sums of the round. `sums` [k] are each worker's losses, summed over samples."""
         self._loss_sum += sums
-
-    def _block(self, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> StepBatch:
-        """Return the batches of m workers for several steps, beginning with step number `start`.
-
-        Args:
-            start: number of the first step.
-            positions: indices of samples in the data set, int64 [n], on the device.
-            begins: for each batch, the index into `positions` where its samples begin, int64 [steps, m].
-            sizes: number of samples in each batch, int64 [steps, m]; 0 if the worker has finished.
-        """
-        device = self._task.device
-        table = to_device(torch.from_numpy(np.stack([begins * (sizes > 0), sizes])), device)
-        place = torch.arange(self._task.schedule.batch_size, device=device)
-        inside = place < table[1].unsqueeze(2)
-        gathered = positions[table[0].unsqueeze(2) + place * inside]
-        weights = inside.to(self._task.dtype) / table[1].clamp(min=1).unsqueeze(2)
-        return StepBatch(start, range(sizes.shape[1]), sizes, table[1].to(self._loss_sum.dtype), gathered, weights)

@@ -51,7 +51,7 @@ class StackTrainer:
         self._process, self._task, self._shared, self._batch_source = process, task, shared, batch_source
         self.width, self._probe = width, probe
         self._module = StackedModule(task.new_module, task.objective, merged=probe.merged)
-        self._step = StackStep(task, self._module)
+        self._step, self._has_buffers = StackStep(task, self._module), bool(shared.server.buffers.numel())
         refusal = "cuda_graphs = false" if task.experiment.cuda_graphs is False else unsafe(task, probe)
         self._client_rounds = ClientRounds(task, shared, batch_source)
         usual = self._usual_sizes()
@@ -224,9 +224,11 @@ class StackTrainer:
         return self._room[: len(stack)].copy_(self._shared.cohort.rows[stack.index])
 
     def _buffers(self, stack: Stack) -> list[Tensor]:
-        return self._module.unpack_buffers(self._shared.cohort.buffers[stack.index])
+        return self._module.unpack_buffers(self._shared.cohort.buffers[stack.index]) if self._has_buffers else []
 
     def _give_buffers(self, stack: Stack, state: StackState) -> None:
+        if not self._has_buffers:
+            return
         rows = torch.empty_like(self._shared.cohort.buffers[: len(stack)])
         self._shared.cohort.buffers[stack.index] = self._module.pack_buffers(state.buffers, rows)
 
