@@ -234,7 +234,7 @@ def new_mailbox(count: int) -> Tensor:
 
 def in_turn(stacks: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of all `stacks`, one stack after another, and the position in `stacks` of each number."""
-    numbers = np.repeat(np.arange(len(stacks)), [len(stack) for stack in stacks])
+    numbers = np.repeat(np.arange(len(stacks)), np.array([len(stack) for stack in stacks], dtype=np.int64))
     return np.array([place for stack in stacks for place in stack], dtype=np.int64), numbers
 
 

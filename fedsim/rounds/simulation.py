@@ -29,7 +29,7 @@ from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import WorkItems
 from fedsim.engines.worker_evaluation import Tested, WorkerResults, WorkerTests
 from fedsim.engines.worker_states import WorkerStates
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, FedsimError, show
 from fedsim.processing import apply_chain
 from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.rounds.participants import ReportCheck, cohorts_of
@@ -72,6 +72,7 @@ class Simulation(Executor):
         self.worker_tests = WorkerTests(task, shared, self.module, self.gradient, self.batch_source)
         self.check_reports = ReportCheck(experiment)
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
+        self.prepared: tuple[int, Cohort, tuple[WorkItems, WorkItems]] | None = None  # the next round and its workers
 
     def run_round(self, round: int) -> Round | None:
         """Run one round, counted from 1. Return (record of the round, test results of individual workers).
@@ -82,14 +83,13 @@ class Simulation(Executor):
         task, shared, group = self.task, self.shared, self.group
         self.timer = PhaseTimer()
         with self.phase("pull_down"):
-            now = self.clock.now if self.clock else None
-            drawn = self.draw(round, now, partial(self.global_losses, round=round))
+            drawn, works = self.cohort_of(round)
             cohort = drawn.workers
             self.agree_on(drawn, round)
             if not cohort:
                 return self.skip_round(round, drawn)
             self.check_reports(round, drawn)
-            work, mine = self.work_of(cohort, round)
+            work, mine = works
             whole = self.context(cohort, work)
             self.pull_down(cohort, mine, round)
         if task.sync_in(round) == "parameters":
@@ -308,7 +308,7 @@ class Simulation(Executor):
                 model = shared.cohort.rows[member.slot], shared.cohort.buffers[member.slot]
                 shared.cohort.losses[member.slot] = self.worker_tests.training_loss(*model, member.worker, round)
         with self.in_precision():
-            self.trainer.train(mine)
+            self.trainer.train(mine, partial(self.prepare, round + 1))
         self.aggregator.begin(round, mine.slots)
 
     def process_updates(
@@ -484,6 +484,29 @@ class Simulation(Executor):
             with self.process.working_on(workers[place], round):
                 losses[place] = self.worker_tests.training_loss(row, buffers, workers[place], round)
         return np.sum(self.group.gather(losses.numpy()), axis=0)  # each loss is 0 in all processes but one
+
+    def prepare(self, round: int) -> None:
+        """Choose the workers of the next round, and draw their batches, while a GPU still computes this round.
+
+        Does nothing if the choice may depend on the results of this round, which are not known yet.
+        """
+        task, in_time = self.task, round <= self.task.experiment.rounds
+        # Only a random choice, as privacy accounting assumes it, is known to be independent of the results.
+        independent = hasattr(task.experiment.sampling.registration.target, "amplifies")
+        if task.device.type == "cpu" or self.group.divided or not in_time or not independent:
+            return
+        with contextlib.suppress(FedsimError):  # errors belong to the next round, which meets them again
+            self.prepared = round, *self.cohort_of(round)
+            if task.sync_in(round) == "parameters":
+                self.trainer.announce(self.prepared[2][1])
+
+    def cohort_of(self, round: int) -> tuple[Cohort, tuple[WorkItems, WorkItems]]:
+        """Return the workers of a round, and their work (see `work_of`)."""
+        if self.prepared is not None and self.prepared[0] == round:
+            return self.prepared[1:]
+        now = self.clock.now if self.clock else None
+        drawn = self.draw(round, now, partial(self.global_losses, round=round))
+        return drawn, self.work_of(drawn.workers, round)
 
     def work_of(self, cohort: Sequence[int], round: int) -> tuple[WorkItems, WorkItems]:
         """Return the work of the whole cohort, and the part that this process trains.

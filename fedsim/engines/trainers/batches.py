@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,15 +81,21 @@ class WorkItems(Sequence[WorkItem]):
         return len(self.slots)
 
     def __iter__(self) -> Iterator[WorkItem]:
-        return (self[number] for number in range(len(self)))
+        return starmap(self._item, zip(*(column.tolist() for column in self._columns), strict=True))
 
     def __getitem__(self, index: Any) -> Any:
         """Return the work item with a number, or the `WorkItems` of the items that a slice or array selects."""
         if isinstance(index, int):
-            columns = self.slots, self.workers, self.rounds, self.steps, self.step, self.stacks
-            *item, steps, step, stack = (int(column[index]) for column in columns)
-            return WorkItem._make([*item, *((steps, None) if step < 0 else (None, step)), self.ends, stack])
+            return self._item(*(int(column[index]) for column in self._columns))
         return replace(self, **{name: array[index] for name, array in vars(self).items() if name != "ends"})
+
+    @property
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        return self.slots, self.workers, self.rounds, self.steps, self.step, self.stacks
+
+    def _item(self, slot: int, worker: int, round: int, steps: int, step: int, stack: int) -> WorkItem:
+        amount = (steps, None) if step < 0 else (None, step)
+        return WorkItem(slot, worker, round, *amount, self.ends, stack)
 
     @property
     def first(self) -> np.ndarray:

@@ -5,7 +5,7 @@ At the start, the worker loads its state and the server's message. At the end, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -33,6 +33,9 @@ class FactsWhenRead(Sequence[WorkerFacts]):
 
     def __getitem__(self, number: Any) -> Any:
         return self._facts()[number]
+
+    def __iter__(self) -> Iterator[WorkerFacts]:
+        return iter(self._facts())
 
 
 class ClientRounds:

@@ -78,9 +78,13 @@ class Stacks(Sequence["Stack"]):
         work: the workers. Workers of the same stack follow one another.
         task: run to compute.
         batch_source: source of the workers' batches.
+
+    Attributes:
+        of: the argument `work`.
     """
 
     def __init__(self, work: WorkItems, task: RunTask, batch_source: BatchSource) -> None:
+        self.of = work
         numbers = np.concatenate([[0], (np.diff(work.stacks) != 0).cumsum()])[: len(work)]  # in order of appearance
         work = work[np.lexsort((-work.steps, numbers))]
         self._slots, self._samples = torch.from_numpy(work.slots), np.zeros(len(work), dtype=np.int64)
@@ -225,6 +229,11 @@ class Stack:
         if isinstance(self.index, Tensor):
             return self.index[step_batch.places]
         return index_of(self.members.slots[step_batch.places], self._task.device)
+
+    def draw(self) -> None:
+        """Draw the batches of all steps now, unless they have too many samples."""
+        if self._table is not None:
+            self._table()
 
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield the batches of one step after another, for the workers that have not finished."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.cuda_graphs import CapturedSteps, CUDAGraphCache, sizes_of_stacks, unsafe
 from fedsim.engines.trainers.dropout import FactorsAhead
 from fedsim.engines.trainers.sample_gradients import Moment
+from fedsim.engines.trainers.sequential import do_nothing
 from fedsim.engines.trainers.stack import Stack, Stacks, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, move_rows
 from fedsim.system.devices import to_device, total_memory_of
@@ -60,12 +61,19 @@ class StackTrainer:
         self.replays = CUDAGraphCache(steps, refusal=refusal, warns=process.index == 0)
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._gradient_states: list[StackedGradientState] = []
+        self._announced: Stacks | None = None
 
-    def train(self, members: Sequence[WorkItem]) -> None:
-        stacks = self._stacks(members)
+    def announce(self, members: Sequence[WorkItem]) -> None:
+        self._announced = self._stacks(members)
+        for stack in self._announced[:1]:  # the batches of all stacks may not fit into memory at a time
+            stack.draw()
+
+    def train(self, members: Sequence[WorkItem], meanwhile: Callable[[], None] = do_nothing) -> None:
+        stacks, self._announced = self._stacks(members), None
         for stack in stacks:
             with self._process.working_on_several(stack.members.round):
                 self._train(stack)
+        meanwhile()
         stacks.write_losses(self._shared.cohort.train_loss)  # last, because reading values waits for the device
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
@@ -120,6 +128,8 @@ class StackTrainer:
         self._gradient_states = []
 
     def _stacks(self, members: Sequence[WorkItem]) -> Stacks:
+        if self._announced is not None and self._announced.of is members:
+            return self._announced
         work = self._batch_source.work(members)
         self._batch_source.announce(work)
         return Stacks(work, self._task, self._batch_source)
