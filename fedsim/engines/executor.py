@@ -95,14 +95,18 @@ class Executor:
         workers may be in different rounds.
         """
         index, count, width = self.group.index, self.group.count, self.trainer.width
-        work = self.batch_source.work(members)
         # Single steps of a worker stay in one process, which keeps the order of its samples.
-        by_step, rounds = work[work.step >= 0], work[work.step < 0]
-        by_step = by_step[np.argsort(by_step.slots, kind="stable")]
-        by_step = replace(by_step, stacks=by_step.slots // (width or 1))
-        assigned = self.group.assign(np.arange(len(rounds)), rounds.steps, width)
-        mine = replace(rounds[assigned.places], stacks=assigned.stacks)
-        self.train([*mine, *by_step[by_step.stacks % count == index]])
+        by_step = [
+            member._replace(stack=member.slot // (width or 1))
+            for member in sorted(members, key=lambda member: member.slot)
+            if member.step is not None
+        ]
+        mine = [member for member in by_step if member.stack % count == index]
+        if len(by_step) < len(members):
+            rounds = self.batch_source.work([member for member in members if member.step is None])
+            assigned = self.group.assign(np.arange(len(rounds)), rounds.steps, width)
+            mine = [*replace(rounds[assigned.places], stacks=assigned.stacks), *mine]
+        self.train(mine)
 
     def require_finite(self, round: int) -> None:
         """Raise DivergedError if the global model contains NaN or infinity after `round`."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,7 +138,7 @@ class GradientRoundStats:
     """
 
     def __init__(self, workers: int) -> None:
-        self._shares = [0.0] * workers
+        self._shares = np.zeros(workers)
         self._excluded: set[int] = set()
         self._steps = self._with_shares = 0
         self._metrics = MetricLog()
@@ -155,11 +156,10 @@ class GradientRoundStats:
         self._metrics.extend(stats.metrics)
         if stats.shares is not None:
             self._with_shares += 1
-            for slot, share in zip(context.slots, stats.shares, strict=True):
-                self._shares[slot] += share
+            self._shares[context.slots] += stats.shares
 
     def total(self) -> AggregationStats:
         """Return the statistics of all steps of the round."""
         linear = self._with_shares == self._steps > 0
-        shares = [share / self._steps for share in self._shares] if linear else None
+        shares = (self._shares / self._steps).tolist() if linear else None
         return AggregationStats(shares, sorted(self._excluded), self._metrics, self.sent).on_host()

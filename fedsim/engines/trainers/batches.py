@@ -94,8 +94,8 @@ class WorkItems(Sequence[WorkItem]):
         return self.slots, self.workers, self.rounds, self.steps, self.step, self.stacks
 
     def _item(self, slot: int, worker: int, round: int, steps: int, step: int, stack: int) -> WorkItem:
-        amount = (steps, None) if step < 0 else (None, step)
-        return WorkItem(slot, worker, round, *amount, self.ends, stack)
+        by_step = step >= 0
+        return WorkItem(slot, worker, round, None if by_step else steps, step if by_step else None, self.ends, stack)
 
     @property
     def first(self) -> np.ndarray:
@@ -155,7 +155,7 @@ class BatchSource:
         rule = task.experiment.rule
         self.root = len(shared.data.shards) if rule.accepts("root") else None
         self._iterators: dict[int, RoundIterator] = {}  # by worker, for workers that train step by step
-        self._coming = self.work([])  # announced workers whose samples are not shuffled yet
+        self._coming: Sequence[WorkItem] = []  # announced workers whose samples are not shuffled yet
         self._drawn: dict[tuple[int, int], list[Tensor]] = {}  # the first epochs, by worker and round
         self._shards = self._shards_on_host = torch.zeros(0, dtype=torch.int64)
 
@@ -247,9 +247,9 @@ class BatchSource:
         if (worker, round) not in self._drawn:
             self._draw_coming()
         orders, epoch = self._drawn.pop((worker, round), []), 0
-        work = self.work([WorkItem(0, worker, round)])
         while True:
             if not orders:
+                work = self.work([WorkItem(0, worker, round)])
                 end = min(2 * epoch, epoch + EPOCHS_AT_ONCE, int(self.epochs_of(work)[0]))
                 orders = self._by_epoch(work, np.array([epoch]), np.array([max(end, epoch + 1)]))[0]
             yield from orders
@@ -257,14 +257,17 @@ class BatchSource:
 
     def announce(self, members: Sequence[WorkItem]) -> None:
         """Announce which workers are trained next, so that the samples of all of them can be shuffled at once."""
-        work = self.work(members)
-        self._coming, self._drawn = work[work.step <= 0], {}
+        self._coming, self._drawn = members, {}
 
     def _draw_coming(self) -> None:
         """Shuffle the first epochs of as many announced workers as may be shuffled at once."""
-        epochs = np.minimum(EPOCHS_AT_ONCE, self.epochs_of(self._coming))
-        count = int(((epochs * self._coming.sizes).cumsum() <= SAMPLES_AT_ONCE).sum())
-        work, self._coming = self._coming[:count], self._coming[count:]
+        if not self._coming:
+            return
+        coming = self.work(self._coming)
+        coming = coming[coming.step <= 0]
+        epochs = np.minimum(EPOCHS_AT_ONCE, self.epochs_of(coming))
+        count = int(((epochs * coming.sizes).cumsum() <= SAMPLES_AT_ONCE).sum())
+        work, self._coming = coming[:count], coming[count:]
         if count:
             orders = self._by_epoch(work, np.zeros(count, dtype=np.int64), epochs[:count])
             self._drawn |= zip(zip(work.workers.tolist(), work.rounds.tolist(), strict=True), orders, strict=True)
