@@ -174,11 +174,8 @@ class Pipeline:
         In an average, these are the rows with the same weight. For other linear rules, each row is a group. `weights`
         are the weights of the rows, [n]; None for equal weights.
         """
-        if (
-            self.pre
-            or self.rule.name not in ("mean", "weighted_mean")
-            or (weights is not None and weights.device.type != "cpu")
-        ):
+        on_host = weights is None or weights.device.type == "cpu"
+        if self.pre or self.rule.name not in ("mean", "weighted_mean") or not on_host:
             return torch.arange(n), torch.arange(n)
         values = np.zeros(n) if weights is None else weights.numpy()
         _, first, group = np.unique(values, return_index=True, return_inverse=True)

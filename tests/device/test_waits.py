@@ -63,7 +63,8 @@ def test_waits_and_copies_of_a_round_do_not_grow_with_the_workers(case):
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("sampling", ["uniform", "fixed"])
-def test_a_gpu_computes_a_round_while_the_batches_of_the_next_round_are_drawn(device, sampling, monkeypatch):
+@pytest.mark.parametrize("partition", ["contiguous", {"name": "virtual", "samples": 4}])
+def test_a_gpu_computes_a_round_while_the_batches_of_the_next_round_are_drawn(device, sampling, partition, monkeypatch):
     """Each round's batches are drawn once. On a CPU, and if the cohort may depend on results, they are not drawn early.
 
     Only the choice of the workers at random is known to be independent of the results.
@@ -82,7 +83,7 @@ def test_a_gpu_computes_a_round_while_the_batches_of_the_next_round_are_drawn(de
     monkeypatch.setattr(Stacks, "write_losses", noting("write_losses"))
     chosen = {"name": "fixed", "workers": [0, 1, 2, 3]} if sampling == "fixed" else sampling
     with pretend_gpu() as gpu, gpu.counting() as counts:
-        fedsim.run(tables(FEW, device=device, sampling=chosen))
+        fedsim.run(tables(FEW, device=device, sampling=chosen, partition=partition))
     one_after_another = ["orders", "write_losses"] * 3
     early = ["orders", "orders", "write_losses", "orders", "write_losses", "write_losses"]
     is_early = device == "cuda" and sampling == "uniform"

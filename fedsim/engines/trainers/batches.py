@@ -174,12 +174,13 @@ class BatchSource:
         """Return the work items as one `WorkItems`."""
         if isinstance(members, WorkItems):
             return members
-        slots, workers, rounds, steps, step, ends, stacks = zip(*members, strict=True) if members else [()] * 7
-        work = self.rounds_of(*(np.array(numbers, dtype=np.int64) for numbers in (slots, workers, rounds, stacks)))
-        number = np.array([-1 if only is None else only for only in step], dtype=np.int64)
-        scheduled = zip(steps, work.steps.tolist(), strict=True)
-        count = np.array([default if steps is None else steps for steps, default in scheduled], dtype=np.int64)
-        return replace(work, steps=np.where(number < 0, count, 1), step=number, ends=all(ends))
+        items = [
+            (item.slot, item.worker, item.round, item.stack, *(-1 if n is None else n for n in (item.steps, item.step)))
+            for item in members
+        ]
+        *columns, steps, step = np.array(items, dtype=np.int64).reshape(-1, 6).T
+        work, ends = self.rounds_of(*columns), all(item.ends for item in members)
+        return replace(work, steps=np.where(step >= 0, 1, np.where(steps < 0, work.steps, steps)), step=step, ends=ends)
 
     def rounds_of(self, slots: np.ndarray, workers: np.ndarray, rounds: np.ndarray, stacks: np.ndarray) -> WorkItems:
         """Return the `WorkItems` of workers that train all steps of their rounds."""
@@ -273,9 +274,8 @@ class BatchSource:
             self._drawn |= zip(zip(work.workers.tolist(), work.rounds.tolist(), strict=True), orders, strict=True)
 
     def epochs_of(self, work: WorkItems) -> np.ndarray:
-        """Return how many epochs each worker begins in its round, including an unfinished last epoch, int64 [n]."""
-        steps = self._task.schedule.of(work.workers, work.rounds).steps_for(work.sizes)
-        return -(-steps // self._task.schedule.batches_per_epoch(work.sizes))
+        """Return how many epochs each worker begins, including an unfinished last epoch, int64 [n]."""
+        return -(-work.steps // self._task.schedule.batches_per_epoch(work.sizes))
 
     def _by_epoch(self, work: WorkItems, begin: np.ndarray, end: np.ndarray) -> list[list[Tensor]]:
         """Return what `orders` returns, as a list of one tensor per epoch for each worker."""
@@ -302,12 +302,12 @@ class BatchSource:
     def shards_of(self, workers: np.ndarray) -> tuple[Tensor, np.ndarray]:
         """Return one tensor of sample indices, and the position in this tensor where each worker's indices begin."""
         is_root = np.zeros(len(workers), dtype=bool) if self.root is None else workers == self.root
-        root = self._shared.data.root.to(self._task.device)
+        root = to_device(self._shared.data.root, self._task.device)
         if is_root.all():
             return root, np.zeros(len(workers), dtype=np.int64)
         positions, begins = self._shared.data.shards.together(workers[~is_root])
         if positions is not self._shards_on_host:
-            self._shards_on_host, self._shards = positions, positions.to(self._task.device)
+            self._shards_on_host, self._shards = positions, to_device(positions, self._task.device)
         if not is_root.any():
             return self._shards, begins
         starts = np.full(len(workers), len(self._shards))

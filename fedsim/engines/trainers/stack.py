@@ -121,9 +121,9 @@ def _tables(work: WorkItems, parts: Sequence[slice], task: RunTask, source: Batc
         task: run to compute.
         source: source of the workers' batches.
     """
-    schedule, begin = task.schedule, 0
-    epochs = -(-work.steps // schedule.batches_per_epoch(work.sizes))
-    samples = np.maximum(work.steps * float(schedule.batch_size), epochs * work.sizes.astype(float))  # cannot overflow
+    begin = 0
+    drawn = source.epochs_of(work) * work.sizes.astype(float)
+    samples = np.maximum(work.steps * float(task.schedule.batch_size), drawn)  # cannot overflow
     most, ends = [samples[part].max() for part in parts], np.array([part.stop for part in parts])
     while begin < len(parts):
         start = parts[begin].start
