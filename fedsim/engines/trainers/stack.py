@@ -16,6 +16,7 @@ from fedsim.engines.trainers.batches import SAMPLES_AT_ONCE, Alteration, BatchSo
 from fedsim.engines.trainers.dropout import Dropout, FactorsAhead, layer_keys
 from fedsim.system.devices import to_device, wide_dtype
 
+SAMPLES_AT_ONCE_ON_GPU = 2**20  # maximum number of samples in a table of batches on a GPU: 12 MB
 STEPS_AT_A_TIME = 256  # number of steps whose sample positions are copied to the device at once
 
 
@@ -121,13 +122,13 @@ def _tables(work: WorkItems, parts: Sequence[slice], task: RunTask, source: Batc
         task: run to compute.
         source: source of the workers' batches.
     """
-    begin = 0
+    begin, limit = 0, SAMPLES_AT_ONCE if task.device.type == "cpu" else SAMPLES_AT_ONCE_ON_GPU
     drawn = source.epochs_of(work) * work.sizes.astype(float)
     samples = np.maximum(work.steps * float(task.schedule.batch_size), drawn)  # cannot overflow
     most, ends = [samples[part].max() for part in parts], np.array([part.stop for part in parts])
     while begin < len(parts):
         start = parts[begin].start
-        count = int((np.maximum.accumulate(most[begin:]) * (ends[begin:] - start) <= SAMPLES_AT_ONCE).sum())
+        count = int((np.maximum.accumulate(most[begin:]) * (ends[begin:] - start) <= limit).sum())
         if count:
             together = lru_cache(1)(partial(_table, work[start : int(ends[begin + count - 1])], task, source))
             for part in parts[begin : begin + count]:
