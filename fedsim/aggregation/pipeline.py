@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -190,9 +191,25 @@ class Pipeline:
     def _linear_shares(self, rows: LazyRows, inputs: AggregationInputs) -> Tensor | None:
         if not self.rule.linear:
             return None
-        units = torch.eye(len(rows), dtype=torch.double)
+        first, group = self._equal_rows(len(rows), inputs.weights)
+        units = torch.zeros(len(rows), len(first), dtype=torch.double)
+        units[first, torch.arange(len(first))] = 1
         shares = self.rule(inputs.values_of_columns(rows, units, self.rule), inputs.f_for(self.rule))
-        return rows.shares(LinearCombination(check_result(shares, self.rule, units, units.shape[1:]).double()))
+        shares = check_result(shares, self.rule, units, units.shape[1:])
+        return rows.shares(LinearCombination(shares.double()[group]))
+
+    def _equal_rows(self, n: int, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return groups of rows with the same coefficient: the first row of each group, and the group of each row [n].
+
+        In an average, these are the rows with the same weight. For other linear rules, each row is a group. `weights`
+        are the weights of the rows, [n]; None for equal weights.
+        """
+        on_host = weights is None or weights.device.type == "cpu"
+        if self.pre or self.rule.name not in ("mean", "weighted_mean") or not on_host:
+            return torch.arange(n), torch.arange(n)
+        values = np.zeros(n) if weights is None else weights.numpy()
+        _, first, group = np.unique(values, return_index=True, return_inverse=True)
+        return torch.from_numpy(first), torch.from_numpy(group)
 
     def dry_run(
         self,

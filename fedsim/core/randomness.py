@@ -51,6 +51,14 @@ def draw_key(seed: int, purpose: str, *coordinates: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def draw_keys(seed: int, purpose: str, rounds: np.ndarray, workers: np.ndarray) -> np.ndarray:
+    """Return `draw_key(seed, purpose, round, worker)` for each of n pairs of round and worker, int64 [n]."""
+    pairs = zip(rounds.tolist(), workers.tolist(), strict=True)
+    texts = [f"{seed}/{purpose}/{round}/{worker}".encode() for round, worker in pairs]
+    digests = b"".join([hashlib.blake2b(text, digest_size=8).digest() for text in texts])
+    return (np.frombuffer(digests, dtype="<u8") >> np.uint64(1)).astype(np.int64)
+
+
 def numpy_generator(seed: int, purpose: str, *coordinates: int) -> np.random.Generator:
     """Return a new NumPy generator that is seeded with all arguments (see `draw_key`)."""
     return np.random.default_rng(draw_key(seed, purpose, *coordinates))

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedsim.errors import DivergedError
+from fedsim.system.devices import to_device
 
 ALIGNMENT = 64  # bytes; rows start on a cache line, so results do not depend on the position in the matrix
 
@@ -247,17 +248,19 @@ def clip_rows(gradients: Tensor, max_norm: float | None) -> None:
         gradients.mul_((max_norm / (norms + 1e-6)).clamp(max=1.0))
 
 
-def index_of(slots: Sequence[int], device: torch.device) -> slice | Tensor:
+def index_of(slots: Sequence[int] | np.ndarray, device: torch.device) -> slice | Tensor:
     """Return an index that selects the rows with these numbers from a matrix on `device`.
 
     Evenly spaced numbers give a slice, which selects a view. Other numbers give an int64 tensor [n] on the device.
     """
-    if not slots:
+    numbers = np.asarray(slots, dtype=np.int64)
+    if not len(numbers):
         return slice(0, 0)
-    step = slots[1] - slots[0] if len(slots) > 1 else 1
-    if step > 0 and all(b - a == step for a, b in pairwise(slots)):
-        return slice(slots[0], slots[-1] + 1, step)
-    return torch.tensor(slots, device=device)
+    gaps = np.diff(numbers)
+    step = int(gaps[0]) if len(gaps) else 1
+    if step > 0 and (gaps == step).all():
+        return slice(int(numbers[0]), int(numbers[-1]) + 1, step)
+    return to_device(torch.from_numpy(numbers), device)
 
 
 def _entries(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Entry, ...]:

@@ -15,9 +15,9 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,7 +92,7 @@ def weights_for_rule(
     values: Sequence[float] = samples
     if kind != "samples":
         values = [1.0] * len(workers) if kind == "uniform" else [kind[worker] for worker in workers]
-    return torch.tensor(values, dtype=torch.double)
+    return torch.as_tensor(values, dtype=torch.double)
 
 
 def inputs_of(
@@ -309,7 +309,7 @@ class Aggregator:
         columns.write(state["copy"], columns.of(state["copy"]).add_(difference))
         return nbytes
 
-    def begin(self, round: int, rows: Sequence[int]) -> None:
+    def begin(self, round: int, rows: Sequence[int] | np.ndarray) -> None:
         """Begin an aggregation: replace trained parameters by updates, in place, and check for NaN and infinity.
 
         If the round aggregates gradients, the rows already contain them and are only checked.
@@ -320,10 +320,10 @@ class Aggregator:
         """
         self._number += 1
         for run in _runs(rows) if self._task.sync_in(round) == "parameters" else ():
-            self._shared.cohort.rows[run.start : run.stop].sub_(self._sent)  # `-=` would also copy the result
+            self._shared.cohort.rows[run].sub_(self._sent)  # `-=` would also copy the result
         self.rows_changed(rows)
 
-    def rows_changed(self, rows: Sequence[int]) -> None:
+    def rows_changed(self, rows: Sequence[int] | np.ndarray) -> None:
         """Check workers' rows for NaN and infinity. Call this method after the rows have changed.
 
         Args:
@@ -332,8 +332,8 @@ class Aggregator:
         self._gathered = None
         cohort = self._shared.cohort
         for run in _runs(rows) if self._checks_now else ():
-            cohort.unfit[run.start : run.stop] = 0
-            sums = cohort.rows[run.start : run.stop].sum(1).cpu()  # a sum of finite numbers may overflow: check again
+            cohort.unfit[run] = 0
+            sums = cohort.rows[run].sum(1).cpu()  # a sum of finite numbers may overflow: check again
             for place in (~sums.isfinite()).nonzero().flatten().tolist():
                 if not cohort.rows[run.start + place].isfinite().all():
                     cohort.unfit[run.start + place] = self._number
@@ -359,7 +359,7 @@ class Aggregator:
         if not byzantine or (all(attackers) and task.experiment.attack.component.needs_honest):
             return  # without honest rows, the Byzantine workers send their trained rows
         self._read_losses(context)
-        rows = self.gathered(context)
+        rows = self.gathered(context.slots)
         with group.at_first():
             if group.index == 0:
                 self._write_byzantine(context, attackers, rows)
@@ -426,7 +426,7 @@ class Aggregator:
         self._workers = len(context.slots) - len(bad)
         if rule.columnwise or (rule.by_parts and group.divided):
             return self._aggregate_columns(context, bad)
-        rows = self.gathered(context)
+        rows = self.gathered(context.slots)
         with group.at_first() as results:
             if group.index == 0:
                 inputs, outcome, are_finite = self._inputs(context, rows), None, False
@@ -581,10 +581,13 @@ class Aggregator:
             target = self._attack_state if name.startswith("attack.") else self._state
             target[name.removeprefix("attack.")] = tensor.to(self._task.device, copy=True)
 
-    def gathered(self, context: AggregationContext) -> Tensor:
-        """Return the updates of all workers as one tensor. In all processes but the first, the result is undefined."""
+    def gathered(self, slots: Sequence[int]) -> Tensor:
+        """Return the updates of all workers as one tensor. In all processes but the first, the result is undefined.
+
+        `slots` are positions of the workers in the cohort.
+        """
         if self._gathered is None:
-            slots = [*context.slots] if self.root_slot is None else [*context.slots, self.root_slot]
+            slots = [*slots] if self.root_slot is None else [*slots, self.root_slot]
             self._gathered = self._group.gather_rows(self._shared.cohort.rows, slots)
         return self._gathered
 
@@ -668,8 +671,8 @@ def _stats(
     return stats
 
 
-def _runs(slots: Sequence[int]) -> list[range]:
-    """Split ascending numbers into ranges of consecutive numbers: [1, 2, 3, 7] into range(1, 4) and range(7, 8)."""
-    groups = groupby(enumerate(slots), lambda pair: pair[1] - pair[0])
-    runs = [[slot for _, slot in group] for _, group in groups]
-    return [range(run[0], run[-1] + 1) for run in runs]
+def _runs(slots: Sequence[int] | np.ndarray) -> list[slice]:
+    """Return slices of consecutive numbers: [3, 1, 2, 7] is divided into slice(1, 4) and slice(7, 8)."""
+    numbers = np.sort(np.asarray(slots, dtype=np.int64))
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    return [slice(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from fedsim.core.rows import new_rows, require_finite, require_finite_buffers
@@ -99,10 +101,12 @@ class Executor:
             for member in sorted(members, key=lambda member: member.slot)
             if member.step is not None
         ]
-        rounds = [member for member in members if member.step is None]
-        stacks = self.group.assign(range(len(rounds)), [self.batch_source.steps_of(member) for member in rounds], width)
-        mine = [rounds[place]._replace(stack=number) for number, stack in enumerate(stacks) for place, _ in stack]
-        self.train(mine + [member for member in by_step if member.stack % count == index])
+        mine = [member for member in by_step if member.stack % count == index]
+        if len(by_step) < len(members):
+            rounds = self.batch_source.work([member for member in members if member.step is None])
+            assigned = self.group.assign(np.arange(len(rounds)), rounds.steps, width)
+            mine = [*replace(rounds[assigned.places], stacks=assigned.stacks), *mine]
+        self.train(mine)
 
     def require_finite(self, round: int) -> None:
         """Raise DivergedError if the global model contains NaN or infinity after `round`."""

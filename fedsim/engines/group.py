@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,20 @@ T = TypeVar("T")
 
 SLOT = 2**14  # bytes of one process's mailbox, that is, of one part of a message
 LENGTH = 8  # bytes that store the length of a message
+
+
+class Assignment(NamedTuple):
+    """Workers that a process trains, one stack after another.
+
+    Attributes:
+        places: position of each worker in the list of all workers, int64 [n].
+        rows: index of each worker's row in `CohortRows.rows`, int64 [n].
+        stacks: number of each worker's stack, int64 [n].
+    """
+
+    places: np.ndarray
+    rows: np.ndarray
+    stacks: np.ndarray
 
 
 class Group:
@@ -45,7 +60,7 @@ class Group:
         self.computes, self._device = process.index == 0, device
         self._boxes = [] if mailbox is None else [box.numpy() for box in mailbox]
 
-    def assign(self, slots: Sequence[int], steps: Sequence[int], width: int | None) -> list[list[tuple[int, int]]]:
+    def assign(self, slots: np.ndarray, steps: np.ndarray, width: int | None) -> Assignment:
         """Divide the workers among the processes, and return the stacks of workers that this process trains.
 
         The stacks do not depend on the number of processes, because stacks of different widths round differently.
@@ -54,13 +69,11 @@ class Group:
             slots: positions of all workers in the cohort.
             steps: number of local steps of each worker.
             width: maximum number of workers in a stack; None to train workers one by one.
-
-        Returns a list of pairs for each stack: the worker's index in `slots`, and the index of its row in
-        `CohortRows.rows`.
         """
-        stacks = divide_into_stacks(steps, width)
-        mine = balance_load([sum(steps[place] for place in stack) for stack in stacks], self.count)[self.index]
-        return [[(place, slots[place]) for place in stacks[number]] for number in mine]
+        stacks, costs = divide_into_stacks(steps, width), steps.tolist()
+        mine = balance_load([sum([costs[place] for place in stack]) for stack in stacks], self.count)[self.index]
+        places, numbers = in_turn([stacks[number] for number in mine])
+        return Assignment(places, slots[places], numbers)
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return which workers' rows this process can access.
@@ -219,7 +232,13 @@ def new_mailbox(count: int) -> Tensor:
     return torch.zeros(count, SLOT, dtype=torch.uint8)
 
 
-def divide_into_stacks(steps: Sequence[int], width: int | None) -> list[list[int]]:
+def in_turn(stacks: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of all `stacks`, one stack after another, and the position in `stacks` of each number."""
+    numbers = np.repeat(np.arange(len(stacks)), np.array([len(stack) for stack in stacks], dtype=np.int64))
+    return np.array([place for stack in stacks for place in stack], dtype=np.int64), numbers
+
+
+def divide_into_stacks(steps: Sequence[int] | np.ndarray, width: int | None) -> list[list[int]]:
     """Divide workers into as few stacks as `width` allows. Workers with similar numbers of steps are together.
 
     Args:
@@ -230,7 +249,7 @@ def divide_into_stacks(steps: Sequence[int], width: int | None) -> list[list[int
     """
     if width is None:
         return [[place] for place in range(len(steps))]
-    places = sorted(range(len(steps)), key=lambda place: -steps[place])
+    places = np.argsort(-np.asarray(steps), kind="stable").tolist()
     n, count = len(places), -(-len(places) // width)
     return [places[n * part // count : n * (part + 1) // count] for part in range(count)]
 
@@ -256,11 +275,13 @@ def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> l
 
 def rows_at(rows: Tensor, slots: Sequence[int]) -> Tensor:
     """Return the rows with the indices `slots`: a view if the indices are consecutive, otherwise a copy."""
-    slots = list(slots)
-    if not slots or slots == list(range(slots[0], slots[-1] + 1)):
-        return rows[slots[0] : slots[-1] + 1] if slots else rows[:0]
-    return _copies_of(rows, slots)
+    numbers = np.asarray(slots, dtype=np.int64)
+    if not len(numbers):
+        return rows[:0]
+    if (np.diff(numbers) == 1).all():
+        return rows[int(numbers[0]) : int(numbers[-1]) + 1]
+    return _copies_of(rows, numbers)
 
 
-def _copies_of(rows: Tensor, slots: list[int]) -> Tensor:
-    return rows[to_device(torch.tensor(slots, dtype=torch.int64), rows.device)]
+def _copies_of(rows: Tensor, slots: Sequence[int] | np.ndarray) -> Tensor:
+    return rows[to_device(torch.as_tensor(slots, dtype=torch.int64), rows.device)]

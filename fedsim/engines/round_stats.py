@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,40 +63,47 @@ class SentUpdates:
     """Updates (or gradients) that workers sent in a round.
 
     Attributes:
-        sizes: for each worker ID, the bytes that a network would carry for each of the worker's updates, in the order
-            in which they were sent.
+        messages: pairs (worker IDs, bytes that a network would carry for one update of each of these workers), in the
+            order in which the updates were sent.
         metrics: numbers that compressors and other update processors recorded.
     """
 
-    sizes: dict[int, list[int]] = field(default_factory=dict)
+    messages: list[tuple[Sequence[int], int]] = field(default_factory=list)
     metrics: MetricLog = field(default_factory=MetricLog)
 
     @property
     def count(self) -> int:
         """Number of updates."""
-        return sum(map(len, self.sizes.values()))
+        return sum(len(workers) for workers, _ in self.messages)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all updates together."""
-        return sum(map(sum, self.sizes.values()))
+        return sum(len(workers) * nbytes for workers, nbytes in self.messages)
 
-    def add(self, workers: Iterable[int], nbytes: int, metrics: Mapping[str, float | Tensor] | None = None) -> None:
+    def add(self, workers: Sequence[int], nbytes: int, metrics: Mapping[str, float | Tensor] | None = None) -> None:
         """Add one update of `nbytes` bytes from each of the `workers`. `metrics` are numbers to record."""
-        for worker in workers:
-            self.sizes.setdefault(worker, []).append(nbytes)
+        self.messages.append((workers, nbytes))
         self.metrics.record(metrics or {})
+
+    def sizes(self) -> dict[int, list[int]]:
+        """Return the bytes of each worker's updates by worker ID, in the order in which they were sent."""
+        sizes: dict[int, list[int]] = {}
+        for workers, nbytes in self.messages:
+            for worker in workers:
+                sizes.setdefault(worker, []).append(nbytes)
+        return sizes
 
     def on_host(self) -> SentUpdates:
         """Return a copy with floats instead of tensors, which can be sent to another process."""
-        return SentUpdates(self.sizes, self.metrics.on_host())
+        return SentUpdates(self.messages, self.metrics.on_host())
 
     @classmethod
     def total(cls, parts: Iterable[SentUpdates]) -> SentUpdates:
         """Return the updates and metrics of several processes together. Each worker belongs to one process."""
         total = cls()
         for part in parts:
-            total.sizes |= part.sizes
+            total.messages += part.messages
             total.metrics.extend(part.metrics)
         return total
 
@@ -125,11 +133,12 @@ class AggregationStats:
 class GradientRoundStats:
     """Collects the statistics of a round in which every step aggregates gradients.
 
-    The workers' coefficients are averaged over the steps. A worker counts as excluded if any step excluded it.
+    The coefficients of the round's `workers` workers are averaged over the steps. A worker counts as excluded if any
+    step excluded it.
     """
 
-    def __init__(self, cohort: Sequence[int]) -> None:
-        self._shares = [0.0] * len(cohort)
+    def __init__(self, workers: int) -> None:
+        self._shares = np.zeros(workers)
         self._excluded: set[int] = set()
         self._steps = self._with_shares = 0
         self._metrics = MetricLog()
@@ -147,11 +156,10 @@ class GradientRoundStats:
         self._metrics.extend(stats.metrics)
         if stats.shares is not None:
             self._with_shares += 1
-            for slot, share in zip(context.slots, stats.shares, strict=True):
-                self._shares[slot] += share
+            self._shares[context.slots] += stats.shares
 
     def total(self) -> AggregationStats:
         """Return the statistics of all steps of the round."""
         linear = self._with_shares == self._steps > 0
-        shares = [share / self._steps for share in self._shares] if linear else None
+        shares = (self._shares / self._steps).tolist() if linear else None
         return AggregationStats(shares, sorted(self._excluded), self._metrics, self.sent).on_host()

@@ -9,16 +9,17 @@ from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedsim.clients import State
 from fedsim.clients.algorithm import state_at_first
-from fedsim.core.rows import new_rows
+from fedsim.core.rows import index_of, new_rows
 from fedsim.engines.pool.shared_memory import memory_file
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
-from fedsim.engines.trainers.batches import WorkItem
+from fedsim.engines.trainers.batches import WorkItems
 from fedsim.errors import ExperimentError, RecordError, show_bytes
 from fedsim.system.limits import describe_os_error
 
@@ -89,7 +90,7 @@ class WorkerStates:
     def _worker_bytes(self) -> int:
         return sum(row.nbytes for row in self.initial.values())
 
-    def load(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
+    def load(self, workers: Sequence[int], rows: State, slots: Sequence[int] | np.ndarray) -> None:
         """Copy the states of `workers` to `rows`. A worker without a state gets the initial state.
 
         Args:
@@ -97,25 +98,27 @@ class WorkerStates:
             rows: target tensors by name.
             slots: index of each worker's row in the target tensors.
         """
-        pairs = zip(workers, slots, strict=True)
-        known = [(self._places[worker], slot) for worker, slot in pairs if worker in self._places]
+        if not self.initial:
+            return
+        places = np.array([self._places.get(worker, -1) for worker in workers], dtype=np.int64)
+        known, slots = places >= 0, np.asarray(slots, dtype=np.int64)
         for name, state_rows in self.rows.items():
-            rows[name][slots] = self.initial[name]
-            if known:
-                places, places_there = map(list, zip(*known, strict=True))
-                rows[name][places_there] = state_rows[places].to(rows[name].device)
+            rows[name][index_of(slots, rows[name].device)] = self.initial[name]
+            if known.any():
+                new = state_rows[index_of(places[known], state_rows.device)]
+                rows[name][index_of(slots[known], rows[name].device)] = new.to(rows[name].device)
 
-    def load_cohort(self, cohort: Sequence[int], mine: Sequence[WorkItem], rows: State) -> None:
+    def load_cohort(self, cohort: Sequence[int], mine: WorkItems, rows: State) -> None:
         """Before a round, copy the states of the workers that this process trains to `rows`.
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: workers that this process trains, each as a `WorkItem`.
+            mine: workers that this process trains.
             rows: target tensors by name, with one row per worker of the cohort.
         """
-        self.load([member.worker for member in mine], rows, [member.slot for member in mine])
+        self.load(mine.workers.tolist(), rows, mine.slots)
 
-    def save(self, workers: Sequence[int], rows: State, slots: Sequence[int]) -> None:
+    def save(self, workers: Sequence[int], rows: State, slots: Sequence[int] | np.ndarray) -> None:
         """Store new states of `workers`, copied from `rows`.
 
         Args:
@@ -128,23 +131,24 @@ class WorkerStates:
         self.add(workers)
         places = [self._places[worker] for worker in workers]
         for name, state_rows in self.rows.items():
-            state_rows[places] = rows[name][slots].to(state_rows.device)
+            new = rows[name][index_of(slots, rows[name].device)].to(state_rows.device)
+            state_rows[index_of(places, state_rows.device)] = new
 
-    def save_cohort(
-        self, cohort: Sequence[int], mine: Sequence[WorkItem], excluded: Collection[int], rows: State
-    ) -> None:
+    def save_cohort(self, cohort: Sequence[int], mine: WorkItems, excluded: Collection[int], rows: State) -> None:
         """After a round, store the states of the workers that this process has trained.
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: workers that this process trains, each as a `WorkItem`.
+            mine: workers that this process trains.
             excluded: IDs of the workers that keep their old state, because their updates were excluded.
             rows: tensors with the new states by name, with one row per worker of the cohort.
         """
-        self.add([worker for worker in cohort if worker not in excluded])
+        if not self.initial:
+            return
         saved = set(cohort).difference(excluded)  # without the server's own row
-        members = [member for member in mine if member.worker in saved]
-        self.save([member.worker for member in members], rows, [member.slot for member in members])
+        self.add([worker for worker in cohort if worker in saved])
+        members = mine[np.array([worker in saved for worker in mine.workers.tolist()], dtype=bool)]
+        self.save(members.workers.tolist(), rows, members.slots)
 
     def saved_elsewhere(self, cohort: Sequence[int], excluded: Collection[int]) -> None:
         """Record, after a round, for which workers other processes have stored states.

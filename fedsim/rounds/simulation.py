@@ -26,10 +26,10 @@ from fedsim.engines.memory import buffer_bytes, personal_bytes
 from fedsim.engines.round_stats import AggregationContext, AggregationStats, GradientRoundStats, MetricLog, SentUpdates
 from fedsim.engines.shared_state import SharedState, message_bytes
 from fedsim.engines.task import RunTask
-from fedsim.engines.trainers.batches import WorkItem
+from fedsim.engines.trainers.batches import WorkItems
 from fedsim.engines.worker_evaluation import Tested, WorkerResults, WorkerTests
 from fedsim.engines.worker_states import WorkerStates
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, FedsimError, show
 from fedsim.processing import apply_chain
 from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.rounds.participants import ReportCheck, cohorts_of
@@ -72,6 +72,7 @@ class Simulation(Executor):
         self.worker_tests = WorkerTests(task, shared, self.module, self.gradient, self.batch_source)
         self.check_reports = ReportCheck(experiment)
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
+        self.prepared: tuple[int, Cohort, tuple[WorkItems, WorkItems]] | None = None  # the next round and its workers
 
     def run_round(self, round: int) -> Round | None:
         """Run one round, counted from 1. Return (record of the round, test results of individual workers).
@@ -82,14 +83,14 @@ class Simulation(Executor):
         task, shared, group = self.task, self.shared, self.group
         self.timer = PhaseTimer()
         with self.phase("pull_down"):
-            now = self.clock.now if self.clock else None
-            drawn = self.draw(round, now, partial(self.global_losses, round=round))
+            drawn, works = self.cohort_of(round)
             cohort = drawn.workers
             self.agree_on(drawn, round)
             if not cohort:
                 return self.skip_round(round, drawn)
             self.check_reports(round, drawn)
-            mine, whole = self.members(cohort, round), self.context(cohort, round)
+            work, mine = works
+            whole = self.context(cohort, work)
             self.pull_down(cohort, mine, round)
         if task.sync_in(round) == "parameters":
             with self.phase("train"):
@@ -100,7 +101,7 @@ class Simulation(Executor):
                 stats = self.aggregate_rows(whole, mine, sent)
         else:
             with self.phase("train"):
-                stats = self.aggregate_each_step(cohort, mine, round)
+                stats = self.aggregate_each_step(work, mine)
                 sent = stats.sent
         stats = group.from_first(stats.on_host())  # also a barrier: all processes have written the buffers
         if task.experiment.chain:
@@ -112,9 +113,9 @@ class Simulation(Executor):
         self.states.save_cohort(cohort, mine, stats.excluded, shared.cohort.worker_rows)
         with self.phase("test"):
             self.test(round)
-        work = self.work_of(cohort, round)
-        self.pass_time(work, sent, round)
-        counted = [0 if worker in stats.excluded else samples for worker, (_, samples) in work.items()]
+        self.pass_time(work, sent)
+        samples = task.schedule.samples_in(work.steps, work.sizes)
+        counted = np.where(np.isin(work.workers, stats.excluded), 0, samples)
         train_loss = mean_loss(group.of_all(shared.cohort.train_loss, whole.slots), counted)
         group.barrier()  # all processes have used the rows, which the tests of single workers overwrite
         with self.phase("test"):
@@ -138,27 +139,25 @@ class Simulation(Executor):
             lost=drawn.dropped,
             bytes_up=sent.nbytes + len(cohort) * (message_up + buffer_bytes(task, shared)),
             bytes_down=len(cohort) * self.received_bytes(round) + self.bytes_to_others(round, drawn) + rows_down,
-            samples=[samples for _, samples in work.values()],
+            samples=samples.tolist(),
             virtual_seconds=self.clock.now if self.clock else None,
             **tested.fields() | {"metrics": metrics},
         )
         return record, of_workers
 
-    def aggregate_rows(
-        self, context: AggregationContext, mine: Sequence[WorkItem], sent: SentUpdates
-    ) -> AggregationStats:
+    def aggregate_rows(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> AggregationStats:
         """Aggregate the updates of the workers, and update the global model. Return statistics of the aggregation.
 
         Args:
             context: workers whose updates are aggregated, with their weights.
-            mine: workers that this process trains, each as a `WorkItem`.
+            mine: workers that this process trains.
             sent: receives the sizes of the updates that the workers send.
         """
         task, group, round = self.task, self.group, context.moment[0]
         kept = round in task.experiment.records.updates and self.aggregator.has_last
         self.latest = replace(context, weights=None), self.shared.server.last.cpu().numpy().copy() if kept else None
         in_parameters, attackers = task.sync_in(round) == "parameters", task.byzantine.in_round(round)
-        senders = [member for member in mine if member.worker != self.batch_source.root]
+        senders = mine[mine.workers < len(self.shared.data.shards)]  # without the server's own row
         self.privacy.at_workers(senders, round)
         # Attackers that need not compress see what the others send after compression.
         free = attackers if task.attackers_skip_chain else ()
@@ -175,7 +174,7 @@ class Simulation(Executor):
             self.aggregator.attack(context)
             group.barrier()
         if self.privacy.as_received(senders, round):
-            self.aggregator.rows_changed([member.slot for member in senders])
+            self.aggregator.rows_changed(senders.slots)
             group.barrier()
         stats = self.aggregator.aggregate(context)
         if (noise := self.privacy.noise_of_mean(round)) is not None:
@@ -186,50 +185,46 @@ class Simulation(Executor):
         group.barrier()
         return stats
 
-    def aggregate_each_step(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
+    def aggregate_each_step(self, work: WorkItems, mine: WorkItems) -> AggregationStats:
         """Train a round of synchronous SGD, with a single check for NaN and infinity at its end if possible.
 
         Returns the statistics of all aggregations of the round.
 
         Args:
-            cohort: IDs of all workers of the round.
-            mine: workers that this process trains, each as a `WorkItem`.
-            round: number of the round.
+            work: all workers of the round.
+            mine: workers that this process trains.
         """
         check = self.aggregator.deferred_check
-        stats = self.steps_checked_later(cohort, mine, round, check) if check and check.usable else None
-        stats = stats or self.steps_of_round(cohort, mine, round)
-        self.end_round(round)
+        stats = self.steps_checked_later(work, mine, check) if check and check.usable else None
+        stats = stats or self.steps_of_round(work, mine)
+        self.end_round(work.round)
         return stats
 
-    def steps_of_round(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> AggregationStats:
+    def steps_of_round(self, work: WorkItems, mine: WorkItems) -> AggregationStats:
         """Run all steps of a round of synchronous SGD: compute gradients, aggregate them, and update the global model.
 
         Returns the statistics of all aggregations of the round.
 
         Args:
-            cohort: IDs of all workers of the round.
-            mine: workers that this process trains, each as a `WorkItem`.
-            round: number of the round.
+            work: all workers of the round.
+            mine: workers that this process trains.
         """
-        of_round = GradientRoundStats(cohort)
+        of_round = GradientRoundStats(len(work))
         self.trainer.begin_gradient_round(mine)
-        for step, context in enumerate(self.contexts_of_steps(cohort, round)):
+        for step, context in enumerate(self.contexts_of_steps(work)):
             if isinstance(self.trainer, ParallelTrainer):  # stores no per-worker gradients
                 of_round.sent.add(context.workers, self.shared.server.row.nbytes)
                 of_round.add(context, self.trainer.step_along_mean(step, context))
                 continue
             with self.in_precision():
                 self.trainer.gradients(step)
-            self.aggregator.begin(round, [member.slot for member in mine])
+            self.aggregator.begin(work.round, mine.slots)
             self.group.barrier()
             of_round.add(context, self.aggregate_rows(context, mine, of_round.sent))
         self.trainer.end_gradient_round()
         return of_round.total()
 
-    def steps_checked_later(
-        self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int, check: DeferredCheck
-    ) -> AggregationStats | None:
+    def steps_checked_later(self, work: WorkItems, mine: WorkItems, check: DeferredCheck) -> AggregationStats | None:
         """Run all steps of a round of synchronous SGD, and check for NaN and infinity only at its end.
 
         Returns the statistics of all aggregations. If the check fails, or after any error, the state before the round
@@ -239,7 +234,7 @@ class Simulation(Executor):
         before = {name: rows.clone() for name, rows in self.shared.cohort.worker_rows.items()}
         check.begin()
         try:
-            stats = self.steps_of_round(cohort, mine, round)
+            stats = self.steps_of_round(work, mine)
         except Exception:
             stats = None
         if check.end(failed=stats is None):
@@ -249,28 +244,28 @@ class Simulation(Executor):
             self.shared.cohort.worker_rows[name].copy_(rows)
         return None
 
-    def pull_down(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> None:
+    def pull_down(self, cohort: Sequence[int], mine: WorkItems, round: int) -> None:
         """Copy the global model and the workers' own states to the workers that this process trains.
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: workers that this process trains, each as a `WorkItem`.
+            mine: workers that this process trains.
             round: number of the round.
         """
         task, shared = self.task, self.shared
         self.load_states(cohort, mine)
-        index = index_of([member.slot for member in mine], task.device)
+        index = index_of(mine.slots, task.device)
         if task.sync_in(round) == "parameters":
             pull_down(self.aggregator.sent_row(round), shared.cohort.rows, index)
         if task.experiment.buffers != "local":
             pull_down(shared.server.buffers, shared.cohort.buffers, index)
 
-    def load_states(self, cohort: Sequence[int], mine: Sequence[WorkItem]) -> None:
+    def load_states(self, cohort: Sequence[int], mine: WorkItems) -> None:
         """Load the states that this process's workers have kept from earlier rounds.
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: workers that this process trains, each as a `WorkItem`.
+            mine: workers that this process trains.
         """
         shared, algorithm = self.shared, self.task.algorithm
         if algorithm.starts_from_current:
@@ -290,12 +285,12 @@ class Simulation(Executor):
                 "the argument `rng` for random draws, or engine=serial"
             )
 
-    def train_cohort(self, cohort: Sequence[int], mine: Sequence[WorkItem], round: int) -> None:
+    def train_cohort(self, cohort: Sequence[int], mine: WorkItems, round: int) -> None:
         """Train this process's workers, each on its own samples, and compute their updates.
 
         Args:
             cohort: IDs of all workers of the round.
-            mine: workers that this process trains, each as a `WorkItem`.
+            mine: workers that this process trains.
             round: number of the round.
         """
         task, shared, algorithm = self.task, self.shared, self.task.algorithm_at(round)
@@ -313,24 +308,24 @@ class Simulation(Executor):
                 model = shared.cohort.rows[member.slot], shared.cohort.buffers[member.slot]
                 shared.cohort.losses[member.slot] = self.worker_tests.training_loss(*model, member.worker, round)
         with self.in_precision():
-            self.trainer.train(mine)
-        self.aggregator.begin(round, [member.slot for member in mine])
+            self.trainer.train(mine, partial(self.prepare, round + 1))
+        self.aggregator.begin(round, mine.slots)
 
     def process_updates(
-        self, mine: Sequence[WorkItem], context: AggregationContext, sent: SentUpdates, free: Collection[int]
+        self, mine: WorkItems, context: AggregationContext, sent: SentUpdates, free: Collection[int]
     ) -> None:
         """Apply compressors and other update processors to the updates of this process's workers, in place.
 
         Args:
-            mine: workers that this process trains, each as a `WorkItem`.
+            mine: workers that this process trains.
             context: workers that take part in the aggregation. Other workers are skipped.
             sent: receives the sizes and metrics of the processed updates.
             free: IDs of the workers whose updates are sent unprocessed.
         """
-        task, rows, active = self.task, self.shared.cohort.rows, set(context.workers)
+        task, rows = self.task, self.shared.cohort.rows
         sent_columns = task.algorithm.personal_columns.others(rows.shape[1])
         personal = task.algorithm.personal_columns.width > 0
-        mine = [member for member in mine if member.worker in active]  # the server's own row is not sent
+        mine = mine[np.isin(mine.workers, context.workers)]  # the server's own row is not sent
         for member in mine:
             metrics: dict[str, Any] = {}
             if member.worker in free:
@@ -347,7 +342,7 @@ class Simulation(Executor):
                 if personal:
                     sent_columns.write(rows[member.slot], row)
             sent.add([member.worker], nbytes, metrics)
-        self.aggregator.rows_changed([member.slot for member in mine])
+        self.aggregator.rows_changed(mine.slots)
 
     def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:
         """Pass the sum of the workers' messages to the client algorithm's method `receive`, which runs at the server.
@@ -410,26 +405,23 @@ class Simulation(Executor):
         if round == self.task.experiment.rounds_of_gradients < self.task.experiment.rounds:
             self.aggregator.begin_with_parameters()
 
-    def pass_time(self, work: dict[int, tuple[int, int]], sent: SentUpdates, round: int) -> None:
+    def pass_time(self, work: WorkItems, sent: SentUpdates) -> None:
         """Advance the virtual clock until the slowest worker of the cohort has finished. Without a clock, do nothing.
 
         Args:
-            work: (steps, samples) of each worker in the round, by worker ID.
+            work: all workers of the round.
             sent: sizes of the updates.
-            round: number of the round.
         """
         if self.clock is None:
             return
         task = self.task
-        if task.sync_in(round) == "gradients":
-            self.clock.pass_steps(sent.sizes)
+        if task.sync_in(work.round) == "gradients":
+            self.clock.pass_steps(sent.sizes())
             return
-        sizes = {worker: self.batch_source.size(worker) for worker in work}
-        gradients = {
-            worker: task.algorithm.gradients(steps, task.schedule.batches_of_all(sizes[worker]))
-            for worker, (steps, _) in work.items()
-        }
-        self.clock.pass_round(gradients, sent.sizes, self.aggregator.broadcast_bytes)
+        batches = task.schedule.batches_of_all(work.sizes)
+        columns = zip(work.workers.tolist(), work.steps.tolist(), batches.tolist(), strict=True)
+        gradients = {worker: task.algorithm.gradients(steps, count) for worker, steps, count in columns}
+        self.clock.pass_round(gradients, sent.sizes(), self.aggregator.broadcast_bytes)
 
     def latest_aggregation(self) -> tuple[AggregationContext, np.ndarray | None]:
         """Return the latest aggregation, without weights, and the aggregated update before it, [d].
@@ -466,9 +458,9 @@ class Simulation(Executor):
                 second test.
         """
         task, shared, tests = self.task, self.shared, self.worker_tests
-        mine = self.members(workers, round)
+        _, mine = self.work_of(workers, round)
         self.load_states(workers, mine)
-        members = [member for member in mine if member.worker != self.batch_source.root]
+        members = mine[mine.workers < len(shared.data.shards)]  # without the server's own row
         tested = {}
         for member in members:
             with self.process.working_on(member.worker, round):
@@ -478,9 +470,7 @@ class Simulation(Executor):
                 shared.cohort.buffers[member.slot] = shared.server.buffers
         if fine_tune:
             ends = task.algorithm.has("personal_rows")  # the worker state is part of the personal model
-            members = [
-                m._replace(steps=fine_tune * self.batch_source.steps_of_epoch(m.worker), ends=ends) for m in members
-            ]
+            members = replace(members, steps=fine_tune * task.schedule.batches_per_epoch(members.sizes), ends=ends)
             self.train(members)
             for member in members:
                 tested[member.worker] |= tests.after_training(member)
@@ -495,42 +485,60 @@ class Simulation(Executor):
                 losses[place] = self.worker_tests.training_loss(row, buffers, workers[place], round)
         return np.sum(self.group.gather(losses.numpy()), axis=0)  # each loss is 0 in all processes but one
 
-    def members(self, cohort: Sequence[int], round: int) -> list[WorkItem]:
-        """Return the workers of the cohort that this process trains, each as a `WorkItem`."""
-        workers, slots = list(cohort), list(range(len(cohort)))
-        if self.batch_source.root is not None:
-            workers, slots = [*workers, self.batch_source.root], [*slots, len(self.shared.cohort.workers)]
-        steps = [self.task.schedule.of(k, round).steps_for(self.batch_source.size(k)) for k in workers]
-        stacks = self.group.assign(slots, steps, self.trainer.width)
-        return [
-            WorkItem(row, workers[place], round, stack=number)
-            for number, stack in enumerate(stacks)
-            for place, row in stack
-        ]
+    def prepare(self, round: int) -> None:
+        """Choose the workers of the next round, and draw their batches, while a GPU still computes this round.
 
-    def context(self, cohort: Sequence[int], round: int) -> AggregationContext:
+        Does nothing if the choice may depend on the results of this round, which are not known yet.
+        """
+        task, in_time = self.task, round <= self.task.experiment.rounds
+        # Only a random choice, as privacy accounting assumes it, is known to be independent of the results.
+        independent = hasattr(task.experiment.sampling.registration.target, "amplifies")
+        if task.device.type == "cpu" or self.group.divided or not in_time or not independent:
+            return
+        with contextlib.suppress(FedsimError):  # errors belong to the next round, which meets them again
+            self.prepared = round, *self.cohort_of(round)
+            if task.sync_in(round) == "parameters":
+                self.trainer.announce(self.prepared[2][1])
+
+    def cohort_of(self, round: int) -> tuple[Cohort, tuple[WorkItems, WorkItems]]:
+        """Return the workers of a round, and their work (see `work_of`)."""
+        if self.prepared is not None and self.prepared[0] == round:
+            return self.prepared[1:]
+        now = self.clock.now if self.clock else None
+        drawn = self.draw(round, now, partial(self.global_losses, round=round))
+        return drawn, self.work_of(drawn.workers, round)
+
+    def work_of(self, cohort: Sequence[int], round: int) -> tuple[WorkItems, WorkItems]:
+        """Return the work of the whole cohort, and the part that this process trains.
+
+        The second contains the server's own row, if there is one.
+        """
+        workers, n, root = np.array(cohort, dtype=np.int64), len(cohort), self.batch_source.root
+        slots = np.arange(n)
+        if root is not None:
+            workers, slots = np.append(workers, root), np.append(slots, len(self.shared.cohort.workers))
+        work = self.batch_source.rounds_of(slots, workers, np.full_like(slots, round), np.zeros_like(slots))
+        assigned = self.group.assign(slots, work.steps, self.trainer.width)
+        return work[:n], replace(work[assigned.places], slots=assigned.rows, stacks=assigned.stacks)
+
+    def context(self, cohort: list[int], work: WorkItems) -> AggregationContext:
         """Return all workers of the cohort with their weights, for an aggregation in which all of them take part."""
-        samples = [self.batch_source.size(worker) for worker in cohort]
+        samples = work.sizes.tolist()
         weights = weights_of(self.task, self.shared, cohort, samples)
-        return AggregationContext(range(len(cohort)), list(cohort), samples, weights, (round,))
+        return AggregationContext(range(len(cohort)), cohort, samples, weights, (work.round,))
 
-    def contexts_of_steps(self, cohort: Sequence[int], round: int) -> Iterator[AggregationContext]:
+    def contexts_of_steps(self, work: WorkItems) -> Iterator[AggregationContext]:
         """Yield, for each step of a round of synchronous SGD, the workers that still have data, with their weights."""
-        works = [(self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort]
-        batch_sizes: list[int] = []
-        for step in range(max(schedule.steps_for(n) for schedule, n in works)):
-            if batch_sizes != (batch_sizes := [schedule.batch_size_at(step, n) for schedule, n in works]):
-                active = [slot for slot, size in enumerate(batch_sizes) if size]
-                workers, samples = [cohort[slot] for slot in active], [batch_sizes[slot] for slot in active]
+        schedule = self.task.schedule.of(work.workers, work.rounds)
+        batch_sizes = np.zeros(0)
+        for step in range(int(work.steps.max())):
+            if not np.array_equal(batch_sizes, batch_sizes := schedule.batch_size_at(step, work.sizes)):
+                active = np.flatnonzero(batch_sizes)
+                workers, samples = work.workers[active].tolist(), batch_sizes[active].tolist()
                 weights = weights_of(self.task, self.shared, workers, samples)
                 if weights is not None and not weights.any():
                     return  # all workers that still have data have weight 0
-            yield AggregationContext(active, workers, samples, weights, (round, step))
-
-    def work_of(self, cohort: Sequence[int], round: int) -> dict[int, tuple[int, int]]:
-        """Return how much each worker of the cohort trains in `round`, as (steps, samples) by worker ID."""
-        works = {worker: (self.task.schedule.of(worker, round), self.batch_source.size(worker)) for worker in cohort}
-        return {worker: (work.steps_for(n), work.samples_for(n)) for worker, (work, n) in works.items()}
+            yield AggregationContext(active.tolist(), workers, samples, weights, (work.round, step))
 
     def received_bytes(self, round: int) -> int:
         """Return the number of bytes that only the workers of the cohort receive before they train in `round`."""
@@ -605,14 +613,14 @@ def workers_to_evaluate(task: RunTask, tests: Shards) -> list[int]:
     return workers
 
 
-def mean_loss(losses: Tensor, samples: Sequence[int]) -> float:
+def mean_loss(losses: Tensor, samples: np.ndarray) -> float:
     """Return the mean training loss per sample over all workers of a cohort.
 
     Args:
         losses: mean loss of each worker, float64 [n].
-        samples: number of samples that each worker processed. Workers with 0 samples do not count.
+        samples: number of samples that each worker processed, int64 [n]. Workers with 0 samples do not count.
     """
-    weights = torch.tensor(samples, dtype=torch.double)
+    weights = torch.from_numpy(samples).double()
     counted = weights > 0
     return float(weights[counted] @ losses[counted] / weights.sum())
 

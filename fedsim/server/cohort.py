@@ -177,12 +177,12 @@ class CohortSampler:
             metrics=metrics,
         )
         weights = self._weights(chosen, probabilities) if self.weighted else None
-        workers = [worker for worker in chosen if not self._drops_out(round, worker)]
-        dropped = sorted(set(chosen) - set(workers))
+        dropped = [worker for worker in chosen if self._drops_out(round, worker)] if self.dropout else []
+        workers = sorted(set(chosen) - set(dropped)) if dropped else chosen
         return Cohort(workers, dropped, weights, candidates, metrics)
 
     def _drops_out(self, round: int, worker: int) -> bool:
-        return self.dropout > 0 and numpy_generator(self.seed, "worker_dropout", round, worker).random() < self.dropout
+        return bool(numpy_generator(self.seed, "worker_dropout", round, worker).random() < self.dropout)
 
     def _weights(self, workers: Sequence[int], probabilities: Sequence[float] | None) -> dict[int, float]:
         """Return the weight of each worker by ID: its fraction of all samples, divided by its probability of an update.

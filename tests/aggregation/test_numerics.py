@@ -331,6 +331,18 @@ def test_rules_of_whole_rows_are_not_applied_by_parts(rule, by_parts):
     assert make_pipeline(resolve(["arc", rule], {}, background={"f": 1})).by_parts is False
 
 
+@pytest.mark.parametrize("rule", ["mean", "weighted_mean"])
+def test_coefficients_of_an_average_take_no_memory_for_pairs_of_workers(rule):
+    """With 8 bytes for each pair of 40,000 workers, the coefficients would need 12.8 GB."""
+    weights = torch.arange(40_000).remainder(3).double()
+    pipeline = make_pipeline(resolve(rule, {}))
+    shares = pipeline.shares(AggregationInputs(torch.empty(len(weights), 0), weights))
+    assert torch.equal(shares, weights / weights.sum())
+    if rule == "mean":
+        shares = pipeline.shares(AggregationInputs(torch.empty(len(weights), 0)))
+        assert torch.equal(shares, torch.full_like(weights, 1 / len(weights)))
+
+
 def test_all_parts_refuse_rows_whose_squared_norms_overflow():
     def work(part, reduce):
         with pytest.raises(ExperimentError, match="squared norms overflow"):

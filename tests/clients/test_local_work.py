@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fedsim
+from fedsim.core.randomness import draw_key
 from fedsim.engines.schedule import DrawnAmount, Schedule
 from fedsim.errors import ExperimentError
 from tests.asynchronous.test_clock_runs import points
@@ -219,6 +221,32 @@ def test_a_shard_smaller_than_a_batch_is_one_batch():
     record = fedsim.run(of_local(batch_size=100, drop_last=True)).history[0]
     assert record["samples"] == [15] * 4
     assert record["train_loss"] > 0
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    "amount", [{"epochs": 2}, {"steps": 5}, {"epochs": (1, 2, 3, 1)}, {"steps": (4, 1, 2, 9)}, "drawn"]
+)
+def test_a_schedule_of_many_workers_counts_their_batches(amount, accumulate, drop_last):
+    """The reference cuts the shuffled samples of each worker into batches, epoch by epoch."""
+    workers, rounds, sizes = np.arange(4), np.array([1, 1, 7, 2]), np.array([1, 5, 9, 12])
+    drawn = {"steps": DrawnAmount((1, 4, 6), seed=3)} if amount == "drawn" else amount
+    schedule = Schedule(4, **{"epochs": None, **drawn}, drop_last=drop_last, accumulate=accumulate).of(workers, rounds)
+    steps, first = schedule.steps_for(sizes), schedule.batch_size_at(0, sizes)
+    samples, third = schedule.samples_in(steps, sizes), schedule.batch_size_at(2, sizes)
+    for worker, size in enumerate(sizes.tolist()):
+        epoch = [min(4, size - start) for start in range(0, size, 4)]
+        epoch = [whole for whole in epoch if whole == 4] or epoch if drop_last else epoch
+        [(unit, numbers)] = drawn.items()
+        if amount == "drawn":
+            number = (1, 4, 6)[draw_key(3, "local_work", int(rounds[worker]), worker) % 3]
+        else:
+            number = numbers[worker] if isinstance(numbers, tuple) else numbers
+        count = number * len(epoch) if unit == "epochs" else number * accumulate
+        batches = (epoch * count)[:count]
+        assert (steps[worker], samples[worker]) == (count, sum(batches))
+        assert (first[worker], third[worker]) == (batches[0], batches[2] if count > 2 else 0)
 
 
 @pytest.fixture

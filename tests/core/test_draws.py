@@ -27,6 +27,7 @@ from fedsim.core.randomness import (
     WORDS_AHEAD,
     Draws,
     draw_key,
+    draw_keys,
     numpy_generator,
     preserve_random_state,
     sample_cohort,
@@ -282,3 +283,12 @@ def test_a_cohort_is_distinct_workers_in_ascending_order(n, size):
     assert cohort.min() >= 0
     assert cohort.max() < n
     assert size == n or cohort.tolist() != sample_cohort(0, 2, n, size).tolist()
+
+
+def test_keys_of_many_workers_are_the_keys_of_each():
+    rounds, workers = np.array([1, 3, 3, 10**9]), np.array([0, 5, 2**40, 7])
+    keys = draw_keys(11, "batches", rounds, workers)
+    pairs = zip(rounds.tolist(), workers.tolist(), strict=True)
+    assert keys.dtype == np.int64
+    assert keys.tolist() == [draw_key(11, "batches", round, worker) for round, worker in pairs]
+    assert len(draw_keys(11, "batches", rounds[:0], workers[:0])) == 0

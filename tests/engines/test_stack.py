@@ -13,7 +13,7 @@ from fedsim.data.augmentation import flip
 from fedsim.engines.trainers import stack as stack_module
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 from fedsim.engines.trainers.dropout import Dropout, dropout_factors
-from fedsim.engines.trainers.stack import Stack
+from fedsim.engines.trainers.stack import Stacks
 from fedsim.engines.trainers.stack_step import gather
 
 
@@ -25,7 +25,8 @@ def test_step_batches_hold_each_member_s_own_batches_until_it_finishes(ahead, at
     monkeypatch.setattr(stack_module, "STEPS_AT_A_TIME", ahead)
     task, shared = prepared(local={"batch_size": 4, "epochs": 2})
     batch_source = BatchSource(task, shared)
-    made = Stack([WorkItem(10 + worker, worker, 3) for worker in range(5)], task, batch_source)
+    members = [WorkItem(10 + worker, worker, 3) for worker in range(5)]
+    [made] = Stacks(batch_source.work(members), task, batch_source)
     assert [member.worker for member in made.members] == [3, 4, 1, 2, 0]
     assert made.slots.tolist() == made.index.tolist() == [13, 14, 11, 12, 10]
     step_batches = list(made.step_batches())
@@ -44,7 +45,8 @@ def test_step_batches_hold_each_member_s_own_batches_until_it_finishes(ahead, at
 def test_members_that_train_single_steps_have_the_augmentation_and_the_dropout_of_these_steps(prepared):
     task, shared = prepared(seed=5, data={"name": "tests.engines.zoo:pictures", "augment": ["flip"]})
     batch_source, steps, dropout = BatchSource(task, shared), {3: 2, 4: 0, 2: 1}, Dropout(F.dropout, 0.5, (9,))
-    stack = Stack([WorkItem(worker, worker, 7, step=step) for worker, step in steps.items()], task, batch_source)
+    members = [WorkItem(worker, worker, 7, step=step) for worker, step in steps.items()]
+    [stack] = Stacks(batch_source.work(members), task, batch_source)
     [step_batch] = stack.step_batches()
     inputs, targets = gather(shared.data.train, step_batch.positions)
     stack.alter(step_batch, inputs, targets)

@@ -7,12 +7,13 @@ from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import fedsim
 from fedsim.clients import SGD, OuterProductGrad, as_algorithm, step_along
-from fedsim.engines.trainers.batches import WorkItem
+from fedsim.engines.trainers.batches import WorkItems
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import RecordError
 from fedsim.runs.loops.synchronous import SynchronousLoop
@@ -38,10 +39,16 @@ def received(original):
     return copy
 
 
+def work_of(workers, slots):
+    """Return a round of `workers`, whose rows have the numbers `slots`."""
+    ones = np.ones(len(workers), dtype=np.int64)
+    return WorkItems(np.array(slots), np.array(workers), ones, ones, ones, ones, -ones)
+
+
 def test_a_process_loads_and_saves_its_own_members_only_and_the_server_s_own_row_begins_again():
     """A worker has the initial state until its state is saved."""
-    rows, server = {"x": torch.zeros(4, 2)}, WorkItem(3, 10, 1)
-    worker_states, mine = states([4], x=[[1.0, 2.0]]), [WorkItem(0, 9, 1), WorkItem(1, 4, 1), server]
+    rows, server = {"x": torch.zeros(4, 2)}, 10
+    worker_states, mine = states([4], x=[[1.0, 2.0]]), work_of([9, 4, server], slots=[0, 1, 3])
     worker_states.load_cohort([9, 4, 5], mine, rows)
     assert rows["x"].tolist() == [[7, 7], [1, 2], [0, 0], [7, 7]]
     assert len(worker_states) == 1  # an unsaved worker takes no memory
@@ -65,8 +72,10 @@ def test_processes_share_what_they_keep_in_memory_or_in_a_file(limit, tmp_path):
 
 def test_a_process_that_trains_nobody_knows_which_states_the_others_have_stored():
     ours = WorkerStates({"x": torch.zeros(2)}).share(workers=10)
-    theirs, members = received(ours), [WorkItem(slot, worker, 1) for slot, worker in enumerate([5, 2, 7])]
-    theirs.save_cohort([5, 2, 7], members, [2], {"x": torch.tensor([[5.0, 5.0], [2.0, 2.0], [7.0, 7.0]])})
+    theirs = received(ours)
+    theirs.save_cohort(
+        [5, 2, 7], work_of([5, 2, 7], slots=[0, 1, 2]), [2], {"x": torch.tensor([[5.0, 5.0], [2.0, 2.0], [7.0, 7.0]])}
+    )
     ours.saved_elsewhere([5, 2, 7], [2])
     assert ours.tensors()["workers"].tolist() == [5, 7]
     assert ours.tensors()["rows.x"].tolist() == [[5, 5], [7, 7]]

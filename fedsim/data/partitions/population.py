@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -39,14 +38,20 @@ class Shards(ABC):
     def size(self, worker: int) -> int:
         """Return the number of samples in the shard of the worker with the ID `worker`."""
 
+    def sizes(self, workers: np.ndarray) -> np.ndarray:
+        """Return the number of samples of each of n `workers`, int64 [n]."""
+        if self.equal_sizes and len(workers):
+            return np.full(len(workers), self.size(int(workers[0])))
+        return np.array([self.size(worker) for worker in workers.tolist()], dtype=np.int64)
+
     @abstractmethod
     def of(self, worker: int) -> Tensor:
         """Return the positions of a worker's samples in the data set, a read-only int64 CPU tensor [size]."""
 
-    def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def together(self, workers: np.ndarray) -> tuple[Tensor, np.ndarray]:
         """Return a tensor with the sample positions of `workers`, and where each worker's positions begin in it."""
-        shards = [self.of(worker) for worker in workers]
-        return torch.cat(shards), [0, *accumulate(map(len, shards))][:-1]
+        shards = [self.of(worker) for worker in workers.tolist()]
+        return torch.cat(shards), np.cumsum([0, *map(len, shards)])[:-1]
 
     @property
     @abstractmethod
@@ -71,6 +76,7 @@ class ListedShards(Shards):
     def __init__(self, positions: Tensor, ends: Tensor) -> None:
         self._positions, self._ends = positions, ends
         self._cuts = [0, *ends.tolist()]
+        self._begins, self._sizes = np.array(self._cuts[:-1], dtype=np.int64), np.diff(self._cuts)
 
     def __reduce__(self) -> tuple[type[ListedShards], tuple[Tensor, Tensor]]:
         return ListedShards, (self._positions, self._ends)
@@ -87,12 +93,15 @@ class ListedShards(Shards):
     def size(self, worker: int) -> int:
         return self._cuts[worker + 1] - self._cuts[worker]
 
+    def sizes(self, workers: np.ndarray) -> np.ndarray:
+        return self._sizes[workers]
+
     def of(self, worker: int) -> Tensor:
         return self._positions[self._cuts[worker] : self._cuts[worker + 1]]
 
-    def together(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def together(self, workers: np.ndarray) -> tuple[Tensor, np.ndarray]:
         """Return the stored tensor with the positions of all workers, and the index where each of `workers` begins."""
-        return self._positions, [self._cuts[worker] for worker in workers]
+        return self._positions, self._begins[workers]
 
     @property
     def tensors(self) -> list[Tensor]:

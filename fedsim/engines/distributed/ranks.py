@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,11 +16,11 @@ from torch import Tensor
 from fedsim.clients import State
 from fedsim.core.rows import ALIGNMENT, new_rows
 from fedsim.engines.distributed.process_group import RankGroup
-from fedsim.engines.group import Group, balance_load, divide_into_stacks, rows_at
+from fedsim.engines.group import Assignment, Group, balance_load, divide_into_stacks, in_turn, rows_at
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
-from fedsim.engines.trainers.batches import WorkItem
+from fedsim.engines.trainers.batches import WorkItems
 from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import ExperimentError, FedsimWarning, show
 
@@ -58,14 +59,16 @@ class Ranks(Group):
             for sync in task.syncs
         }
 
-    def assign(self, slots: Sequence[int], steps: Sequence[int], width: int | None) -> list[list[tuple[int, int]]]:
-        assignments = balance_load(steps, self.count, most=-(-len(slots) // self.count))
+    def assign(self, slots: np.ndarray, steps: np.ndarray, width: int | None) -> Assignment:
+        assignments = balance_load(steps.tolist(), self.count, most=-(-len(slots) // self.count))
         self._places = {
-            slots[place]: (rank, row) for rank, places in enumerate(assignments) for row, place in enumerate(places)
+            int(slots[place]): (rank, row)
+            for rank, places in enumerate(assignments)
+            for row, place in enumerate(places)
         }
-        mine = list(enumerate(assignments[self.index]))
-        stacks = divide_into_stacks([steps[place] for _, place in mine], width)
-        return [[(mine[number][1], mine[number][0]) for number in stack] for stack in stacks]
+        mine = np.array(assignments[self.index], dtype=np.int64)
+        rows, numbers = in_turn(divide_into_stacks(steps[mine], width))
+        return Assignment(mine[rows], rows, numbers)
 
     def by_rank(self, slots: Sequence[int]) -> list[list[int]]:
         """Return, for each rank, the `slots` (positions of workers in the cohort) whose updates the rank stores."""
@@ -227,7 +230,7 @@ class RankWorkerStates(WorkerStates):
         super().__init__(initial, limit, folder)
         self._group, self._ranks = group, ranks
 
-    def load_cohort(self, cohort: Sequence[int], mine: Sequence[WorkItem], rows: State) -> None:
+    def load_cohort(self, cohort: Sequence[int], mine: WorkItems, rows: State) -> None:
         trained, owned = self._exchanged(cohort, range(len(cohort)))
         loaded = [{name: row.new_empty(len(slots), len(row)) for name, row in self.initial.items()} for slots in owned]
         for part, slots in zip(loaded, owned, strict=True):
@@ -239,9 +242,7 @@ class RankWorkerStates(WorkerStates):
             for slots, values in zip(trained, received, strict=True):
                 rows[name][self._group.rows_of(slots)] = values.view(-1, len(initial))
 
-    def save_cohort(
-        self, cohort: Sequence[int], mine: Sequence[WorkItem], excluded: Collection[int], rows: State
-    ) -> None:
+    def save_cohort(self, cohort: Sequence[int], mine: WorkItems, excluded: Collection[int], rows: State) -> None:
         slots = [slot for slot, worker in enumerate(cohort) if worker not in excluded]
         trained, owned = self._exchanged(cohort, slots)
         self.add([cohort[slot] for slots in owned for slot in slots])

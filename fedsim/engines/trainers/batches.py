@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, chain, islice
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice, starmap
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedsim.core.philox import Stream, shuffles
-from fedsim.core.randomness import Draws, draw_key, numpy_generator, torch_generator
+from fedsim.core.randomness import Draws, draw_keys, numpy_generator, torch_generator
 from fedsim.data import CustomSubset
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.tensors import in_order
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
+from fedsim.system.devices import to_device
 
 SAMPLES_AT_ONCE = 2**17  # maximum number of samples that are shuffled at once, over workers and epochs
 EPOCHS_AT_ONCE = 64  # maximum number of epochs per worker that are shuffled at once
-
-Epoch = tuple[int, int, int]  # (worker, round, epoch number within the round)
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (inputs, targets, step) -> (inputs, targets)
@@ -54,6 +56,72 @@ class WorkItem(NamedTuple):
         return (self.round,) if self.step is None else (self.round, self.step)
 
 
+@dataclass(frozen=True, eq=False)
+class WorkItems(Sequence[WorkItem]):
+    """Several work items, as one array for each field of `WorkItem`.
+
+    Attributes:
+        slots, workers, rounds, stacks: as in `WorkItem`, int64 [n].
+        sizes: number of training samples of each worker, int64 [n].
+        steps: number of steps to train, int64 [n].
+        step: number of the only step to train, or -1 to train from the first step of the round, int64 [n].
+        ends: whether the workers' rounds end after these steps.
+    """
+
+    slots: np.ndarray
+    workers: np.ndarray
+    rounds: np.ndarray
+    stacks: np.ndarray
+    sizes: np.ndarray
+    steps: np.ndarray
+    step: np.ndarray
+    ends: bool = True
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[WorkItem]:
+        return starmap(self._item, zip(*(column.tolist() for column in self._columns), strict=True))
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the work item with a number, or the `WorkItems` of the items that a slice or array selects."""
+        if isinstance(index, int):
+            return self._item(*(int(column[index]) for column in self._columns))
+        return replace(self, **{name: array[index] for name, array in vars(self).items() if name != "ends"})
+
+    @property
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        return self.slots, self.workers, self.rounds, self.steps, self.step, self.stacks
+
+    def _item(self, slot: int, worker: int, round: int, steps: int, step: int, stack: int) -> WorkItem:
+        by_step = step >= 0
+        return WorkItem(slot, worker, round, None if by_step else steps, step if by_step else None, self.ends, stack)
+
+    @property
+    def first(self) -> np.ndarray:
+        """Number of the first step to train in each worker's round, int64 [n]."""
+        return np.maximum(self.step, 0)
+
+    @property
+    def round(self) -> int:
+        """Number of the round, or of the first worker's round if the rounds differ."""
+        return int(self.rounds[0])
+
+
+class Orders(NamedTuple):
+    """Shuffled sample indices of several epochs of n workers, in one tensor.
+
+    Attributes:
+        positions: indices into the dataset, int64, on the device.
+        begins: where each worker's first epoch begins in `positions`, int64 [n].
+        lengths: distance between the begins of two epochs of a worker, int64 [n].
+    """
+
+    positions: Tensor
+    begins: np.ndarray
+    lengths: np.ndarray
+
+
 class RoundIterator:
     """Iterator over the batches of a worker's round. Each batch is a tensor of indices into the dataset.
 
@@ -84,17 +152,41 @@ class BatchSource:
 
     def __init__(self, task: RunTask, shared: SharedState) -> None:
         self._task, self._shared = task, shared
+        rule = task.experiment.rule
+        self.root = len(shared.data.shards) if rule.accepts("root") else None
         self._iterators: dict[int, RoundIterator] = {}  # by worker, for workers that train step by step
-        self._coming: list[tuple[int, int]] = []  # announced (worker, round) pairs that are not shuffled yet
-        self._drawn: dict[Epoch, Tensor] = {}  # shuffled positions of coming epochs
+        self._coming: Sequence[WorkItem] = []  # announced workers whose samples are not shuffled yet
+        self._drawn: dict[tuple[int, int], list[Tensor]] = {}  # the first epochs, by worker and round
         self._shards = self._shards_on_host = torch.zeros(0, dtype=torch.int64)
-        self.root = (
-            len(shared.data.shards) if task.experiment.rule.accepts("root") else None
-        )  # worker ID of the server's own data set
 
     def size(self, worker: int) -> int:
         """Return the number of samples of a worker."""
         return len(self._shared.data.root) if worker == self.root else self._shared.data.shards.size(worker)
+
+    def sizes(self, workers: np.ndarray) -> np.ndarray:
+        """Return the number of samples of each of n `workers`, int64 [n]."""
+        shards = self._shared.data.shards
+        if self.root is None or not (is_root := workers == self.root).any():
+            return shards.sizes(workers)
+        return np.where(is_root, len(self._shared.data.root), shards.sizes(np.where(is_root, 0, workers)))
+
+    def work(self, members: Sequence[WorkItem]) -> WorkItems:
+        """Return the work items as one `WorkItems`."""
+        if isinstance(members, WorkItems):
+            return members
+        items = [
+            (item.slot, item.worker, item.round, item.stack, *(-1 if n is None else n for n in (item.steps, item.step)))
+            for item in members
+        ]
+        *columns, steps, step = np.array(items, dtype=np.int64).reshape(-1, 6).T
+        work, ends = self.rounds_of(*columns), all(item.ends for item in members)
+        return replace(work, steps=np.where(step >= 0, 1, np.where(steps < 0, work.steps, steps)), step=step, ends=ends)
+
+    def rounds_of(self, slots: np.ndarray, workers: np.ndarray, rounds: np.ndarray, stacks: np.ndarray) -> WorkItems:
+        """Return the `WorkItems` of workers that train all steps of their rounds."""
+        sizes = self.sizes(workers)
+        steps = self._task.schedule.of(workers, rounds).steps_for(sizes)
+        return WorkItems(slots, workers, rounds, stacks, sizes, steps, np.full(len(slots), -1))
 
     def steps(self, worker: int, round: int) -> int:
         """Return the number of steps of a worker in `round`.
@@ -105,10 +197,6 @@ class BatchSource:
         if worker == self.root and self._task.sync_in(round) == "gradients":
             return sys.maxsize
         return self._task.schedule.of(worker, round).steps_for(self.size(worker))
-
-    def steps_of_epoch(self, worker: int) -> int:
-        """Return the number of steps in one pass over a worker's samples."""
-        return self._task.schedule.batches_per_epoch(self.size(worker))
 
     def steps_of(self, member: WorkItem) -> int:
         """Return the number of steps that `member` trains."""
@@ -157,68 +245,74 @@ class BatchSource:
 
         With `drop_last`, an incomplete last batch is left out.
         """
-        epoch = 0
+        if (worker, round) not in self._drawn:
+            self._draw_coming()
+        orders, epoch = self._drawn.pop((worker, round), []), 0
         while True:
-            end = min(2 * epoch, epoch + EPOCHS_AT_ONCE, self._epochs_of(worker, round))
-            orders = self.orders([(worker, round, number) for number in range(epoch, max(end, epoch + 1))])
+            if not orders:
+                work = self.work([WorkItem(0, worker, round)])
+                end = min(2 * epoch, epoch + EPOCHS_AT_ONCE, int(self.epochs_of(work)[0]))
+                orders = self._by_epoch(work, np.array([epoch]), np.array([max(end, epoch + 1)]))[0]
             yield from orders
-            epoch += len(orders)
+            epoch, orders = epoch + len(orders), []
 
     def announce(self, members: Sequence[WorkItem]) -> None:
         """Announce which workers are trained next, so that the samples of all of them can be shuffled at once."""
-        self._coming = [(member.worker, member.round) for member in members if not member.step]
-        self._drawn = {}
+        self._coming, self._drawn = members, {}
 
-    def orders(self, wanted: Sequence[Epoch]) -> list[Tensor]:
-        """Return the shuffled sample indices of each epoch in `wanted`, a list of (worker, round, epoch)."""
-        if not all(epoch in self._drawn for epoch in wanted):
-            self._drawn |= self._draw([*dict.fromkeys([*wanted, *self._take_coming()])])
-        return [self._drawn.pop(epoch) for epoch in wanted]
+    def _draw_coming(self) -> None:
+        """Shuffle the first epochs of as many announced workers as may be shuffled at once."""
+        if not self._coming:
+            return
+        coming = self.work(self._coming)
+        coming = coming[coming.step <= 0]
+        epochs = np.minimum(EPOCHS_AT_ONCE, self.epochs_of(coming))
+        count = int(((epochs * coming.sizes).cumsum() <= SAMPLES_AT_ONCE).sum())
+        work, self._coming = coming[:count], coming[count:]
+        if count:
+            orders = self._by_epoch(work, np.zeros(count, dtype=np.int64), epochs[:count])
+            self._drawn |= zip(zip(work.workers.tolist(), work.rounds.tolist(), strict=True), orders, strict=True)
 
-    def _take_coming(self) -> Iterator[Epoch]:
-        """Remove the next epochs to be shuffled from the announced ones, and yield each as (worker, round, epoch)."""
-        room = SAMPLES_AT_ONCE
-        while self._coming:
-            worker, round = self._coming[0]
-            epochs = min(EPOCHS_AT_ONCE, self._epochs_of(worker, round))
-            room -= epochs * self.size(worker)
-            if room < 0:
-                return
-            del self._coming[0]
-            yield from ((worker, round, epoch) for epoch in range(epochs))
+    def epochs_of(self, work: WorkItems) -> np.ndarray:
+        """Return how many epochs each worker begins, including an unfinished last epoch, int64 [n]."""
+        return -(-work.steps // self._task.schedule.batches_per_epoch(work.sizes))
 
-    def _epochs_of(self, worker: int, round: int) -> int:
-        """Return the number of epochs that a worker begins in a round, including an unfinished last epoch."""
-        return -(-self.steps(worker, round) // self._task.schedule.batches_per_epoch(self.size(worker)))
+    def _by_epoch(self, work: WorkItems, begin: np.ndarray, end: np.ndarray) -> list[list[Tensor]]:
+        """Return what `orders` returns, as a list of one tensor per epoch for each worker."""
+        positions, _, lengths = self.orders(work, begin, end)
+        counts, sizes = end - begin, self._task.schedule.samples_per_epoch(work.sizes)
+        epochs = iter(positions.split(np.repeat(lengths, counts).tolist()))
+        pairs = zip(sizes.tolist(), counts.tolist(), strict=True)
+        return [[order[:size] for order in islice(epochs, count)] for size, count in pairs]
 
-    def _draw(self, wanted: Sequence[Epoch]) -> dict[Epoch, Tensor]:
-        """Shuffle the `wanted` epochs, given as (worker, round, epoch), and return their sample indices by epoch."""
-        task = self._task
-        workers = [worker for worker, *_ in wanted]
-        keys = [draw_key(task.experiment.seed, "batches", round, worker) for worker, round, _ in wanted]
-        sizes = [self.size(worker) for worker in workers]
-        shards, starts = self.shards_of(workers)
-        lengths = [size + size % 2 for size in sizes]
-        blocks = [0, *accumulate(length // 2 for length in lengths)]
-        table = torch.tensor([keys, [epoch for *_, epoch in wanted], sizes, blocks[:-1], starts]).to(task.device)
-        places, of_entry = shuffles(Stream(table[0], table[1]), table[2], table[3], blocks[-1])
-        positions = shards[(table[4][of_entry] + places).clamp_(max=len(shards) - 1)].split(lengths)
-        counts = map(task.schedule.samples_per_epoch, sizes)
-        return {epoch: order[:count] for epoch, order, count in zip(wanted, positions, counts, strict=True)}
+    def orders(self, work: WorkItems, begin: np.ndarray, end: np.ndarray) -> Orders:
+        """Shuffle the samples of n workers for the epochs `begin` to `end` - 1 of their rounds, both int64 [n]."""
+        counts, lengths = end - begin, work.sizes + work.sizes % 2
+        of_worker = np.repeat(np.arange(len(work)), counts)
+        ends, taken = counts.cumsum(), (lengths // 2)[of_worker]
+        epochs = np.arange(len(of_worker)) - (ends - end)[of_worker]
+        shards, starts = self.shards_of(work.workers)
+        keys = draw_keys(self._task.experiment.seed, "batches", work.rounds, work.workers)
+        columns = keys[of_worker], epochs, work.sizes[of_worker], taken.cumsum() - taken, starts[of_worker]
+        table = to_device(torch.from_numpy(np.stack(columns)), self._task.device)
+        places, of_entry = shuffles(Stream(table[0], table[1]), table[2], table[3], int(taken.sum()))
+        positions = shards[(table[4][of_entry] + places).clamp_(max=len(shards) - 1)]
+        return Orders(positions, (lengths * counts).cumsum() - lengths * counts, lengths)
 
-    def shards_of(self, workers: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def shards_of(self, workers: np.ndarray) -> tuple[Tensor, np.ndarray]:
         """Return one tensor of sample indices, and the position in this tensor where each worker's indices begin."""
-        of_workers = [worker for worker in workers if worker != self.root]
-        root = self._shared.data.root.to(self._task.device)
-        if not of_workers:
-            return root, [0] * len(workers)
-        positions, starts = self._shared.data.shards.together(of_workers)
+        is_root = np.zeros(len(workers), dtype=bool) if self.root is None else workers == self.root
+        root = to_device(self._shared.data.root, self._task.device)
+        if is_root.all():
+            return root, np.zeros(len(workers), dtype=np.int64)
+        positions, begins = self._shared.data.shards.together(workers[~is_root])
         if positions is not self._shards_on_host:
-            self._shards_on_host, self._shards = positions, positions.to(self._task.device)
-        if len(starts) == len(workers):
-            return self._shards, starts
-        of_worker = dict(zip(of_workers, starts, strict=True))
-        return torch.cat([self._shards, root]), [of_worker.get(worker, len(self._shards)) for worker in workers]
+            self._shards_on_host, self._shards = positions, to_device(positions, self._task.device)
+        if not is_root.any():
+            return self._shards, begins
+        starts = np.full(len(workers), len(self._shards))
+        starts[~is_root] = begins
+        return torch.cat([self._shards, root]), starts
 
     def samples_seen(self, worker: int, round: int, batch_size: int, purpose: str = "losses") -> Batches:
         """Yield batches that contain each training sample of a worker once, without augmentation.
@@ -231,6 +325,18 @@ class BatchSource:
         """Yield batches of a worker's local test samples."""
         samples = CustomSubset(self._shared.data.train, self._shared.data.worker_tests.of(worker))
         return _altered(samples.batches(batch_size), self.alteration_of_view(worker, round, "local_test_fraction"))
+
+    def alterations(self, work: WorkItems, purpose: str | None = None) -> list[Alteration | None]:
+        """Return the result of `alteration` for each worker, or that of `alteration_of_view` if `purpose` is given.
+
+        The list is empty if no batch changes.
+        """
+        task, augments = self._task, purpose is None and bool(self._task.experiment.data.transforms)
+        poisons = bool(task.byzantine) and task.experiment.attack.component.poison is not None
+        if not augments and not poisons and task.transforms is None:
+            return []
+        alteration = self.alteration if purpose is None else partial(self.alteration_of_view, purpose=purpose)
+        return [alteration(member.worker, member.round) for member in work]
 
     def alteration(self, worker: int, round: int) -> Alteration | None:
         """Return the function that augments and poisons a worker's training batches; None if they do not change."""

@@ -5,8 +5,11 @@ At the start, the worker loads its state and the server's message. At the end, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fedsim.clients import State, WorkerFacts, WorkerRound
@@ -17,6 +20,22 @@ from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import BatchSource, WorkItem
 
 Index = int | slice | Tensor  # selects rows in the `SharedState`: one slot, or the rows of a stack
+
+
+class FactsWhenRead(Sequence[WorkerFacts]):
+    """Facts about the rounds of several workers, which are computed when they are read for the first time."""
+
+    def __init__(self, facts: Callable[[], list[WorkerFacts]]) -> None:
+        self._facts = lru_cache(1)(facts)
+
+    def __len__(self) -> int:
+        return len(self._facts())
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._facts()[number]
+
+    def __iter__(self) -> Iterator[WorkerFacts]:
+        return iter(self._facts())
 
 
 class ClientRounds:
@@ -38,7 +57,10 @@ class ClientRounds:
             buffers = shared.cohort.buffers[index]
             columns.write(buffers, shared.cohort.kept[PERSONAL_BUFFERS][index])
             shared.cohort.buffers[index] = buffers
-        return self._task.algorithm_at(members[0].round).start_round(rows, self._round_of(rows, index, members))
+        algorithm = self._task.algorithm_at(members[0].round)
+        if not algorithm.has("start_round"):
+            return algorithm.start(rows)
+        return algorithm.start_round(rows, self._round_of(rows, index, members))
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
         """End local training: store what the workers send and what they keep. The method may change `rows`.
@@ -54,8 +76,11 @@ class ClientRounds:
         columns = self._algorithm.personal_buffers
         if columns.width:
             self._shared.cohort.kept[PERSONAL_BUFFERS][index] = columns.of(self._shared.cohort.buffers[index])
+        algorithm = self._task.algorithm_at(members[0].round)
+        if not algorithm.has("finish"):
+            return
         worker = self._round_of(rows, index, members)
-        for name, message in self._task.algorithm_at(members[0].round).finish(rows, state, worker).items():
+        for name, message in algorithm.finish(rows, state, worker).items():
             self._shared.cohort.messages[name][index] = message.to(self._shared.cohort.messages[name].dtype)
             spoil(self._task, rows, message)
         for tensor in worker.kept.values():
@@ -92,17 +117,17 @@ class ClientRounds:
         if not received:  # every worker of a round receives the same message
             received = self._task.algorithm_at(members[0].round).send(shared.server.algorithm)
         full_gradient = shared.cohort.full_gradients[index] if self._algorithm.full_gradient else None
-        facts, only_tested = [self._facts(member) for member in members], not members[0].ends
+        facts, only_tested = FactsWhenRead(partial(self._facts, members)), not members[0].ends
         return WorkerRound(received, self._kept(index), facts, rows, full_gradient, only_tested)
 
-    def _facts(self, member: WorkItem) -> WorkerFacts:
-        task, worker, samples = self._task, member.worker, self._batch_source.size(member.worker)
-        weights = None if worker == self._batch_source.root else weights_of(task, self._shared, [worker], [samples])
-        return WorkerFacts(
-            worker=member.worker,
-            round=member.round,
-            steps=task.schedule.local_steps(self._batch_source.steps_of(member)),
-            steps_per_epoch=task.schedule.local_steps(task.schedule.batches_per_epoch(samples)),
-            samples=samples,
-            weight=1.0 if weights is None else weights.item(),
-        )
+    def _facts(self, members: Sequence[WorkItem]) -> list[WorkerFacts]:
+        """Return facts about the rounds of several workers."""
+        task, work = self._task, self._batch_source.work(members)
+        weights, has_weight = np.ones(len(work)), work.workers < len(self._shared.data.shards)  # the server has none
+        of_workers = weights_of(task, self._shared, work.workers[has_weight].tolist(), work.sizes[has_weight].tolist())
+        if of_workers is not None:
+            weights[has_weight] = of_workers.numpy()
+        steps = task.schedule.local_steps(work.steps)
+        steps_per_epoch = task.schedule.local_steps(task.schedule.batches_per_epoch(work.sizes))
+        columns = work.workers, work.rounds, steps, steps_per_epoch, work.sizes, weights
+        return [WorkerFacts(*facts) for facts in zip(*(column.tolist() for column in columns), strict=True)]

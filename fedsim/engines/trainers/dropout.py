@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fedsim.core.philox import Stream, bernoulli
-from fedsim.core.randomness import draw_key, preserve_random_state
+from fedsim.core.randomness import draw_key, draw_keys, preserve_random_state
 from fedsim.data.tensors import in_order
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
@@ -133,6 +134,11 @@ def _dropout_arguments(
 def layer_key(seed: int, round: int, worker: int) -> int:
     """Return a random seed for a worker's dropout masks in a round."""
     return draw_key(seed, "layers", round, worker)
+
+
+def layer_keys(seed: int, rounds: np.ndarray, workers: np.ndarray) -> np.ndarray:
+    """Return `layer_key` for each of n pairs of round and worker, int64 [n]."""
+    return draw_keys(seed, "layers", rounds, workers)
 
 
 def dropout_factors(

@@ -29,6 +29,10 @@ from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype
 
 
+def do_nothing() -> None:
+    """Return at once."""
+
+
 class Trainer(Protocol):
     """Base class of trainers, which train the workers of one process.
 
@@ -43,10 +47,14 @@ class Trainer(Protocol):
     def replays(self) -> Any:
         """CUDA graphs of the training steps; None if this trainer never uses CUDA graphs."""
 
-    def train(self, members: Sequence[WorkItem]) -> None:
+    def announce(self, members: Sequence[WorkItem]) -> None:
+        """Announce which workers are trained next, so that their batches can be drawn together, and early on a GPU."""
+
+    def train(self, members: Sequence[WorkItem], meanwhile: Callable[[], None] = do_nothing) -> None:
         """Train each worker of `members` on its own samples.
 
         Training starts from the parameters in the worker's row, and writes the trained parameters to the same row.
+        `meanwhile` is called after all steps are launched, before this process waits for the device.
         """
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
@@ -120,9 +128,12 @@ class RowTrainer:
         self._step_by_step: dict[int, RoundDropout] = {}  # by worker, for workers that train step by step
         self._participants = list[SyncParticipant]()
 
-    def train(self, members: Sequence[WorkItem]) -> None:
-        task, shared, module = self._task, self._shared, self._modules[0]
+    def announce(self, members: Sequence[WorkItem]) -> None:
         self._batch_source.announce(members)
+
+    def train(self, members: Sequence[WorkItem], meanwhile: Callable[[], None] = do_nothing) -> None:
+        task, shared, module = self._task, self._shared, self._modules[0]
+        self.announce(members)
         losses: dict[int, float | MetricSums] = {}
         for member in members:
             slot = member.slot
@@ -139,6 +150,7 @@ class RowTrainer:
                     losses[slot] = train_epoch(module.module, data, steps, backward=steps.backward)
                 module.store(shared.cohort.buffers[slot])
                 self._client_rounds.finish(self._rows[slot], state, slot, [member])
+        meanwhile()
         for slot, loss in losses.items():  # last, because reading values waits for the device
             shared.cohort.train_loss[slot] = loss if isinstance(loss, float) else loss.loss
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +23,10 @@ from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.cuda_graphs import CapturedSteps, CUDAGraphCache, sizes_of_stacks, unsafe
 from fedsim.engines.trainers.dropout import FactorsAhead
 from fedsim.engines.trainers.sample_gradients import Moment
-from fedsim.engines.trainers.stack import Stack, StepBatch
+from fedsim.engines.trainers.sequential import do_nothing
+from fedsim.engines.trainers.stack import Stack, Stacks, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, move_rows
-from fedsim.system.devices import total_memory_of
+from fedsim.system.devices import to_device, total_memory_of
 
 # For a round of synchronous SGD: (stack, state of its workers, their dropout factors, remaining batches).
 StackedGradientState = tuple[Stack, StackState, FactorsAhead, Iterator[StepBatch]]
@@ -49,7 +52,7 @@ class StackTrainer:
         self._process, self._task, self._shared, self._batch_source = process, task, shared, batch_source
         self.width, self._probe = width, probe
         self._module = StackedModule(task.new_module, task.objective, merged=probe.merged, turns=probe.turns)
-        self._step = StackStep(task, self._module)
+        self._step, self._has_buffers = StackStep(task, self._module), bool(shared.server.buffers.numel())
         refusal = "cuda_graphs = false" if task.experiment.cuda_graphs is False else unsafe(task, probe)
         self._client_rounds = ClientRounds(task, shared, batch_source)
         usual = self._usual_sizes()
@@ -58,23 +61,29 @@ class StackTrainer:
         self.replays = CUDAGraphCache(steps, refusal=refusal, warns=process.index == 0)
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
         self._gradient_states: list[StackedGradientState] = []
+        self._announced: Stacks | None = None
 
-    def train(self, members: Sequence[WorkItem]) -> None:
-        stacks = self._stacks(members)
+    def announce(self, members: Sequence[WorkItem]) -> None:
+        self._announced = self._stacks(members)
+        for stack in self._announced[:1]:  # the batches of all stacks may not fit into memory at a time
+            stack.draw()
+
+    def train(self, members: Sequence[WorkItem], meanwhile: Callable[[], None] = do_nothing) -> None:
+        stacks, self._announced = self._stacks(members), None
         for stack in stacks:
-            with self._process.working_on_several(stack.members[0].round):
+            with self._process.working_on_several(stack.members.round):
                 self._train(stack)
-        self._record_losses(stacks)
+        meanwhile()
+        stacks.write_losses(self._shared.cohort.train_loss)  # last, because reading values waits for the device
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
         """Compute each worker's mean gradient over all its samples; see `Trainer.full_gradients`."""
         shared = self._shared
         for stack in self._stacks(members):
-            with self._process.working_on_several(stack.members[0].round):
+            with self._process.working_on_several(stack.members.round):
                 rows = shared.cohort.rows[stack.index]
                 state = StackState(self._module, rows, {"sum": torch.zeros_like(rows)}, self._buffers(stack))
-                sizes = [self._batch_source.size(member.worker) for member in stack.members]
-                samples = torch.tensor(sizes, device=rows.device)
+                samples = to_device(torch.from_numpy(stack.members.sizes), rows.device)
                 ahead = stack.dropout_factors(self._probe.dropouts, after=True)
                 alterations = stack.alterations_of_view("full_gradient")
                 for whole in stack.full_pass():
@@ -84,8 +93,12 @@ class StackTrainer:
                 shared.cohort.full_gradients[stack.index] = state.algorithm_state["sum"]
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
-        self._gradient_states = []
-        for stack in self._stacks(members):
+        self._gradient_states, work = [], self._batch_source.work(members)
+        if self._batch_source.root is not None:  # the server trains until the last worker has finished
+            is_root = work.workers == self._batch_source.root
+            work = replace(work, steps=np.where(is_root, sys.maxsize, work.steps))
+        self._gradient_stacks = self._stacks(work)
+        for stack in self._gradient_stacks:
             rows = self._shared.server.row.expand(len(stack), -1)
             state = StackState(self._module, rows, {}, self._buffers(stack))
             factors = stack.dropout_factors(self._probe.dropouts)
@@ -97,7 +110,7 @@ class StackTrainer:
             whole = next(step_batches, None)
             if whole is None:
                 continue
-            with self._process.working_on_several(stack.members[0].round):
+            with self._process.working_on_several(stack.members.round):
                 factors = ahead.of(step, len(whole.members))
                 for part, theirs, batch in self._parts(stack, state, whole, factors):
                     losses, gradients = self._step.clipped_gradients(theirs, batch)
@@ -111,14 +124,15 @@ class StackTrainer:
     def end_gradient_round(self) -> None:
         for stack, state, *_ in self._gradient_states:
             self._give_buffers(stack, state)
-        self._record_losses([stack for stack, *_ in self._gradient_states])
+        self._gradient_stacks.write_losses(self._shared.cohort.train_loss)
         self._gradient_states = []
 
-    def _stacks(self, members: Sequence[WorkItem]) -> list[Stack]:
-        """Return the stacks of `members`. Workers of the same stack follow one another."""
-        self._batch_source.announce(members)
-        stacks = groupby(members, key=lambda member: member.stack)
-        return [Stack(list(stack), self._task, self._batch_source) for _, stack in stacks]
+    def _stacks(self, members: Sequence[WorkItem]) -> Stacks:
+        if self._announced is not None and self._announced.of is members:
+            return self._announced
+        work = self._batch_source.work(members)
+        self._batch_source.announce(work)
+        return Stacks(work, self._task, self._batch_source)
 
     def _train(self, stack: Stack) -> None:
         shared, rounds = self._shared, self._client_rounds
@@ -144,7 +158,7 @@ class StackTrainer:
     def _step_by_batch(self, stack: Stack, state: StackState) -> None:
         ahead = stack.dropout_factors(self._probe.dropouts)
         for whole in stack.step_batches():
-            factors, moment = ahead.of(whole.step, len(whole.members)), (stack.members[0].round, whole.step)
+            factors, moment = ahead.of(whole.step, len(whole.members)), (stack.members.round, whole.step)
             for part, theirs, batch in self._parts(stack, state, whole, factors, moves=True):
                 stack.count(part, self._step(theirs, batch, moment=moment))
 
@@ -159,12 +173,12 @@ class StackTrainer:
                 total[part.places] += gradients
                 stack.count(part, losses)
             number, count = whole.step // accumulate, whole.step % accumulate + 1
-            waiting = sum(steps > whole.step + 1 for steps in stack.steps) if count < accumulate else 0
+            waiting = int((stack.steps > whole.step + 1).sum()) if count < accumulate else 0
             if waiting < len(whole.members):  # members are sorted by descending number of steps
                 stepping = slice(waiting, len(whole.members))
                 theirs = state.of(stepping)
                 clip_rows(mean := total[stepping].div_(count), self._task.experiment.local.clip_norm)
-                move_rows(self._task.algorithm_at(stack.members[0].round, number), theirs, mean)
+                move_rows(self._task.algorithm_at(stack.members.round, number), theirs, mean)
                 state.take_back(theirs, moved=True)
                 total[stepping] = 0
 
@@ -174,7 +188,7 @@ class StackTrainer:
         state: StackState,
         whole: StepBatch,
         factors: Sequence[Tensor],
-        alterations: Sequence[Alteration | None] = (),
+        alterations: Sequence[Alteration | None] | None = None,
         *,
         moves: bool = False,
     ) -> Iterator[tuple[StepBatch, StackState, Batch]]:
@@ -187,8 +201,8 @@ class StackTrainer:
             state: state of the whole stack.
             whole: batches of all workers of the stack that have not finished.
             factors: scaled dropout masks for these workers, [k, batch, ...] for each dropout call.
-            alterations: for each worker of the stack, a function that alters its batch, or None to keep it. By default,
-                the functions of training are used.
+            alterations: for each worker of the stack, a function that alters its batch, or None to keep it. An empty
+                list keeps all batches. By default, the functions of training are used.
             moves: whether to copy back parameters and algorithm state as well as buffers.
         """
         for part in whole.by_size() if self._probe.coupled else [whole]:
@@ -204,7 +218,7 @@ class StackTrainer:
         """Return the round, worker and step of each batch, if the gradients of samples get noise."""
         if self._task.algorithm.sample_noise is None:
             return []
-        members = [stack.members[place] for place in part.members]
+        members = stack.members[list(part.members)]
         return [(member.round, member.worker, (member.step or 0) + part.step) for member in members]
 
     def _usual_sizes(self) -> list[int]:
@@ -220,15 +234,13 @@ class StackTrainer:
         return self._room[: len(stack)].copy_(self._shared.cohort.rows[stack.index])
 
     def _buffers(self, stack: Stack) -> list[Tensor]:
-        return self._module.unpack_buffers(self._shared.cohort.buffers[stack.index])
+        return self._module.unpack_buffers(self._shared.cohort.buffers[stack.index]) if self._has_buffers else []
 
     def _give_buffers(self, stack: Stack, state: StackState) -> None:
+        if not self._has_buffers:
+            return
         rows = torch.empty_like(self._shared.cohort.buffers[: len(stack)])
         self._shared.cohort.buffers[stack.index] = self._module.pack_buffers(state.buffers, rows)
-
-    def _record_losses(self, stacks: Sequence[Stack]) -> None:
-        for stack in stacks:  # last, because reading values waits for the device
-            self._shared.cohort.train_loss[stack.slots] = stack.mean_losses()
 
 
 MEMORY_SHARE = 0.5  # share of a GPU's total memory for stacks; results must not depend on free memory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from fedsim.core.snapshot import Snapshot
@@ -82,16 +83,18 @@ class SynchronousLoop:
     def _warn_of_attack_without_honest_rows(self, record: RoundRecord) -> None:
         """Warn once if an attack needs honest updates, but all workers of a round are Byzantine."""
         task, attack = self._task, self._task.experiment.attack.component
-        sizes = self._engine.shared.data.shards.size
         byzantine = task.byzantine.in_round(record.round)
         if self._warned or not record.cohort or not byzantine or not attack.needs_honest:
             return
-        steps = {worker: task.schedule.of(worker, record.round).steps_for(sizes(worker)) for worker in record.cohort}
-        aggregations = steps if task.sync_in(record.round) == "gradients" else dict.fromkeys(steps, 1)
-        honest = [count for worker, count in aggregations.items() if worker not in byzantine]
-        if max(aggregations.values()) > max(honest, default=0):
+        workers = np.array(record.cohort)
+        aggregations = np.ones_like(workers)
+        if task.sync_in(record.round) == "gradients":
+            sizes = self._engine.shared.data.shards.sizes(workers)
+            aggregations = task.schedule.of(workers, np.full_like(workers, record.round)).steps_for(sizes)
+        honest = aggregations[~np.isin(workers, list(byzantine))]
+        if aggregations.max() > honest.max(initial=0):
             self._warned = True
-            where = "worker has data left in the last steps" if honest else "worker is in the cohort"
+            where = "worker has data left in the last steps" if len(honest) else "worker is in the cohort"
             warnings.warn(
                 f"round {record.round}: no honest {where}, but attack.name = {show(attack.name)} is computed from "
                 "honest updates; whenever this happens, the Byzantine workers send their trained updates unchanged",

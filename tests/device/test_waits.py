@@ -1,0 +1,92 @@
+"""Waits for the GPU in a round: their number does not depend on the number of workers, and batches are drawn early."""
+
+from __future__ import annotations
+
+import pytest
+
+import fedsim
+from fedsim.engines.trainers.batches import BatchSource
+from fedsim.engines.trainers.stack import Stacks
+from fedsim.rounds.simulation import Simulation
+from tests.device.agreement import ENGINES
+from tests.device.pretend import pretend_gpu
+
+FEW, MANY = 4, 12  # workers in a round
+CHANCE = 2  # waits and copies that depend on whether the drawn workers happen to be consecutive
+LOCAL = {"batch_size": 2, "epochs": 1}
+CASES = {
+    "plain": {},
+    "without graphs": {"cuda_graphs": False},
+    "drawn epochs": {"local": {**LOCAL, "epochs": {"uniform": [1, 3]}}},
+    "facts": {"local": {**LOCAL, "algorithm": "fednova"}},
+    "personal state": {"local": {**LOCAL, "algorithm": "scaffold"}},
+    "a personal model": {"local": {**LOCAL, "algorithm": "ditto"}},
+    "an attack": {"attack": {"name": "sign_flipping", "fraction": 0.25}, "aggregate": "median"},
+    "an attack on data": {"attack": {"name": "label_flipping", "fraction": 0.25}},
+    "compression": {"processors": ["natural"]},
+    "workers that drop out": {"sampling": {"client_dropout": 0.2}},
+    "gradients": {"sync": "gradients"},
+}
+
+
+def tables(workers, **changes):
+    return {
+        **{"rounds": 3, "workers": 2 * workers, "cohort": workers, "model": "logistic", "partition": "contiguous"},
+        **{"data": {"name": "tests.components:tiny", "train": 8 * workers}, "local": LOCAL, "device": "cuda"},
+        **{**ENGINES["batched"], **changes},
+    }
+
+
+def counts_of_the_last_round(tables):
+    """Return the counts of the last round, in which nothing is prepared for the next one, and of the round before."""
+    counts, run_round = [], Simulation.run_round
+    with pretend_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
+
+        def counting(simulation, round):
+            with gpu.counting() as of_round:
+                result = run_round(simulation, round)
+            counts.append(of_round)
+            return result
+
+        patch.setattr(Simulation, "run_round", counting)
+        fedsim.run(tables)
+    return counts[-2:]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_waits_and_copies_of_a_round_do_not_grow_with_the_workers(case):
+    few, many = (counts_of_the_last_round(tables(workers, **CASES[case])) for workers in (FEW, MANY))
+    for of_few, of_many in zip(few, many, strict=True):
+        assert of_many.waits <= of_few.waits + CHANCE, of_many.table()
+        assert of_many.uploads <= of_few.uploads + CHANCE, of_many.table()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("sampling", ["uniform", "fixed"])
+@pytest.mark.parametrize("partition", ["contiguous", {"name": "virtual", "samples": 4}])
+def test_a_gpu_computes_a_round_while_the_batches_of_the_next_round_are_drawn(device, sampling, partition, monkeypatch):
+    """Each round's batches are drawn once. On a CPU, and if the cohort may depend on results, they are not drawn early.
+
+    Only the choice of the workers at random is known to be independent of the results.
+    """
+    events, waits, methods = [], [], {"orders": BatchSource.orders, "write_losses": Stacks.write_losses}
+
+    def noting(name):
+        def method(*arguments):
+            events.append(name)
+            waits.append(counts.waits)
+            return methods[name](*arguments)
+
+        return method
+
+    monkeypatch.setattr(BatchSource, "orders", noting("orders"))
+    monkeypatch.setattr(Stacks, "write_losses", noting("write_losses"))
+    chosen = {"name": "fixed", "workers": [0, 1, 2, 3]} if sampling == "fixed" else sampling
+    with pretend_gpu() as gpu, gpu.counting() as counts:
+        fedsim.run(tables(FEW, device=device, sampling=chosen, partition=partition))
+    one_after_another = ["orders", "write_losses"] * 3
+    early = ["orders", "orders", "write_losses", "orders", "write_losses", "write_losses"]
+    is_early = device == "cuda" and sampling == "uniform"
+    assert events == (early if is_early else one_after_another)
+    for before, after in [(1, 2), (3, 4)] if is_early else []:
+        assert waits[before] == waits[after], "the batches were drawn after the host had begun to wait"
