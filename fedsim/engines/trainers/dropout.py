@@ -120,7 +120,8 @@ def with_gradient_in_order(pooled: Tensor) -> Tensor:
     all tensors of the pooling's backward pass, which takes seven times longer and slows the layers before.
     """
     if pooled.requires_grad and pooled.ndim == 4 and pooled.device.type == "cpu" and not pooled.is_contiguous():
-        pooled.register_hook(in_order)
+        if not torch._C._functorch.is_functorch_wrapped_tensor(pooled):  # torch.func.vmap has no `in_order`
+            pooled.register_hook(in_order)
     return pooled
 
 
