@@ -87,16 +87,18 @@ class Dropping(Small):
 
 
 class Counting(Small):
-    """A model with a buffer that every forward pass changes, independently of the samples."""
+    """A model with buffers that every forward pass replaces or changes in place, independently of the samples."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x):
         if self.training:
             self.scale = self.scale * 0.99
-        return self.layers(x) * self.scale
+            self.calls += 1
+        return self.layers(x) * self.scale * (1 + 0.01 * self.calls)
 
 
 @pytest.fixture

@@ -265,7 +265,8 @@ class StackStep:
         if self._samples is not None:
             losses, private = self._samples(state.rows, state.buffers, *batch)
             return losses, list(self._module.views(private))
-        buffers = list(state.buffers)
+        # A forward pass may change buffers in place, also those of workers that are not active.
+        buffers = list(state.buffers) if active is None else [buffer.clone() for buffer in state.buffers]
         term = self._feature_term(state)
         losses, gradients = self._module.gradients(
             state.parameters, buffers, *batch[:4], leave_products=leave_products, term=term, shares=shares
