@@ -101,6 +101,16 @@ class Counting(Small):
         return self.layers(x) * self.scale * (1 + 0.01 * self.calls)
 
 
+class Clamping(Small):
+    """A model whose forward pass changes parameters in place."""
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.layers[1].bias.abs_()
+        return self.layers(x)
+
+
 @pytest.fixture
 def tables(tiny_experiment, monkeypatch):
     monkeypatch.setattr(shared_state, "TEST_BATCH_ON_GPU", 40)  # 90 test samples: two full batches and a short one
@@ -351,6 +361,15 @@ def test_an_algorithm_that_replaces_its_state_is_captured_unless_it_creates_it_l
     with pytest.warns(FedsimWarning, match=reason) if late else contextlib.nullcontext():
         actual = fedsim.run(tables)
     assert differing(actual, fedsim.run({**tables, "cuda_graphs": False})) == (pytest.approx(0, abs=1e-12), [])
+
+
+def test_forward_passes_do_not_change_the_parameters_of_workers_that_have_finished(gpu, tables):
+    tables |= {"model": "tests.device.test_captured_steps:Clamping"}
+    fedsim.run({**tables, "cuda_graphs": True})  # no worker finishes before the others
+    with pytest.warns(FedsimWarning, match="a forward pass changes parameters in place"):
+        actual = fedsim.run({**tables, **UNEVEN})
+    expected = fedsim.run({**tables, **UNEVEN, "engine": "serial"})
+    assert differing(actual, expected) == (pytest.approx(0, abs=1e-12), [])
 
 
 def test_steps_are_captured_in_the_precision_of_training(gpu, tables, monkeypatch):
