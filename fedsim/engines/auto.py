@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from fedsim.core.randomness import preserve_random_state
-from fedsim.core.rows import Layout
 from fedsim.engines.backend import InProcess
 from fedsim.engines.engine import Engine, EngineTraits
 from fedsim.engines.executor import Executor, MakeExecutor
@@ -92,10 +91,7 @@ def probe_if_stacks_pay(task: RunTask, shared: SharedState) -> tuple[StackingPro
     except ExperimentError as refusal:
         return None, first_line(refusal)
     # If parameters are aggregated, a stack writes no gradients of linear layers. Its activations must fit in cache.
-    spared = 0
-    if probe.merged and "parameters" in task.syncs:
-        shapes = [entry.shape for entry in Layout.of(task.new_module()).parameters]
-        spared = sum(shape.numel() for shape in shapes if len(shape) == 2) * task.dtype.itemsize
+    spared = probe.matrix_bytes if "parameters" in task.syncs else 0
     if on_cpu and batch * probe.sample_bytes > ACTIVATION_BYTES + MATRIX_SHARE * spared:
         return None, f"the activations of a batch are too large ({batch * probe.sample_bytes / 1e6:.1f} MB)"
     return probe, None

@@ -87,16 +87,28 @@ class Dropping(Small):
 
 
 class Counting(Small):
-    """A model with a buffer that every forward pass changes, independently of the samples."""
+    """A model with buffers that every forward pass replaces or changes in place, independently of the samples."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x):
         if self.training:
             self.scale = self.scale * 0.99
-        return self.layers(x) * self.scale
+            self.calls += 1
+        return self.layers(x) * self.scale * (1 + 0.01 * self.calls)
+
+
+class Clamping(Small):
+    """A model whose forward pass changes parameters in place."""
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.layers[1].bias.abs_()
+        return self.layers(x)
 
 
 @pytest.fixture
@@ -349,6 +361,15 @@ def test_an_algorithm_that_replaces_its_state_is_captured_unless_it_creates_it_l
     with pytest.warns(FedsimWarning, match=reason) if late else contextlib.nullcontext():
         actual = fedsim.run(tables)
     assert differing(actual, fedsim.run({**tables, "cuda_graphs": False})) == (pytest.approx(0, abs=1e-12), [])
+
+
+def test_forward_passes_do_not_change_the_parameters_of_workers_that_have_finished(gpu, tables):
+    tables |= {"model": "tests.device.test_captured_steps:Clamping"}
+    fedsim.run({**tables, "cuda_graphs": True})  # no worker finishes before the others
+    with pytest.warns(FedsimWarning, match="a forward pass changes parameters in place"):
+        actual = fedsim.run({**tables, **UNEVEN})
+    expected = fedsim.run({**tables, **UNEVEN, "engine": "serial"})
+    assert differing(actual, expected) == (pytest.approx(0, abs=1e-12), [])
 
 
 def test_steps_are_captured_in_the_precision_of_training(gpu, tables, monkeypatch):

@@ -21,6 +21,7 @@ from fedsim.errors import FedsimWarning
 from fedsim.models import CharLSTM
 from fedsim.runs.setup import prepare
 from tests.engines.in_process import InProcessPool
+from tests.engines.zoo import experiment
 
 
 @pytest.fixture
@@ -77,22 +78,36 @@ def test_the_choice_for_the_models_here_is_what_was_measured_to_be_faster(model,
         assert AutoEngine(1, 1, 60.0, "spawn").choose(task, engine.shared).stacked == stacked
 
 
-@pytest.mark.parametrize(
-    ("sync", "merged", "share"), [("parameters", True, 1.3), ("parameters", False, 0), ("gradients", True, 0)]
-)
+@pytest.mark.parametrize(("sync", "share"), [("parameters", 1.3), ("gradients", 0)])
 def test_activations_may_be_larger_where_a_stack_writes_no_gradients_of_linear_layers(
-    sync, merged, share, prepared, monkeypatch
+    sync, share, prepared, monkeypatch
 ):
     task, shared = prepared("convolution", workers=4, sync=sync, local={"batch_size": 4})
     shared = replace(shared, cohort=replace(shared.cohort, rows=torch.empty(8, 100)))
     matrices = [layer.weight for layer in task.new_module().modules() if isinstance(layer, torch.nn.Linear)]
     values = sum(matrix.numel() for matrix in matrices)
     assert 0 < values < len(shared.server.row) - 50  # the other parameters are biases and kernels of convolutions
+    assert StackingProbe.of(task, shared).matrix_bytes == 8 * values
     fitting = int(7.5e5 + share * 8 * values) // 4  # bytes per sample, in batches of 4
     for sample_bytes in (fitting, fitting + 1):
-        probe = StackingProbe((), coupled=False, merged=merged, sample_bytes=sample_bytes)
+        probe = StackingProbe((), coupled=False, merged=True, sample_bytes=sample_bytes, matrix_bytes=8 * values)
         monkeypatch.setattr(StackingProbe, "of", lambda *_, probe=probe: probe)
         assert AutoEngine(1, 1, 60.0, "spawn").choose(task, shared).stacked == (sample_bytes == fitting)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "values"),
+    [
+        ("LSTM", "float64", 3 * 8),  # the last layer; not the embedding [20, 8] and the weights of the LSTM
+        ("LSTM", "bf16", 0),
+        ("tied", "float64", 3 * 20),  # not the matrix that is both an embedding and a linear layer
+        ("buffers", "float64", 0),  # by torch.func.vmap, which computes all gradients
+    ],
+)
+def test_only_gradients_that_a_stack_leaves_count_as_spared(kind, precision, values):
+    wanted = fedsim.Experiment(**{**experiment(kind), "precision": precision, "engine": "batched", "processes": 1})
+    with fedsim.Session() as session, prepare(wanted, session) as (task, engine):
+        assert StackingProbe.of(task, engine.shared).matrix_bytes == values * task.dtype.itemsize
 
 
 def one_process_called_several(processes, threads, timeout, start_method):

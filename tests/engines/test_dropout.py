@@ -294,6 +294,22 @@ def test_the_gradient_of_max_pooling_keeps_the_memory_format_of_the_images(p, fu
     assert type(model.pool).__name__ == type(plain.pool).__name__
 
 
+@pytest.mark.parametrize("transformed", [torch.func.jacrev, lambda f: torch.func.vmap(torch.func.grad(f))])
+def test_max_pooling_can_be_differentiated_by_torch_func(transformed, prepared):
+    """A model may do so in its forward pass, and a training function of one's own for the gradient of each sample."""
+    task, shared = prepared("dropout")
+    task.experiment.model.__dict__["component"] = partial(Pooling, None, False)
+    pool = RowDropout(task, shared, BatchSource(task, shared)).new_module().pool
+    images = torch.randn(5, 1, 2, 6, 6, generator=torch.Generator().manual_seed(1))
+    images = images.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+    batches = images if transformed is torch.func.jacrev else images.unsqueeze(1)
+
+    def sums(of):
+        return lambda images: of(images).square().sum()
+
+    assert torch.equal(*(transformed(sums(of))(batches) for of in (pool, partial(F.max_pool2d, kernel_size=2))))
+
+
 def test_a_full_device_is_not_taken_for_a_model_without_dropout(prepared, monkeypatch):
     def full(loss):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -44,6 +44,8 @@ class StackingProbe:
         merged: whether the batches of k workers can be merged into one batch [k * batch, ...]; otherwise
             `torch.func.vmap` is used.
         sample_bytes: bytes per sample of the activations that are saved for the backward pass.
+        matrix_bytes: bytes of a model's parameters whose gradients a stack does not compute, but leaves as an
+            OuterProductGrad: weights of linear layers that are called once in a forward pass.
         turns: whether convolutions with turned kernels give the gradients of the ordinary ones on a GPU; see
             `stacked_convolution`.
     """
@@ -52,6 +54,7 @@ class StackingProbe:
     coupled: bool
     merged: bool
     sample_bytes: int
+    matrix_bytes: int = 0
     turns: bool = False
 
     @classmethod
@@ -87,7 +90,7 @@ class StackingProbe:
                 together = trials.run(trials.samples(trials.count), task.precision)
                 trials.compare_gradients(together.dropouts, task.precision, merged=merged)
             turns = merged and trials.can_turn(together.dropouts)
-        return cls(together.dropouts, coupled or joint, merged, together.sample_bytes, turns)
+        return cls(together.dropouts, coupled or joint, merged, together.sample_bytes, trials.matrix_bytes, turns)
 
 
 def _require_finite(shared: SharedState) -> None:
@@ -144,10 +147,11 @@ class Trials:
 
     Attributes:
         count: number of training samples in most trial runs.
+        matrix_bytes: attribute of `StackingProbe`, for the models that were last computed together.
     """
 
     def __init__(self, task: RunTask, train: TensorData) -> None:
-        self._task, self._train, self.count = task, train, min(SAMPLES, len(train))
+        self._task, self._train, self.count, self.matrix_bytes = task, train, min(SAMPLES, len(train)), 0
 
     def samples(self, count: int) -> tuple[Tensor, Tensor]:
         """Return a batch of the first `count` training samples, repeated if the data set is smaller."""
@@ -328,6 +332,8 @@ class Trials:
             with DataDependenceCheck() if merged else contextlib.nullcontext():
                 _, left = stacked.gradients(*arguments, leave_products=0)  # as in training
             gradients = [part.computed() if isinstance(part, OuterProductGrad) else part for part in left]
+            values = [g[0].numel() for g, part in zip(gradients, left, strict=True) if part is not g]
+            self.matrix_bytes = sum(values) * task.dtype.itemsize
             stacked.pack_buffers(unpacked, buffers_after)
         except (ExperimentError, torch.OutOfMemoryError):
             raise

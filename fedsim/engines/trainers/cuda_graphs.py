@@ -87,7 +87,7 @@ def lengths_of(steps: int, captured: Collection[int]) -> list[int]:
     least = -(-steps // LONGEST)
     even = [steps // count for count in range(least, 2 * least + 1) if steps % count == 0]
     usable = set(even[:1] or [LONGEST, steps % LONGEST])
-    if len(usable.union(captured)) > MOST_LENGTHS:
+    if len(usable.union(captured, [1])) > MOST_LENGTHS:
         usable = {*captured, 1}
     lengths = list[int]()
     for length in sorted(usable, reverse=True):

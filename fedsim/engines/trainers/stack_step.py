@@ -17,6 +17,7 @@ from fedsim.data import TensorData
 from fedsim.engines.stacking.stacked_module import FeatureTerm, StackedModule, view_of
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.sample_gradients import Moment, SampleGradients
+from fedsim.errors import ExperimentError
 
 # The gradient of a linear layer is a product of two factors. For weights of at least this many bytes, a GPU passes the
 # factors to the client algorithm instead of computing the product. This saves 4 of 6 passes over the weights (8 us for
@@ -265,11 +266,15 @@ class StackStep:
         if self._samples is not None:
             losses, private = self._samples(state.rows, state.buffers, *batch)
             return losses, list(self._module.views(private))
-        buffers = list(state.buffers)
-        term = self._feature_term(state)
+        # A forward pass may change buffers and parameters in place, also those of workers that are not active.
+        buffers = list(state.buffers) if active is None else [buffer.clone() for buffer in state.buffers]
+        term, version = self._feature_term(state), state.rows._version
         losses, gradients = self._module.gradients(
             state.parameters, buffers, *batch[:4], leave_products=leave_products, term=term, shares=shares
         )
+        if active is not None and state.rows._version != version:
+            line = "a forward pass changes parameters in place, also those of workers that have finished"
+            raise ExperimentError(line)
         for ours, new in zip(state.buffers, buffers, strict=True):
             if new is not ours:
                 ours.copy_(new if active is None else torch.where(_like(active, new), new, ours))
