@@ -219,6 +219,10 @@ def test_processes_prepare_before_their_first_call_and_nobody_waits_for_results_
         assert pool.call(remember) == [5, 5]
         pool.prepare(remember, 6)
         assert pool.call(remember) == [6, 6]
+        os.kill(pool._children[1].process.pid, signal.SIGKILL)
+        pool._children[1].process.join()
+        pool.prepare(remember, 7)
+        assert "was killed by SIGKILL" in failure_of(pool, remember)
 
 
 @pytest.mark.parametrize("how", ["closed", "killed", "interrupted"])
