@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.gpu.goals import verdicts
 from tests.commands import ROOT
+from tests.device.test_aggregation_counts import BOUNDS
 
 STORED = json.loads((ROOT / "benchmarks" / "results" / "gpu-h200.json").read_text())
 FIGURES = STORED["figures"]
@@ -88,6 +89,12 @@ def test_the_sentences_state_the_stored_figures():
     assert f"{min(compiled):.0f} to {max(compiled):.0f} s" in SIMULATORS
     faster = [w for w in WORKLOADS if FIGURES[f"{w}, jax"]["round_ms"] < FIGURES[f"{w}, batched"]["round_ms"]]
     assert f"The JAX program is faster than fedsim on {' and '.join(faster)}." in SIMULATORS
+
+
+def test_the_page_shows_the_counted_launches_and_waits_of_rules():
+    (names,) = re.findall(r"^\| launches, waits \| (.*) \|$", PERFORMANCE, re.MULTILINE)
+    counts = [BOUNDS[name.strip("`")] for name in names.split(" | ")]
+    assert row("fedsim", [f"{launches}, {waits}" for launches, waits, _ in counts]) in PERFORMANCE.splitlines()
 
 
 def test_only_the_first_round_of_w3_met_its_goal():
