@@ -126,6 +126,7 @@ def _centred_products(updates: Tensor, columns: Tensor) -> Tensor:
         rows = updates[:, part].to(wide)
         rows -= rows.mean(0)
         products.addmm_(rows, rows.t())
+    # The products depend on some columns only, but `on_host` needs numbers that depend on all values.
     products = on_host(products, updates.sum(1))[0] if updates.is_cuda else products.cpu().double()
     require_no_overflow(products, updates)
     return products
