@@ -221,13 +221,19 @@ def own_median(updates):
     return updates.median(0).values
 
 
+def own_doubling(updates):
+    assert updates.isfinite().all()
+    return 2 * updates
+
+
 @pytest.mark.gpu
 def test_an_own_rule_receives_finite_updates_only():
     with some_gpu():
         updates = to_gpu(spoilt(torch.nan))
         assert fedsim.aggregate(updates, rule=own_median, nonfinite="exclude").isfinite().all()
-        with pytest.raises(fedsim.ExperimentError, match="1 of 11 updates hold NaN"):
-            fedsim.aggregate(updates, rule=own_median)
+        for call, stage in ((fedsim.aggregate, own_median), (fedsim.pre_aggregate, own_doubling)):
+            with pytest.raises(fedsim.ExperimentError, match="1 of 11 updates hold NaN"):
+                call(updates, rule=stage)
 
 
 @pytest.mark.skipif(not REAL, reason="needs a real GPU")
