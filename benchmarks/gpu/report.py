@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.goals import BASELINES, verdicts
+from benchmarks.gpu.goals import BASELINES, Verdict, verdicts
 
 MOST_FAILURES, MOST_WARNINGS, WIDTH = 20, 4, 150
 WORKLOADS = ("w1", "w2", "w3", "w4", "w3-1000", "resnet20", "char_lstm", "gpt")
@@ -83,12 +83,16 @@ class Results:
             if "figures" in test
         }
 
+    def verdicts(self) -> list[Verdict]:
+        """Compare the figures with the goals. There are none for a CPU, which trains on few samples."""
+        return [] if self.machine.get("device") == "cpu" else verdicts(self.figures())
+
     def as_json(self) -> dict[str, Any]:
         """Return the results in the format of the files in benchmarks/results."""
-        facts, figures = self.machine, self.figures()
+        facts = self.machine
         return {
-            **{"benchmark": "gpu", "outcomes": self.counted(), "figures": figures},
-            "goals": [verdict.as_json() for verdict in verdicts(figures)],
+            **{"benchmark": "gpu", "outcomes": self.counted(), "figures": self.figures()},
+            "goals": [verdict.as_json() for verdict in self.verdicts()],
             **{"failures": self.failures, "warnings": self.warnings, "environment": facts},
             "date": facts.get("date", "")[: len("2026-01-01")],
             "machine": ", ".join(f"{facts.get(key, '?')}{unit}" for key, unit in MACHINE.items()),
@@ -111,10 +115,7 @@ def summarize(results: Results) -> str:
     lines += [f"warning, {count} times: {text}" for text, count in results.warnings.most_common(MOST_WARNINGS)]
     lines += [f"{name}: {fields['us']} us" for name, fields in figures.items() if "us" in fields]
     lines += table(figures)
-    if machine.get("device") == "cpu":
-        lines += ["goals: for a GPU; the CPU trains on few samples"]
-    else:
-        lines += [f"{verdict}" for verdict in verdicts(figures)]
+    lines += [str(verdict) for verdict in results.verdicts()] or ["goals: for a GPU; the CPU trains on few samples"]
     return "\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines)
 
 

@@ -128,7 +128,7 @@ class Pipeline:
         Returns the result and whether all updates are known to be finite. The result is None if they are not, or if
         their norms overflow. It is also None if the rule may not be applied to unchecked updates.
         """
-        if inputs.updates.device.type == "cpu" or not self.built_in:
+        if not self.built_in:
             return None, False
         with reading() as progress:
             try:

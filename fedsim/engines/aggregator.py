@@ -274,14 +274,13 @@ class Aggregator:
         self._result: list[tuple[slice, Tensor]] = []  # (columns, aggregated update in these columns)
         self._complete = False  # whether every process has the whole aggregated update
         self.has_last, self.losses, self.broadcast_bytes = False, shared.cohort.losses[:0], 0
-        may_defer = task.device.type != "cpu" and process.count == 1 and task.experiment.nonfinite != "keep"
-        may_defer = may_defer and not group.divided
+        rule, avoids_waits = task.experiment.rule, task.device.type != "cpu" and task.experiment.nonfinite != "keep"
+        avoids_waits = avoids_waits and process.count == 1 and not group.divided
         # A built-in rule that reads norms or distances of all updates finds out whether the updates are finite.
-        self._rule_checks = may_defer and task.experiment.rule.built_in and not task.experiment.rule.columnwise
+        self._rule_checks = avoids_waits and rule.built_in and not rule.columnwise
         # A round that fails the check is repeated. The state of an attack would then advance twice.
-        may_defer = may_defer and "state" not in task.experiment.attack.component.accepts
-        may_defer = may_defer and task.experiment.rule.columnwise
-        self.deferred_check = DeferredCheck(shared) if may_defer else None
+        defers = avoids_waits and rule.columnwise and "state" not in task.experiment.attack.component.accepts
+        self.deferred_check = DeferredCheck(shared) if defers else None
 
     def sent_row(self, round: int) -> Tensor:
         """Send parameters to the workers, and return those [d] from which they start in `round`, read-only."""

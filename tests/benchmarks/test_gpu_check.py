@@ -154,6 +154,7 @@ def test_the_summary_says_for_each_goal_whether_it_is_met(results):
     )
     results.machine = {"device": "cpu"}
     assert "NOT met" not in summarize(results)
+    assert results.as_json()["goals"] == []
 
 
 def test_a_device_that_does_not_compute_is_a_failure(tmp_path, monkeypatch, capsys):

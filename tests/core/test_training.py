@@ -220,3 +220,10 @@ def test_evenly_spaced_rows_are_pulled_down_through_a_view_and_others_by_an_inde
     global_row, rows = torch.arange(5.0), torch.zeros(7, 5)
     pull_down(global_row, rows, row_index)
     assert [slot for slot in range(7) if torch.equal(rows[slot], global_row)] == slots
+
+
+@pytest.mark.parametrize("sizes", [(5, 6), (6, 5), (5, None)])
+def test_a_row_of_the_wrong_size_is_refused_when_a_module_is_bound(sizes):
+    rows = [None if size is None else torch.zeros(size) for size in sizes]
+    with pytest.raises(ValueError, match=r"must have shape \(6,\), not \(5,\)"):
+        fedsim.bind(torch.nn.Linear(2, 2), *rows)

@@ -256,6 +256,20 @@ def test_equal_steps_are_replayed_as_few_graphs_with_the_same_numbers(local, rep
     assert together.history[-1]["train_loss"] == alone.history[-1]["train_loss"]
 
 
+@pytest.mark.parametrize(("steps", "computed"), [(6, 12), (235, 35)])
+def test_captures_compute_few_steps_in_python(steps, computed, gpu, tables, monkeypatch):
+    """A capture of many steps is warmed up by two of them."""
+    taken, take_steps = [], cuda_graphs.CapturedSteps._take_steps
+
+    def noted(self, graph):
+        taken.append(graph.steps)
+        take_steps(self, graph)
+
+    monkeypatch.setattr(cuda_graphs.CapturedSteps, "_take_steps", noted)
+    fedsim.run({**tables, "rounds": 1, "local": {"batch_size": 4, "steps": steps}, "cuda_graphs": True})
+    assert sum(taken) == computed
+
+
 def test_rounds_of_many_different_lengths_share_few_graphs(gpu, tables):
     tables |= {**UNEVEN, "workers": 9, "cohort": 1, "rounds": 9, "local": {"batch_size": 2}}
     actual = fedsim.run({**tables, "cuda_graphs": True})

@@ -216,9 +216,22 @@ def test_an_input_that_is_not_finite_is_an_error(name):
         fedsim.aggregate(to_gpu(normal().float()), rule=rule_of[name], **{name: to_gpu(row)})
 
 
+@pytest.mark.gpu
+def test_dnc_notices_nan_in_a_column_that_it_does_not_draw():
+    updates = normal().float()
+    updates[4, 7] = torch.nan
+    with some_gpu(), pytest.raises(fedsim.ExperimentError, match="1 of 11 updates hold NaN"):
+        fedsim.aggregate(to_gpu(updates), rule="dnc", f=1, b=1)
+
+
 def own_median(updates):
     assert updates.isfinite().all(), "a rule that is not fedsim's receives checked updates"
     return updates.median(0).values
+
+
+def own_doubling(updates):
+    assert updates.isfinite().all()
+    return 2 * updates
 
 
 @pytest.mark.gpu
@@ -226,8 +239,9 @@ def test_an_own_rule_receives_finite_updates_only():
     with some_gpu():
         updates = to_gpu(spoilt(torch.nan))
         assert fedsim.aggregate(updates, rule=own_median, nonfinite="exclude").isfinite().all()
-        with pytest.raises(fedsim.ExperimentError, match="1 of 11 updates hold NaN"):
-            fedsim.aggregate(updates, rule=own_median)
+        for call, stage in ((fedsim.aggregate, own_median), (fedsim.pre_aggregate, own_doubling)):
+            with pytest.raises(fedsim.ExperimentError, match="1 of 11 updates hold NaN"):
+                call(updates, rule=stage)
 
 
 @pytest.mark.skipif(not REAL, reason="needs a real GPU")

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import fedsim
 from fedsim.byzantine import attack_strategy
-from fedsim.core.randomness import Draws, global_states
+from fedsim.core.randomness import Draws, global_states, seed_globally
 from fedsim.data.augmentation import augmentation
 from fedsim.data.partitions.features import GaussianNoise
 from fedsim.engines.trainers.dropout import Dropout, dropout_factors
@@ -111,6 +111,22 @@ def test_a_transform_of_torchvision_draws_the_numbers_of_the_cpu(name, params):
     if counts is not None:
         copied = {operation for kind, operation, _ in counts.events if kind == DOWNLOAD}
         assert ("_to_copy" in copied) == (name in DRAW_ON_DEVICE), counts.table()
+
+
+def test_random_operations_of_a_transform_draw_on_the_cpu_except_by_a_generator_of_the_gpu(gpu):
+    def drawn(zeros):
+        with seed_globally(torch.Generator().manual_seed(5), zeros.device):
+            out = torch.rand(3, out=zeros.clone())
+            return [out, torch.normal(out, 1.0), zeros.clone().uniform_()]
+
+    def of_own():
+        return download(torch.zeros(3, device=GPU).uniform_(generator=torch.Generator("cuda").manual_seed(1)))
+
+    for ours, theirs in zip(drawn(torch.zeros(3, device=GPU)), drawn(torch.zeros(3)), strict=True):
+        assert torch.equal(download(ours), theirs)
+    expected = of_own()
+    with seed_globally(torch.Generator(), GPU):
+        assert torch.equal(of_own(), expected)
 
 
 def test_steps_share_the_launches_of_their_draws(gpu):

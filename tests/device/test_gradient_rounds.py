@@ -39,17 +39,17 @@ def run(change, device):
     return fedsim.run({**BASE, **change, "device": device})
 
 
+UNDER_ATTACK = {"workers": 7, "attack": {"name": "opt_ipm", "fraction": 0.2, "evaluations": 4}}
 CASES = {
     "a mean": {},
     "a weighted mean": {"aggregate": {"weights": "samples"}},
+    "a weight of zero": {"aggregate": {"weights": [0.0, 1.0, 1.0]}},
     "a median": {"aggregate": {"rule": "median"}},
     "krum": {"workers": 5, "aggregate": {"rule": "krum", "f": 1}},
     "monna": {"workers": 5, "aggregate": {"rule": "monna", "f": 1, "row": 4}},
     "a rule that reads nothing": {"workers": 5, "aggregate": {"rule": ["bucketing", "median"]}},
-    "krum under attack": {
-        **{"workers": 7, "attack": {"name": "opt_ipm", "fraction": 0.2, "evaluations": 4}},
-        "aggregate": {"rule": "krum", "f": 1},
-    },
+    "krum under attack": {**UNDER_ATTACK, "aggregate": {"rule": "krum", "f": 1}},
+    "caf under attack": {**UNDER_ATTACK, "aggregate": {"rule": "caf"}},  # its eigenvalues of NaN would be an error
     "batched": {"engine": "batched", "processes": 1, "data": "tests.components:with_a_hole_at_the_end"},
     "buffers": {"model": "tests.models:Normalised"},
     "own buffers": {"model": "tests.models:Normalised", "buffers": "local"},

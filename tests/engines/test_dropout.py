@@ -260,15 +260,15 @@ class Pooling(nn.Module):
         self.p = p
 
     def forward(self, images):
-        pooled = self.pool(recorded(self.convolution(images)))
+        pooled = recorded(self.pool(self.convolution(images)))
         return self.linear((pooled if self.p is None else F.dropout(pooled, self.p, self.training)).flatten(1))
 
 
-def recorded(images):
-    """Return `images`, and append their gradient to SEEN in the backward pass."""
-    if images.requires_grad:
-        images.register_hook(SEEN.append)
-    return images
+def recorded(pooled):
+    """Return `pooled`, and append the gradient with which its backward pass begins to SEEN."""
+    if pooled.grad_fn is not None:
+        pooled.grad_fn.register_prehook(lambda gradients: SEEN.append(gradients[0]))
+    return pooled
 
 
 @pytest.mark.parametrize(("p", "functional"), [(None, False), (0.5, False), (0.5, True)])

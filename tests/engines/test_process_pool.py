@@ -18,6 +18,7 @@ from fedsim.engines.pool.process_pool import ProcessPool
 from fedsim.errors import ExperimentError, ProcessLostError, WorkerError
 from fedsim.system.messages import MAX_FILES, Channel, Message
 from tests.commands import assert_none_left, run_python, start_python
+from tests.device.pretend import GPU, pretend_gpu
 from tests.engines.in_process import InProcessPool
 from tests.engines.pool_calls import (
     KillsItsReader,
@@ -219,6 +220,10 @@ def test_processes_prepare_before_their_first_call_and_nobody_waits_for_results_
         assert pool.call(remember) == [5, 5]
         pool.prepare(remember, 6)
         assert pool.call(remember) == [6, 6]
+        os.kill(pool._children[1].process.pid, signal.SIGKILL)
+        pool._children[1].process.join()
+        pool.prepare(remember, 7)
+        assert "was killed by SIGKILL" in failure_of(pool, remember)
 
 
 @pytest.mark.parametrize("how", ["closed", "killed", "interrupted"])
@@ -244,6 +249,15 @@ def test_memory_of_sent_tensors_is_kept_until_its_receiver_has_ended(how, monkey
             with pytest.raises(KeyboardInterrupt):
                 pool.call(work_for, 60.0)
     assert ended == [True, True]
+
+
+def test_a_process_prepares_by_initialising_the_gpu_of_the_task(monkeypatch):
+    used = []
+    with pretend_gpu() as gpu:
+        monkeypatch.setattr(torch.cuda, "set_device", used.append)
+        backend._initialise(None, GPU, fedsim.run)
+        assert gpu.launches
+    assert used == [GPU]
 
 
 FOREIGN = "typer", "matplotlib", "torchvision", "pandas", "torch._dynamo", "fedsim.cli", "fedsim.report", "fedsim.runs"

@@ -60,6 +60,25 @@ def test_parameters_are_views_of_the_rows_which_nothing_moves_but_the_algorithm(
         assert (rows[:, entry.span] == number).all()
 
 
+class OfSequences(nn.Module):
+    """A recurrent network that reads each picture as a sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = nn.GRU(8, zoo.CLASSES, batch_first=True)
+
+    def forward(self, pictures):
+        return self.network(pictures.flatten(1, 2))[0][:, -1]
+
+
+def test_a_recurrent_network_never_moves_its_parameters_out_of_their_rows(monkeypatch):
+    """On a GPU, PyTorch would copy them to one chunk of memory when it notices other parameters."""
+    stacked = StackedModule(lambda: OfSequences().double(), merged=True)
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda network: pytest.fail("moves its parameters"))
+    rows = new_rows(K, stacked.layout.d, torch.double).fill_(0.1)
+    assert all(gradient.any() for gradient in gradients_of(stacked, rows).values())
+
+
 def test_whole_numbers_that_an_average_has_made_fractions_of_are_rounded():
     stacked = StackedModule(lambda: zoo.model(kind="BatchNorm"))
     rows = torch.full((1, stacked.layout.n_buffer_values), 2.6, dtype=torch.double)

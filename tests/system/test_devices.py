@@ -21,8 +21,11 @@ def test_a_device_that_is_not_there_gives_a_one_line_error(name):
         devices.resolve_device(name)
 
 
-def test_a_device_without_a_number_is_the_current_one():
+def test_a_device_without_a_number_is_the_current_one(monkeypatch):
     assert devices.with_index(torch.device("cpu")) == torch.device("cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+        assert devices.with_index(torch.device("cuda")) == torch.device("cuda", 3)
     with pretend_gpu():
         unnumbered = torch.device("cuda")
         assert devices.with_index(unnumbered) == GPU

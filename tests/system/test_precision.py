@@ -9,7 +9,7 @@ from torch import nn
 
 import fedsim
 from fedsim.core.randomness import batch_order
-from fedsim.system.precision import PRECISIONS, cast_for_autocast, tf32_allowed
+from fedsim.system.precision import PRECISIONS, cast_for_autocast, full_precision, tf32_allowed
 from tests.components import tiny
 from tests.matrix import in_turn
 
@@ -43,12 +43,14 @@ def test_where_the_older_switches_cannot_be_read_the_newer_ones_are_used(allowed
     newer = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
     before = [part.fp32_precision for part in newer]
     try:
-        newer[0].fp32_precision, newer[1].fp32_precision = "ieee", "ieee"
+        newer[0].fp32_precision, newer[1].fp32_precision = "tf32", "ieee"
         with pytest.raises(RuntimeError):
             switches()
         mixed = [part.fp32_precision for part in newer]
         with tf32_allowed(allowed):
             assert [part.fp32_precision for part in newer] == ["tf32" if allowed else "ieee"] * 3
+        with full_precision(torch.device("cuda"), convolutions=False):
+            assert newer[0].fp32_precision == "ieee"
         assert [part.fp32_precision for part in newer] == mixed
     finally:
         for part, value in zip(newer, before, strict=True):

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -128,16 +128,11 @@ def keep_own(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
 
 def squared_norms(updates: Tensor) -> Tensor:
     """Return the squared norms of n updates, float64 [n] on the CPU."""
-    return squared_distances_to(updates, None)
+    return squared_distances_to(updates, None) if updates.device.type == "cpu" else norms(updates).square()
 
 
 def squared_distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
-    """Return the squared distances of n updates from a point [d] (None: zero), float64 [n] on the CPU.
-
-    Sums are in double precision if the device supports it.
-    """
-    if updates.device.type != "cpu":
-        return distances_to(updates, point).square()
+    """Return the squared distances of n updates from a point [d] (None: zero), in double precision, on a CPU."""
     total = torch.zeros(len(updates), dtype=torch.double)
     sums = total.numpy()
     with np.errstate(all="ignore"), alone_if_few(len(updates)):  # overflow gives infinity
@@ -159,17 +154,17 @@ def distances_to(updates: Tensor, point: Tensor | None) -> Tensor:
 
     A distance is infinite if its square overflows.
     """
-    if updates.device.type == "cpu":
-        return squared_distances_to(updates, point).sqrt()
     return on_host(distances_on_device(updates, point))[0]
 
 
 def distances_on_device(updates: Tensor, point: Tensor | None) -> Tensor:
-    """Return the distances [n] of n updates from a point [d] (None: zero), on a GPU, without waiting for it.
+    """Return the distances [n] of n updates from a point [d] (None: zero), on their device, without waiting for it.
 
     Differences and sums are in double precision if the device supports it, so that rules select the same updates on
     every device.
     """
+    if updates.device.type == "cpu":
+        return squared_distances_to(updates, point).sqrt()
     wide, parts = wide_dtype(updates.device), []
     for block in small_blocks(updates):
         rows = updates[:, block]
@@ -178,28 +173,24 @@ def distances_on_device(updates: Tensor, point: Tensor | None) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
 
 
-def norms_and_products(updates: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the norms [n] of n updates, the norm [1] of `vector` [d], and its inner products [n] with the updates.
-
-    All results are float64 on the CPU. Sums are in double precision if the device supports it.
-    """
-    row = vector.unsqueeze(0)
-    if updates.device.type == "cpu":
-        return norms(updates), norms(row), products_with(updates, vector)
-    wide = wide_dtype(updates.device)
-    parts = [updates[:, block].to(wide) @ vector[block].to(wide) for block in small_blocks(updates)]
-    products = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-    lengths, length, products = on_host(distances_on_device(updates, None), distances_on_device(row, None), products)
-    return lengths, length, products
-
-
 def products_with(updates: Tensor, vector: Tensor) -> Tensor:
-    """Return the inner products [n] of n updates with `vector` [d], in double precision, on a CPU."""
+    """Return the inner products [n] of n updates with `vector` [d], on their device, without waiting for it.
+
+    Sums are in double precision if the device supports it.
+    """
+    if updates.device.type != "cpu":
+        wide = wide_dtype(updates.device)
+        return total_of(updates[:, block].to(wide) @ vector[block].to(wide) for block in small_blocks(updates))
     total = torch.zeros(len(updates), dtype=torch.double)
     with alone_if_few(len(updates)):
         for block, rows in wide_blocks(updates):
             total += rows @ vector[block].to(rows.dtype)
     return total
+
+
+def total_of(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sum of at least one tensor. A single tensor needs no launch."""
+    return functools.reduce(torch.add, parts)
 
 
 class NonfiniteError(Exception):

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation.mean_shift import bandwidth_of, mean_shift
-from fedsim.aggregation.numerics.columns import distances_on_device, most_columns, norms, on_host
+from fedsim.aggregation.numerics.columns import distances_on_device, most_columns, on_host
 from fedsim.aggregation.numerics.gram import TIED, Gram, require_no_overflow
 from fedsim.aggregation.rule import Count, LinearCombination, Positive, average_of, require, rule
 from fedsim.aggregation.rules.clipping import clip_factors
@@ -126,6 +126,7 @@ def _centred_products(updates: Tensor, columns: Tensor) -> Tensor:
         rows = updates[:, part].to(wide)
         rows -= rows.mean(0)
         products.addmm_(rows, rows.t())
+    # The products depend on some columns only, but `on_host` needs numbers that depend on all values.
     products = on_host(products, updates.sum(1))[0] if updates.is_cuda else products.cpu().double()
     require_no_overflow(products, updates)
     return products
@@ -174,8 +175,7 @@ def signguard(
     n, d = updates.shape
     require(d >= 1, "signguard", "d >= 1", d=d)
     columns = draws.choice(d, max(1, int(fraction * d + MARGIN)))
-    of_device = norms(updates) if updates.device.type == "cpu" else distances_on_device(updates, None)
-    lengths, counts = on_host(of_device, _sign_counts(updates, columns))
+    lengths, counts = on_host(distances_on_device(updates, None), _sign_counts(updates, columns))
     typical = float(lengths.quantile(0.5))
     ordinary = (lengths >= NORM_RANGE[0] * typical) & (lengths <= NORM_RANGE[1] * typical)
     selected = (ordinary & _largest_cluster(counts / len(columns))).nonzero().flatten()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.numerics.columns import norms_and_products
+from fedsim.aggregation.numerics.columns import distances_on_device, on_host, products_with
 from fedsim.aggregation.numerics.gram import TIED, Gram
 from fedsim.aggregation.rule import LinearCombination, require, rule
 from fedsim.system.devices import to_device
@@ -28,7 +28,8 @@ def fltrust(updates: Tensor, root: Tensor) -> LinearCombination:
     >>> fedsim.aggregate(updates, rule="fltrust", root=torch.tensor([1.0, 0.0]))
     tensor([1., 0.])
     """
-    lengths, length, products = norms_and_products(updates, root)
+    of_root = distances_on_device(root.unsqueeze(0), None)
+    lengths, length, products = on_host(distances_on_device(updates, None), of_root, products_with(updates, root))
     both = lengths * length
     trust = torch.where(both > 0, products / both, 0.0).clamp(min=0)  # cosines
     if not bool(trust.any()):

@@ -121,15 +121,13 @@ class ProbeResult(NamedTuple):
 
 
 class TwoModels(NamedTuple):
-    """Two models that were computed together in a trial run.
+    """Two models with different parameters, and a batch for each of them.
 
     Attributes:
         module: module of the same architecture.
         layout: its layout.
-        rows, buffers: parameters and buffers of both models before the run.
+        rows, buffers: parameters and buffers of both models.
         inputs, targets: batch of each model, [2, batch, ...].
-        gradients: gradient of each parameter, [2, ...].
-        buffers_after: buffers of both models after the run.
     """
 
     module: nn.Module
@@ -138,8 +136,6 @@ class TwoModels(NamedTuple):
     buffers: Tensor
     inputs: Tensor
     targets: Tensor
-    gradients: list[Tensor]
-    buffers_after: Tensor
 
 
 class Trials:
@@ -274,10 +270,11 @@ class Trials:
         trials = copy.copy(self)
         trials.count = min(task.schedule.batch_size, MAX_COMPARED_BATCH)  # on which cuDNN's choice of kernels depends
         try:
+            two = trials._two_models(dtype)
             if task.precision.autocast is not None:
-                trials._compute_two(dropouts, task.precision, True, dtype, turns=True)
+                trials._gradients_of(two, dropouts, task.precision, merged=True, turns=True)
             turned, ordinary = (
-                trials._compute_two(dropouts, FULL, True, dtype, turns=turns).gradients for turns in (True, False)
+                trials._gradients_of(two, dropouts, FULL, merged=True, turns=turns)[0] for turns in (True, False)
             )
             pairs = [pair for pair in zip(turned, ordinary, strict=True) if pair[0].numel()]
             errors = [
@@ -292,22 +289,9 @@ class Trials:
             warnings.warn(line, FedsimWarning, stacklevel=2)
         return reason is None
 
-    def _compute_two(
-        self,
-        dropouts: tuple[Dropout, ...],
-        precision: Precision,
-        merged: bool,
-        dtype: torch.dtype,
-        *,
-        turns: bool = False,
-    ) -> TwoModels:
-        """Compute the gradients of two models together; see `compare_gradients` and `stacked_convolution`."""
-        task, count = self._task, self.count
-
-        def new_module() -> nn.Module:
-            return task.new_module().to(dtype)
-
-        module = new_module()
+    def _two_models(self, dtype: torch.dtype) -> TwoModels:
+        task = self._task
+        module = task.new_module().to(dtype)
         layout = Layout.of(module)
         rows = new_rows(2, layout.d, dtype, task.device)
         rows.copy_(layout.read(module))
@@ -319,43 +303,60 @@ class Trials:
             if of_module[entry.name].is_floating_point():
                 buffers[1, entry.span].mul_(1.125).add_(0.01)
         inputs, targets = (
-            (tensor.to(dtype) if tensor.is_floating_point() else tensor).unflatten(0, (2, count))
-            for tensor in self.samples(2 * count)
+            (tensor.to(dtype) if tensor.is_floating_point() else tensor).unflatten(0, (2, self.count))
+            for tensor in self.samples(2 * self.count)
         )
+        return TwoModels(module, layout, rows, buffers, inputs, targets)
+
+    def _gradients_of(
+        self,
+        two: TwoModels,
+        dropouts: tuple[Dropout, ...],
+        precision: Precision,
+        *,
+        merged: bool,
+        turns: bool = False,
+    ) -> tuple[list[Tensor], Tensor]:
+        """Compute two models together; see `compare_gradients` and `stacked_convolution`.
+
+        Returns the gradients of each parameter, [2, ...], and the buffers of both models after the forward pass.
+        """
+        task, count, dtype = self._task, self.count, two.rows.dtype
         weights = torch.full((2, count), 1 / count, dtype=dtype, device=task.device)
-        stacked = StackedModule(new_module, Objective(precision, task.learning_task), merged=merged, turns=turns)
-        buffers_after = buffers.clone()
+        objective = Objective(precision, task.learning_task)
+        stacked = StackedModule(lambda: task.new_module().to(dtype), objective, merged=merged, turns=turns)
+        buffers = two.buffers.clone()
         try:
             factors = [weights.new_ones(2, count, *dropout.shape) for dropout in dropouts]
             unpacked = stacked.unpack_buffers(buffers)
-            arguments = stacked.views(rows), unpacked, inputs.clone(), targets, weights, factors
+            arguments = stacked.views(two.rows), unpacked, two.inputs.clone(), two.targets, weights, factors
             with DataDependenceCheck() if merged else contextlib.nullcontext():
                 _, left = stacked.gradients(*arguments, leave_products=0)  # as in training
             gradients = [part.computed() if isinstance(part, OuterProductGrad) else part for part in left]
             values = [g[0].numel() for g, part in zip(gradients, left, strict=True) if part is not g]
             self.matrix_bytes = sum(values) * task.dtype.itemsize
-            stacked.pack_buffers(unpacked, buffers_after)
+            stacked.pack_buffers(unpacked, buffers)
         except (ExperimentError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             runner = "a merged batch" if merged else "torch.func.vmap"
             raise not_stackable(f"{runner} cannot run the model: {one_line(error).split('. ')[0]}") from error
-        return TwoModels(module, layout, rows, buffers, inputs, targets, gradients, buffers_after)
+        return gradients, buffers
 
     def _compare_gradients(
         self, dropouts: tuple[Dropout, ...], precision: Precision, merged: bool, dtype: torch.dtype
     ) -> None:
-        two = self._compute_two(dropouts, precision, merged, dtype)
-        module, layout, rows, buffers, inputs, targets, gradients, buffers_after = two
-        task = self._task
+        two = self._two_models(dtype)
+        gradients, buffers_after = self._gradients_of(two, dropouts, precision, merged=merged)
+        module, layout = two.module, two.layout
         for k in range(2 if precision is FULL else 0):
-            layout.write(rows[k], module)
-            layout.write_buffers(buffers[k], module)
-            expected = _plain_gradients(task.learning_task, module.train(), inputs[k], targets[k])
+            layout.write(two.rows[k], module)
+            layout.write_buffers(two.buffers[k], module)
+            expected = _plain_gradients(self._task.learning_task, module.train(), two.inputs[k], two.targets[k])
             for entry, gradient, reference in zip(layout.parameters, gradients, expected, strict=True):
                 if not self._agree(gradient[k], reference, dtype):
                     raise not_stackable(f"in a stack, the gradient of {entry.name} differs from that of a single model")
-            read = layout.read_buffers(module, out=buffers[k])
+            read = layout.read_buffers(module, out=two.buffers[k])
             for entry in layout.buffers:
                 if not self._agree(buffers_after[k, entry.span], read[entry.span], dtype):
                     raise not_stackable(f"in a stack, the buffer {entry.name} differs from that of a single model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,11 +62,13 @@ class StackedModule:
         self._objective, self._precision, self._merged = objective, objective.precision, merged
         self._turns = turns
         self._module = make().train()
+        for module in self._module.modules():
+            if isinstance(module, nn.RNNBase):  # on a GPU, it would move the parameters out of their rows
+                module.flatten_parameters = lambda: None  # type: ignore[method-assign]
         self.layout = Layout.of(self._module)
         parameters, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
         self._parameters = [_places(self._module, parameters[entry.name]) for entry in self.layout.parameters]
         self._buffers = [_places(self._module, buffers[entry.name]) for entry in self.layout.buffers]
-        self._recurrent = [module for module in self._module.modules() if isinstance(module, nn.RNNBase)]
         self._buffer_dtypes = [buffers[entry.name].dtype for entry in self.layout.buffers]
 
     def views(self, rows: Tensor) -> list[Tensor]:
@@ -193,9 +194,6 @@ class StackedModule:
         for places, tensor in zip(self._buffers, buffers, strict=True):
             for module, name in places:
                 module._buffers[name] = tensor
-        for module in self._recurrent:  # a second list of the parameters, and weak references to its tensors
-            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
-            module._flat_weight_refs = list(map(weakref.ref, module._flat_weights))  # type: ignore[arg-type]
 
 
 def _places(module: nn.Module, tensor: Tensor) -> Places:

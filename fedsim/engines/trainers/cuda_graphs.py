@@ -84,9 +84,9 @@ def lengths_of(steps: int, captured: Collection[int]) -> list[int]:
         captured: lengths of the captured graphs. If these would become more than `MOST_LENGTHS`, the result contains
             only these lengths and 1.
     """
-    least = -(-steps // LONGEST)
-    even = [steps // count for count in range(least, 2 * least + 1) if steps % count == 0]
-    usable = set(even[:1] or [LONGEST, steps % LONGEST])
+    fewest = -(-steps // LONGEST)
+    equal_lengths = [steps // count for count in range(fewest, 2 * fewest + 1) if steps % count == 0]
+    usable = set(equal_lengths[:1] or [LONGEST, steps % LONGEST])
     if len(usable.union(captured, [1])) > MOST_LENGTHS:
         usable = {*captured, 1}
     lengths = list[int]()
@@ -208,8 +208,8 @@ class CapturedSteps:
         if graph not in self._graphs:
             is_new = all((graph.rows, graph.masked) != (known.rows, known.masked) for known in self._graphs)
             capture = self._pool.capture if is_new else self._pool.record  # other lengths have the same operations
-            few = graph._replace(steps=min(2, graph.steps))
-            self._graphs[graph] = capture(partial(self._take_steps, graph), partial(self._take_steps, few))
+            warm_up = graph._replace(steps=min(2, graph.steps))
+            self._graphs[graph] = capture(partial(self._take_steps, graph), partial(self._take_steps, warm_up))
 
     def _start(self, stack: Stack) -> None:
         """Begin a round: copy the workers' parameters, states and buffers to the graphs' tensors."""

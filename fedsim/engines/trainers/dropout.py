@@ -235,7 +235,11 @@ class RowDropout:
         self.round: RoundDropout | None = None
 
     def new_module(self) -> nn.Module:
-        """Return a new model whose dropout modules (such as nn.Dropout) get their masks from this object."""
+        """Return a new model whose dropout modules (such as nn.Dropout) get their masks from this object.
+
+        Its modules nn.MaxPool2d become `MaxPool2d`, because functions are only replaced where the model calls dropout
+        as a function.
+        """
         model = self._task.new_module()
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and type(module) in FUNCTIONS:
