@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast, get_args
@@ -137,8 +136,10 @@ def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: N
     """
     updates = inputs.updates
     with _setting(updates, pipeline):
-        if (result := _without_check(inputs, pipeline, nonfinite)) is not None:
-            return result
+        # A second attempt draws the same numbers. It raises an error again, unless updates are excluded.
+        with contextlib.suppress(ExperimentError):
+            if (result := _without_check(replace(inputs), pipeline, nonfinite)) is not None:
+                return result
         if nonfinite != "keep" and updates.device.type != "cpu":
             _require_finite("root", inputs.root)
             _require_finite("last", inputs.last)
@@ -179,7 +180,7 @@ def _without_check(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Non
         result = replace(result, update=result.update.add(largest, alpha=0))
     if on_gpu and nonfinite == "error":  # a linear rule passes on NaN and infinity in a row with a weight > 0
         return result
-    return result if math.isfinite(result.update.sum()) else None
+    return result if all_finite(result.update) else None
 
 
 def checked_nonfinite(nonfinite: Any) -> Nonfinite:
