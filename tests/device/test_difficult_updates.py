@@ -148,6 +148,18 @@ def test_a_single_update_is_aggregated():
         assert torch.allclose(result.double(), expected.double(), rtol=4 * torch.finfo(dtype).eps, atol=1e-30), name
 
 
+@pytest.mark.gpu
+def test_updates_without_values_are_aggregated():
+    for name in NAMES:
+        expected = aggregated(name, normal(N, 0))
+        with some_gpu():
+            result = aggregated(name, to_gpu(normal(N, 0)))
+        if name == "signguard":
+            assert result == expected == "signguard: needs d >= 1; here d = 0"
+        else:
+            assert result.shape == expected.shape == (0,), name
+
+
 def spoilt(value, dtype=torch.float32):
     updates = normal().to(dtype)
     updates[4, 123] = value

@@ -67,9 +67,12 @@ def block_size(updates: Tensor) -> int:
 
 
 def small_blocks(updates: Tensor) -> Iterator[slice]:
-    """Yield slices of columns that together cover `updates` [n, d], each small enough to process at once."""
+    """Yield slices of columns that together cover `updates` [n, d], each small enough to process at once.
+
+    On a GPU there is at least one slice, which is empty for d = 0.
+    """
     d, size = updates.shape[1], block_size(updates)
-    for start in range(0, d, size):
+    for start in range(0, d if updates.device.type == "cpu" else max(1, d), size):
         yield slice(start, min(start + size, d))
 
 
@@ -178,6 +181,11 @@ def distances_on_device(updates: Tensor, point: Tensor | None) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
 
 
+def sum_of(parts: list[Tensor]) -> Tensor:
+    """Return the sum of at least one tensor on a GPU. The sum of a single tensor needs no launch."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
 def norms_and_products(updates: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the norms [n] of n updates, the norm [1] of `vector` [d], and its inner products [n] with the updates.
 
@@ -188,9 +196,9 @@ def norms_and_products(updates: Tensor, vector: Tensor) -> tuple[Tensor, Tensor,
         return norms(updates), norms(row), products_with(updates, vector)
     wide = wide_dtype(updates.device)
     parts = [updates[:, block].to(wide) @ vector[block].to(wide) for block in small_blocks(updates)]
-    products = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-    lengths, length, products = on_host(distances_on_device(updates, None), distances_on_device(row, None), products)
-    return lengths, length, products
+    lengths = [distances_on_device(rows, None) for rows in (updates, row)]
+    of_updates, of_vector, products = on_host(*lengths, sum_of(parts))
+    return of_updates, of_vector, products
 
 
 def products_with(updates: Tensor, vector: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from fedsim.aggregation.numerics.columns import (
     on_host,
     sampled_columns,
     small_blocks,
+    sum_of,
     wide_blocks,
 )
 from fedsim.aggregation.numerics.threads import FEW_ROWS, alone_if_few
@@ -199,7 +200,7 @@ class Gram:
             (factors @ updates[:, block].index_select(0, chosen).to(wide)).square().sum(1)
             for block in small_blocks(updates)
         ]
-        (totals[differ],) = on_host(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
+        (totals[differ],) = on_host(sum_of(parts))
         return totals
 
     def _squared_difference(self, i: int, j: int) -> Tensor:
@@ -294,7 +295,7 @@ def _products_on_gpu(updates: Tensor, centre: Tensor, reduce: Reduce, known: Ten
         rows[n:] = part.index_select(0, centre)
         torch.sub(part, rows[n:], out=rows[:n])  # in double precision; the last row is the centre itself
         parts.append(rows[first:] @ rows.t())
-    (total,) = on_host(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
+    (total,) = on_host(sum_of(parts))
     of_last = reduce(total, "sum").numpy()
     basis, corner = np.empty((n + 1, n + 1)), of_last[:, first:]
     basis[first:, first:] = (corner + corner.T) / 2  # exactly symmetric
