@@ -64,11 +64,11 @@ def aggregate(
         last: previous aggregate, where centered_clipping starts, [d] or with the structure of one update.
         seed: seed of random draws (for bucketing, dnc and signguard).
         nonfinite: how to treat updates that contain NaN or infinity: "error", "exclude" or "keep". Excluded updates
-            count as Byzantine. Updates with weight 0 may contain NaN. With "keep", the result may contain NaN, and rules
-            that cannot compare such updates (`caf`, `dnc`, `medoid`) raise an error. On a GPU, "error" never waits for a
-            check: rules that read norms or distances of all updates on the host raise the error. The result of other
-            rules then contains NaN or infinity: `mean` and `weighted_mean` where an update with a weight > 0 does, and
-            rules such as `median` everywhere.
+            count as Byzantine. Updates with weight 0 may contain NaN. With "keep", the result may contain NaN, and
+            rules that cannot compare such updates (`caf`, `dnc`, `medoid`) raise an error. On a GPU, "error" never
+            waits for a check: rules that read norms or distances of all updates on the host raise the error. The result
+            of other rules then contains NaN or infinity: `mean` and `weighted_mean` where an update with a weight > 0
+            does, and rules such as `median` everywhere.
         params: parameters by name. The rule and each pre-aggregator receive the parameters that they have.
 
     Returns the aggregate with the structure, dtype and device of one update: [d] for a matrix [n, d].
