@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast, get_args
@@ -65,9 +64,11 @@ def aggregate(
         last: previous aggregate, where centered_clipping starts, [d] or with the structure of one update.
         seed: seed of random draws (for bucketing, dnc and signguard).
         nonfinite: how to treat updates that contain NaN or infinity: "error", "exclude" or "keep". Excluded updates
-            count as Byzantine. On a GPU, "error" never waits for a check: rules that read norms or distances of all
-            updates on the host raise the error. The result of other rules then contains NaN or infinity: `mean` and
-            `weighted_mean` where an update does, and rules such as `median` everywhere.
+            count as Byzantine. Updates with weight 0 may contain NaN. With "keep", the result may contain NaN, and
+            rules that cannot compare such updates (`caf`, `dnc`, `medoid`) raise an error. On a GPU, "error" never
+            waits for a check: rules that read norms or distances of all updates on the host raise the error. The result
+            of other rules then contains NaN or infinity: `mean` and `weighted_mean` where an update with a weight > 0
+            does, and rules such as `median` everywhere.
         params: parameters by name. The rule and each pre-aggregator receive the parameters that they have.
 
     Returns the aggregate with the structure, dtype and device of one update: [d] for a matrix [n, d].
@@ -137,8 +138,10 @@ def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: N
     """
     updates = inputs.updates
     with _setting(updates, pipeline):
-        if (result := _without_check(inputs, pipeline, nonfinite)) is not None:
-            return result
+        # A second attempt draws the same numbers. It raises an error again, unless updates are excluded.
+        with contextlib.suppress(ExperimentError):
+            if (result := _without_check(replace(inputs), pipeline, nonfinite)) is not None:
+                return result
         if nonfinite != "keep" and updates.device.type != "cpu":
             _require_finite("root", inputs.root)
             _require_finite("last", inputs.last)
@@ -179,7 +182,7 @@ def _without_check(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Non
         result = replace(result, update=result.update.add(largest, alpha=0))
     if on_gpu and nonfinite == "error":  # a linear rule passes on NaN and infinity in a row with a weight > 0
         return result
-    return result if math.isfinite(result.update.sum()) else None
+    return result if all_finite(result.update) else None
 
 
 def checked_nonfinite(nonfinite: Any) -> Nonfinite:

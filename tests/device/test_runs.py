@@ -156,6 +156,18 @@ def test_an_attack(registration, engine):
     )
 
 
+def test_a_rule_that_finds_updates_that_are_not_finite_counts_the_other_workers():
+    """In feddyn, the correction of the global model depends on the number of updates that have been aggregated."""
+    tables = {
+        **TINY,
+        "workers": 6,
+        "local": {"algorithm": "feddyn", "batch_size": 8, "lr": 0.05},
+        "attack": {"name": "nan", "workers": [1, 4]},
+        "aggregate": {"rule": "geometric_median", "nonfinite": "exclude"},
+    }
+    assert_agrees_with_the_cpu(tables, "serial")
+
+
 @with_engines("registration", partition_strategy)
 def test_a_partition(registration, engine):
     settings = settings_of(registration)

@@ -67,9 +67,12 @@ def block_size(updates: Tensor) -> int:
 
 
 def small_blocks(updates: Tensor) -> Iterator[slice]:
-    """Yield slices of columns that together cover `updates` [n, d], each small enough to process at once."""
+    """Yield slices of columns that together cover `updates` [n, d], each small enough to process at once.
+
+    On a GPU there is at least one slice, which is empty for d = 0.
+    """
     d, size = updates.shape[1], block_size(updates)
-    for start in range(0, d, size):
+    for start in range(0, d if updates.device.type == "cpu" else max(1, d), size):
         yield slice(start, min(start + size, d))
 
 

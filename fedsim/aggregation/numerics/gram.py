@@ -107,9 +107,9 @@ class Gram:
         with np.errstate(all="ignore"):
             from_distances = (to_middle + to_middle[:, None] - squares) / 2
             inexact = reach * reach[:, None] < np.maximum(to_middle, to_middle[:, None])
-        if not inexact.any():
-            return torch.from_numpy(from_distances)
-        return torch.from_numpy(np.where(inexact, self._products_from(middle), from_distances))
+            if inexact.any():
+                from_distances = np.where(inexact, self._products_from(middle), from_distances)
+        return torch.from_numpy(from_distances)
 
     def _products_from(self, row: int) -> np.ndarray:
         """Return the inner products [m, m] of all pairs of rows, after the row at position `row` is subtracted."""
@@ -142,6 +142,7 @@ class Gram:
             result = np.maximum(scale - 2 * offsets, 0)
             result.flat[:: len(result) + 1] = 0
             inexact = result <= CANCELLED * scale
+            result[np.isnan(result)] = np.inf  # an update with infinity is far from all others
         inexact.flat[:: len(result) + 1] = False
         squares = torch.from_numpy(result)
         if inexact.any():

@@ -14,7 +14,7 @@ from fedsim.aggregation.numerics.columns import distances_to, norms
 from fedsim.aggregation.numerics.gram import TIED, Gram, stable_order
 from fedsim.aggregation.numerics.sorting import mean_nearest, middle, sorted_columns
 from fedsim.aggregation.numerics.subset_search import least_covariance, least_diameter
-from fedsim.aggregation.rule import Count, LinearCombination, average_of, require, rule
+from fedsim.aggregation.rule import Count, LinearCombination, average_of, require, require_finite, rule
 from fedsim.aggregation.rules.order_statistics import median
 from fedsim.errors import ExperimentError
 
@@ -182,6 +182,7 @@ def medoid(gram: Gram) -> LinearCombination:
     tensor([2.])
     """
     distances = gram.distances.numpy()
+    require_finite(distances, "medoid")
     others = distances.copy()
     np.fill_diagonal(others, math.inf if len(gram) > 1 else 0)
     beyond = distances - others.min(0)  # otherwise an outlier's large distance would make all sums count as equal

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedsim.aggregation.mean_shift import bandwidth_of, mean_shift
 from fedsim.aggregation.numerics.columns import distances_on_device, most_columns, on_host
 from fedsim.aggregation.numerics.gram import TIED, Gram, require_no_overflow
-from fedsim.aggregation.rule import Count, LinearCombination, Positive, average_of, require, rule
+from fedsim.aggregation.rule import Count, LinearCombination, Positive, average_of, require, require_finite, rule
 from fedsim.aggregation.rules.clipping import clip_factors
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
@@ -47,6 +47,7 @@ def caf(gram: Gram, *, f: Count) -> LinearCombination:
     n = len(gram)
     require(2 * f < n, "caf", "2f < n", f=f, n=n)
     offsets, c = gram.offsets, np.ones(n)
+    require_finite(offsets.numpy(), "caf")
     best, least = c / n, math.inf
     while True:
         shares = c / c.sum()
@@ -127,8 +128,9 @@ def _centred_products(updates: Tensor, columns: Tensor) -> Tensor:
         rows -= rows.mean(0)
         products.addmm_(rows, rows.t())
     # The products depend on some columns only, but `on_host` needs numbers that depend on all values.
-    products = on_host(products, updates.sum(1))[0] if updates.is_cuda else products.cpu().double()
+    products = on_host(products, updates.sum(1, dtype=wide))[0] if updates.is_cuda else products.cpu().double()
     require_no_overflow(products, updates)
+    require_finite(products.numpy(), "dnc")
     return products
 
 
