@@ -80,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
         results.machine = machine(environment)
         if options.device == "cuda" and results.machine.get("device") == "cpu":
             results.machine["error"] = "PyTorch finds no GPU; see `fedsim doctor`, or try the check with --device cpu"
-        if "error" not in results.machine:
+        if options.device == "cpu" or results.machine.get("device", "cpu") != "cpu":
             for name, part in PARTS.items():
                 left = 60 * options.minutes - (time.monotonic() - started)
                 processes = 1 if part.exclusive else processes_for(results.machine)

@@ -112,7 +112,7 @@ def summarize(results: Results) -> str:
     lines += [f"{name}: {fields['us']} us" for name, fields in figures.items() if "us" in fields]
     lines += table(figures)
     if machine.get("device") == "cpu":
-        lines += ["goals: for a GPU; the CPU trains on few samples"]
+        lines += ["goals: only for a GPU"]
     else:
         lines += [f"{verdict}" for verdict in verdicts(figures)]
     return "\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines)
