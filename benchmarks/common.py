@@ -1,4 +1,4 @@
-"""Functions shared by the benchmarks: run commands, describe the machine and write JSON lines."""
+"""Functions shared by the benchmarks: run commands, describe the machine and store figures as JSON."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def median(values: Sequence[float]) -> float:
 
 
 def report(name: str, *, device: torch.device = CPU, keep: bool = True, **figures: Any) -> None:
-    """Print the benchmark's figures as one JSON line and (`keep`) store them in results/<name>-<device>.json."""
+    """Print the benchmark's figures as JSON and (`keep`) store them in results/<name>-<device>.json."""
     facts = describe_environment()
     gpu = "" if device.type == "cpu" else f", {describe_device(device)}"
-    line = {
+    facts_and_figures = {
         "benchmark": name,
         **figures,
         "date": f"{datetime.date.today()}",
@@ -84,7 +84,10 @@ def report(name: str, *, device: torch.device = CPU, keep: bool = True, **figure
         "torch": torch.__version__,
         "fedsim": facts["git_commit"] or facts["fedsim"],
     }
+    text = json.dumps(facts_and_figures, indent=1)
+    print(text)
     if keep:
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}-{device.type}.json").write_text(json.dumps(line, indent=1) + "\n")
-    print(json.dumps(line))
+        path = RESULTS / f"{name}-{device.type}.json"
+        path.write_text(text + "\n")
+        print(f"stored in {path.relative_to(ROOT)}", file=sys.stderr)

@@ -108,7 +108,7 @@ def measure(shape: Shape, k: int, device: torch.device, repeats: int) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rows", default="1,4,16", help="comma-separated numbers of rows")
     parser.add_argument("--repeats", type=int, default=5)

@@ -189,7 +189,7 @@ def limit(
 
 
 def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated names; default: all")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="auto")

@@ -74,7 +74,7 @@ def _megabytes(parts: tuple[TensorData, TensorData]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     repeats = parser.parse_args().repeats
     data, small = load_dataset("mnist"), small_mnist(None)  # type: ignore[arg-type]

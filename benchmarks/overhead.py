@@ -83,7 +83,7 @@ def best(rounds: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=[*ENGINES])
@@ -96,7 +96,8 @@ def main() -> None:
     figures = {engine: best(rounds) for engine, rounds in measured.items()}
     if len(figures) == len(ENGINES):
         figures["serial_over_batched"] = round(figures["serial"]["all_us"] / figures["batched"]["all_us"], 2)
-    report("overhead", **figures, workers=WORKERS, cohort=COHORT, repeats=arguments.repeats, rounds=arguments.rounds)
+    facts = {"workers": WORKERS, "cohort": COHORT, "repeats": arguments.repeats, "rounds": arguments.rounds}
+    report("overhead", **figures, **facts, keep=set(measured) == set(ENGINES))
 
 
 if __name__ == "__main__":

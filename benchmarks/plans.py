@@ -97,7 +97,7 @@ def workload(words: tuple[str, ...], repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated names; default: all")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()

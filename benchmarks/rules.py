@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def measure(n: int, d: int, repeats: int, device: torch.device) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[20, 100])
     parser.add_argument("--columns", type=int, nargs="+", default=[21_840, 1_663_370])
     parser.add_argument("--repeats", type=int, default=3)
@@ -198,6 +199,8 @@ def main() -> None:
     if arguments.memory_only:
         print(json.dumps(memory_of_rules(arguments.rows[0], arguments.columns[0])))
         return
+    if find_spec("byzfl") is None:
+        parser.error("the package byzfl is not installed: python -m pip install byzfl")
     figures = {
         f"n={n}, d={d}": measure(n, d, arguments.repeats, arguments.device)
         for n in arguments.rows

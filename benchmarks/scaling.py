@@ -147,7 +147,7 @@ def significant(values: Sequence[float]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--alone", type=int, nargs=2, metavar=("POPULATION", "COHORT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

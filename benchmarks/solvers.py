@@ -50,7 +50,7 @@ def seconds_of_step(tables: dict[str, Any]) -> tuple[float, torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--model", default="2nn")
@@ -75,7 +75,7 @@ def main() -> None:
             pairs = zip(times[engine, name], times[engine, "sgd"], strict=True)
             ratio = median([ours / of_sgd for ours, of_sgd in pairs])
             figures[name][engine] = {"over_sgd": ratio, "per_gradient": round(ratio / gradients, 4)}
-    report("algorithms", model=arguments.model, repeats=arguments.repeats, **figures, keep=not arguments.no_keep)
+    report("solvers", model=arguments.model, repeats=arguments.repeats, **figures, keep=not arguments.no_keep)
 
 
 if __name__ == "__main__":

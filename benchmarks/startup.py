@@ -49,7 +49,7 @@ def seconds_of_import() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-keep", action="store_true", help="print the figures without storing them")
     arguments = parser.parse_args()

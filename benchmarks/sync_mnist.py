@@ -114,7 +114,7 @@ def _torchvision_mnist(*, train: bool) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--naive", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -94,7 +94,7 @@ def _preloaded_batches(shard: CustomSubset, round: int, worker: int, steps: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     repeats = parser.parse_args().repeats
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

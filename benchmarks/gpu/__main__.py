@@ -78,6 +78,8 @@ def main(words: Sequence[str] | None = None) -> int:
     results = Results(out / "lines.jsonl")
     with contextlib.suppress(KeyboardInterrupt):
         results.machine = machine(environment)
+        if options.device == "cuda" and results.machine.get("device") == "cpu":
+            results.machine["error"] = "PyTorch finds no GPU; see `fedsim doctor`, or try the check with --device cpu"
         if options.device == "cpu" or results.machine.get("device", "cpu") != "cpu":
             for name, part in PARTS.items():
                 left = 60 * options.minutes - (time.monotonic() - started)

@@ -115,7 +115,7 @@ def summarize(results: Results) -> str:
     lines += [f"warning, {count} times: {text}" for text, count in results.warnings.most_common(MOST_WARNINGS)]
     lines += [f"{name}: {fields['us']} us" for name, fields in figures.items() if "us" in fields]
     lines += table(figures)
-    lines += [str(verdict) for verdict in results.verdicts()] or ["goals: for a GPU; the CPU trains on few samples"]
+    lines += [str(verdict) for verdict in results.verdicts()] or ["goals: only for a GPU"]
     return "\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..." for line in lines)
 
 

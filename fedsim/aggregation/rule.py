@@ -56,7 +56,7 @@ GIVEN = (
     *("metrics", "weight_total"),
 )
 
-Count = Annotated[int, Field(ge=0)]  # f, the number of Byzantine rows that a rule must tolerate
+Count = Annotated[int, Field(ge=0, examples=[1])]  # f, the number of Byzantine rows that a rule must tolerate
 Positive = Annotated[float, Field(gt=0)]
 
 

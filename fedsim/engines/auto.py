@@ -40,7 +40,7 @@ LARGEST_BATCH = 100  # samples; with larger batches, stacks were never faster th
 SMALLEST_STACK = 4  # workers; with fewer, a stack saves too little of the fixed cost per step
 SMALLEST_COHORT = 2 * SMALLEST_STACK  # workers; with fewer, two processes that train single workers are as fast
 ACTIVATION_BYTES = 7.5e5  # maximum for one worker's batch in float32; with more, a stack does not fit in cache
-MATRIX_SHARE = 1.3  # multiple of the bytes of linear layers added to this maximum: a stack writes no gradients of them
+MATRIX_SHARE = 1.3  # bytes added to this maximum per byte of linear layers, whose gradients a stack does not write
 
 FORK_SECONDS, SPAWN_SECONDS = 0.3, 3.0  # start-up time of processes; they must save more than this
 STEP_SECONDS = 3e-4  # fixed cost of one worker's training step: Python and the launch of operations

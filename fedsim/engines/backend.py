@@ -58,7 +58,7 @@ class Backend(ABC):
         """
 
     def prepare(self, device: torch.device, make: MakeExecutor) -> None:  # noqa: B027  # may do nothing
-        """Let child processes initialise `device` and import modules, while this process prepares a task.
+        """Make child processes import modules and initialise `device` while this process prepares a task.
 
         Args:
             device: device of the task.

@@ -491,11 +491,11 @@ class Simulation(Executor):
         Does nothing if the choice may depend on the results of this round, which are not known yet.
         """
         task, in_time = self.task, round <= self.task.experiment.rounds
-        # Only a random choice, as privacy accounting assumes it, is known to be independent of the results.
+        # `amplifies` marks choices that are random, and therefore independent of the results.
         independent = hasattr(task.experiment.sampling.registration.target, "amplifies")
         if task.device.type == "cpu" or self.group.divided or not in_time or not independent:
             return
-        with contextlib.suppress(FedsimError):  # errors belong to the next round, which meets them again
+        with contextlib.suppress(FedsimError):  # the next round raises the same error
             self.prepared = round, *self.cohort_of(round)
             if task.sync_in(round) == "parameters":
                 self.trainer.announce(self.prepared[2][1])

@@ -52,9 +52,13 @@ def resolve_device(name: str) -> torch.device:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return a device with its number: that of the current device, as in PyTorch, if `device` has none."""
+    """Return a device with its number: that of the current device, as in PyTorch, if `device` has none.
+
+    Raises ExperimentError if PyTorch finds no device of an unnumbered `device`'s type.
+    """
     if device.type in ("cpu", "meta") or device.index is not None:
         return device
+    resolve_device(device.type)
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 

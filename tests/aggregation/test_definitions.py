@@ -247,7 +247,7 @@ def test_signguard_uses_the_drawn_coordinates():
         ("trimmed_mean", {"f": 5}, "trimmed_mean: needs 2f < n; here f = 5, n = 10"),
         ("monna", {"f": 1, "row": 10}, "row = 10: must be the ID of a worker in the cohort"),
         ("dnc", {"f": 5, "c": 2.0}, "c f < n"),
-        ("krum", {}, "f: is required"),
+        ("krum", {}, "f: is required, such as f = 1"),
         ("qfedavg", {"losses": [1.0] * 9 + [-1.0]}, "losses must be >= 0; the smallest one is -1"),
         ("qfedavg", {"losses": ["a"] * 10}, r"losses: must be numbers of shape \(10,\), not"),
         (["bucketing", "qfedavg"], {"losses": [1.0] * 10}, "qfedavg: needs the loss of each worker, but a .* 5 rows"),

@@ -164,6 +164,12 @@ def test_a_device_that_does_not_compute_is_a_failure(tmp_path, monkeypatch, caps
     assert json.loads((tmp_path / "results.json").read_text())["failures"] == {"machine": "no device"}
 
 
+def test_a_machine_without_a_gpu_is_a_failure_that_names_the_trial(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check, "machine", lambda environment: {"device": "cpu"})
+    assert check.main(["--out", str(tmp_path)]) == 1
+    assert "FAILED machine: PyTorch finds no GPU; see `fedsim doctor`, or try" in capsys.readouterr().out
+
+
 def test_a_device_is_busy_while_a_kernel_runs():
     events = [("a", True, 0.0, 1000.0), ("b", True, 500.0, 1500.0), ("a", True, 3000.0, 4000.0)]
     events += [("cudaLaunchKernel", False, 0.0, 1.0), ("cudaStreamSynchronize", False, 0.0, 1.0)]

@@ -137,7 +137,7 @@ def test_turned_kernels_that_fail_the_check_on_the_device_are_not_used(
     expected = fedsim.run(tables)
     monkeypatch.undo()
     monkeypatch.setitem(WAYS, "turned", partial(implementation, WAYS["turned"]))
-    line = f"convolutions with turned kernels fail a check on cuda:0, and are not used: .*{reason}"
+    line = f"the faster gradient of convolutions failed a check on cuda:0, and is not used: .*{reason}"
     with pytest.warns(FedsimWarning, match=line):
         actual = fedsim.run(tables)
     assert torch.equal(actual.global_row, expected.global_row)

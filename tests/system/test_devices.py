@@ -21,6 +21,13 @@ def test_a_device_that_is_not_there_gives_a_one_line_error(name):
         devices.resolve_device(name)
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_data_cannot_be_moved_to_a_device_that_is_not_there():
+    data = as_tensor_data((torch.rand(3, 2), torch.arange(3)))
+    with pytest.raises(ExperimentError, match='device = "cuda": PyTorch does not find this device .*auto, cpu'):
+        data.to(torch.device("cuda"), torch.float32)
+
+
 def test_a_device_without_a_number_is_the_current_one(monkeypatch):
     assert devices.with_index(torch.device("cpu")) == torch.device("cpu")
     with monkeypatch.context() as patch:

@@ -276,7 +276,7 @@ def way_for(weight: Tensor, groups: int = 1, *, turns: bool) -> str:
     if len(weight) == 1 or weight.device.type == "cpu":
         return "one by one"
     products = math.prod(weight.shape[3:]) * weight.shape[1] // groups
-    is_depthwise = weight.shape[2] == 1  # PyTorch has other kernels for these
+    is_depthwise = weight.shape[2] == 1  # PyTorch has special kernels for depthwise convolutions
     return "turned" if turns and not is_depthwise and products <= MOST_TURNED_PRODUCTS else "grouped"
 
 
@@ -528,7 +528,7 @@ def _recurrent(
     states = [state] if isinstance(state, Tensor) else state
     outputs = []
     for x, *start, weights in zip(input.chunk(k), *(tensor.chunk(k, 1) for tensor in states), of_rows, strict=True):
-        if input.is_cuda:  # cuDNN takes contiguous states, and copies weights that are not in one chunk
+        if input.is_cuda:  # cuDNN requires contiguous states, and copies weights that are not in one chunk
             start, weights = [tensor.contiguous() for tensor in start], in_one_chunk(weights)
         outputs.append(network(x, start[0] if isinstance(state, Tensor) else start, weights, *args))
     dims = 0, *[1] * len(states)

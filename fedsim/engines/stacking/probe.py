@@ -268,7 +268,7 @@ class Trials:
         if task.device.type == "cpu" or all(p.ndim <= 2 for p in task.new_module().parameters()):
             return False
         trials = copy.copy(self)
-        trials.count = min(task.schedule.batch_size, MAX_COMPARED_BATCH)  # on which cuDNN's choice of kernels depends
+        trials.count = min(task.schedule.batch_size, MAX_COMPARED_BATCH)  # cuDNN chooses kernels by batch size
         try:
             two = trials._two_models(dtype)
             if task.precision.autocast is not None:
@@ -285,7 +285,7 @@ class Trials:
         except Exception as error:  # the GPU's libraries may fail in any way
             reason = reason_of(error)
         if reason is not None:
-            line = f"convolutions with turned kernels fail a check on {task.device}, and are not used: {reason}"
+            line = f"the faster gradient of convolutions failed a check on {task.device}, and is not used: {reason}"
             warnings.warn(line, FedsimWarning, stacklevel=2)
         return reason is None
 

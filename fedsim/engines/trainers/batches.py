@@ -278,7 +278,7 @@ class BatchSource:
         return -(-work.steps // self._task.schedule.batches_per_epoch(work.sizes))
 
     def _by_epoch(self, work: WorkItems, begin: np.ndarray, end: np.ndarray) -> list[list[Tensor]]:
-        """Return what `orders` returns, as a list of one tensor per epoch for each worker."""
+        """Return the sample indices of `orders` as one list per worker with one tensor per epoch."""
         positions, _, lengths = self.orders(work, begin, end)
         counts, sizes = end - begin, self._task.schedule.samples_per_epoch(work.sizes)
         epochs = iter(positions.split(np.repeat(lengths, counts).tolist()))

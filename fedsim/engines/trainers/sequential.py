@@ -30,7 +30,7 @@ from fedsim.system.devices import wide_dtype
 
 
 def do_nothing() -> None:
-    """Return at once."""
+    """Do nothing."""
 
 
 class Trainer(Protocol):

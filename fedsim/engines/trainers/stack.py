@@ -248,7 +248,7 @@ class Stack:
             return iter([block_of(self._task, 0, torch.cat(batches), (sizes.cumsum() - sizes)[None], sizes[None])])
         if self._table is None:
             return blocks_of_rounds(self.members, self._task, self._batch_source, at_a_time)
-        whole, self._table = self._table(), None  # is freed after the last stack that uses it
+        whole, self._table = self._table(), None  # the table is freed after the last stack that uses it
         starts = range(0, len(whole.sizes), at_a_time)
         return (whole.part(slice(start, start + at_a_time), start, whole.members) for start in starts)
 
