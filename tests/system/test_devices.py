@@ -30,7 +30,7 @@ def test_data_cannot_be_moved_to_a_device_that_is_not_there():
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch):
     assert devices.with_index(torch.device("cpu")) == torch.device("cpu")
-    with monkeypatch.context() as patch:
+    with pretend_gpu(), monkeypatch.context() as patch:
         patch.setattr(torch.accelerator, "current_device_index", lambda: 3)
         assert devices.with_index(torch.device("cuda")) == torch.device("cuda", 3)
     with pretend_gpu():
