@@ -29,7 +29,7 @@ from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import WorkItems
 from fedsim.engines.worker_evaluation import Tested, WorkerResults, WorkerTests
 from fedsim.engines.worker_states import WorkerStates
-from fedsim.errors import ExperimentError, FedsimError, show
+from fedsim.errors import ExperimentError, show
 from fedsim.processing import apply_chain
 from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.rounds.participants import ReportCheck, cohorts_of
@@ -490,12 +490,13 @@ class Simulation(Executor):
 
         Does nothing if the choice may depend on the results of this round, which are not known yet.
         """
-        task, in_time = self.task, round <= self.task.experiment.rounds
+        task, strategy, in_time = self.task, self.draw.strategy, round <= self.task.experiment.rounds
         # Only a random choice, as privacy accounting assumes it, is known to be independent of the results.
-        independent = hasattr(task.experiment.sampling.registration.target, "amplifies")
-        if task.device.type == "cpu" or self.group.divided or not in_time or not independent:
+        is_random = hasattr(task.experiment.sampling.registration.target, "amplifies")
+        reads_results = "losses" in strategy.accepts or "now" in strategy.accepts
+        if task.device.type == "cpu" or self.group.divided or not in_time or not is_random or reads_results:
             return
-        with contextlib.suppress(FedsimError):  # errors belong to the next round, which meets them again
+        with contextlib.suppress(Exception):  # errors belong to the next round, which meets them again
             self.prepared = round, *self.cohort_of(round)
             if task.sync_in(round) == "parameters":
                 self.trainer.announce(self.prepared[2][1])
