@@ -519,8 +519,7 @@ class Simulation(Executor):
         if root is not None:
             workers, slots = np.append(workers, root), np.append(slots, len(self.shared.cohort.workers))
         work = self.batch_source.rounds_of(slots, workers, np.full_like(slots, round), np.zeros_like(slots))
-        assigned = self.group.assign(slots, work.steps, self.trainer.width)
-        return work[:n], replace(work[assigned.places], slots=assigned.rows, stacks=assigned.stacks)
+        return work[:n], self.group.assign(work, self.trainer.width)
 
     def context(self, cohort: list[int], work: WorkItems) -> AggregationContext:
         """Return all workers of the cohort with their weights, for an aggregation in which all of them take part."""
