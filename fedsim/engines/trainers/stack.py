@@ -72,7 +72,7 @@ class StepBatch(NamedTuple):
             yield cut if is_whole else cut.part(places, self.step, [self.members[place] for place in places])
 
 
-class Stacks(Sequence["Stack"]):
+class Stacks(list["Stack"]):
     """Workers that a process trains in a round, divided into stacks, and their losses.
 
     Args:
@@ -92,16 +92,10 @@ class Stacks(Sequence["Stack"]):
         self._loss_sums = torch.zeros(len(work), dtype=wide_dtype(task.device), device=task.device)
         ends = np.searchsorted(numbers, np.arange(numbers[-1] + 1) if len(work) else [], side="right").tolist()
         parts = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
-        self._stacks = [
+        super().__init__(
             Stack(work[part], task, batch_source, table, self._loss_sums[part], self._samples[part])
             for part, table in zip(parts, _tables(work, parts, task, batch_source), strict=True)
-        ]
-
-    def __len__(self) -> int:
-        return len(self._stacks)
-
-    def __getitem__(self, number: Any) -> Any:
-        return self._stacks[number]
+        )
 
     def write_losses(self, train_loss: Tensor) -> None:
         """Write each worker's mean loss per sample to its place in `train_loss`, float64 [cohort], on the CPU."""
