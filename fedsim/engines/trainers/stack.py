@@ -297,13 +297,6 @@ class Stack:
                 step, size = int(self.members.first[member]) + step_batch.step, int(step_batch.sizes[place])
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size], step)
 
-    def alterations_of_view(self, purpose: str) -> list[Alteration | None]:
-        """Return, for each worker, a function that transforms and poisons its batches without augmentation, or None.
-
-        Different names `purpose` give different random numbers. The list is empty if no batch changes.
-        """
-        return self._batch_source.alterations(self.members, purpose)
-
     def count(self, step_batch: StepBatch, losses: Tensor) -> None:
         """Add samples and losses of one step to the sums of the round. `losses` [m] are the mean losses."""
         sums = self._loss_sum[step_batch.places]

@@ -84,7 +84,7 @@ class StackTrainer:
                 state = StackState(self._module, rows, {"sum": torch.zeros_like(rows)}, self._buffers(stack))
                 samples = to_device(torch.from_numpy(stack.members.sizes), rows.device)
                 ahead = stack.dropout_factors(self._probe.dropouts, after=True)
-                alterations = stack.alterations_of_view("full_gradient")
+                alterations = self._batch_source.alterations(stack.members, "full_gradient")
                 for whole in stack.full_pass():
                     factors = ahead.of(whole.step, len(stack))
                     for part, theirs, batch in self._parts(stack, state, whole, factors, alterations, moves=True):
