@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from torch import nn
 
 import fedsim
 from fedsim.engines.trainers.batches import BatchSource
@@ -30,6 +31,10 @@ CASES = {
     "workers that drop out": {"sampling": {"client_dropout": 0.2}},
     "gradients": {"sync": "gradients"},
 }
+
+
+def with_dropout():
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.25), nn.Linear(784, 10))
 
 
 def tables(workers, **changes):
@@ -62,6 +67,23 @@ def test_waits_and_copies_of_a_round_do_not_grow_with_the_workers(case):
     for of_few, of_many in zip(few, many, strict=True):
         assert of_many.waits <= of_few.waits + CHANCE, of_many.table()
         assert of_many.uploads <= of_few.uploads + CHANCE, of_many.table()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model": "tests.device.test_waits:with_dropout"},
+        {"local": {**LOCAL, "algorithm": "fednova"}},
+        {"local": {**LOCAL, "algorithm": "scaffold"}},
+    ],
+)
+def test_waits_of_a_round_do_not_grow_with_the_stacks(changes, graphs):
+    changes = {**changes, "cuda_graphs": graphs, "batched": {"max_rows": 2}}
+    few, many = (counts_of_the_last_round(tables(workers, **changes)) for workers in (FEW, MANY))
+    for of_few, of_many in zip(few, many, strict=True):
+        assert of_many.waits <= of_few.waits + CHANCE, of_many.table()
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
