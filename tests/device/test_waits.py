@@ -77,6 +77,7 @@ def test_waits_and_copies_of_a_round_do_not_grow_with_the_workers(case):
         {"model": "tests.device.test_waits:with_dropout"},
         {"local": {**LOCAL, "algorithm": "fednova"}},
         {"local": {**LOCAL, "algorithm": "scaffold"}},
+        {"local": {**LOCAL, "algorithm": "mimelite"}},
     ],
 )
 def test_waits_of_a_round_do_not_grow_with_the_stacks(changes, graphs):

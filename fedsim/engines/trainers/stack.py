@@ -256,7 +256,9 @@ class Stack:
             block = block_of(self._task, start, positions, starts + begin, sizes)
             for step in range(int((sizes.max(1) > 0).sum())):
                 some = np.flatnonzero(sizes[step]).tolist()
-                yield block.part((step, some), start + step, range(len(some)) if some[-1] < len(some) else some)
+                members = range(len(some)) if some[-1] < len(some) else some
+                index = some if members is some else slice(len(some))  # a list would have to be copied to the device
+                yield block.part((step, index), start + step, members)
 
     @property
     def layer_keys(self) -> np.ndarray:
