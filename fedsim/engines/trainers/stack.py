@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,12 +87,11 @@ class Stacks(list["Stack"]):
 
     def __init__(self, work: WorkItems, task: RunTask, batch_source: BatchSource) -> None:
         self.of = work
-        numbers = np.concatenate([[0], (np.diff(work.stacks) != 0).cumsum()])[: len(work)]  # in order of appearance
+        numbers = (np.diff(work.stacks, prepend=work.stacks[:1]) != 0).cumsum()  # in order of appearance
         work = work[np.lexsort((-work.steps, numbers))]
         self._slots, self._samples = torch.from_numpy(work.slots), np.zeros(len(work), dtype=np.int64)
         self._loss_sums = torch.zeros(len(work), dtype=wide_dtype(task.device), device=task.device)
-        ends = np.searchsorted(numbers, np.arange(numbers[-1] + 1) if len(work) else [], side="right").tolist()
-        parts = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        parts = [slice(*ends) for ends in pairwise([0, *(np.flatnonzero(np.diff(numbers, append=-1)) + 1).tolist()])]
         super().__init__(
             Stack(work[part], task, batch_source, table, self._loss_sums[part], self._samples[part])
             for part, table in zip(parts, _tables(work, parts, task, batch_source), strict=True)
