@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fedsim.clients.base import OuterProductGrad, State
 from fedsim.core.rows import ColumnSpans
+from fedsim.system.devices import to_device
 
 GradientAt = Callable[[Tensor], Tensor]
 
@@ -111,7 +112,7 @@ class WorkerRound:
 
     def _column(self, values: Sequence[float]) -> Tensor:
         dtype = torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
-        return torch.tensor(values, dtype=dtype, device=self.rows.device).view(*self.rows.shape[:-1], 1)
+        return to_device(torch.tensor(values, dtype=dtype).view(*self.rows.shape[:-1], 1), self.rows.device)
 
 
 class ClientAlgorithm:

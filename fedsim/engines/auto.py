@@ -116,11 +116,11 @@ def work_of_a_round(task: RunTask, shared: SharedState) -> tuple[float, float]:
     """Estimate (number of training steps, number of training samples) of all workers in one round."""
     shards = shared.data.shards
     workers = range(0, len(shards), -(-len(shards) // WORKERS_SAMPLED))
-    works = [(task.schedule.of(worker, 1), shards.size(worker)) for worker in workers]
-    steps = sum(schedule.steps_for(n) for schedule, n in works)
-    samples = sum(schedule.samples_for(n) for schedule, n in works if n)
-    per_worker = len(shared.cohort.rows) / len(works)
-    return per_worker * steps, per_worker * samples
+    sizes = [shards.size(worker) for worker in workers]
+    steps = [task.schedule.of(worker, 1).steps_for(size) for worker, size in zip(workers, sizes, strict=True)]
+    samples = sum(task.schedule.samples_in(count, size) for count, size in zip(steps, sizes, strict=True) if size)
+    per_worker = len(shared.cohort.rows) / len(workers)
+    return per_worker * sum(steps), per_worker * samples
 
 
 def flops_of_a_sample(task: RunTask, shared: SharedState) -> float:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from fedsim.core.rows import new_rows, require_finite, require_finite_buffers
@@ -104,8 +102,7 @@ class Executor:
         mine = [member for member in by_step if member.stack % count == index]
         if len(by_step) < len(members):
             rounds = self.batch_source.work([member for member in members if member.step is None])
-            assigned = self.group.assign(np.arange(len(rounds)), rounds.steps, width)
-            mine = [*replace(rounds[assigned.places], stacks=assigned.stacks), *mine]
+            mine = [*self.group.assign(rounds, width), *mine]
         self.train(mine)
 
     def require_finite(self, round: int) -> None:

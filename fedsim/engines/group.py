@@ -5,33 +5,21 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedsim.engines.pool.process_context import ProcessContext
+from fedsim.engines.trainers.batches import WorkItems
 from fedsim.system.devices import synchronize, to_device
 
 T = TypeVar("T")
 
 SLOT = 2**14  # bytes of one process's mailbox, that is, of one part of a message
 LENGTH = 8  # bytes that store the length of a message
-
-
-class Assignment(NamedTuple):
-    """Workers that a process trains, one stack after another.
-
-    Attributes:
-        places: position of each worker in the list of all workers, int64 [n].
-        rows: index of each worker's row in `CohortRows.rows`, int64 [n].
-        stacks: number of each worker's stack, int64 [n].
-    """
-
-    places: np.ndarray
-    rows: np.ndarray
-    stacks: np.ndarray
 
 
 class Group:
@@ -60,20 +48,18 @@ class Group:
         self.computes, self._device = process.index == 0, device
         self._boxes = [] if mailbox is None else [box.numpy() for box in mailbox]
 
-    def assign(self, slots: np.ndarray, steps: np.ndarray, width: int | None) -> Assignment:
-        """Divide the workers among the processes, and return the stacks of workers that this process trains.
+    def assign(self, work: WorkItems, width: int | None) -> WorkItems:
+        """Divide the workers among the processes, and return those that this process trains, in stacks.
 
         The stacks do not depend on the number of processes, because stacks of different widths round differently.
 
         Args:
-            slots: positions of all workers in the cohort.
-            steps: number of local steps of each worker.
+            work: all workers, with their positions in the cohort as `slots`.
             width: maximum number of workers in a stack; None to train workers one by one.
         """
-        stacks, costs = divide_into_stacks(steps, width), steps.tolist()
+        stacks, costs = divide_into_stacks(work.steps, width), work.steps.tolist()
         mine = balance_load([sum([costs[place] for place in stack]) for stack in stacks], self.count)[self.index]
-        places, numbers = in_turn([stacks[number] for number in mine])
-        return Assignment(places, slots[places], numbers)
+        return in_stacks(work, [stacks[number] for number in mine])
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return which workers' rows this process can access.
@@ -232,10 +218,11 @@ def new_mailbox(count: int) -> Tensor:
     return torch.zeros(count, SLOT, dtype=torch.uint8)
 
 
-def in_turn(stacks: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of all `stacks`, one stack after another, and the position in `stacks` of each number."""
+def in_stacks(work: WorkItems, stacks: Sequence[Sequence[int]]) -> WorkItems:
+    """Return the workers of all `stacks`, one stack after another. A stack lists positions of workers in `work`."""
     numbers = np.repeat(np.arange(len(stacks)), np.array([len(stack) for stack in stacks], dtype=np.int64))
-    return np.array([place for stack in stacks for place in stack], dtype=np.int64), numbers
+    places = np.array([place for stack in stacks for place in stack], dtype=np.int64)
+    return replace(work[places], stacks=numbers)
 
 
 def divide_into_stacks(steps: Sequence[int] | np.ndarray, width: int | None) -> list[list[int]]:

@@ -23,7 +23,8 @@ class DrawnAmount:
     def of(self, worker: Numbers, round: Numbers) -> Numbers:
         """Return the worker's number of epochs or steps in `round`, which depends only on seed, worker and round."""
         if isinstance(worker, np.ndarray):
-            return np.array(self.values)[draw_keys(self.seed, "local_work", round, worker) % len(self.values)]
+            drawn = draw_keys(self.seed, "local_work", round, worker) % len(self.values)
+            return np.array([self.values[place] for place in drawn.tolist()], dtype=np.int64)
         return self.values[draw_key(self.seed, "local_work", round, worker) % len(self.values)]
 
 
@@ -117,10 +118,6 @@ class Schedule:
     def local_steps(self, steps: Numbers) -> Numbers:
         """Return how often the client algorithm updates the parameters in the first `steps` batches of a round."""
         return -(-steps // self.accumulate)
-
-    def samples_for(self, n_samples: Numbers) -> Numbers:
-        """Return how many samples a worker with `n_samples` samples processes per round, in all epochs together."""
-        return self.samples_in(self.steps_for(n_samples), n_samples)
 
     def samples_in(self, steps: Numbers, n_samples: Numbers) -> Numbers:
         """Return how many samples a worker with `n_samples` samples processes in its first `steps` batches."""

@@ -29,7 +29,7 @@ from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import WorkItems
 from fedsim.engines.worker_evaluation import Tested, WorkerResults, WorkerTests
 from fedsim.engines.worker_states import WorkerStates
-from fedsim.errors import ExperimentError, FedsimError, show
+from fedsim.errors import ExperimentError, show
 from fedsim.processing import apply_chain
 from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.rounds.participants import ReportCheck, cohorts_of
@@ -72,7 +72,7 @@ class Simulation(Executor):
         self.worker_tests = WorkerTests(task, shared, self.module, self.gradient, self.batch_source)
         self.check_reports = ReportCheck(experiment)
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
-        self.prepared: tuple[int, Cohort, tuple[WorkItems, WorkItems]] | None = None  # the next round and its workers
+        self.prepared: tuple[int, Cohort, WorkItems, WorkItems] | None = None  # the next round and its workers
 
     def run_round(self, round: int) -> Round | None:
         """Run one round, counted from 1. Return (record of the round, test results of individual workers).
@@ -83,14 +83,13 @@ class Simulation(Executor):
         task, shared, group = self.task, self.shared, self.group
         self.timer = PhaseTimer()
         with self.phase("pull_down"):
-            drawn, works = self.cohort_of(round)
+            drawn, work, mine = self.cohort_of(round)
             cohort = drawn.workers
             self.agree_on(drawn, round)
             if not cohort:
                 return self.skip_round(round, drawn)
             self.check_reports(round, drawn)
-            work, mine = works
-            whole = self.context(cohort, work)
+            whole = self.context(work)
             self.pull_down(cohort, mine, round)
         if task.sync_in(round) == "parameters":
             with self.phase("train"):
@@ -490,23 +489,24 @@ class Simulation(Executor):
 
         Does nothing if the choice may depend on the results of this round, which are not known yet.
         """
-        task, in_time = self.task, round <= self.task.experiment.rounds
-        # `amplifies` marks choices that are random, and therefore independent of the results.
-        independent = hasattr(task.experiment.sampling.registration.target, "amplifies")
-        if task.device.type == "cpu" or self.group.divided or not in_time or not independent:
+        task, strategy, in_time = self.task, self.draw.strategy, round <= self.task.experiment.rounds
+        # Only a random choice, as privacy accounting assumes it, is known to be independent of the results.
+        is_random = hasattr(task.experiment.sampling.registration.target, "amplifies")
+        reads_results = "losses" in strategy.accepts or "now" in strategy.accepts
+        if task.device.type == "cpu" or self.group.divided or not in_time or not is_random or reads_results:
             return
-        with contextlib.suppress(FedsimError):  # the next round raises the same error
+        with contextlib.suppress(Exception):  # the next round raises the same error
             self.prepared = round, *self.cohort_of(round)
             if task.sync_in(round) == "parameters":
-                self.trainer.announce(self.prepared[2][1])
+                self.trainer.announce(self.prepared[-1])
 
-    def cohort_of(self, round: int) -> tuple[Cohort, tuple[WorkItems, WorkItems]]:
+    def cohort_of(self, round: int) -> tuple[Cohort, WorkItems, WorkItems]:
         """Return the workers of a round, and their work (see `work_of`)."""
         if self.prepared is not None and self.prepared[0] == round:
             return self.prepared[1:]
         now = self.clock.now if self.clock else None
         drawn = self.draw(round, now, partial(self.global_losses, round=round))
-        return drawn, self.work_of(drawn.workers, round)
+        return drawn, *self.work_of(drawn.workers, round)
 
     def work_of(self, cohort: Sequence[int], round: int) -> tuple[WorkItems, WorkItems]:
         """Return the work of the whole cohort, and the part that this process trains.
@@ -518,14 +518,13 @@ class Simulation(Executor):
         if root is not None:
             workers, slots = np.append(workers, root), np.append(slots, len(self.shared.cohort.workers))
         work = self.batch_source.rounds_of(slots, workers, np.full_like(slots, round), np.zeros_like(slots))
-        assigned = self.group.assign(slots, work.steps, self.trainer.width)
-        return work[:n], replace(work[assigned.places], slots=assigned.rows, stacks=assigned.stacks)
+        return work[:n], self.group.assign(work, self.trainer.width)
 
-    def context(self, cohort: list[int], work: WorkItems) -> AggregationContext:
+    def context(self, work: WorkItems) -> AggregationContext:
         """Return all workers of the cohort with their weights, for an aggregation in which all of them take part."""
-        samples = work.sizes.tolist()
-        weights = weights_of(self.task, self.shared, cohort, samples)
-        return AggregationContext(range(len(cohort)), cohort, samples, weights, (work.round,))
+        workers, samples = work.workers.tolist(), work.sizes.tolist()
+        weights = weights_of(self.task, self.shared, workers, samples)
+        return AggregationContext(range(len(work)), workers, samples, weights, (work.round,))
 
     def contexts_of_steps(self, work: WorkItems) -> Iterator[AggregationContext]:
         """Yield, for each step of a round of synchronous SGD, the workers that still have data, with their weights."""

@@ -155,6 +155,8 @@ def test_amounts_are_drawn_uniformly_for_each_worker_and_round():
     assert all(abs(values.count(value) / len(values) - 0.2) < 0.03 for value in range(1, 6))
     assert values[:50] != values[50:100]
     assert [DrawnAmount(range(1, 6), seed=4).of(worker, 1) for worker in range(50)] != values[::50][:50]
+    widest = DrawnAmount(range(1, 2**40), seed=3)
+    assert widest.of(np.arange(9), np.full(9, 1)).tolist() == [widest.of(worker, 1) for worker in range(9)]
 
 
 def test_averaged_gradients_end_for_a_worker_after_its_own_steps():
@@ -215,7 +217,7 @@ def test_epochs_have_whole_batches_only(mode):
 def test_a_shard_smaller_than_a_batch_is_one_batch():
     schedule = Schedule(BATCH, epochs=3, drop_last=True)
     for size, steps, samples in ((1, 3, 3), (3, 3, 9), (4, 3, 12), (5, 3, 12), (7, 3, 12), (8, 6, 24)):
-        assert (schedule.steps_for(size), schedule.samples_for(size)) == (steps, samples), size
+        assert (schedule.steps_for(size), schedule.samples_in(steps, size)) == (steps, samples), size
         sizes = [schedule.batch_size_at(step, size) for step in range(steps + 1)]
         assert (sum(sizes), sizes[-1]) == (samples, 0)
     record = fedsim.run(of_local(batch_size=100, drop_last=True)).history[0]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from torch import nn
 
 import fedsim
 from fedsim.engines.trainers.batches import BatchSource
 from fedsim.engines.trainers.stack import Stacks
+from fedsim.errors import WorkerError
 from fedsim.rounds.simulation import Simulation
+from fedsim.server.cohort import sampling_strategy
 from tests.device.agreement import ENGINES
 from tests.device.pretend import pretend_gpu
 
@@ -27,6 +31,10 @@ CASES = {
     "workers that drop out": {"sampling": {"client_dropout": 0.2}},
     "gradients": {"sync": "gradients"},
 }
+
+
+def with_dropout():
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.25), nn.Linear(784, 10))
 
 
 def tables(workers, **changes):
@@ -61,6 +69,24 @@ def test_waits_and_copies_of_a_round_do_not_grow_with_the_workers(case):
         assert of_many.uploads <= of_few.uploads + CHANCE, of_many.table()
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model": "tests.device.test_waits:with_dropout"},
+        {"local": {**LOCAL, "algorithm": "fednova"}},
+        {"local": {**LOCAL, "algorithm": "scaffold"}},
+        {"local": {**LOCAL, "algorithm": "mimelite"}},
+    ],
+)
+def test_waits_of_a_round_do_not_grow_with_the_stacks(changes, graphs):
+    changes = {**changes, "cuda_graphs": graphs, "batched": {"max_rows": 2}}
+    few, many = (counts_of_the_last_round(tables(workers, **changes)) for workers in (FEW, MANY))
+    for of_few, of_many in zip(few, many, strict=True):
+        assert of_many.waits <= of_few.waits + CHANCE, of_many.table()
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("sampling", ["uniform", "fixed"])
 @pytest.mark.parametrize("partition", ["contiguous", {"name": "virtual", "samples": 4}])
@@ -90,3 +116,44 @@ def test_a_gpu_computes_a_round_while_the_batches_of_the_next_round_are_drawn(de
     assert events == (early if is_early else one_after_another)
     for before, after in [(1, 2), (3, 4)] if is_early else []:
         assert waits[before] == waits[after], "the batches were drawn after the host had begun to wait"
+
+
+@pytest.fixture
+def strategy(request):
+    """Register a cohort strategy that claims to be random, which the test's parameter `request.param` implements."""
+    sampling_strategy("strategy_of_the_test", amplifies="poisson")(request.param)
+    yield "strategy_of_the_test"
+    del sampling_strategy._components["strategy_of_the_test"]
+
+
+def by_time(n_workers, size, now):
+    return (np.arange(size) + int(now)) % n_workers
+
+
+def by_loss(n_workers, size, losses):
+    return (-losses(range(n_workers))).argsort()[:size]
+
+
+@pytest.mark.parametrize("strategy", [by_time, by_loss], indirect=True)
+def test_a_strategy_that_reads_results_is_called_after_the_round(strategy):
+    changes = {"sampling": strategy, "mode": "clock", "clock": {"step_seconds": 1.0}, "precision": "float64"}
+    with pretend_gpu():
+        on_gpu = fedsim.run(tables(FEW, **changes))
+    on_cpu = fedsim.run(tables(FEW, **changes, device="cpu"))
+    cohorts = [[record["cohort"] for record in result.history] for result in (on_gpu, on_cpu)]
+    assert cohorts[0] == cohorts[1]
+    assert cohorts[0][0] != cohorts[0][1]
+
+
+def fails_in_the_last_round(n_workers, size, round):
+    if round == 3:
+        raise ValueError("failed")
+    return range(size)
+
+
+@pytest.mark.parametrize("strategy", [fails_in_the_last_round], indirect=True)
+def test_an_error_of_a_strategy_belongs_to_its_round(strategy):
+    records = []
+    with pretend_gpu(), pytest.raises(WorkerError, match="ValueError: failed"):
+        fedsim.run(tables(FEW, sampling=strategy), on_round=records.append)
+    assert [record.round for record in records] == [1, 2]

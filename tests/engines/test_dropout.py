@@ -22,7 +22,6 @@ from fedsim.engines.trainers.dropout import (
     FactorsAhead,
     RowDropout,
     dropout_factors,
-    layer_key,
 )
 
 SEEN: list[torch.Tensor] = []  # masks that dropout has applied to ones
@@ -108,7 +107,7 @@ def test_the_generator_that_layers_draw_from_has_another_key(monkeypatch):
     data = {"name": "tests.components:tiny", "train": 20}
     fedsim.run({"workers": 2, "rounds": 1, "seed": 3, "engine": "serial", "data": data})
     assert len(keys) == 2
-    assert keys.isdisjoint({layer_key(3, 1, worker) for worker in range(2)})
+    assert keys.isdisjoint({draw_key(3, "layers", 1, worker) for worker in range(2)})
 
 
 IMAGES = (3, 4, 6, 5)
@@ -138,7 +137,7 @@ def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared)
         outputs = function(passed, p, True, inplace)
     wanted = Dropout.of(function, inputs.shape, p)
     assert wanted.shape == shape
-    key = torch.tensor([layer_key(task.experiment.seed, 2, 4)])
+    key = torch.tensor([draw_key(task.experiment.seed, "layers", 2, 4)])
     (factors,) = dropout_factors(key, 3, 1, len(inputs), [wanted], torch.double)
     assert torch.allclose(outputs, inputs * factors[0, 0].float())
     assert (outputs is passed) == inplace
@@ -151,7 +150,7 @@ def test_calls_that_were_not_recorded_have_the_masks_of_their_position_in_the_fo
     dropout, ones = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2), torch.ones(3, 7)
     with dropout.at(3, len(ones)):
         outputs = [F.dropout(ones, 0.5) for _ in range(3)]
-    key = torch.tensor([layer_key(task.experiment.seed, 2, 4)])
+    key = torch.tensor([draw_key(task.experiment.seed, "layers", 2, 4)])
     factors = dropout_factors(key, 3, 1, len(ones), [Dropout.of(F.dropout, ones.shape, 0.5)] * 3, torch.float32)
     assert [output.tolist() for output in outputs] == [of_layer[0, 0].tolist() for of_layer in factors]
     assert not torch.equal(outputs[1], outputs[0])

@@ -53,7 +53,7 @@ def test_a_schedule_counts_the_batches_that_are_really_drawn(n, measure):
     if measure["epochs"]:
         assert drawn == epoch * measure["epochs"]
     assert [schedule.batch_size_at(step, n) for step in range(len(drawn) + 2)] == [*drawn, 0, 0]
-    assert schedule.samples_for(n) == sum(drawn)
+    assert schedule.samples_in(schedule.steps_for(n), n) == sum(drawn)
 
 
 @pytest.mark.parametrize(("costs", "count", "most"), [([9, 1, 1, 1, 1, 1], 3, 2), ([5] * 7, 3, 3), ([1], 4, 1)])

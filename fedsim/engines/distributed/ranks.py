@@ -6,6 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from fedsim.clients import State
 from fedsim.core.rows import ALIGNMENT, new_rows
 from fedsim.engines.distributed.process_group import RankGroup
-from fedsim.engines.group import Assignment, Group, balance_load, divide_into_stacks, in_turn, rows_at
+from fedsim.engines.group import Group, balance_load, divide_into_stacks, in_stacks, rows_at
 from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
@@ -59,16 +60,14 @@ class Ranks(Group):
             for sync in task.syncs
         }
 
-    def assign(self, slots: np.ndarray, steps: np.ndarray, width: int | None) -> Assignment:
-        assignments = balance_load(steps.tolist(), self.count, most=-(-len(slots) // self.count))
+    def assign(self, work: WorkItems, width: int | None) -> WorkItems:
+        assignments = balance_load(work.steps.tolist(), self.count, most=-(-len(work) // self.count))
+        slots = work.slots.tolist()
         self._places = {
-            int(slots[place]): (rank, row)
-            for rank, places in enumerate(assignments)
-            for row, place in enumerate(places)
+            slots[place]: (rank, row) for rank, places in enumerate(assignments) for row, place in enumerate(places)
         }
-        mine = np.array(assignments[self.index], dtype=np.int64)
-        rows, numbers = in_turn(divide_into_stacks(steps[mine], width))
-        return Assignment(mine[rows], rows, numbers)
+        mine = work[assignments[self.index]]
+        return in_stacks(replace(mine, slots=np.arange(len(mine))), divide_into_stacks(mine.steps, width))
 
     def by_rank(self, slots: Sequence[int]) -> list[list[int]]:
         """Return, for each rank, the `slots` (positions of workers in the cohort) whose updates the rank stores."""

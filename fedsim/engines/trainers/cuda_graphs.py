@@ -28,6 +28,7 @@ from fedsim.engines.trainers.dropout import Dropout, FactorsAhead
 from fedsim.engines.trainers.stack import Stack, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
+from fedsim.system.devices import to_device
 
 LONGEST = 16  # maximum number of steps in a graph
 MOST_LENGTHS = 4  # maximum number of lengths of graphs that train the same number of workers
@@ -221,7 +222,8 @@ class CapturedSteps:
         for buffer, fresh in zip(state.buffers, buffers, strict=True):
             buffer.copy_(fresh)
         if self._dropouts:
-            self._layer_keys[: len(stack)] = torch.tensor(stack.layer_keys)
+            keys = torch.from_numpy(stack.layer_keys)
+            self._layer_keys[: len(stack)] = to_device(keys, self._layer_keys.device)
         self._loss_sums.zero_()
         self._step_number.zero_()
 

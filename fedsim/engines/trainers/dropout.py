@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fedsim.core.philox import Stream, bernoulli
-from fedsim.core.randomness import draw_key, draw_keys, preserve_random_state
+from fedsim.core.randomness import draw_keys, preserve_random_state
 from fedsim.data.tensors import in_order
 from fedsim.engines.shared_state import SharedState
 from fedsim.engines.task import RunTask
 from fedsim.engines.trainers.batches import BatchSource
+from fedsim.system.devices import to_device
 
 FEATURE_DROPOUTS = (F.dropout1d, F.dropout2d, F.dropout3d)  # draw once for each channel of each sample
 DROPOUTS = (F.dropout, *FEATURE_DROPOUTS)
@@ -133,13 +134,8 @@ def _dropout_arguments(
     return input, p, training, inplace
 
 
-def layer_key(seed: int, round: int, worker: int) -> int:
-    """Return a random seed for a worker's dropout masks in a round."""
-    return draw_key(seed, "layers", round, worker)
-
-
 def layer_keys(seed: int, rounds: np.ndarray, workers: np.ndarray) -> np.ndarray:
-    """Return `layer_key` for each of n pairs of round and worker, int64 [n]."""
+    """Return a random seed for the dropout masks of each of n pairs of round and worker, int64 [n]."""
     return draw_keys(seed, "layers", rounds, workers)
 
 
@@ -155,7 +151,7 @@ def dropout_factors(
     """Return the scaled mask of each dropout call, with the values 0 and 1 / (1 - p), as [steps, k, batch, ...].
 
     Args:
-        keys: random seed of each of k workers, int64 [k]; see `layer_key`.
+        keys: random seed of each of k workers, int64 [k]; see `layer_keys`.
         first_step: number of the first step in the worker's round; int, or int64 [] or [k] on the same device.
         steps: number of steps.
         batch: number of samples in a batch; a smaller batch uses the factors of the first samples.
@@ -179,7 +175,7 @@ class FactorsAhead:
     """Dropout masks of k workers, generated for several steps at once.
 
     Args:
-        keys: random seed of each worker, int64 [k]; see `layer_key`.
+        keys: random seed of each worker, int64 [k]; see `layer_keys`.
         steps: maximum number of steps.
         batch: maximum number of samples in a batch.
         dropouts: dropout calls of a forward pass, in call order.
@@ -277,8 +273,9 @@ class RowDropout:
         """
         task, batch_source = self._task, self._batch_source
         steps = batch_source.steps(worker, round) if steps is None else steps
-        key = torch.tensor([layer_key(task.experiment.seed, round, worker)], device=task.device)
-        return RoundDropout(self, key, steps, min(task.schedule.batch_size, batch_source.size(worker)), round)
+        keys = torch.from_numpy(layer_keys(task.experiment.seed, np.array([round]), np.array([worker])))
+        batch = min(task.schedule.batch_size, batch_source.size(worker))
+        return RoundDropout(self, to_device(keys, task.device), steps, batch, round)
 
 
 class RoundDropout:
@@ -286,7 +283,7 @@ class RoundDropout:
 
     Args:
         of_rows: object that contains the model's dropout calls, common to all workers of the process.
-        key: random seed of the worker in the round, int64 [1]; see `layer_key`.
+        key: random seed of the worker in the round, int64 [1]; see `layer_keys`.
         steps: maximum number of steps.
         batch: maximum number of samples in a batch.
         round: number of the round.

@@ -29,10 +29,6 @@ from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype
 
 
-def do_nothing() -> None:
-    """Do nothing."""
-
-
 class Trainer(Protocol):
     """Base class of trainers, which train the workers of one process.
 
@@ -50,7 +46,7 @@ class Trainer(Protocol):
     def announce(self, members: Sequence[WorkItem]) -> None:
         """Announce which workers are trained next, so that their batches can be drawn together, and early on a GPU."""
 
-    def train(self, members: Sequence[WorkItem], meanwhile: Callable[[], None] = do_nothing) -> None:
+    def train(self, members: Sequence[WorkItem], meanwhile: Callable[[], None] = lambda: None) -> None:
         """Train each worker of `members` on its own samples.
 
         Training starts from the parameters in the worker's row, and writes the trained parameters to the same row.
@@ -131,7 +127,7 @@ class RowTrainer:
     def announce(self, members: Sequence[WorkItem]) -> None:
         self._batch_source.announce(members)
 
-    def train(self, members: Sequence[WorkItem], meanwhile: Callable[[], None] = do_nothing) -> None:
+    def train(self, members: Sequence[WorkItem], meanwhile: Callable[[], None] = lambda: None) -> None:
         task, shared, module = self._task, self._shared, self._modules[0]
         self.announce(members)
         losses: dict[int, float | MetricSums] = {}

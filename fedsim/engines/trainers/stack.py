@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,7 +73,7 @@ class StepBatch(NamedTuple):
             yield cut if is_whole else cut.part(places, self.step, [self.members[place] for place in places])
 
 
-class Stacks(Sequence["Stack"]):
+class Stacks(list["Stack"]):
     """Workers that a process trains in a round, divided into stacks, and their losses.
 
     Args:
@@ -86,22 +87,15 @@ class Stacks(Sequence["Stack"]):
 
     def __init__(self, work: WorkItems, task: RunTask, batch_source: BatchSource) -> None:
         self.of = work
-        numbers = np.concatenate([[0], (np.diff(work.stacks) != 0).cumsum()])[: len(work)]  # in order of appearance
+        numbers = (np.diff(work.stacks, prepend=work.stacks[:1]) != 0).cumsum()  # in order of appearance
         work = work[np.lexsort((-work.steps, numbers))]
         self._slots, self._samples = torch.from_numpy(work.slots), np.zeros(len(work), dtype=np.int64)
         self._loss_sums = torch.zeros(len(work), dtype=wide_dtype(task.device), device=task.device)
-        ends = np.searchsorted(numbers, np.arange(numbers[-1] + 1) if len(work) else [], side="right").tolist()
-        parts = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
-        self._stacks = [
+        parts = [slice(*ends) for ends in pairwise([0, *(np.flatnonzero(np.diff(numbers, append=-1)) + 1).tolist()])]
+        super().__init__(
             Stack(work[part], task, batch_source, table, self._loss_sums[part], self._samples[part])
             for part, table in zip(parts, _tables(work, parts, task, batch_source), strict=True)
-        ]
-
-    def __len__(self) -> int:
-        return len(self._stacks)
-
-    def __getitem__(self, number: Any) -> Any:
-        return self._stacks[number]
+        )
 
     def write_losses(self, train_loss: Tensor) -> None:
         """Write each worker's mean loss per sample to its place in `train_loss`, float64 [cohort], on the CPU."""
@@ -262,7 +256,9 @@ class Stack:
             block = block_of(self._task, start, positions, starts + begin, sizes)
             for step in range(int((sizes.max(1) > 0).sum())):
                 some = np.flatnonzero(sizes[step]).tolist()
-                yield block.part((step, some), start + step, range(len(some)) if some[-1] < len(some) else some)
+                members = range(len(some)) if some[-1] < len(some) else some
+                index = some if members is some else slice(len(some))  # a list would have to be copied to the device
+                yield block.part((step, index), start + step, members)
 
     @property
     def layer_keys(self) -> np.ndarray:
@@ -302,13 +298,6 @@ class Stack:
             if alter := alterations[member]:
                 step, size = int(self.members.first[member]) + step_batch.step, int(step_batch.sizes[place])
                 inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size], step)
-
-    def alterations_of_view(self, purpose: str) -> list[Alteration | None]:
-        """Return, for each worker, a function that transforms and poisons its batches without augmentation, or None.
-
-        Different names `purpose` give different random numbers. The list is empty if no batch changes.
-        """
-        return self._batch_source.alterations(self.members, purpose)
 
     def count(self, step_batch: StepBatch, losses: Tensor) -> None:
         """Add samples and losses of one step to the sums of the round. `losses` [m] are the mean losses."""

@@ -23,7 +23,6 @@ from fedsim.engines.trainers.client_rounds import ClientRounds
 from fedsim.engines.trainers.cuda_graphs import CapturedSteps, CUDAGraphCache, sizes_of_stacks, unsafe
 from fedsim.engines.trainers.dropout import FactorsAhead
 from fedsim.engines.trainers.sample_gradients import Moment
-from fedsim.engines.trainers.sequential import do_nothing
 from fedsim.engines.trainers.stack import Stack, Stacks, StepBatch
 from fedsim.engines.trainers.stack_step import Batch, StackState, StackStep, gather, move_rows
 from fedsim.system.devices import to_device, total_memory_of
@@ -68,7 +67,7 @@ class StackTrainer:
         for stack in self._announced[:1]:  # the batches of all stacks may not fit into memory at a time
             stack.draw()
 
-    def train(self, members: Sequence[WorkItem], meanwhile: Callable[[], None] = do_nothing) -> None:
+    def train(self, members: Sequence[WorkItem], meanwhile: Callable[[], None] = lambda: None) -> None:
         stacks, self._announced = self._stacks(members), None
         for stack in stacks:
             with self._process.working_on_several(stack.members.round):
@@ -85,7 +84,7 @@ class StackTrainer:
                 state = StackState(self._module, rows, {"sum": torch.zeros_like(rows)}, self._buffers(stack))
                 samples = to_device(torch.from_numpy(stack.members.sizes), rows.device)
                 ahead = stack.dropout_factors(self._probe.dropouts, after=True)
-                alterations = stack.alterations_of_view("full_gradient")
+                alterations = self._batch_source.alterations(stack.members, "full_gradient")
                 for whole in stack.full_pass():
                     factors = ahead.of(whole.step, len(stack))
                     for part, theirs, batch in self._parts(stack, state, whole, factors, alterations, moves=True):
