@@ -177,6 +177,6 @@ def accuracy_of(model: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> float:
 
 @torch.no_grad()
 def right_answers(model: nn.Module, tests: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the number of targets that the model predicts, int64 []."""
+    """Return the number of samples that the model classifies correctly, int64 []."""
     model.eval()
     return torch.stack([(model(inputs).argmax(-1) == targets).sum() for inputs, targets in tests]).sum()

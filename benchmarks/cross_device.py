@@ -1,4 +1,4 @@
-"""Four experiments compared with a bare loop of the same steps, both timed in one run.
+"""Compare four experiments with a bare loop that takes the same steps. Both are timed in the same run.
 
 w1: the classic experiment, 4 workers with 15,000 MNIST images each, `net`, batch size 64.
 w2: 100 clients with 600 images each, 10 per round, `cnn`, batch size 10.

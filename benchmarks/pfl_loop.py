@@ -1,4 +1,4 @@
-"""An experiment of plain SGD and averaging with pfl, in one process with PyTorch's own number of threads.
+"""Federated averaging with pfl, in one process with PyTorch's default number of threads.
 
 Initial model, cohorts and batches equal those of fedsim, as in `bare_loop.py`.
 """

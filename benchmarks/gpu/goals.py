@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(figures: dict[str, dict[str, Any]]) -> list[Verdict]:
-    """Compare the figures of a check, by measurement, with all goals."""
+    """Compare the figures of each measurement with the goals."""
     results = []
     for goal in GOALS:
         measured = figures.get(goal.measurement, {}).get(goal.figure)

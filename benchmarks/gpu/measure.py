@@ -257,7 +257,7 @@ def which_rule() -> Figures:
 
 
 def rules_on(n: int, d: int) -> Figures:
-    """Return the shortest time of each rule and of byzfl's, if it is installed, and their largest ratio."""
+    """Return the fastest time of each rule in fedsim and, if installed, in byzfl, and the largest ratio of the two."""
     updates, f = torch.randn(n, d, device=DEVICE), n // 5
     try:
         others = rules.theirs(f)

@@ -199,7 +199,7 @@ class Pipeline:
         return rows.shares(LinearCombination(shares.double()[group]))
 
     def _equal_rows(self, n: int, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return groups of rows with the same coefficient: the first row of each group, and the group of each row [n].
+        """Group the rows by coefficient. Return the first row of each group, and the group of each row, [n].
 
         In an average, these are the rows with the same weight. For other linear rules, each row is a group. `weights`
         are the weights of the rows, [n]; None for equal weights.

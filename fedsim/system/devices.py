@@ -52,7 +52,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return a device with its number: that of the current device, as in PyTorch, if `device` has none.
+    """Return `device` with an index. A device without an index means the current device, as in PyTorch.
 
     Raises ExperimentError if PyTorch finds no device of an unnumbered `device`'s type.
     """

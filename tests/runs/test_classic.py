@@ -44,7 +44,7 @@ def options(**changed):
 
 @pytest.fixture
 def printed(monkeypatch, tmp_path):
-    """Return the file to which the processes of the scripts print.
+    """Return the file that receives the output of the scripts' processes.
 
     They are forked from the test server, which has imported PyTorch, instead of spawned.
     """

@@ -211,9 +211,9 @@ class StackedLinear(torch.autograd.Function):
 # Convolutions of each row's samples with that row's kernels
 
 
-# On an NVIDIA H200 (PyTorch 2.11, float32, 2026-11-26), cuDNN's forward kernel took 19 us for a sum of 250 products per
-# output, and 73 us for 800. Its gradient of the inputs took 91 us with two transposes where a forward kernel sums 500
-# products, and 34 us where it sums 1,600.
+# On an NVIDIA H200 (PyTorch 2.11, float32, 2026-11-26), a forward convolution of cuDNN took 19 us with 250 products per
+# output, and 73 us with 800. cuDNN's input gradient, including two transposes, took 91 us for a layer whose turned
+# convolution sums 500 products per output, and 34 us for a layer with 1,600.
 MOST_TURNED_PRODUCTS = 1000  # maximum number of products per input gradient that a forward kernel sums
 
 

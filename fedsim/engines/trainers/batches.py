@@ -171,7 +171,7 @@ class BatchSource:
         return np.where(is_root, len(self._shared.data.root), shards.sizes(np.where(is_root, 0, workers)))
 
     def work(self, members: Sequence[WorkItem]) -> WorkItems:
-        """Return the work items as one `WorkItems`."""
+        """Convert a sequence of work items to `WorkItems`."""
         if isinstance(members, WorkItems):
             return members
         items = [
