@@ -23,9 +23,9 @@ from common import report
 from torch import Tensor
 
 from fedsim.data.tensors import in_order
-from fedsim.engines.stacking.operations import WAYS, Options, one_by_one
 from fedsim.system.devices import resolve_device, synchronize
 from fedsim.system.precision import full_precision
+from fedsim.training.operations import WAYS, Options, one_by_one
 
 SECONDS = 0.15  # minimum duration of each timing
 BASELINE = "one by one"

@@ -24,8 +24,8 @@ import torch
 from common import report
 
 import fedsim
-from fedsim.engines.executor import Executor
-from fedsim.engines.trainers import sequential, stacked
+from fedsim.rounds.executor import Executor
+from fedsim.training import sequential, stacked
 
 WORKERS, COHORT = 10_000, 1_000
 EXPERIMENT = {

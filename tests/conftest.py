@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import compileall
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -17,7 +18,9 @@ from typer.testing import CliRunner
 
 import fedsim
 from fedsim.cli.main import app
+from fedsim.runs.setup import prepare
 from tests.components import TINY_TEST, TINY_TRAIN
+from tests.engines.zoo import experiment
 from tests.forking import fork_workers
 from tests.leftovers import left_behind, segments
 
@@ -98,3 +101,17 @@ def cli(tmp_path, monkeypatch):
         return CliRunner().invoke(app, [str(word) for word in words])
 
     return invoke
+
+
+@pytest.fixture
+def prepared():
+    """Return a function that prepares task and memory of a small experiment (by default a convolution on images)."""
+    with contextlib.ExitStack() as stack:
+
+        def prepare_one(kind="convolution", **changes):
+            wanted = fedsim.Experiment(**{**experiment(kind), "engine": "serial", **changes})
+            session = stack.enter_context(fedsim.Session())
+            task, engine = stack.enter_context(prepare(wanted, session))
+            return task, engine.shared
+
+        yield prepare_one

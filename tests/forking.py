@@ -23,7 +23,7 @@ from multiprocessing import forkserver, process
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 
-from fedsim.system import child_process
+from fedsim.processes import child_process
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [

@@ -19,6 +19,7 @@ FLOORS = (  # from lowest to highest; a package may import itself and packages o
     ("errors",),
     ("system",),
     ("core",),
+    ("processes",),
     ("data", "loggers", "models"),
     ("clients",),
     ("aggregation",),
@@ -27,37 +28,19 @@ FLOORS = (  # from lowest to highest; a package may import itself and packages o
     ("integrations",),
     ("privacy",),
     ("processing",),
-    ("engines",),
-    ("asynchronous",),
+    ("policies",),
     ("config",),
     ("records",),
+    ("training",),
     ("rounds",),
+    ("engines",),
+    ("asynchronous",),
     ("callbacks",),
     ("runs",),
     ("comparison",),
     ("report",),
     ("cli",),
 )
-
-ENGINE_FLOORS = (  # floors of the modules in `engines`, by module name or its beginning
-    ("schedule", "round_stats", "pool.retry", "pool.shared_memory", "trainers.capture", "trainers.row_module",
-     "distributed.hooks", "distributed.watchdog"),
-    ("task", "pool.process_context", "distributed.rendezvous"),
-    ("shared_state",),
-    ("memory", "evaluation", "trainers.batches", "pool.process_pool", "distributed.process_group"),
-    ("group",),
-    ("aggregator", "worker_evaluation", "worker_states", "trainers.dropout", "distributed.preflight"),
-    ("trainers.client_rounds", "trainers.stack", "stacking.operations", "distributed.ranks"),
-    ("stacking.stacked_module",),
-    ("trainers.sample_gradients",),
-    ("trainers.sequential",),
-    ("trainers.stack_step", "distributed.parallel_trainer"),
-    ("stacking.probe", "executor"),
-    ("trainers.cuda_graphs", "backend"),
-    ("trainers.stacked", "pool.backend", "engine"),
-    ("named",),
-    ("auto", "distributed.engine"),
-)  # fmt: skip
 
 
 @cache
@@ -77,25 +60,12 @@ def test_packages_import_lower_packages_only():
     assert not upwards
 
 
-def test_modules_of_engines_import_lower_modules_only():
-    floor_of = {f"fedsim.engines.{name}": floor for floor, names in enumerate(ENGINE_FLOORS) for name in names}
-    folder, upwards = ROOT / "fedsim" / "engines", []
-    for path, tree in modules().items():
-        if path.is_relative_to(folder) and path.name != "__init__.py":
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)} & floor_of.keys()
-            upwards += [f"{name} imports {other}" for other in imported if floor_of[other] >= floor_of[name]]
-    assert not upwards
-
-
 def package_of(path: Path) -> str:
     return path.relative_to(ROOT / "fedsim").parts[0].removesuffix(".py")
 
 
 def imports(node: ast.AST) -> Iterator[str]:
-    """Yield the packages of fedsim that a module imports, also inside functions, but not imports for type checkers."""
-    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-        return
+    """Yield the packages of fedsim that a module imports, also inside functions and for type checkers only."""
     modules = []
     if isinstance(node, ast.Import):
         modules = [alias.name for alias in node.names]

@@ -42,10 +42,10 @@ import fedsim
 from benchmarks.gpu.baselines import captured, jax_of, run_baseline
 from benchmarks.gpu.data import workload_data
 from benchmarks.gpu.profiling import profiled
-from fedsim.engines.stacking.operations import WAYS, way_for
 from fedsim.errors import FedsimError
 from fedsim.system.devices import release_memory
 from fedsim.system.precision import full_precision
+from fedsim.training.operations import WAYS, way_for
 
 Figures = dict[str, Any]
 

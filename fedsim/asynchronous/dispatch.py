@@ -15,15 +15,15 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fedsim.asynchronous.policy import Arrival, Work
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.clients import ClientAlgorithm
+from fedsim.clients.schedule import Schedule
 from fedsim.core.randomness import numpy_generator
-from fedsim.engines.schedule import Schedule
-from fedsim.engines.shared_state import SharedState
-from fedsim.engines.task import RunTask
-from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import DivergedError
+from fedsim.policies.policy import Arrival, Work
+from fedsim.training.batches import WorkItem
+from fedsim.training.shared_state import SharedState
+from fedsim.training.task import RunTask
 
 # Types of checkpoints
 Number = Annotated[int, Field(ge=0, lt=2**53)]

@@ -24,8 +24,8 @@ from fedsim.asynchronous.dispatch import (
     Train,
 )
 from fedsim.asynchronous.server_state import ServerState
-from fedsim.engines.trainers.batches import WorkItem
 from fedsim.errors import ExperimentError
+from fedsim.training.batches import WorkItem
 
 Duration = Callable[[WorkItem, int, tuple[int, int]], float]
 

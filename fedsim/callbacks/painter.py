@@ -10,8 +10,8 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, ClassVar
 
 from fedsim.core.plotting import encode
-from fedsim.system.child_process import Child, can_fork, init_child_process, signals_deferred, start_process
-from fedsim.system.messages import Channel
+from fedsim.processes.child_process import Child, can_fork, init_child_process, signals_deferred, start_process
+from fedsim.processes.messages import Channel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -112,10 +112,10 @@ def replay(
 ) -> None:
     """Apply different rules to a recorded round of a run (records.updates=[1,5]), and compare the results."""
     with errors_as_lines():
+        from fedsim.cli.rule_replay import applicable_rules, load_round, replay_json, replay_table
+        from fedsim.cli.rule_replay import replay as replay_rules
         from fedsim.config.overrides import parse_value
         from fedsim.records.axes import split_at_commas
-        from fedsim.runs.rule_replay import applicable_rules, load_round, replay_json, replay_table
-        from fedsim.runs.rule_replay import replay as replay_rules
 
         stored = load_round(folder, round, allow_imports=allow_imports)
         chosen = (
@@ -142,8 +142,8 @@ def privacy(
         if target_epsilon is not None and not 0 < target_epsilon < math.inf:
             raise ExperimentError(f"--target-epsilon = {target_epsilon:g}: must be greater than 0 and finite")
     with errors_as_lines():
+        from fedsim.cli.privacy_plan import privacy_plan
         from fedsim.config.load import load_experiment
-        from fedsim.runs.privacy_plan import privacy_plan
 
         experiment = load_experiment(source, overrides, allow_imports=allow_imports)
         for topic, text in privacy_plan(experiment, target_epsilon):
@@ -304,7 +304,7 @@ def doctor() -> None:
         for topic, text in _versions():
             _print(topic, text)
         try:
-            from fedsim.runs.checkup import findings
+            from fedsim.cli.checkup import findings
 
             print("", flush=True)
             for finding in findings():

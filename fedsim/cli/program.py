@@ -21,7 +21,7 @@ from fedsim.system.interrupts import Terminated, signals_as_exceptions
 from fedsim.system.limits import describe_os_error, format_failure, frames_of_user
 
 if TYPE_CHECKING:
-    from fedsim.engines.distributed.process_group import RankGroup
+    from fedsim.processes.process_group import RankGroup
 
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143  # exit codes
 
@@ -130,5 +130,5 @@ def _discard_stdout() -> None:
 
 def _joined_ranks() -> RankGroup | None:
     """Return the group of ranks (processes that train together) to which this process belongs, or None."""
-    module = sys.modules.get("fedsim.engines.distributed.process_group")
+    module = sys.modules.get("fedsim.processes.process_group")
     return None if module is None else module.RankGroup.joined

@@ -23,10 +23,11 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, why_unsendable
 from fedsim.core.randomness import sole_use_of_generators
 from fedsim.core.rows import Layout
-from fedsim.engines.pool.process_context import AbortedError, ProcessContext
-from fedsim.engines.pool.process_pool import START_TIMEOUT, ProcessPool, close_pools, wait_for
-from fedsim.engines.pool.retry import announce, last_error
 from fedsim.errors import ExperimentError, FedsimError, FedsimWarning, ProcessLostError, SettingWarning, WorkerError
+from fedsim.processes.child_process import GRACE, signals_deferred
+from fedsim.processes.process_context import AbortedError, ProcessContext
+from fedsim.processes.process_pool import START_TIMEOUT, ProcessPool, close_pools, wait_for
+from fedsim.processes.retry import announce, last_error
 from fedsim.records.record import RoundRecord
 from fedsim.records.rows import canonical
 from fedsim.runs.facts import RunFacts
@@ -34,7 +35,6 @@ from fedsim.runs.launch import ignoring_launcher
 from fedsim.runs.run import run
 from fedsim.runs.session import Session
 from fedsim.runs.setup import task_of
-from fedsim.system.child_process import GRACE, signals_deferred
 from fedsim.system.devices import free_memory, resolve_device, usable_cores
 from fedsim.system.limits import format_failure, require_files
 from fedsim.system.precision import PRECISIONS

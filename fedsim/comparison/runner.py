@@ -57,6 +57,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about, warnings_about_objects
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, SettingWarning, one_line, show
+from fedsim.processes.child_process import exit_if_imported_by_child
 from fedsim.records.axes import with_points
 from fedsim.records.formatting import key_name
 from fedsim.records.reader import COMPARISON, ComparisonFile, read_comparison_file
@@ -65,7 +66,6 @@ from fedsim.records.run_folder import ERROR
 from fedsim.runs.launch import check_copies
 from fedsim.runs.session import Session
 from fedsim.runs.setup import check_run
-from fedsim.system.child_process import exit_if_imported_by_child
 from fedsim.system.limits import without_inner_frames
 
 if TYPE_CHECKING:

@@ -33,12 +33,12 @@ COMPONENTS = {  # kind: key that names a component, and registry, which is impor
     "processors": ("processors, broadcast", "fedsim.processing:processor"),
     "privacy": ("privacy.mechanism", "fedsim.privacy:privacy_mechanism"),
     "server-optimizers": ("server.name", "fedsim.server:server_optimizer"),
-    "policies": ("policy.name", "fedsim.asynchronous.policies:policy"),
-    "slowdowns": ("clock.slowdown.name", "fedsim.asynchronous.delays:slowdown"),
-    "noises": ("clock.noise.name", "fedsim.asynchronous.delays:noise"),
+    "policies": ("policy.name", "fedsim.policies:policy"),
+    "slowdowns": ("clock.slowdown.name", "fedsim.policies.delays:slowdown"),
+    "noises": ("clock.noise.name", "fedsim.policies.delays:noise"),
     "loggers": ("records.loggers", "fedsim.loggers:logger"),
     "engines": ("engine", "fedsim.engines:engine"),
-    "hooks": ("distributed.hook.name", "fedsim.engines.distributed.hooks:hook"),
+    "hooks": ("distributed.hook.name", "fedsim.processes.hooks:hook"),
 }
 
 NAME_COLUMNS = 19

@@ -15,8 +15,6 @@ from torch import nn
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
 from fedsim.aggregation.resolve import as_table
-from fedsim.asynchronous.delays import noise, slowdown
-from fedsim.asynchronous.policies import policy
 from fedsim.byzantine import attack_strategy
 from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, client_algorithm, lr_schedule
 from fedsim.clients.adapters import TrainFunction
@@ -28,11 +26,13 @@ from fedsim.core.registry import Registration
 from fedsim.core.suggestions import nearest
 from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
-from fedsim.engines.distributed.hooks import hook
 from fedsim.errors import ExperimentError, show
 from fedsim.loggers import logger
 from fedsim.models import model
+from fedsim.policies import policy
+from fedsim.policies.delays import noise, slowdown
 from fedsim.privacy import Mechanism, privacy_mechanism
+from fedsim.processes.hooks import hook
 from fedsim.processing import UpdateProcessor, processor
 from fedsim.server import sampling_strategy, server_optimizer
 

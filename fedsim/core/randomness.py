@@ -78,7 +78,7 @@ class Draws:
     Each call gives new, independent numbers. The same calls in the same order give the same numbers on every device and
     in every process, except for rounding in `normal`. The host never waits for the device.
 
-    In a run: `fedsim.engines.trainers.batches.BatchSource.orders` shuffles a worker's samples in its first epoch of a
+    In a run: `fedsim.training.batches.BatchSource.orders` shuffles a worker's samples in its first epoch of a
     round as `Draws.of(seed, "batches", round, worker).permutation(n)`, and in the next ones as `.steps()(epoch)` does.
     """
 

@@ -41,7 +41,7 @@ class Layout:
 
     A parameter shared by two modules is stored once. Buffers (such as BatchNorm statistics) have their own row.
 
-    In a run: `fedsim.engines.shared_state.SharedState.allocate` calls `Layout.of`.
+    In a run: `fedsim.training.shared_state.SharedState.allocate` calls `Layout.of`.
     """
 
     parameters: tuple[Entry, ...]
@@ -174,7 +174,7 @@ class ColumnSpans:
 def bind(module: nn.Module, row: Tensor, grad_row: Tensor | None = None) -> Layout:
     """Bind a module to rows with `Layout.bind`, and return the layout.
 
-    In a run: `fedsim.engines.trainers.row_module.RowModule.load` calls `Layout.bind`.
+    In a run: `fedsim.training.row_module.RowModule.load` calls `Layout.bind`.
     """
     layout = Layout.of(module)
     layout.bind(module, row, grad_row)
@@ -184,7 +184,7 @@ def bind(module: nn.Module, row: Tensor, grad_row: Tensor | None = None) -> Layo
 def new_rows(n: int, d: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Return a zero matrix [n, d]. For speed, each row starts on a cache line, so the row stride may exceed d.
 
-    In a run: `fedsim.engines.shared_state._rows_of_a_cohort` calls `new_rows`.
+    In a run: `fedsim.training.shared_state._rows_of_a_cohort` calls `new_rows`.
     """
     per_line = ALIGNMENT // dtype.itemsize
     stride = max(1, math.ceil(d / per_line)) * per_line

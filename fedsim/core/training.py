@@ -121,7 +121,7 @@ def train_epoch(
     Returns MetricSums of the losses before each step. Its property `loss` is the mean loss. Reading it waits for the
     device.
 
-    In a run: `fedsim.engines.trainers.sequential.RowTrainer.train` calls `train_epoch`.
+    In a run: `fedsim.training.sequential.RowTrainer.train` calls `train_epoch`.
     """
     model.train()
     loss_sum, correct, samples = MetricSums.zero(_device_of(model))
@@ -155,7 +155,7 @@ def test(
 
     Returns MetricSums with the properties `loss` and `accuracy`. Reading them waits for the device.
 
-    In a run: `fedsim.engines.evaluation.Evaluation._test` calls `test`.
+    In a run: `fedsim.rounds.evaluation.Evaluation._test` calls `test`.
     """
     model.eval()
     loss_sum, hits, samples = MetricSums.zero(_device_of(model))

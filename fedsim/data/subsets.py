@@ -34,7 +34,7 @@ class CustomSubset(Subset):
         indices: positions of the subset's samples in `dataset`, in the subset's order.
         subset_transform: function applied to each input, or to a batch of inputs if its attribute `batched` is true.
 
-    In a run: `fedsim.engines.trainers.batches.BatchSource.batches` calls `CustomSubset`.
+    In a run: `fedsim.training.batches.BatchSource.batches` calls `CustomSubset`.
 
     >>> data = torch.utils.data.TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
     >>> fedsim.CustomSubset(data, [3, 0], lambda x: -x).gather(torch.tensor([0, 1]))

@@ -2,11 +2,11 @@
 
 from fedsim.core.registry import Registry
 from fedsim.engines.auto import AutoEngine
-from fedsim.engines.distributed.engine import DistributedEngine
+from fedsim.engines.distributed import DistributedEngine
 from fedsim.engines.engine import Engine
 from fedsim.engines.named import BatchedEngine, SerialEngine, SpawnEngine
-from fedsim.engines.shared_state import SharedState
-from fedsim.engines.task import RunTask, Schedule
+from fedsim.training.shared_state import SharedState
+from fedsim.training.task import RunTask, Schedule
 
 engine = Registry("engine", inputs=("processes", "threads", "timeout", "start_method"))
 engine("serial")(SerialEngine)

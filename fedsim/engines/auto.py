@@ -24,17 +24,17 @@ from torch import Tensor
 from fedsim.core.randomness import preserve_random_state
 from fedsim.engines.backend import InProcess
 from fedsim.engines.engine import Engine, EngineTraits
-from fedsim.engines.executor import Executor, MakeExecutor
 from fedsim.engines.named import RACING, one_by_one, stacked
-from fedsim.engines.pool.backend import InPool
-from fedsim.engines.shared_state import SharedState
-from fedsim.engines.stacking.probe import StackingProbe
-from fedsim.engines.task import RunTask
-from fedsim.engines.trainers.capture import OperationCheck
-from fedsim.engines.trainers.stacked import stack_width
+from fedsim.engines.pool import InPool
 from fedsim.errors import ExperimentError, FedsimWarning, first_line
-from fedsim.system.child_process import can_fork
+from fedsim.processes.child_process import can_fork
+from fedsim.rounds.executor import Executor, MakeExecutor
 from fedsim.system.devices import release_memory
+from fedsim.training.capture import OperationCheck
+from fedsim.training.probe import StackingProbe
+from fedsim.training.shared_state import SharedState
+from fedsim.training.stacked import stack_width
+from fedsim.training.task import RunTask
 
 LARGEST_BATCH = 100  # samples; with larger batches, stacks were never faster than single workers
 SMALLEST_STACK = 4  # workers; with fewer, a stack saves too little of the fixed cost per step

@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
-from fedsim.engines.group import Group
-from fedsim.engines.pool.process_context import ProcessContext
-from fedsim.engines.shared_state import SharedState
-from fedsim.engines.task import RunTask
-from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import FedsimError, WorkerError
+from fedsim.processes.group import Group
+from fedsim.processes.process_context import ProcessContext
+from fedsim.rounds.executor import Executor, MakeExecutor, MakeTrainer
+from fedsim.rounds.worker_states import WorkerStates
 from fedsim.system.devices import release_memory
 from fedsim.system.limits import format_failure
+from fedsim.training.shared_state import SharedState
+from fedsim.training.task import RunTask
 
 T = TypeVar("T")
 

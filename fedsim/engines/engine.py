@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 
 from fedsim.engines.backend import Backend
-from fedsim.engines.executor import Executor, MakeExecutor, MakeTrainer
-from fedsim.engines.shared_state import SharedState
-from fedsim.engines.task import RunTask
+from fedsim.rounds.executor import Executor, MakeExecutor, MakeTrainer
 from fedsim.system.devices import default_processes, resolve_device
+from fedsim.training.shared_state import SharedState
+from fedsim.training.task import RunTask
 
 SETTINGS_OF_POOLS = frozenset(("start_method", "timeout", "process_retries"))
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from fedsim.engines.backend import InProcess
 from fedsim.engines.engine import Engine, EngineTraits
-from fedsim.engines.executor import MakeTrainer
-from fedsim.engines.pool.backend import InPool
-from fedsim.engines.shared_state import SharedState
-from fedsim.engines.stacking.probe import StackingProbe
-from fedsim.engines.task import RunTask
-from fedsim.engines.trainers.cuda_graphs import unsafe
-from fedsim.engines.trainers.sequential import RowTrainer
-from fedsim.engines.trainers.stacked import StackTrainer, bytes_per_worker, stack_width
+from fedsim.engines.pool import InPool
 from fedsim.errors import ExperimentError
+from fedsim.rounds.executor import MakeTrainer
 from fedsim.system.devices import require_memory
+from fedsim.training.cuda_graphs import unsafe
+from fedsim.training.probe import StackingProbe
+from fedsim.training.sequential import RowTrainer
+from fedsim.training.shared_state import SharedState
+from fedsim.training.stacked import StackTrainer, bytes_per_worker, stack_width
+from fedsim.training.task import RunTask
 
 RACING = "spawn"  # the engine that runs `mode = "race"`
 

@@ -15,7 +15,7 @@ Norm = Literal["batch", "group", "none"]
 
 # The trait `stacked` says how the engine `batched` computes the rows of a model with its default parameters: "merged"
 # (one batch with the samples of all rows), "vmap", or else the reason why it refuses the model, as
-# `fedsim.engines.stacking.probe` gives it.
+# `fedsim.training.probe` gives it.
 model = Registry("model", traits=("stacked",))
 
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from fedsim.asynchronous.race.log import FILE as RACE_LOG
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import to_toml
-from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import FedsimError, RecordError
 from fedsim.records.history import EVENTS, EXPERIMENT, METRICS, PATTERNS, read_object, to_line
 from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import workers_csv
+from fedsim.rounds.worker_evaluation import WorkerResults
 from fedsim.system.files import (
     PART,
     append_atomically,

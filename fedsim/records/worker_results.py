@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedsim.core.plotting import line_style, prepare_axes
-from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import RecordError, plural
 from fedsim.records.history import read_file
+from fedsim.rounds.worker_evaluation import WorkerResults
 from fedsim.system.files import to_csv
 
 if TYPE_CHECKING:

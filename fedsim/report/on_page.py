@@ -26,13 +26,13 @@ from fedsim.comparison.figures import (
 from fedsim.comparison.results import Comparison
 from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
 from fedsim.core.plotting import far_apart
-from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.records import formatting as fmt
 from fedsim.records.numbers import LAST_ROUND, SCALES, best_score, mean_or_none
 from fedsim.records.reader import Run, StoredPartition
 from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
 from fedsim.records.rows import MeanCurve, Row, numeric_axes, score_of
 from fedsim.records.worker_results import LABELS
+from fedsim.rounds.worker_evaluation import WorkerResults
 
 ROUNDS = "round"
 ON_CLOCK = ("virtual_seconds", "updates", "arrivals")  # x axes of asynchronous runs, in addition to rounds

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fedsim.asynchronous.dispatch import CheckpointModel
 from fedsim.core.randomness import Draws
-from fedsim.engines.group import Group
-from fedsim.engines.shared_state import SharedState
-from fedsim.engines.task import RunTask
-from fedsim.engines.trainers.batches import WorkItem
 from fedsim.privacy import clip_update
+from fedsim.processes.group import Group
 from fedsim.rounds.participants import releases_of
+from fedsim.training.batches import WorkItem
+from fedsim.training.shared_state import SharedState
+from fedsim.training.task import RunTask
 
 
 class PrivacyState(CheckpointModel):

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedsim.asynchronous.delays import Delays
 from fedsim.asynchronous.dispatch import CheckpointModel, Counts, Seconds
 from fedsim.config.experiment import Experiment
-from fedsim.engines.memory import buffer_bytes, personal_bytes
-from fedsim.engines.shared_state import SharedState, message_bytes
-from fedsim.engines.task import RunTask
+from fedsim.policies.delays import Delays
+from fedsim.training.memory import buffer_bytes, personal_bytes
+from fedsim.training.shared_state import SharedState, message_bytes
+from fedsim.training.task import RunTask
 
 
 def delays_of(experiment: Experiment) -> Delays:

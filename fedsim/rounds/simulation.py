@@ -17,26 +17,26 @@ from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.rows import index_of, pull_down
 from fedsim.core.timer import PhaseTimer
 from fedsim.data import Shards
-from fedsim.engines.aggregator import Aggregator, DeferredCheck, set_cohort_weights, weights_of
-from fedsim.engines.distributed.parallel_trainer import ParallelTrainer
-from fedsim.engines.evaluation import EvaluationResult
-from fedsim.engines.executor import Executor, MakeTrainer
-from fedsim.engines.group import Group
-from fedsim.engines.memory import buffer_bytes, personal_bytes
-from fedsim.engines.round_stats import AggregationContext, AggregationStats, GradientRoundStats, MetricLog, SentUpdates
-from fedsim.engines.shared_state import SharedState, message_bytes
-from fedsim.engines.task import RunTask
-from fedsim.engines.trainers.batches import WorkItems
-from fedsim.engines.worker_evaluation import Tested, WorkerResults, WorkerTests
-from fedsim.engines.worker_states import WorkerStates
 from fedsim.errors import ExperimentError, show
+from fedsim.processes.group import Group
 from fedsim.processing import apply_chain
 from fedsim.records.record import MOST_NAMES, RoundRecord
+from fedsim.rounds.aggregator import Aggregator, DeferredCheck, set_cohort_weights, weights_of
+from fedsim.rounds.evaluation import EvaluationResult
+from fedsim.rounds.executor import Executor, MakeTrainer
 from fedsim.rounds.participants import ReportCheck, cohorts_of
 from fedsim.rounds.private_rounds import PrivateRounds
 from fedsim.rounds.round_clock import RoundClock
+from fedsim.rounds.round_stats import AggregationContext, AggregationStats, GradientRoundStats, MetricLog, SentUpdates
+from fedsim.rounds.worker_evaluation import Tested, WorkerResults, WorkerTests
+from fedsim.rounds.worker_states import WorkerStates
 from fedsim.server import Cohort
 from fedsim.system.devices import synchronize
+from fedsim.training.batches import WorkItems
+from fedsim.training.memory import buffer_bytes, personal_bytes
+from fedsim.training.parallel_trainer import ParallelTrainer
+from fedsim.training.shared_state import SharedState, message_bytes
+from fedsim.training.task import RunTask
 
 Round = tuple[RoundRecord, WorkerResults | None]  # record of a round, and tests of single workers, if any
 

@@ -25,11 +25,11 @@ from fedsim.core.training import check_outputs
 from fedsim.data import Shards, TensorData
 from fedsim.data.tensors import compact
 from fedsim.engines import Engine, RunTask
-from fedsim.engines.memory import memory_needed
-from fedsim.engines.stacking.operations import reason_of
-from fedsim.engines.stacking.probe import Trials
 from fedsim.errors import DataError, ExperimentError, FedsimError, SettingWarning, one_line, show, show_bytes
 from fedsim.system.devices import free_memory
+from fedsim.training.memory import memory_needed
+from fedsim.training.operations import reason_of
+from fedsim.training.probe import Trials
 
 PROBE_SAMPLES = 8
 COPIES_OF_MODEL = 3  # minimum: the global parameters, one worker's parameters, and the module

@@ -11,8 +11,8 @@ from contextvars import ContextVar
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import problems_with
 from fedsim.engines import engine as engines
-from fedsim.engines.distributed.rendezvous import RankInfo, launcher_of
 from fedsim.errors import ExperimentError, FedsimWarning, show
+from fedsim.processes.rendezvous import RankInfo, launcher_of
 
 RANKED = "distributed"  # the engine that `auto` is under a launcher
 _alone = ContextVar("alone", default=False)  # whether runs ignore the launcher

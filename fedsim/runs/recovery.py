@@ -12,7 +12,7 @@ from typing import TypeVar
 from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines import Engine
-from fedsim.engines.pool.retry import Note, announce, retried
+from fedsim.processes.retry import Note, announce, retried
 from fedsim.records.record import RoundRecord
 from fedsim.runs.loops.loop import Loop
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from fedsim.config.experiment import Experiment
 from fedsim.core.rows import Layout
 from fedsim.engines import Engine, RunTask
-from fedsim.engines.aggregator import weights_by_probability
-from fedsim.engines.evaluation import EvaluationResult
-from fedsim.engines.executor import Executor
-from fedsim.engines.pool.retry import Note
-from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import DivergedError
+from fedsim.processes.retry import Note
 from fedsim.records.record import RoundRecord
+from fedsim.rounds.aggregator import weights_by_probability
+from fedsim.rounds.evaluation import EvaluationResult
+from fedsim.rounds.executor import Executor
 from fedsim.rounds.simulation import Simulation
+from fedsim.rounds.worker_evaluation import WorkerResults
 from fedsim.runs.facts import RunFacts
 from fedsim.runs.loops.loop import Loop, loop_of
 from fedsim.runs.recovery import STARTED, recovering, repeated

@@ -23,13 +23,11 @@ from fedsim.data.sources import default_root
 from fedsim.data.subsets import split_validation
 from fedsim.engines import Engine, RunTask
 from fedsim.engines import engine as engines
-from fedsim.engines.executor import Executor
-from fedsim.engines.memory import explain_oom
 from fedsim.engines.named import RACING
-from fedsim.engines.pool.retry import Note, announce, retried
-from fedsim.engines.shared_state import SharedState
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.privacy import Releases
+from fedsim.processes.retry import Note, announce, retried
+from fedsim.rounds.executor import Executor
 from fedsim.rounds.participants import (
     attackers_of,
     cohorts_of,
@@ -44,6 +42,8 @@ from fedsim.runs.session import Session
 from fedsim.system.c_libraries import warn_if_threads_spin
 from fedsim.system.devices import shares_memory
 from fedsim.system.precision import PRECISIONS, full_precision
+from fedsim.training.memory import explain_oom
+from fedsim.training.shared_state import SharedState
 
 MOST_RACING = 32  # default maximum of a race's processes; each needs about 250 MB of memory
 

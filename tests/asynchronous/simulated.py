@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.asynchronous.delays import Delays, noise
 from fedsim.asynchronous.dispatch import Scheduler
-from fedsim.asynchronous.policies import Policy, policy
 from fedsim.asynchronous.server_state import GradientOnly, ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.clients import SGD
-from fedsim.engines.task import Schedule
-from fedsim.engines.trainers.batches import WorkItem
-from fedsim.engines.worker_states import WorkerStates
+from fedsim.policies import Policy, policy
+from fedsim.policies.delays import Delays, noise
+from fedsim.rounds.worker_states import WorkerStates
 from fedsim.server.optimizer import ServerSGD
+from fedsim.training.batches import WorkItem
+from fedsim.training.task import Schedule
 
 SIZE, BATCH = 10, 4  # samples of a worker, which make 3 steps a round
 

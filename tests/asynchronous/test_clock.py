@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from fedsim.asynchronous.dispatch import Scheduler
+from fedsim.clients.schedule import Schedule
 from fedsim.core.randomness import numpy_generator
-from fedsim.engines.schedule import Schedule
 from fedsim.errors import ExperimentError
 from tests.asynchronous.simulated import delays_of, policy_of, simulate
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from fedsim.asynchronous.dispatch import Scheduler
 from fedsim.core.randomness import numpy_generator
-from fedsim.engines.task import Schedule
-from fedsim.engines.trainers.batches import WorkItem
+from fedsim.training.batches import WorkItem
+from fedsim.training.task import Schedule
 
 SIZES = [10, 4, 1, 7]  # 3, 1, 1 and 2 steps with batch size 4
 

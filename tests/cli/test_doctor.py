@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import fedsim
+from fedsim.cli import checkup
 from fedsim.data import images
 from fedsim.engines import engine
 from fedsim.errors import ExperimentError
-from fedsim.runs import checkup
 from fedsim.system import devices, limits
 from fedsim.system.packages import EXTRAS
 from tests.commands import ROOT, start_python

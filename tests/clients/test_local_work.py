@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
+from fedsim.clients.schedule import DrawnAmount, Schedule
 from fedsim.core.randomness import draw_key
-from fedsim.engines.schedule import DrawnAmount, Schedule
 from fedsim.errors import ExperimentError
 from tests.asynchronous.test_clock_runs import points
 from tests.textbook import Federation

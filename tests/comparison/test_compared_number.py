@@ -20,10 +20,10 @@ from fedsim.comparison.results import read_records
 from fedsim.comparison.tables import summary_csv, summary_text
 from fedsim.config.schema import DIRECTIONS
 from fedsim.core.metrics import metric
-from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import ExperimentError
 from fedsim.records.record import METRICS, OF_COMPONENTS, metric_called
 from fedsim.report.comparison_page import comparison_page
+from fedsim.rounds.worker_evaluation import WorkerResults
 from tests.comparison.made_up import compared
 
 AXES = {"aggregate.rule": ["mean", "median"], "attack.name": ["none", "ipm"], "seed": [0, 1, 2]}

@@ -12,9 +12,9 @@ import fedsim
 from fedsim.comparison import Callback, jobs, plan_comparison, run_comparison
 from fedsim.comparison.folder import Shard
 from fedsim.comparison.runner import merge
-from fedsim.engines.pool import process_pool
 from fedsim.errors import FedsimWarning
-from fedsim.system.child_process import start_process
+from fedsim.processes import process_pool
+from fedsim.processes.child_process import start_process
 from tests.comparison.test_runner import without_times
 from tests.lethal import order
 

@@ -135,7 +135,7 @@ def test_the_test_counts_each_token_once(monkeypatch):
     test = counting(None)[1]
     expected = {}
     for size in (7, 1000):
-        monkeypatch.setattr("fedsim.engines.shared_state.TEST_BATCH_ON_CPU", size)
+        monkeypatch.setattr("fedsim.training.shared_state.TEST_BATCH_ON_CPU", size)
         result = fedsim.run({**SHORT, **NEXT_TOKEN, "metrics": ["perplexity"], "precision": "float64"})
         with torch.no_grad():
             outputs = result.model(test.inputs)

@@ -13,7 +13,7 @@ from sklearn.metrics import f1_score, r2_score, roc_auc_score
 import fedsim
 from fedsim import ExperimentError
 from fedsim.core.metrics import metric
-from fedsim.engines.evaluation import EvaluationResult
+from fedsim.rounds.evaluation import EvaluationResult
 from tests.components import TINY_TEST, TINY_TRAIN, real_images, tiny
 
 METRICS = [

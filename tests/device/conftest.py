@@ -4,7 +4,7 @@ import multiprocessing
 
 import pytest
 
-from fedsim.system import child_process
+from fedsim.processes import child_process
 from tests.device.agreement import REAL
 from tests.device.pretend import pretend_gpu
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 
 import fedsim
-from fedsim.engines.stacking.stacked_module import StackedModule
 from fedsim.rounds.simulation import Simulation
+from fedsim.training.stacked_module import StackedModule
 from tests.device.agreement import ENGINES
 from tests.device.pretend import Counts, pretend_gpu
 

@@ -16,12 +16,12 @@ from torch import nn
 import fedsim
 from fedsim.config.validation import warnings_about
 from fedsim.core.training import test as test_model
-from fedsim.engines import evaluation, shared_state
-from fedsim.engines.trainers import cuda_graphs
-from fedsim.engines.trainers.capture import WARM_UPS, GraphPool
-from fedsim.engines.trainers.cuda_graphs import MOST_LENGTHS, lengths_of
-from fedsim.engines.trainers.stack_step import StackStep
 from fedsim.errors import FedsimWarning
+from fedsim.rounds import evaluation
+from fedsim.training import cuda_graphs, shared_state
+from fedsim.training.capture import WARM_UPS, GraphPool
+from fedsim.training.cuda_graphs import MOST_LENGTHS, lengths_of
+from fedsim.training.stack_step import StackStep
 from tests.device.agreement import (
     ENGINES,
     REAL,

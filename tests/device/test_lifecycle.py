@@ -15,11 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fedsim
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.core.snapshot import Snapshot
-from fedsim.engines.executor import Executor
-from fedsim.engines.pool import backend as pool_backend
-from fedsim.engines.shared_state import SharedState
+from fedsim.engines import pool as pool_backend
 from fedsim.errors import FedsimWarning, ProcessLostError
+from fedsim.rounds.executor import Executor
 from fedsim.rounds.simulation import Simulation
+from fedsim.training.shared_state import SharedState
 from tests.device.pretend import GPU, upload
 from tests.engines.in_process import InProcessPool
 

@@ -7,7 +7,7 @@ import torch
 
 import fedsim
 from fedsim.asynchronous.race.state import RaceState
-from fedsim.engines.pool import backend as pool_backend
+from fedsim.engines import pool as pool_backend
 from fedsim.runs.loops.race_loop import RaceLoop
 from tests.device.pretend import GPU
 from tests.engines.in_process import InProcessPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fedsim
-from fedsim.engines.pool import backend
+from fedsim.engines import pool as backend
 from tests.device.agreement import ENGINES, assert_agrees_with_the_cpu
 from tests.device.pretend import pretend_gpu
 from tests.engines.in_process import InProcessPool

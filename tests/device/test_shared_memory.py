@@ -11,8 +11,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fedsim
-from fedsim.engines.pool import backend as pool_backend
-from fedsim.system.messages import NO_COUNTER, Channel, Message
+from fedsim.engines import pool as pool_backend
+from fedsim.processes.messages import NO_COUNTER, Channel, Message
 from tests.device.pretend import GPU, DeviceError, download, upload
 from tests.engines.in_process import InProcessPool
 

@@ -7,9 +7,9 @@ import torch
 
 from fedsim.clients import SGD
 from fedsim.core.rows import index_of, new_rows, pull_down
-from fedsim.engines.stacking.stacked_module import StackedModule
-from fedsim.engines.trainers.stack_step import StackState, joined, move
 from fedsim.models import Net
+from fedsim.training.stack_step import StackState, joined, move
+from fedsim.training.stacked_module import StackedModule
 from tests.device.pretend import GPU, download, upload
 
 K = 3

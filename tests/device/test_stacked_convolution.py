@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import fedsim
-from fedsim.engines.stacking import operations
-from fedsim.engines.stacking.operations import WAYS, Options, one_by_one, stacked_convolution
-from fedsim.engines.stacking.probe import SAMPLES, StackingProbe
 from fedsim.errors import FedsimWarning
+from fedsim.training import operations
+from fedsim.training.operations import WAYS, Options, one_by_one, stacked_convolution
+from fedsim.training.probe import SAMPLES, StackingProbe
 from tests.device.agreement import ENGINES, TINY, assert_same_results, run_on_cpu, run_on_gpu, some_gpu, to_gpu
 from tests.device.pretend import upload
 

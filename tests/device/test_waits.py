@@ -7,11 +7,11 @@ import pytest
 from torch import nn
 
 import fedsim
-from fedsim.engines.trainers.batches import BatchSource
-from fedsim.engines.trainers.stack import Stacks
 from fedsim.errors import WorkerError
 from fedsim.rounds.simulation import Simulation
 from fedsim.server.cohort import sampling_strategy
+from fedsim.training.batches import BatchSource
+from fedsim.training.stack import Stacks
 from tests.device.agreement import ENGINES
 from tests.device.pretend import pretend_gpu
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedsim.engines.pool.process_context import ProcessContext
 from fedsim.errors import FedsimError, WorkerError
+from fedsim.processes.process_context import ProcessContext
 from fedsim.system.limits import format_failure
 
 

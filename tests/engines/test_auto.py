@@ -11,15 +11,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fedsim
 from fedsim.engines import AutoEngine, auto
+from fedsim.engines import pool as pool_backend
 from fedsim.engines.auto import FlopCount
 from fedsim.engines.backend import InProcess
-from fedsim.engines.pool import backend as pool_backend
-from fedsim.engines.pool.backend import InPool
-from fedsim.engines.stacking.probe import StackingProbe
-from fedsim.engines.trainers.stacked import StackTrainer
+from fedsim.engines.pool import InPool
 from fedsim.errors import FedsimWarning
 from fedsim.models import CharLSTM
 from fedsim.runs.setup import prepare
+from fedsim.training.probe import StackingProbe
+from fedsim.training.stacked import StackTrainer
 from tests.engines.in_process import InProcessPool
 from tests.engines.zoo import experiment
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.engines.stacking.probe import StackingProbe
-from fedsim.engines.trainers.stacked import NARROWEST_ON_CPU, STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
+from fedsim.training.probe import StackingProbe
+from fedsim.training.stacked import NARROWEST_ON_CPU, STACK_BYTES_ON_CPU, WIDEST_ON_CPU, stack_width
 from tests.engines.test_contract import ROUNDING, assert_close
 
 STACKED = {"engine": "batched", "processes": 1}
@@ -43,7 +43,7 @@ def width_by_hand(prepared, monkeypatch):
     """Return a function that returns the stack width for rows of 100 float32 values; a batch of 5 keeps 500 bytes."""
 
     def width(total, momentum, threads=1, rows=20, d=100, device="cpu", **changes):
-        monkeypatch.setattr("fedsim.engines.trainers.stacked.total_memory_of", lambda device: total)
+        monkeypatch.setattr("fedsim.training.stacked.total_memory_of", lambda device: total)
         local = {"batch_size": 5, "momentum": momentum}
         changes = {"precision": "float32", **changes}
         task, shared = prepared(workers=20, partition="iid", local=local, **changes)

@@ -7,9 +7,9 @@ import torch
 
 import fedsim
 from fedsim.clients import needs_local_steps
-from tests.engines.sampled_cases import SAMPLED
 from tests.other_tasks import NEXT_TOKEN, REGRESSION
 from tests.real_models import CHAR_LSTM, GPT, RESNET
+from tests.training.sampled_cases import SAMPLED
 
 ATTACKED = {"workers": 7}  # enough workers for two attackers
 

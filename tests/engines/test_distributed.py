@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.cli.rule_replay import load_round
 from fedsim.config.validation import warnings_about
-from fedsim.runs.rule_replay import load_round
 from tests.commands import ROOT, ended, start_ranks
 from tests.engines.test_contract import ALL_CASES, CHAIN, ROUNDING, assert_close, merged, without_times
 from tests.engines.torch_post_local import TABLES

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fedsim
-from fedsim.engines.memory import explain_oom, what_would_fit
-from fedsim.engines.shared_state import SharedState
+from fedsim.training.memory import explain_oom, what_would_fit
+from fedsim.training.shared_state import SharedState
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.77 GiB. See documentation."
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from fedsim.engines.distributed.preflight import difference_of, digest
+from fedsim.engines.preflight import difference_of, digest
 
 REMEDY = "; to run them apart, name another engine, such as engine=serial"
 

@@ -10,9 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fedsim
 from fedsim.engines import backend
-from fedsim.engines.pool import backend as pool_backend
-from fedsim.engines.shared_state import SharedState
+from fedsim.engines import pool as pool_backend
 from fedsim.system.devices import release_memory
+from fedsim.training.shared_state import SharedState
 from tests.engines.in_process import InProcessPool
 
 CLOCK = {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"}}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.engines.pool.shared_memory import memory_file, share
 from fedsim.errors import ExperimentError
+from fedsim.processes.shared_memory import memory_file, share
 from fedsim.system import devices
 from tests.environment.confined import QUICK, limited, outcomes
 

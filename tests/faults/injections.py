@@ -22,9 +22,9 @@ from fedsim.cli.main import app
 from fedsim.comparison import load_comparison
 from fedsim.errors import FedsimError, show_warnings_as_lines
 from tests.commands import free_port, start
-from tests.engines.test_rendezvous import GREETINGS, impostor
 from tests.faults.ways import POOLS, RANKS, WAYS, FaultError, Trial, Wholes
 from tests.hostile.mutations import EXTREMES, OPERATIONS, mutated
+from tests.processes.test_rendezvous import GREETINGS, impostor
 from tests.runs.test_resuming import broken_off
 
 READ_SECONDS = 30  # time limit for reading foreign files

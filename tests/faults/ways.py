@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedsim.engines.pool.process_pool import START_TIMEOUT
+from fedsim.processes.process_pool import START_TIMEOUT
 from tests.commands import ROOT, processes_of_group, start, start_python, start_ranks
 from tests.runs.test_resuming import assert_the_same
 

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 import fedsim
+from fedsim.cli.rule_replay import load_round, replay, stored_rounds
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.errors import FedsimError
 from fedsim.records.record import LARGEST
-from fedsim.runs.rule_replay import load_round, replay, stored_rounds
 from tests.fuzz.draw import Settings, loaded
 from tests.fuzz.runs import Lab, Outcome, result_of, run, untimed
 

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 import fedsim
-from fedsim.asynchronous import delays
 from fedsim.asynchronous.race.log import FILE, read_log
+from fedsim.cli.rule_replay import load_round, replay, replay_json, replay_table
 from fedsim.comparison import plan_comparison
 from fedsim.comparison.folder import ComparisonFolder
 from fedsim.comparison.results import read_records
@@ -32,12 +32,12 @@ from fedsim.config.files import to_toml
 from fedsim.config.load import load_experiment
 from fedsim.config.source_catalog import keys_of_tables
 from fedsim.errors import FedsimError
+from fedsim.policies import delays
 from fedsim.records.history import read_history
 from fedsim.records.reader import Run
 from fedsim.report.comparison_page import comparison_page
 from fedsim.report.page import to_script_json
 from fedsim.report.run_page import run_page
-from fedsim.runs.rule_replay import load_round, replay, replay_json, replay_table
 from tests.data.test_sources import write_mnist
 from tests.hostile.mutations import DEEP, EXTREMES, edited, edits, mutated, mutations, without
 from tests.report.folders import invent_round, on_the_clock

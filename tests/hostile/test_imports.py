@@ -9,13 +9,13 @@ import pytest
 import tomli_w
 
 import fedsim
+from fedsim.cli.rule_replay import load_round
 from fedsim.comparison import plan_comparison
 from fedsim.comparison.runner import merge
 from fedsim.config.components import COMPONENTS
 from fedsim.core.suggestions import LISTS
 from fedsim.data.formats.images import MNIST_FILES as FILES
 from fedsim.errors import ExperimentError
-from fedsim.runs.rule_replay import load_round
 
 
 def naming(kind):

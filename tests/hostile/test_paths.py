@@ -13,6 +13,7 @@ import pytest
 
 import fedsim
 from fedsim.asynchronous.race.log import read_log
+from fedsim.cli.rule_replay import load_round
 from fedsim.comparison import plan_comparison
 from fedsim.comparison.folder import ComparisonFolder
 from fedsim.comparison.results import read_records
@@ -21,7 +22,6 @@ from fedsim.errors import ExperimentError, FedsimError, RecordError
 from fedsim.records.history import read_history
 from fedsim.records.run_folder import new_folder
 from fedsim.report.page import render
-from fedsim.runs.rule_replay import load_round
 from fedsim.system.files import read_bounded, write_atomically
 from tests.report.folders import invent_run, write_points
 

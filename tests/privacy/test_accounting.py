@@ -8,8 +8,8 @@ import sys
 import pytest
 
 import fedsim
+from fedsim.cli.privacy_plan import privacy_plan
 from fedsim.privacy import ACCOUNTANTS, Releases, UnsupportedSamplingError
-from fedsim.runs.privacy_plan import privacy_plan
 
 dp_accounting = pytest.importorskip("dp_accounting")
 rdp, pld = pytest.importorskip("dp_accounting.rdp"), pytest.importorskip("dp_accounting.pld")

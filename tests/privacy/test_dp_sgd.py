@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.cli.privacy_plan import privacy_plan
 from fedsim.core.randomness import Draws
-from fedsim.engines.trainers import sample_gradients
-from fedsim.runs.privacy_plan import privacy_plan
+from fedsim.training import sample_gradients
 from tests import components
 from tests.textbook import Federation, small_two_nn
 

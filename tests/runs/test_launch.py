@@ -7,8 +7,8 @@ import warnings
 import pytest
 
 import fedsim
-from fedsim.engines.distributed.rendezvous import LAUNCHERS
 from fedsim.errors import FedsimWarning
+from fedsim.processes.rendezvous import LAUNCHERS
 from fedsim.runs.launch import launched_ranks, under_launcher
 
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.cli.rule_replay import load_round
 from fedsim.core.rows import Layout
 from fedsim.runs.loops.synchronous import SynchronousLoop
-from fedsim.runs.rule_replay import load_round
 from fedsim.runs.setup import prepare
 from fedsim.server import ServerStep
 from tests.matrix import in_turn

@@ -19,12 +19,12 @@ import torch
 
 import fedsim
 from fedsim.engines import auto
-from fedsim.engines.pool import backend as pool_backend
-from fedsim.engines.pool.process_pool import ProcessPool
+from fedsim.engines import pool as pool_backend
 from fedsim.errors import FedsimWarning, WorkerError
+from fedsim.processes.process_pool import ProcessPool
 from tests.commands import ROOT, assert_none_left, start
-from tests.engines.test_process_pool import open_things
 from tests.lethal import die_second, order
+from tests.processes.test_process_pool import open_things
 
 TABLES = {
     **{"rounds": 4, "workers": 4, "data": "tests.components:tiny", "records": {"curve": False}},
@@ -133,7 +133,7 @@ def test_a_race_repeats_its_round_after_a_process_died_with_the_lock(mortal, ses
 @pytest.mark.slow
 def test_a_stopped_process_is_replaced_after_the_timeout(mortal, monkeypatch):
     """With stacks, each of the two processes has one stack."""
-    monkeypatch.setattr("fedsim.engines.pool.process_pool.GRACE", 0.5)  # seconds before a stopped process is killed
+    monkeypatch.setattr("fedsim.processes.process_pool.GRACE", 0.5)  # seconds before a stopped process is killed
     tables = {**mortal, "engine": "batched", "processes": 2, "timeout": 3.0, "rounds": 2}
     with fedsim.Session() as session:
         result, said = run_ordered(tables, {2: ["train-stop"]}, session=session)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.cli.rule_replay import load_round, replay
 from fedsim.core.training import test as loss_of
 from fedsim.data.partitions import partition_shards
 from fedsim.errors import ExperimentError
-from fedsim.runs.rule_replay import load_round, replay
 from tests import components
 
 

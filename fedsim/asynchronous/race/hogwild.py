@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator
 
 from fedsim.asynchronous.dispatch import nonfinite_error
-from fedsim.asynchronous.policy import Arrival
 from fedsim.asynchronous.race.state import WRITES_BEGUN
 from fedsim.asynchronous.race.worker import ProcessResult, RaceWorker
 from fedsim.core.randomness import global_states
-from fedsim.engines.pool.process_context import SHARED_ROW
-from fedsim.engines.trainers.batches import WorkItem
-from fedsim.engines.trainers.sequential import RowTrainer, SyncParticipant
+from fedsim.policies.policy import Arrival
+from fedsim.processes.process_context import SHARED_ROW
 from fedsim.system.devices import synchronize
+from fedsim.training.batches import WorkItem
+from fedsim.training.sequential import RowTrainer, SyncParticipant
 
 
 class HogwildWorker(RaceWorker):

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedsim.engines.pool.process_context import LINE
-from fedsim.engines.pool.shared_memory import memory_file, share
 from fedsim.errors import ExperimentError
+from fedsim.processes.process_context import LINE
+from fedsim.processes.shared_memory import memory_file, share
 
 try:
     import fcntl

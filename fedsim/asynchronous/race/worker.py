@@ -15,10 +15,10 @@ from fedsim.asynchronous.dispatch import Dispatcher, RoundStats, Scheduler, Sche
 from fedsim.asynchronous.race.log import CANCELLED, LEFT, TAKEN, LogEntry
 from fedsim.asynchronous.race.state import BUSY, FINISHED, HELD_BACK, IDLE, STATUS, WRITES_ENDED, Measures, RaceState
 from fedsim.asynchronous.server_state import ServerState
-from fedsim.engines.executor import Executor
-from fedsim.engines.pool.process_context import LOCK
-from fedsim.engines.trainers.batches import WorkItem
+from fedsim.processes.process_context import LOCK
+from fedsim.rounds.executor import Executor
 from fedsim.system.devices import synchronize
+from fedsim.training.batches import WorkItem
 
 SERVER_LOCK = 0  # number of the server's lock; the lock of slot i has number 1 + i
 FIRST_SLEEP, LONGEST_SLEEP = 0.00005, 0.005  # seconds between attempts, while no worker of the process may start

@@ -17,14 +17,14 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine, RunTask
-from fedsim.engines.evaluation import EvaluationResult
-from fedsim.engines.executor import Executor
-from fedsim.engines.memory import buffer_bytes, personal_bytes
-from fedsim.engines.shared_state import message_bytes
-from fedsim.engines.trainers.batches import WorkItem
 from fedsim.records.record import AsyncRecord, RoundRecord
+from fedsim.rounds.evaluation import EvaluationResult
+from fedsim.rounds.executor import Executor
 from fedsim.rounds.round_clock import delays_of
 from fedsim.system.precision import full_precision
+from fedsim.training.batches import WorkItem
+from fedsim.training.memory import buffer_bytes, personal_bytes
+from fedsim.training.shared_state import message_bytes
 
 
 class ClockLoop:

@@ -25,15 +25,15 @@ from fedsim.core.confidence import estimate
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine, RunTask
-from fedsim.engines.evaluation import EvaluationResult
-from fedsim.engines.executor import Executor
-from fedsim.engines.group import balance_load
-from fedsim.engines.memory import buffer_bytes
 from fedsim.errors import ExperimentError
+from fedsim.processes.group import balance_load
 from fedsim.records.record import AsyncRecord, RaceRecord, RoundRecord
+from fedsim.rounds.evaluation import EvaluationResult
+from fedsim.rounds.executor import Executor
 from fedsim.runs.loops.clock_loop import async_record, work_of
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision
+from fedsim.training.memory import buffer_bytes
 
 KeepLog = Callable[[bytes], object]
 

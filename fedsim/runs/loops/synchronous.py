@@ -10,12 +10,12 @@ import torch
 
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines import Engine, RunTask
-from fedsim.engines.worker_evaluation import WorkerResults
 from fedsim.errors import FedsimWarning, show
 from fedsim.records.record import RoundRecord
 from fedsim.rounds.private_rounds import PrivacyState
 from fedsim.rounds.round_clock import RoundClockState
 from fedsim.rounds.simulation import Simulation, metrics_of
+from fedsim.rounds.worker_evaluation import WorkerResults
 
 
 class SynchronousLoop:

@@ -15,8 +15,8 @@ import fedsim
 from benchmarks.make_shakespeare import speeches_of
 from fedsim.data.formats.text import SHAKESPEARE_FILE
 from fedsim.data.subsets import split_validation, targets_of
-from fedsim.engines.pool.shared_memory import share
 from fedsim.errors import DataError, ExperimentError, MissingPackageError
+from fedsim.processes.shared_memory import share
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,297 @@
+"""Application of several aggregation rules to the stored updates of one round, for `fedsim replay`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedsim.aggregation import AggregationInputs, Gram, Pipeline, make_pipeline, resolve, screened
+from fedsim.aggregation import rule as rules_by_name
+from fedsim.config.experiment import Experiment
+from fedsim.config.load import load_experiment
+from fedsim.core.text_wrapping import hang
+from fedsim.errors import ExperimentError, RecordError, cut, show
+from fedsim.records.formatting import label
+from fedsim.records.run_folder import EXPERIMENT
+from fedsim.rounds.aggregator import inputs_of, weights_for_rule
+from fedsim.system.files import is_file, require_regular, to_json
+
+FILE = re.compile(r"updates-(\d+)\.safetensors$")
+MOST_BYTES = 2**40  # maximum size of a file of updates, which is memory-mapped
+FLOATS, WHOLE = (torch.float32, torch.float64), (torch.int64,)
+STORED = {  # dtypes and shape by name; some are only stored for rules that use them, `step` only of gradients
+    "updates": (FLOATS, "nd"),
+    "workers": (WHOLE, "n"),
+    "samples": (WHOLE, "n"),
+    "byzantine": ((torch.bool,), "n"),
+    "root": (FLOATS, "d"),
+    "losses": (FLOATS, "n"),
+    "last": (FLOATS, "d"),
+    "cohort_weights": (FLOATS, "n"),
+    "step": (WHOLE, "1"),
+}
+OPTIONAL = {"root", "losses", "last", "cohort_weights", "step"}
+CHOSEN = 1e-6  # a worker counts as chosen if its coefficient exceeds this fraction of the largest coefficient
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Result of one aggregation rule, applied to the stored updates of a round.
+
+    Attributes:
+        rule: name and parameters of the rule.
+        update: aggregated update [d].
+        shares: coefficient of each worker's update in the result, by worker ID; None if the result is not a linear
+            combination of the updates.
+        byzantine_share: sum of the absolute coefficients of Byzantine workers, divided by that of all workers; None
+            if `shares` is None.
+        distance: Euclidean distance between the aggregated update and the mean of the honest updates.
+        angle: angle between these two vectors, in degrees; NaN if one of them is zero.
+        seconds: time that the rule took.
+    """
+
+    rule: str
+    update: Tensor
+    shares: dict[int, float] | None
+    byzantine_share: float | None
+    distance: float
+    angle: float
+    seconds: float
+
+    @property
+    def chosen(self) -> list[int] | None:
+        """IDs of the workers whose updates contribute to the result; None if unknown."""
+        if self.shares is None:
+            return None
+        most = max((abs(share) for share in self.shares.values()), default=0.0)
+        return [worker for worker, share in self.shares.items() if abs(share) > CHOSEN * most]
+
+
+@dataclass(frozen=True)
+class StoredRound:
+    """Updates of one round, loaded from a run folder.
+
+    Attributes:
+        experiment: experiment of the run.
+        round: number of the round.
+        tensors: inputs of the aggregation rule by name, such as "updates" [n, d].
+    """
+
+    experiment: Experiment
+    round: int
+    tensors: dict[str, Tensor]
+
+    @property
+    def workers(self) -> list[int]:
+        """IDs of the workers that sent an update."""
+        return self.tensors["workers"].tolist()
+
+    @property
+    def byzantine(self) -> list[int]:
+        """IDs of the Byzantine workers that sent an update."""
+        return self.tensors["workers"][self.tensors["byzantine"]].tolist()
+
+    @property
+    def honest_mean(self) -> Tensor:
+        """Mean of the honest workers' updates, float64 [d]."""
+        return self.tensors["updates"][~self.tensors["byzantine"]].double().mean(0)
+
+
+def stored_rounds(folder: str | Path) -> list[int]:
+    """Return the numbers of the rounds whose updates are stored in the run folder, in ascending order."""
+    return sorted(int(match.group(1)) for path in Path(folder).iterdir() if (match := FILE.match(path.name)))
+
+
+def load_round(folder: str | Path, round: int | None = None, *, allow_imports: bool = False) -> StoredRound:
+    """Load the stored updates of one round of a run.
+
+    Args:
+        folder: run folder.
+        round: number of the round; None for the last stored round.
+        allow_imports: whether the run's experiment may use any importable object; see `load_experiment`.
+
+    Raises RecordError if the updates of this round are missing or damaged.
+    """
+    folder = Path(folder)
+    if not is_file(folder / EXPERIMENT):
+        raise RecordError(f"{folder}: is not a run folder (it has no {EXPERIMENT})")
+    rounds = stored_rounds(folder)
+    if not rounds:
+        raise RecordError(
+            f"{folder}: has no stored updates; to store those of rounds 1 and 5, for example, repeat the run with "
+            "records.updates=[1,5]"
+        )
+    round = rounds[-1] if round is None else round
+    if round not in rounds:
+        stored = ", ".join(map(str, rounds))
+        raise RecordError(f"{folder}: has no updates of round {round}; stored rounds: {stored}")
+    path = folder / f"updates-{round:05d}.safetensors"
+    experiment = load_experiment(folder / EXPERIMENT, allow_imports=allow_imports)
+    try:
+        require_regular(path, MOST_BYTES, inside=folder)
+        tensors = load_file(path)
+    except (OSError, SafetensorError, ValueError) as error:  # ValueError: a dtype that PyTorch does not support
+        raise RecordError(f"{path}: cannot be read: {cut(str(error))}") from None
+    if problem := _problem_with(tensors, experiment):
+        raise RecordError(f"{path}: {problem}")
+    return StoredRound(experiment, round, tensors)
+
+
+def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | None:
+    """Return what is wrong with the stored tensors of a round; None if they are valid."""
+    by_probability = experiment.aggregate.weights == "inverse_probability"
+    required = set(STORED) - OPTIONAL | ({"cohort_weights"} if by_probability else set())
+    if missing := required - set(tensors):
+        return f"lacks {', '.join(sorted(missing))}"
+    n, d = (*tensors["updates"].shape, 0, 0)[:2]
+    if tensors["updates"].ndim != 2 or not n or not d:
+        return f"updates: must be [n, d] with at least one row, not {list(tensors['updates'].shape)}"
+    for name in (name for name in STORED if name in tensors):
+        kinds, shape = STORED[name]
+        wanted = [{"n": n, "d": d, "1": 1}[size] for size in shape]
+        if tensors[name].dtype not in kinds or list(tensors[name].shape) != wanted:
+            actual = f"{str(tensors[name].dtype).removeprefix('torch.')} {list(tensors[name].shape)}"
+            return f"{cut(name)}: must be {kinds[0]} {wanted}, not {actual}".replace("torch.", "")
+    workers = tensors["workers"]
+    if len(workers.unique()) < n or not 0 <= int(workers.min()) <= int(workers.max()) < experiment.workers:
+        return f"workers: must be {n} worker IDs from 0 to {experiment.workers - 1}, without duplicates"
+    if int(tensors["samples"].min()) < 0:
+        return "samples: must be at least 0"
+    if "step" in tensors and int(tensors["step"]) < 0:
+        return "step: must be at least 0"
+    return None
+
+
+def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
+    """Apply several aggregation rules to the updates of a stored round, and return one result per rule.
+
+    The number of Byzantine workers that each rule assumes, and the weights, are those of the experiment. Updates with
+    NaN or infinity are excluded, unless the rule is that of the experiment and the experiment keeps them.
+
+    Args:
+        stored: stored round.
+        rules: rules to apply. Each is a name, a list as in `aggregate.rule`, or a dict with the key "rule".
+
+    Raises ExperimentError if a rule is unknown or cannot be applied.
+    """
+    pipelines = [_pipeline(rule, stored.experiment.f) for rule in rules]
+    for pipeline in pipelines:
+        pipeline.dry_run(len(stored.workers))
+    gram: Gram | None = None
+    results = []
+    for rule, pipeline in zip(rules, pipelines, strict=True):
+        keeps = stored.experiment.nonfinite == "keep" and pipeline.name == stored.experiment.rule.name
+        cohort, bad = screened(_cohort(stored, pipeline), "keep" if keeps else "exclude")
+        if pipeline.accepts("gram"):
+            gram = gram or Gram(cohort.updates)
+            cohort.gram = gram
+        results.append(_measured(stored, pipeline, cohort, bad, label(rule)))
+    return results
+
+
+def applicable_rules(stored: StoredRound) -> list[str]:
+    """Return the names of all rules that can be applied to a stored round without further parameters."""
+    names = []
+    for registration in rules_by_name:
+        required = {name for name, field in registration.parameters.model_fields.items() if field.is_required()}
+        lacking = OPTIONAL & set(registration.takes) - set(stored.tensors)
+        if required <= {"f"} and not lacking:
+            with contextlib.suppress(ExperimentError):
+                pipeline = _pipeline(registration.name, stored.experiment.f)
+                pipeline.dry_run(len(stored.workers), workers=stored.workers)
+                names.append(registration.name)
+    return names
+
+
+def _pipeline(rule: Any, f: int) -> Pipeline:
+    params = {}
+    if isinstance(rule, dict):
+        rule, params = rule.get("rule"), {name: value for name, value in rule.items() if name != "rule"}
+    if not isinstance(rule, (str, list)):
+        raise ExperimentError(f"rules: {show(rule)} is not a rule; use a name, or a list of names and tables")
+    return make_pipeline(resolve(rule, params, background={"f": f}))
+
+
+def _cohort(stored: StoredRound, pipeline: Pipeline) -> AggregationInputs:
+    tensors, experiment, workers = stored.tensors, stored.experiment, stored.workers
+    samples, step = tensors["samples"].tolist(), tensors["step"].tolist() if "step" in tensors else []
+    return inputs_of(
+        experiment,
+        (stored.round, *step),
+        updates=tensors["updates"],
+        workers=workers,
+        weights=weights_for_rule(experiment, pipeline, workers, samples, lambda: tensors["cohort_weights"].double()),
+        root=tensors.get("root"),
+        losses=tensors.get("losses"),
+        last=tensors.get("last"),
+    )
+
+
+def _measured(
+    stored: StoredRound, pipeline: Pipeline, cohort: AggregationInputs, bad: list[int], label: str
+) -> Replayed:
+    started = time.perf_counter()
+    outcome = pipeline(cohort)
+    seconds = time.perf_counter() - started
+    shares: dict[int, float] | None = None
+    byzantine_share: float | None = None
+    if outcome.shares is not None and cohort.workers is not None:
+        shares = dict.fromkeys(stored.workers, 0.0)
+        shares |= zip(cohort.workers, outcome.shares.tolist(), strict=True)
+        total = sum(map(abs, shares.values()))
+        byzantine = sum(abs(shares[worker]) for worker in stored.byzantine)
+        byzantine_share = byzantine / total if total else 0.0
+    update, honest = outcome.update.double(), stored.honest_mean
+    cosine = float(update @ honest / (update.norm() * honest.norm()))
+    angle = float(torch.rad2deg(torch.tensor(cosine, dtype=torch.double).clamp(-1, 1).acos()))
+    distance = float((update - honest).norm())
+    return Replayed(label, outcome.update, shares, byzantine_share, distance, angle, seconds)
+
+
+def replay_table(stored: StoredRound, results: Sequence[Replayed], columns: int | None = None) -> str:
+    """Return the results as a text table, at most `columns` characters wide."""
+    width = max(len("rule"), *(len(result.rule) for result in results))
+    lines = [
+        f"round {stored.round}: {len(stored.workers)} updates, of Byzantine workers {stored.byzantine or 'none'}; "
+        f"|honest mean| = {float(stored.honest_mean.norm()):.4g}",
+        f"{'rule':<{width}}  {'distance':>10}  {'angle':>7}  {'byzantine':>9}  {'ms':>8}  workers that counted",
+    ]
+    for result in results:
+        byzantine = "" if result.byzantine_share is None else f"{100 * result.byzantine_share:.1f} %"
+        figures = (
+            f"{result.rule:<{width}}  {result.distance:>10.4g}  {result.angle:>6.1f}°  {byzantine:>9}  "
+            f"{1000 * result.seconds:>8.2f}  "
+        )
+        lines.append(hang(figures, _described(result), columns))
+    return "\n".join(lines)
+
+
+def replay_json(stored: StoredRound, results: Sequence[Replayed]) -> str:
+    """Return the results as JSON text, without the aggregated updates."""
+    fields = ("rule", "shares", "byzantine_share", "distance", "angle", "seconds")
+    rules = [{field: getattr(result, field) for field in fields} for result in results]
+    return to_json({"round": stored.round, "byzantine": stored.byzantine, "rules": rules})
+
+
+def _described(result: Replayed) -> str:
+    if result.shares is None or result.chosen is None:
+        return "(each coordinate by itself)"
+    if not result.chosen:
+        return "none"
+    values = [result.shares[worker] for worker in result.chosen]
+    if len(values) == 1:
+        return f"worker {result.chosen[0]}"
+    if max(values) - min(values) <= CHOSEN * abs(max(values)):
+        every = len(values) == len(result.shares)
+        return f"{'all' if every else 'workers ' + ', '.join(map(str, result.chosen))}, equally"
+    return "workers " + ", ".join(f"{worker} ({result.shares[worker]:.3f})" for worker in result.chosen)

@@ -1,0 +1,167 @@
+"""The engine `distributed`, which trains on ranks started by torchrun, srun or mpirun."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedsim.engines.backend import InProcess
+from fedsim.engines.engine import Engine, EngineTraits
+from fedsim.engines.named import one_by_one
+from fedsim.engines.preflight import Preflight
+from fedsim.engines.ranks import Ranks, RankWorkerStates
+from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line
+from fedsim.processes.group import Group
+from fedsim.processes.process_group import RankGroup, no_heartbeats
+from fedsim.processes.rendezvous import RankInfo
+from fedsim.processes.watchdog import TERMINATED
+from fedsim.rounds.executor import Executor, MakeExecutor, MakeTrainer
+from fedsim.rounds.worker_states import WorkerStates, initial_worker_state
+from fedsim.training.parallel_trainer import ParallelTrainer
+from fedsim.training.probe import StackingProbe
+from fedsim.training.shared_state import SharedState
+from fedsim.training.stacked import StackTrainer, stack_width
+from fedsim.training.task import RunTask
+
+
+class InRank(InProcess):
+    """Backend of the engine `distributed` in this process, which is one of several ranks."""
+
+    def __init__(self, group: RankGroup, threads: int) -> None:
+        super().__init__(threads)
+        self._group, self.processes = group, group.count
+
+    def new_group(self, task: RunTask) -> Ranks:
+        ranks = Ranks(self._group, task, self.shared)
+        self._group.heartbeats = lambda: ranks.process.heartbeats
+        return ranks
+
+    def new_states(self, task: RunTask, group: Group) -> WorkerStates:
+        assert isinstance(group, Ranks)
+        initial, limit = initial_worker_state(task, self.shared), task.worker_state_memory
+        return RankWorkerStates(initial, group, self._group, limit, task.scratch_folder)
+
+    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+        return self.run(_gathered_rows, cohort, round)[0]
+
+    def leave(self) -> None:
+        self._group.heartbeats = no_heartbeats
+        super().leave()
+
+
+class DistributedEngine(Engine):
+    """Engine that divides a run among the processes (ranks) that a launcher such as torchrun starts.
+
+        torchrun ... run_experiment.py
+
+    Under a launcher, the engine `auto` is this engine. Each rank trains some of the workers and updates a part of the
+    global model. The ranks run on CPUs or GPUs, on one or several machines. Results agree with the engine `serial` up
+    to rounding.
+    """
+
+    traits = EngineTraits(frozenset({"distributed"}), stacks=True, ranks=True)
+    backend: InRank
+    _preflight: ClassVar[Preflight | None] = None  # check of the run that is being prepared
+
+    @classmethod
+    def is_main(cls) -> bool:
+        return RankGroup.joined.first if RankGroup.joined else RankInfo.here().rank == 0
+
+    @classmethod
+    def device_for(cls, name: str) -> torch.device:
+        assert RankGroup.joined is not None
+        return RankGroup.joined.device
+
+    @classmethod
+    @contextlib.contextmanager
+    def joined(cls, description: Mapping[str, Any]) -> Iterator[None]:
+        table = description["distributed"]
+        group = RankGroup.join(
+            init=table["init_method"],
+            backend=table.get("backend"),
+            timeout=table["timeout"],
+            device=description["device"],
+        )
+        cls._preflight = preflight = Preflight(group, description)
+        with group.at_work(), warnings.catch_warnings():
+            if not group.first:
+                warnings.simplefilter("ignore", FedsimWarning)
+            elif group.reason:
+                line = f"the ranks exchange tensors with the backend {group.backend}: {group.reason}"
+                warnings.warn(line, FedsimWarning, stacklevel=2)
+            try:
+                yield
+            except FedsimError as error:
+                _report_error(error, group, preflight)
+                raise
+            except KeyboardInterrupt:
+                group.give_up(TERMINATED)
+                raise
+            except BaseException as error:
+                cause = None if isinstance(error, Exception) else group.cause()
+                if cause is None or cause == TERMINATED:
+                    group.give_up(one_line(error) if isinstance(error, Exception) else TERMINATED)
+                    raise
+                raise WorkerError(group.give_up(cause)) from None  # the launcher stopped this rank: another one failed
+
+    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
+        assert RankGroup.joined is not None
+        self._group = RankGroup.joined
+        super().__init__(InRank(self._group, threads), self._trainers_of, threads)
+
+    def allocate(self, task: RunTask, *data: Any) -> SharedState:
+        return SharedState.allocate(task, *data, ranks=self._group.count)
+
+    def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
+        assert self._preflight is not None
+        self._task = task
+        self._preflight.settle(shared.data.train, shared.data.test)
+        for row in (shared.server.row, shared.server.buffers):  # machines may initialise a model differently
+            self._group.broadcast(row)
+        super().begin(task, shared, make)
+
+    def facts(self) -> dict[str, Any]:
+        facts, task = {**super().facts(), **self._group.facts()}, self._task
+        if task.experiment.gradient_hook is not None:
+            facts["gradients"] = f"averaged during the backward pass, hook {task.experiment.gradient_hook.name}"
+        elif task.experiment.rounds_of_gradients:
+            facts["gradients"] = f"stored per worker, because of the rule: {task.experiment.needs_rows}"
+        return facts
+
+    def broadcast(self, value: Any) -> Any:
+        return self._group.broadcast_object(value)
+
+    def _trainers_of(
+        self, task: RunTask, shared: SharedState, processes: int, threads: int
+    ) -> tuple[MakeTrainer, dict[str, Any]]:
+        if task.experiment.gradient_hook is not None:
+            return partial(ParallelTrainer, ranks=self._group), {}
+        if task.experiment.distributed.trainer == "serial":
+            return one_by_one(task, shared, processes, threads)
+        probe = StackingProbe.of(task, shared)
+        width = stack_width(task, shared, probe, threads)
+        if task.device.type != "cpu" and task.experiment.batched.max_rows is None:
+            width = max(1, width // self._group.neighbours)  # all ranks of this machine, which may share a GPU
+        return partial(StackTrainer, width=width, probe=probe), {"width": width}
+
+
+def _report_error(error: FedsimError, group: RankGroup, preflight: Preflight) -> None:
+    """Tell the other ranks about an error of this rank, so that they end too."""
+    if not preflight.settled:
+        preflight.fail(error)
+    elif preflight.passed:
+        line = str(error).splitlines()[0]
+        group.give_up(line if isinstance(error, WorkerError) else f"rank {group.index}: {line}")
+
+
+def _gathered_rows(simulation: Any, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+    aggregator = simulation.aggregator
+    rows = aggregator.gathered(range(len(cohort)))
+    losses = simulation.group.of_all(simulation.shared.cohort.losses, range(len(cohort)))
+    return (rows, losses) if simulation.group.index == 0 else None

@@ -1,1 +1,0 @@
-"""Process pools on one machine, and the memory that their processes share."""

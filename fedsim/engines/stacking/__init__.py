@@ -1,1 +1,0 @@
-"""Stacking: computing one module for many workers' parameters at once."""

@@ -1,0 +1,13 @@
+"""The asynchronous policies. Importing this package registers them."""
+
+from fedsim.policies import decentralized, gradient_updates, model_updates
+from fedsim.policies.policy import Arrival, Policy, policy
+
+__all__ = [
+    "Arrival",
+    "Policy",
+    "decentralized",
+    "gradient_updates",
+    "model_updates",
+    "policy",
+]

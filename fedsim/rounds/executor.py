@@ -1,0 +1,129 @@
+"""Executor: training of a process's workers, and evaluation of the global model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from fedsim.core.rows import new_rows, require_finite, require_finite_buffers
+from fedsim.processes.group import Group
+from fedsim.processes.process_context import ProcessContext
+from fedsim.rounds.evaluation import Evaluation
+from fedsim.rounds.worker_states import WorkerStates
+from fedsim.system.c_libraries import keep_freed_memory
+from fedsim.system.devices import synchronize
+from fedsim.system.precision import full_precision
+from fedsim.training.batches import BatchSource, WorkItem
+from fedsim.training.capture import can_capture
+from fedsim.training.memory import explain_oom
+from fedsim.training.row_module import RowModule
+from fedsim.training.sequential import Trainer
+from fedsim.training.shared_state import SharedState
+from fedsim.training.task import RunTask
+
+MakeTrainer = Callable[[ProcessContext, RunTask, SharedState, BatchSource], Trainer]
+MakeExecutor = Callable[[Group, RunTask, SharedState, MakeTrainer, WorkerStates], "Executor"]
+
+
+class Executor:
+    """Trains workers and tests the global model in one process of a run.
+
+    The subclass `Simulation` adds the aggregation of synchronous rounds. Methods must be called inside the context
+    manager `environment`, which applies PyTorch's settings for the run.
+
+    Args:
+        group: processes that compute the run together.
+        task: run to compute.
+        shared: tensors of the run, which receive the results.
+        make_trainer: function that returns the trainer of this process.
+        states: states of the workers, kept between rounds.
+    """
+
+    def __init__(
+        self, group: Group, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, states: WorkerStates
+    ) -> None:
+        if task.device.type == "cpu":
+            keep_freed_memory()
+        self.group, self.process, self.task, self.shared, self.states = group, group.process, task, shared, states
+        self.module = RowModule(task.new_module)
+        self.gradient = new_rows(1, self.module.layout.d, task.dtype, task.device)[0]
+        self.batch_source = BatchSource(task, shared)
+        # A step captured as a CUDA graph keeps the precision that was set during the capture.
+        with explain_oom(task, self.process.count), self.in_precision():
+            self.trainer = make_trainer(self.process, task, shared, self.batch_source)
+        captured = self.trainer.replays is not None and can_capture(task.device)
+        captured = captured and task.experiment.cuda_graphs is not False
+        buffers = torch.zeros_like(shared.server.buffers)
+        self.module.layout.read_buffers(self.module.module, out=buffers)
+        self._buffers_finite_at_start = buffers.isfinite()
+        evaluation = partial(Evaluation, task, shared, self.module, group.index, group.count, captured=captured)
+        self._evaluations = [evaluation("test"), evaluation("validation")]
+
+    @contextlib.contextmanager
+    def environment(self) -> Iterator[None]:
+        """Return a context in which all other methods must be called.
+
+        In this context, TF32 is off, and out-of-memory errors name the settings to reduce.
+        """
+        with explain_oom(self.task, self.process.count, self.trainer.width), full_precision(self.task.device):
+            yield
+
+    def in_precision(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that sets the floating-point precision of training, such as TF32."""
+        return self.task.precision.training(self.task.device)
+
+    def train(self, members: Sequence[WorkItem]) -> None:
+        """Train the given workers in this process.
+
+        Training starts from the parameters in each worker's row, and writes the trained parameters to the same row.
+        """
+        with self.in_precision():
+            if self.task.algorithm.full_gradient:
+                self.trainer.full_gradients(members)
+            self.trainer.train(members)
+        synchronize(self.task.device)
+
+    def train_apart(self, members: Sequence[WorkItem]) -> None:
+        """Divide the given workers among the processes, and train this process's share.
+
+        Training starts from the parameters in each worker's row, and writes the trained parameters to the same row. The
+        workers may be in different rounds.
+        """
+        index, count, width = self.group.index, self.group.count, self.trainer.width
+        # Single steps of a worker stay in one process, which keeps the order of its samples.
+        by_step = [
+            member._replace(stack=member.slot // (width or 1))
+            for member in sorted(members, key=lambda member: member.slot)
+            if member.step is not None
+        ]
+        mine = [member for member in by_step if member.stack % count == index]
+        if len(by_step) < len(members):
+            rounds = self.batch_source.work([member for member in members if member.step is None])
+            mine = [*self.group.assign(rounds, width), *mine]
+        self.train(mine)
+
+    def require_finite(self, round: int) -> None:
+        """Raise DivergedError if the global model contains NaN or infinity after `round`."""
+        if self.group.computes and self.task.experiment.nonfinite != "keep":
+            require_finite(self.shared.server.row, round)
+            require_finite_buffers(self.shared.server.buffers, self._buffers_finite_at_start, round)
+
+    def check_and_test(self, round: int) -> None:
+        """Test the global model after `round`. Raises DivergedError if the model contains NaN or infinity."""
+        self.require_finite(round)
+        self.test(round)
+
+    def test(self, round: int) -> None:
+        """Test the global model on this process's share of the test and validation batches, and store the results."""
+        for evaluation in self._evaluations:
+            evaluation(round, self.process.heartbeat)
+            for values in evaluation.results:
+                self.group.collect(values)
+
+    def replay_refusal(self) -> str | None:
+        """Return why this process trains without CUDA graphs; None if it uses CUDA graphs."""
+        replays = self.trainer.replays
+        return "workers are not trained in stacks" if replays is None else replays.refusal

@@ -1,0 +1,133 @@
+"""Start and end of a worker's local training.
+
+At the start, the worker loads its state and the server's message. At the end, it stores its state and its own message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedsim.clients import State, WorkerFacts, WorkerRound
+from fedsim.clients.algorithm import PERSONAL_BUFFERS
+from fedsim.rounds.aggregator import spoil, weights_of
+from fedsim.training.batches import BatchSource, WorkItem
+from fedsim.training.shared_state import SharedState
+from fedsim.training.task import RunTask
+
+Index = int | slice | Tensor  # selects rows in the `SharedState`: one slot, or the rows of a stack
+
+
+class FactsWhenRead(Sequence[WorkerFacts]):
+    """Facts about the rounds of several workers, which are computed when they are read for the first time."""
+
+    def __init__(self, facts: Callable[[], list[WorkerFacts]]) -> None:
+        self._facts = lru_cache(1)(facts)
+
+    def __len__(self) -> int:
+        return len(self._facts())
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._facts()[number]
+
+    def __iter__(self) -> Iterator[WorkerFacts]:
+        return iter(self._facts())
+
+
+class ClientRounds:
+    """Start and end of local training, for one worker (rows [d]) or for a stack of k workers (rows [k, d])."""
+
+    def __init__(self, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
+        self._task, self._algorithm, self._shared, self._batch_source = task, task.algorithm, shared, batch_source
+
+    def start(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> State:
+        """Prepare local training, and return the client algorithm's initial state.
+
+        Args:
+            rows: parameters that the workers have received, [d] or [k, d].
+            index: index of the workers in the tensors of the cohort.
+            members: the workers, each as a `WorkItem`.
+        """
+        shared, columns = self._shared, self._algorithm.personal_buffers
+        if columns.width:
+            buffers = shared.cohort.buffers[index]
+            columns.write(buffers, shared.cohort.kept[PERSONAL_BUFFERS][index])
+            shared.cohort.buffers[index] = buffers
+        algorithm = self._task.algorithm_at(members[0].round)
+        if not algorithm.has("start_round"):
+            return algorithm.start(rows)
+        return algorithm.start_round(rows, self._round_of(rows, index, members))
+
+    def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
+        """End local training: store what the workers send and what they keep. The method may change `rows`.
+
+        Args:
+            rows: parameters after training, [d] or [k, d].
+            state: state of the client algorithm.
+            index: index of the workers in the tensors of the cohort.
+            members: the workers, each as a `WorkItem`.
+        """
+        if not members[0].ends:
+            return
+        columns = self._algorithm.personal_buffers
+        if columns.width:
+            self._shared.cohort.kept[PERSONAL_BUFFERS][index] = columns.of(self._shared.cohort.buffers[index])
+        algorithm = self._task.algorithm_at(members[0].round)
+        if not algorithm.has("finish"):
+            return
+        worker = self._round_of(rows, index, members)
+        for name, message in algorithm.finish(rows, state, worker).items():
+            self._shared.cohort.messages[name][index] = message.to(self._shared.cohort.messages[name].dtype)
+            spoil(self._task, rows, message)
+        for tensor in worker.kept.values():
+            spoil(self._task, rows, tensor)
+        self._keep(worker.kept, index)
+
+    def buffers_beside(self) -> Tensor | None:
+        """Return the buffers [cohort, b] of personal models that workers train in addition; None if there are none."""
+        return self._shared.cohort.kept.get(PERSONAL_BUFFERS) if self._algorithm.personal_beside else None
+
+    def send_gradients(self, index: Index) -> None:
+        """Replace workers' gradients, in place, by the values that the client algorithm sends instead.
+
+        `index` selects the workers in the tensors of the cohort.
+        """
+        if not self._algorithm.alters_gradients:
+            return
+        rows, worker_state = self._shared.cohort.rows[index], self._kept(index)
+        self._algorithm.send_gradients(rows, worker_state)
+        self._keep(worker_state, index)
+        if isinstance(index, Tensor):  # `rows` is a copy
+            self._shared.cohort.rows[index] = rows
+
+    def _kept(self, index: Index) -> State:
+        return {name: kept[index] for name, kept in self._shared.cohort.kept.items() if name != PERSONAL_BUFFERS}
+
+    def _keep(self, worker_state: State, index: Index) -> None:
+        for name, tensor in worker_state.items():
+            self._shared.cohort.kept[name][index] = tensor
+
+    def _round_of(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> WorkerRound:
+        shared = self._shared
+        received = {name: sent[index] for name, sent in shared.cohort.received.items()}
+        if not received:  # every worker of a round receives the same message
+            received = self._task.algorithm_at(members[0].round).send(shared.server.algorithm)
+        full_gradient = shared.cohort.full_gradients[index] if self._algorithm.full_gradient else None
+        facts, only_tested = FactsWhenRead(partial(self._facts, members)), not members[0].ends
+        return WorkerRound(received, self._kept(index), facts, rows, full_gradient, only_tested)
+
+    def _facts(self, members: Sequence[WorkItem]) -> list[WorkerFacts]:
+        """Return facts about the rounds of several workers."""
+        task, work = self._task, self._batch_source.work(members)
+        weights, has_weight = np.ones(len(work)), work.workers < len(self._shared.data.shards)  # the server has none
+        of_workers = weights_of(task, self._shared, work.workers[has_weight].tolist(), work.sizes[has_weight].tolist())
+        if of_workers is not None:
+            weights[has_weight] = of_workers.numpy()
+        steps = task.schedule.local_steps(work.steps)
+        steps_per_epoch = task.schedule.local_steps(task.schedule.batches_per_epoch(work.sizes))
+        columns = work.workers, work.rounds, steps, steps_per_epoch, work.sizes, weights
+        return [WorkerFacts(*facts) for facts in zip(*(column.tolist() for column in columns), strict=True)]

@@ -1,0 +1,114 @@
+"""Estimate of a run's main memory before allocation, and explanation of out-of-memory errors.
+
+The estimate counts only tensors of the model's size and matrices with one number per pair of workers. It does not
+count data, activations and libraries, so a run may need somewhat more memory, but hardly less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from fedsim.clients import State
+from fedsim.processing import initial_states
+from fedsim.training.shared_state import SharedState
+from fedsim.training.task import RunTask
+
+
+def memory_needed(task: RunTask, d: int, processes: int, *, stacked: bool, copies: int) -> dict[str, int]:
+    """Estimate the bytes of main memory that a run on CPUs needs, by purpose, such as "rows" or "modules".
+
+    Args:
+        task: run to compute.
+        d: number of parameters of the model.
+        processes: number of processes that train the workers.
+        stacked: whether a process trains several workers at once.
+        copies: number of copies of the run's state that are kept for recovery and checkpoints.
+    """
+    experiment, cohort = task.experiment, task.experiment.largest_cohort
+    row, sample_row = d * task.dtype.itemsize, torch.zeros(1)
+    n_rows = cohort + experiment.rule.accepts("root")
+    algorithm_state = len(task.algorithm.start(sample_row))
+    state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(sample_row)) for sync in task.syncs)
+    state += bool(experiment.broadcast)
+    lasting = state if experiment.in_rounds else state + n_rows  # without rounds, checkpoints also contain the rows
+    gradients_of_all = "gradients" in task.syncs and not stacked
+    modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
+    if stacked:
+        width = min(experiment.batched.max_rows or 1, -(-n_rows // processes))
+        training = processes * (3 + 2 * algorithm_state) * width
+    else:
+        training = processes * (1 + algorithm_state)
+    like = torch.empty(d, dtype=task.dtype, device="meta")
+    server_state = task.algorithm.server_state(like)
+    chain_state = initial_states(experiment.chain, like, task.shapes)
+    state_bytes = _bytes(task.algorithm.worker_state(like)) + _bytes(chain_state)
+    received = 0 if experiment.in_rounds else _bytes(task.algorithm.send(server_state))
+    exchanged = _bytes(task.algorithm.message(like)) + received
+    share = 1 - (1 - cohort / experiment.workers) ** experiment.rounds  # expected fraction of workers that participate
+    stored = round(experiment.workers * share) * state_bytes
+    limit = stored if task.worker_state_memory is None else task.worker_state_memory
+    parts = {
+        "rows": n_rows * row,
+        "global model and optimizer state": state * row,
+        "worker state and messages": (state_bytes + exchanged) * n_rows,
+        "state of the client algorithm at the server": (1 + copies) * _bytes(server_state),
+        "full gradients": n_rows * row if task.algorithm.full_gradient else 0,
+        "state that workers keep between rounds": min(stored, limit) + copies * stored,
+        "modules": modules * row,
+        "gradients and client algorithm state": training * row,
+        "copies for recovery and checkpoints": copies * lasting * row,
+        "distances of all pairs": 8 * cohort * cohort if experiment.rule.accepts("gram") else 0,
+    }
+    return {purpose: nbytes for purpose, nbytes in parts.items() if nbytes}
+
+
+def _bytes(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+def buffer_bytes(task: RunTask, shared: SharedState) -> int:
+    """Return the bytes of the model's buffers that are sent with the parameters; 0 unless buffers are averaged."""
+    sent = shared.server.buffers.numel() - task.algorithm.personal_buffers.width
+    return sent * task.dtype.itemsize if task.experiment.buffers == "average" else 0
+
+
+def personal_bytes(task: RunTask) -> int:
+    """Return the bytes of a model's personal parameters, which stay at the worker."""
+    return task.algorithm.personal_columns.width * task.dtype.itemsize
+
+
+@contextlib.contextmanager
+def explain_oom(task: RunTask, processes: int, width: int | None = None) -> Iterator[None]:
+    """Return a context in which out-of-memory errors name the settings to reduce.
+
+    Args:
+        task: run that is computed.
+        processes: number of processes.
+        width: number of workers that are trained at once; None if workers are trained one by one.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise  # this error has already been explained
+        raise torch.OutOfMemoryError(f"{what_would_fit(task, processes, width)} ({_said_by(error)})") from error
+
+
+def what_would_fit(task: RunTask, processes: int, width: int | None = None) -> str:
+    """Return a message for an out-of-memory error, which names the settings to reduce.
+
+    Example: `cuda:0 is out of memory; reduce one of: processes (now 4), local.batch_size (now 64)`.
+    """
+    width = width or task.experiment.batched.max_rows
+    sizes = {"processes": processes, "batched.max_rows": width or 1, "local.batch_size": task.schedule.batch_size}
+    larger = [f"{key} (now {size})" for key, size in sizes.items() if size > 1]
+    remedy = f"reduce one of: {', '.join(larger)}" if larger else "use a smaller model"
+    return f"{task.device} is out of memory; {remedy}"
+
+
+def _said_by(error: Exception) -> str:
+    """Return the first two sentences of PyTorch's out-of-memory message."""
+    return ". ".join(" ".join(str(error).split()).split(". ")[:2]).rstrip(".")

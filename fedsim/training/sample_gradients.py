@@ -1,0 +1,91 @@
+"""Gradients of DP-SGD: the gradient of each sample is clipped, and the mean gets Gaussian noise (Abadi et al. 2016)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fedsim.clients.algorithm import SampleNoise
+from fedsim.core.randomness import Draws
+from fedsim.privacy import clip_factors, row_norms
+from fedsim.training.stacked_module import StackedModule
+from fedsim.training.task import RunTask
+
+MOST_BYTES = 2**25  # memory for the gradients of samples that are computed at once
+
+Moment = tuple[int, int, int]  # round, worker and step, on which the noise of a batch depends
+
+
+class SampleGradients:
+    """Computes private gradients of k workers. Each sample has one of the models of a `StackedModule`.
+
+    Args:
+        seed: seed of the experiment.
+        sample_noise: maximum norm and noise.
+        module: module that computes the models.
+    """
+
+    def __init__(self, seed: int, sample_noise: SampleNoise, module: StackedModule) -> None:
+        self._seed, self._noise, self.module = seed, sample_noise, module
+
+    @classmethod
+    def of(cls, task: RunTask, module: StackedModule | None = None) -> SampleGradients | None:
+        """Return the object for the client algorithm of a task, or None if the algorithm takes ordinary gradients.
+
+        `module` computes the models. None: a new module that uses `torch.func.vmap`.
+        """
+        if (sample_noise := task.algorithm.sample_noise) is None:
+            return None
+        return cls(task.experiment.seed, sample_noise, module or StackedModule(task.new_module, task.objective))
+
+    def __call__(
+        self,
+        rows: Tensor,
+        buffers: Sequence[Tensor],
+        inputs: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        factors: Sequence[Tensor],
+        moments: Sequence[Moment],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mean loss [k] of each worker's batch, and the mean of its clipped gradients with noise, [k, d].
+
+        Args:
+            rows: models of the workers, [k, d].
+            buffers: buffers of the models, [k, ...] each.
+            inputs, targets: batches, [k, batch, ...] each.
+            weights: weight of each sample, [k, batch]: 1 / (number of samples in the batch), or 0 for padding.
+            factors: scaled dropout masks [k, batch, ...], one for each dropout call.
+            moments: round, worker and step of each batch.
+        """
+        (k, d), batch = rows.shape, weights.shape[1]
+        losses, means = rows.new_zeros(k), rows.new_zeros(k, d)
+        at_once = max(1, MOST_BYTES // (k * d * rows.element_size()))
+        for start in range(0, batch, at_once):
+            places = slice(start, min(start + at_once, batch))
+            count = places.stop - start
+            alone_inputs, alone_targets, *masks = (
+                tensor[:, places].flatten(0, 1).unsqueeze(1) for tensor in (inputs, targets, *factors)
+            )
+            models = rows.unsqueeze(1).expand(k, count, d).flatten(0, 1)
+            of_models = [buffer.repeat_interleave(count, 0) for buffer in buffers]
+            parameters, ones = self.module.views(models), rows.new_ones(k * count, 1)
+            sample_losses, parts = self.module.gradients(
+                parameters, of_models, alone_inputs, alone_targets, ones, masks
+            )
+            flat = [part.reshape(k * count, -1) for part in cast(list[Tensor], parts)]
+            norms = torch.stack([row_norms(part) for part in flat]).norm(dim=0)
+            scale = clip_factors(norms, self._noise.clip).to(rows.dtype).view(k, 1, count) * weights[:, None, places]
+            for entry, part in zip(self.module.layout.parameters, flat, strict=True):
+                means[:, entry.span] += torch.bmm(scale, part.view(k, count, -1)).squeeze(1)
+            losses += (sample_losses.view(k, count) * weights[:, places]).sum(1)
+        std = self._noise.noise * self._noise.clip * weights.amax(1, keepdim=True)
+        return losses, means.addcmul_(self._draw(moments, means), std)
+
+    def _draw(self, moments: Sequence[Moment], like: Tensor) -> Tensor:
+        """Return standard normal numbers with the shape [k, d] of `like`."""
+        keys = [Draws.of(self._seed, "sample_privacy", *moment, device=like.device) for moment in moments]
+        return torch.stack([draws.normal(like.shape[1], dtype=like.dtype) for draws in keys])

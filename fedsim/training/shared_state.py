@@ -1,0 +1,311 @@
+"""Tensors that all processes of an engine read and write: data, global model, the cohort's rows, and test results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients import State
+from fedsim.clients.algorithm import state_at_first
+from fedsim.core.learning_task import joint_of
+from fedsim.core.randomness import preserve_random_state
+from fedsim.core.rows import Layout, new_rows
+from fedsim.data import ListedShards, Shards, TensorData
+from fedsim.errors import ExperimentError, show_bytes
+from fedsim.processes.shared_memory import share
+from fedsim.processing import initial_states
+from fedsim.system.devices import require_memory, wide_dtype
+from fedsim.system.limits import describe_os_error
+from fedsim.training.task import RunTask, Sync
+
+Split = Literal["test", "validation"]
+
+TEST_BATCH_ON_CPU = 250  # faster than 1,000 on a CPU, because the batch stays in cache
+TEST_BATCH_ON_GPU = 2_000
+
+
+@dataclass
+class RunData:
+    """Samples of a run, and their assignment to workers.
+
+    Attributes:
+        train, test, validation: datasets. `validation` is held out of the training data and may be empty.
+        classes: number of classes or tokens; 0 for floating-point targets.
+        shards: training samples of each worker.
+        worker_tests: local test samples of each worker, if workers are tested.
+        root: indices of the server's own training samples, int64, on the CPU; empty if the server has none.
+    """
+
+    train: TensorData
+    test: TensorData
+    validation: TensorData
+    classes: int
+    shards: Shards
+    worker_tests: Shards
+    root: Tensor
+
+    @classmethod
+    def on(
+        cls,
+        device: torch.device,
+        dtype: torch.dtype,
+        train: TensorData,
+        test: TensorData,
+        shards: Shards,
+        root: np.ndarray | None = None,
+        worker_tests: Shards | None = None,
+        validation: TensorData | None = None,
+    ) -> RunData:
+        """Move the data of a run to `device`, convert floating-point values to `dtype`, and return them as a RunData.
+
+        The other arguments are the attributes of the class. An argument that is None becomes empty.
+        """
+        nothing = np.zeros(0, dtype=np.int64)
+        validation = test.take(nothing) if validation is None else validation
+        train, test, validation = (replace(data, ids={}).to(device, dtype) for data in (train, test, validation))
+        return cls(
+            train=train,
+            test=test,
+            validation=validation,
+            classes=max(train.classes, test.classes),
+            shards=shards,
+            worker_tests=worker_tests or ListedShards.of_arrays([nothing]),
+            root=torch.from_numpy(nothing if root is None else root),
+        )
+
+
+@dataclass
+class GlobalModel:
+    """Global model, and the server's state that is kept between rounds.
+
+    Attributes:
+        row: [d], all parameters of the global model as one flat vector.
+        buffers: [b], all buffers of the global model as one flat vector, float64.
+        last: [d], latest aggregated update, if the rule or the attack uses it; otherwise [0].
+        algorithm: state that the client algorithm keeps at the server, a flat tensor for each name.
+        broadcast: with the setting `broadcast`, the workers' `copy` of the parameters [d], and what the compressors
+            keep; otherwise empty.
+        states: optimizer states, tensors [d] by name: under "parameters" those of the server optimizer, under
+            "gradients" those of the client algorithm. Only the keys that the run uses exist.
+    """
+
+    row: Tensor
+    buffers: Tensor
+    last: Tensor
+    algorithm: State
+    broadcast: State
+    states: dict[Sync, State]
+
+
+@dataclass
+class CohortRows:
+    """Tensors with one row for each worker of the cohort. With ranks, each rank has only the rows of its own workers.
+
+    Attributes:
+        rows: [cohort, d], parameters of each worker's model, or gradients if gradients are aggregated; [0, d] if no
+            round stores them. If the rule uses the server's own model, an additional last row contains it.
+        buffers: [cohort, b], buffers of each worker's model, float64.
+        kept, chain_states: worker states of the client algorithm and of the update processors, tensors [cohort, width]
+            by name.
+        messages: tensors [cohort, width], by name, that the workers send in addition to their updates.
+        received: tensors [cohort, width], by name, that the server sends in addition to the global parameters; only if
+            workers start at different times.
+        full_gradients: [cohort, d], gradients over all samples of each worker, if the client algorithm needs them;
+            otherwise [0, d].
+        train_loss: [cohort], mean training loss of each worker, float64, on the CPU.
+        losses: [cohort], mean loss of the global model on each worker's samples before training, if the rule uses
+            losses; float64, on the CPU.
+        unfit: [cohort], int64, on the CPU. Aggregations are counted from 1; this is the last one in which the worker's
+            update contained NaN or infinity, or 0.
+        workers: [cohort], IDs of all workers of the cohort, ascending.
+        weights: [cohort], weight 1 / (probability of being drawn) of each of these workers.
+    """
+
+    rows: Tensor
+    buffers: Tensor
+    kept: State
+    chain_states: State
+    messages: State
+    received: State
+    full_gradients: Tensor
+    train_loss: Tensor
+    losses: Tensor
+    unfit: Tensor
+    workers: Tensor
+    weights: Tensor
+
+    @classmethod
+    def allocate(cls, task: RunTask, server: GlobalModel, n_rows: int) -> CohortRows:
+        """Allocate the tensors with `n_rows` rows. Raises ExperimentError if there is not enough memory."""
+        d, b, cohort = len(server.row), len(server.buffers), task.experiment.largest_cohort
+
+        sent = task.algorithm.personal_columns.others(d).of(server.row)
+
+        def repeated(state: State) -> State:
+            return {name: new_rows(n_rows, len(row), row.dtype, task.device).copy_(row) for name, row in state.items()}
+
+        return cls(
+            rows=_rows_of_a_cohort(n_rows if task.has_rows else 0, d, task),
+            buffers=new_rows(n_rows, b, server.buffers.dtype, task.device),
+            kept=repeated(state_at_first(task.algorithm, server.row, server.buffers)),
+            chain_states=repeated(initial_states(task.experiment.chain, sent, task.shapes)),
+            messages=repeated(task.algorithm.message(server.row)),
+            received={} if task.experiment.in_rounds else repeated(task.algorithm.send(server.algorithm)),
+            full_gradients=new_rows(n_rows if task.algorithm.full_gradient else 0, d, task.dtype, task.device),
+            train_loss=torch.zeros(n_rows, dtype=torch.double),
+            losses=torch.zeros(n_rows, dtype=torch.double),
+            unfit=torch.zeros(n_rows, dtype=torch.int64),
+            workers=torch.arange(cohort),
+            weights=torch.ones(cohort, dtype=torch.double),
+        )
+
+    @property
+    def worker_rows(self) -> State:
+        """Tensors [cohort, width], by name, with everything that workers may keep until their next round."""
+        return {"buffers": self.buffers, **self.chain_states, **self.kept}
+
+
+@dataclass
+class TestResults:
+    """Results of a test of the global model, with one entry per batch.
+
+    Attributes:
+        sums: [batches, 4], float64, on the CPU. The columns are the sum of losses, the number of correct predictions,
+            the number of predictions that match the attacker's goal, and the number of samples that have such a goal.
+        outputs: [batches, batch size, ...], outputs of the model, if metrics or a joint loss need them; otherwise [0].
+    """
+
+    sums: Tensor
+    outputs: Tensor
+
+    @classmethod
+    def allocate(cls, task: RunTask, data: TensorData, module: nn.Module) -> TestResults:
+        """Allocate the results for a test of `module` on all samples of `data`."""
+        size = test_batch_size(task.device)
+        sums = torch.zeros(-(-len(data) // size), 4, dtype=torch.double)
+        nothing, is_joint = torch.zeros(0, device=task.device), joint_of(task.learning_task)
+        if not len(data) or not (task.experiment.metrics or is_joint):
+            return cls(sums, nothing)
+        inputs, targets = data.gather(torch.arange(min(2, len(data))))  # a loss may squeeze that of a single sample
+        with torch.no_grad(), preserve_random_state(task.device):
+            sample = module.eval()(inputs)
+        if is_joint and not is_joint(sample, targets) and not task.experiment.metrics:
+            return cls(sums, nothing)
+        return cls(sums, sample.new_zeros(len(sums), size, *sample.shape[1:]))
+
+
+@dataclass
+class SharedState:
+    """Tensors that all processes of an engine read and write.
+
+    Attributes:
+        data: samples of the run.
+        server: global model and server state.
+        cohort: per-worker tensors of the current cohort.
+        tests: results of the latest test, for the test samples and the validation samples.
+    """
+
+    data: RunData
+    server: GlobalModel
+    cohort: CohortRows
+    tests: dict[Split, TestResults]
+
+    @classmethod
+    def allocate(cls, task: RunTask, *data: Any, ranks: int = 1) -> SharedState:
+        """Allocate the tensors of a run, and initialise the global model.
+
+        Args:
+            task: run to compute.
+            data: arguments of `RunData.on` that follow `dtype`.
+            ranks: number of ranks. If there are several, each allocates only the rows of its own workers.
+        """
+        of_run, module = RunData.on(task.device, task.dtype, *data), task.new_module()
+        layout = Layout.of(module)
+        row = new_rows(1, layout.d, task.dtype, task.device)[0].copy_(layout.read(module))
+        buffers = torch.zeros(layout.n_buffer_values, dtype=wide_dtype(task.device), device=task.device)
+        layout.read_buffers(module, out=buffers)
+        server = GlobalModel(
+            row=row,
+            buffers=buffers,
+            last=torch.zeros_like(row) if task.keeps_last else row.new_zeros(0),
+            algorithm=task.algorithm.server_state(row),
+            broadcast=_broadcast_state(task, row),
+            states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
+        )
+        has_root = len(of_run.root) > 0
+        return cls(
+            data=of_run,
+            server=server,
+            cohort=CohortRows.allocate(task, server, -(-(task.experiment.largest_cohort + has_root) // ranks)),
+            tests={
+                "test": TestResults.allocate(task, of_run.test, module),
+                "validation": TestResults.allocate(task, of_run.validation, module),
+            },
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint must contain to resume the run, by name."""
+        server = self.server
+        named = {"global_row": server.row, "last": server.last, "global_buffers": server.buffers}
+        named |= {f"algorithm.{name}": tensor for name, tensor in server.algorithm.items()}
+        named |= {f"broadcast.{name}": tensor for name, tensor in server.broadcast.items()}
+        states = {f"{sync}.{name}": tensor for sync, state in server.states.items() for name, tensor in state.items()}
+        return named | states
+
+    def share(self) -> SharedState:
+        """Move all CPU tensors to shared memory, in place, and return this object.
+
+        Raises ExperimentError if there is not enough shared memory.
+        """
+        data = self.data
+        # The datasets have a block of their own, because a session reuses them for later runs.
+        share([tensor for part in (data.train, data.test, data.validation) for tensor in part.tensors])
+        shards = [*data.shards.tensors, *data.worker_tests.tensors, data.root]
+        share([*shards, *_tensors_in(self.server), *_tensors_in(self.cohort), *_tensors_in(self.tests)])
+        return self
+
+
+def _broadcast_state(task: RunTask, row: Tensor) -> State:
+    """Return the workers' copy of the initial parameters [d] and what the compressors keep, if `broadcast` is set."""
+    chain = task.experiment.broadcast_chain
+    return {"copy": row.clone()} | initial_states(chain, row, task.shapes) if chain else {}
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors in a tensor, dict or dataclass, including nested ones."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict) or is_dataclass(value):
+        parts = value.values() if isinstance(value, dict) else (getattr(value, item.name) for item in fields(value))
+        for part in parts:
+            yield from _tensors_in(part)
+
+
+def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
+    """Allocate a tensor [n, d] for the models of n workers. Raises ExperimentError if it does not fit in memory."""
+    if task.device.type != "cpu":
+        return new_rows(n, d, task.dtype, task.device)
+    nbytes, content, instead = n * d * task.dtype.itemsize, f"one model for each of {n} workers", "a smaller cohort"
+    require_memory(nbytes, content, instead)
+    try:
+        return new_rows(n, d, task.dtype, task.device)
+    except RuntimeError as error:
+        if (reason := describe_os_error(error)) is None:
+            raise
+        raise ExperimentError(f"memory: {content} takes {show_bytes(nbytes)}; {reason}; use {instead}") from error
+
+
+def message_bytes(task: RunTask, shared: SharedState) -> tuple[int, int]:
+    """Return how many bytes a worker receives and sends per round in addition to the model, as a pair."""
+    received, sent = task.algorithm.numbers_sent(len(shared.server.row))
+    return received * task.dtype.itemsize, sent * task.dtype.itemsize
+
+
+def test_batch_size(device: torch.device) -> int:
+    """Return the batch size for tests of models on `device`."""
+    return TEST_BATCH_ON_CPU if device.type == "cpu" else TEST_BATCH_ON_GPU

@@ -1,0 +1,186 @@
+"""RunTask: an experiment with its device, client algorithm and attackers, as passed to the processes of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from fedsim.byzantine import Attackers
+from fedsim.clients import ClientAlgorithm
+from fedsim.clients.schedule import Amount, DrawnAmount, Schedule
+from fedsim.core.learning_task import LearningTask
+from fedsim.core.randomness import preserve_random_state, seed_everything
+from fedsim.core.training import Objective
+from fedsim.data.partitions import Transform
+from fedsim.errors import ExperimentError, show
+from fedsim.models.trainable import ADAPTERS, add_adapters, load_weights, share_frozen, train_only
+from fedsim.server import ServerStep
+from fedsim.system.precision import PRECISIONS, Precision
+
+if TYPE_CHECKING:
+    from fedsim.config.experiment import Experiment
+
+Sync = Literal["parameters", "gradients"]
+
+
+@dataclass(frozen=True)
+class RunTask:
+    """Description of a run for every process: experiment, device, client algorithm and attackers.
+
+    Attributes:
+        experiment: experiment, without its dataset.
+        device: device of the run.
+        algorithm: client algorithm, prepared for the model.
+        byzantine: Byzantine workers of each round.
+        shapes: shapes of the parameters that workers send, in the order of their columns.
+        scratch_folder: folder for temporary files; None for the system's folder.
+    """
+
+    experiment: Experiment
+    device: torch.device
+    algorithm: ClientAlgorithm
+    byzantine: Attackers
+    shapes: tuple[tuple[int, ...], ...] = ()
+    scratch_folder: str | None = None
+
+    @property
+    def precision(self) -> Precision:
+        return PRECISIONS[self.experiment.precision]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of parameters, updates and gradients."""
+        return self.precision.rows
+
+    @property
+    def learning_task(self) -> LearningTask:
+        """Learning task, such as classification, which defines the loss and the correct predictions."""
+        return self.experiment.task.component
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """How much each worker trains in a round (epochs or steps, batch size)."""
+        local, seed = self.experiment.local, self.experiment.seed
+
+        def amount(setting: int | list[int] | dict[str, list[int]] | None) -> Amount | None:
+            if isinstance(setting, dict):
+                uniform, choice = setting.get("uniform"), setting.get("choice", [])
+                return DrawnAmount(range(uniform[0], uniform[1] + 1) if uniform else tuple(choice), seed)
+            return tuple(setting) if isinstance(setting, list) else setting
+
+        return Schedule(local.batch_size, amount(local.epochs), amount(local.steps), local.drop_last, local.accumulate)
+
+    @cached_property
+    def transforms(self) -> Sequence[Transform | None] | None:
+        """For each worker, the transform of its samples; None if there are no transforms."""
+        make = getattr(self.experiment.partition.component, "transforms", None)
+        return None if make is None else make(self.experiment.workers)
+
+    @property
+    def worker_state_memory(self) -> int | None:
+        """Maximum bytes of all worker states in memory; None for no limit. Above it, states are stored in files."""
+        return None if self.experiment.mode == "race" else self.experiment.worker_state_memory
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the aggregation rule or the attack uses the previous aggregated update."""
+        by_attack = bool(self.byzantine) and "last" in self.experiment.attack.component.accepts
+        return self.experiment.rule.accepts("last") or by_attack
+
+    @property
+    def attackers_skip_chain(self) -> bool:
+        """Whether attackers send updates that no processor has changed."""
+        attack = self.experiment.attack
+        return bool(self.experiment.chain) and attack.component.alters_rows and not attack.compressed
+
+    def sync_in(self, round: int) -> Sync:
+        """Return "gradients" if `round` aggregates the gradients of each step, otherwise "parameters"."""
+        return self.experiment.sync_in(round)
+
+    @property
+    def objective(self) -> Objective:
+        """Loss function with the floating-point precision of the run, for training and tests."""
+        return Objective(self.precision, self.learning_task)
+
+    @property
+    def syncs(self) -> tuple[Sync, ...]:
+        """What the rounds of the run aggregate: "gradients", "parameters", or first gradients and then parameters."""
+        return tuple(dict.fromkeys(map(self.sync_in, (1, self.experiment.rounds))))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether any round stores the parameters or gradients of each worker."""
+        return self.experiment.gradient_hook is None or "parameters" in self.syncs
+
+    def algorithm_at(self, round: int, step: int = 0) -> ClientAlgorithm:
+        """Return the client algorithm with the learning rate of step `step` (from 0) in `round`."""
+        lr = self.experiment.local_lr_at(round, step)
+        return self.algorithm if self.experiment.local_schedule is None or lr is None else self.algorithm.with_lr(lr)
+
+    def server_at(self, round: int) -> ServerStep:
+        """Return the server optimizer with the learning rate of `round`."""
+        server: Any = self.experiment.server.component
+        schedule = self.experiment.server_schedule
+        return server if schedule is None else replace(server, lr=schedule.rate(server.lr, round))
+
+    def stepper(self, sync: Sync) -> ClientAlgorithm | ServerStep:
+        """Return the object whose method `step` updates the global parameters.
+
+        This is the server optimizer if `sync` is "parameters", and the client algorithm if `sync` is "gradients".
+        """
+        return self.experiment.server.component if sync == "parameters" else self.algorithm
+
+    def stepper_at(self, moment: tuple[int, ...]) -> ClientAlgorithm | ServerStep:
+        """Return the object that updates the global parameters (see `stepper`), with its learning rate at `moment`.
+
+        `moment` is (round,), or (round, step) if every step aggregates gradients.
+        """
+        return self.server_at(moment[0]) if self.sync_in(moment[0]) == "parameters" else self.algorithm_at(*moment)
+
+    def new_module(self) -> nn.Module:
+        """Return a new module with the initial parameters, which are the same in every process.
+
+        All modules of a process share their frozen parameters. Raises ExperimentError if the model has complex tensors,
+        or does not fit the settings `model` and `local.train`.
+        """
+        model, train = self.experiment.model, self.experiment.local.train
+        with preserve_random_state(torch.device("cpu")):
+            seed_everything(torch.device("cpu"), self.experiment.seed, "model")
+            module = model.component()
+            if model.lora.rank:
+                add_adapters(module, model.lora.rank, model.lora.alpha, model.lora.targets)
+        _require_real(module)
+        if model.weights is not None:
+            place = f"model.weights = {show(model.weights)}"
+            load_weights(module, Path(model.weights).expanduser(), place, ExperimentError, optional=ADAPTERS)
+        if train:
+            train_only(module, train)
+        module = module.to(self.device, self.dtype)
+        if train or model.lora.rank:
+            share_frozen(module, self._frozen)
+        return module
+
+    @cached_property
+    def _frozen(self) -> dict[str, nn.Parameter]:
+        """Parameters that are not trained, by name, which all modules of this process share."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_frozen"}
+
+
+def _require_real(module: nn.Module) -> None:
+    """Raise ExperimentError if the model has complex tensors."""
+    for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in tensors:
+            if tensor.is_complex():
+                raise ExperimentError(
+                    f"model: the {kind} {name} is complex ({tensor.dtype}), but must be real; store its real and "
+                    "imaginary parts in one real tensor [..., 2], and use torch.view_as_complex in forward"
+                )

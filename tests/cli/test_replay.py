@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fedsim
+from fedsim.aggregation import Pipeline
+from fedsim.aggregation.numerics import gram
+from fedsim.cli.main import app
+from fedsim.cli.rule_replay import applicable_rules, load_round, replay, replay_table, stored_rounds
+from fedsim.errors import ExperimentError, RecordError
+from fedsim.rounds.aggregator import Aggregator
+
+
+@pytest.fixture
+def tables(tiny_experiment):
+    return {
+        **tiny_experiment,
+        "workers": 9,
+        "model": "logistic",
+        "attack": {"name": "sign_flipping", "workers": [2, 5]},
+        "aggregate": {"rule": "krum"},
+        "records": {"updates": [1, 2], "curve": False, "model": False},
+    }
+
+
+@pytest.fixture
+def run(tables, tmp_path):
+    return fedsim.run(tables, tmp_path / "run")
+
+
+def test_only_the_requested_rounds_are_stored(tables, tmp_path):
+    fedsim.run({**tables, "rounds": 3, "records": {"updates": [2, 7]}}, tmp_path / "other")
+    assert stored_rounds(tmp_path / "other") == [2]
+
+
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+def test_replaying_the_runs_own_rule_gives_what_the_run_did(sync, tables, tmp_path):
+    result = fedsim.run({**tables, "sync": sync, "rounds": 1, "local": {"steps": 1}}, tmp_path / "run")
+    start = fedsim.run({**tables, "rounds": 1, "records": {}, "local": {"lr": 0.0}}).global_row
+    (replayed,) = replay(load_round(tmp_path / "run", allow_imports=True), ["krum"])
+    lr = 0.05 if sync == "gradients" else -1.0  # a step goes against a gradient but along an update
+    assert torch.allclose(result.global_row, start - lr * replayed.update, rtol=0, atol=1e-6)
+    assert list(replayed.shares.values()) == result.history[0]["coefficients"]
+
+
+DIRICHLET = {"attack": {}, "partition": {"name": "dirichlet", "alpha": 0.3}, "aggregate": "weighted_mean"}
+PRIVACY = {"mechanism": "central", "clip": 0.01, "noise": 1.0}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**DIRICHLET, "privacy": PRIVACY},
+        {**DIRICHLET, "privacy": PRIVACY, "cohort": 5, "sampling": "poisson"},
+        {**DIRICHLET, "privacy": {**PRIVACY, "mechanism": "local"}},
+        {**DIRICHLET, "cohort": 5, "sampling": {"name": "uniform", "client_dropout": 0.4}},
+        {**DIRICHLET, "cohort": 5, "aggregate": {"rule": "mean", "weights": "inverse_probability"}},
+        {**DIRICHLET, "aggregate": {"rule": "mean", "weights": list(range(1, 10))}},
+        {**DIRICHLET, "sync": "gradients"},  # only some workers have samples left for the last step
+        {"sync": "gradients", "local": {"steps": 2}, "aggregate": [{"rule": "bucketing", "s": 2}, "median"]},
+        {"aggregate": [{"rule": "bucketing", "s": 2}, "mean"]},
+        {"aggregate": {"rule": "centered_clipping", "tau": 0.1}},  # starts at the previous result
+        {"aggregate": {"rule": "fltrust", "root_samples": 10}},
+        {"aggregate": {"rule": "qfedavg"}, "engine": "spawn", "processes": 2},
+        {"attack": {"name": "nan", "workers": [2, 5]}, "aggregate": {"rule": "mda", "f": 2, "nonfinite": "keep"}},
+    ],
+)
+def test_a_replay_has_the_weights_and_the_result_of_the_run(changes, tables, tmp_path, monkeypatch):
+    aggregate, updates = Aggregator.aggregate, []
+
+    def watched(aggregator, context):
+        stats = aggregate(aggregator, context)
+        updates.append(torch.cat([update for _, update in aggregator._result]))
+        return stats
+
+    if "engine" not in changes:
+        monkeypatch.setattr(Aggregator, "aggregate", watched)
+    result = fedsim.run({**tables, **changes}, tmp_path / "run")
+    stored = load_round(tmp_path / "run", 2, allow_imports=True)
+    rule, params = result.experiment.aggregate.rule, result.experiment.aggregate.params
+    (replayed,) = replay(stored, [{"rule": rule, **params} if params else rule])
+    if updates:
+        assert torch.allclose(replayed.update, updates[-1], rtol=0, atol=1e-9, equal_nan=True)
+    if result.history[1].coefficients and changes.get("sync") != "gradients":  # else they are means over the steps
+        assert list(replayed.shares.values()) == pytest.approx(result.history[1].coefficients, rel=1e-12)
+
+
+def test_each_rule_does_what_aggregate_does_with_the_stored_rows(run):
+    stored = load_round(run.folder, 1, allow_imports=True)
+    updates = stored.tensors["updates"]
+    rules = ["median", "krum", ["nnm", "trimmed_mean"], {"rule": "norm_clipping", "c": 0.1}]
+    median, krum, mixed, clipped = replay(stored, rules)
+    assert torch.equal(median.update, fedsim.aggregate(updates, rule="median"))
+    assert torch.equal(krum.update, fedsim.aggregate(updates, rule="krum", f=2))
+    assert torch.equal(mixed.update, fedsim.aggregate(updates, rule=["nnm", "trimmed_mean"], f=2))
+    assert torch.equal(clipped.update, fedsim.aggregate(updates, rule="norm_clipping", c=0.1))
+
+
+def test_distance_angle_and_shares_by_hand(run):
+    stored = load_round(run.folder, 1, allow_imports=True)
+    honest = [row for row, worker in enumerate(stored.workers) if worker not in (2, 5)]
+    centre = stored.tensors["updates"][honest].double().mean(0)
+    assert stored.byzantine == [2, 5]
+    (mean,) = replay(stored, ["mean"])
+    update = mean.update.double()
+    assert mean.distance == pytest.approx(float((update - centre).norm()))
+    assert mean.angle == pytest.approx(math.degrees(math.acos(float(update @ centre / update.norm() / centre.norm()))))
+    assert mean.byzantine_share == pytest.approx(2 / 9)
+    assert mean.chosen == stored.workers
+    (krum,) = replay(stored, ["krum"])
+    assert len(krum.chosen) == 1
+    assert krum.byzantine_share == 0
+    line, _ = (line.partition("  worker")[2] for line in replay_table(stored, [krum, mean]).splitlines()[2:])
+    assert line == f" {krum.chosen[0]}"  # a bare number would look like a count
+
+
+def test_rules_that_use_distances_share_one_gram_matrix(run, monkeypatch):
+    stored, made, whole = load_round(run.folder, allow_imports=True), [], gram._products
+    monkeypatch.setattr(gram, "_products", lambda rows, *more: made.append(len(rows)) or whole(rows, *more))
+    monkeypatch.setattr(Pipeline, "dry_run", lambda self, n: None)
+    replay(stored, ["krum", "multi_krum", "medoid", "geometric_median", ["nnm", "krum"]])
+    assert made == [9]
+
+
+def test_the_default_is_all_applicable_rules(run):
+    names = applicable_rules(load_round(run.folder, allow_imports=True))
+    assert {"mean", "median", "krum", "caf"} <= set(names)
+    # these need a root, losses, c or more rows
+    assert not {"fltrust", "qfedavg", "norm_clipping", "bulyan"} & set(names)
+
+
+def test_rules_that_trust_a_worker_outside_the_cohort_are_no_default(tables, tmp_path):
+    sampled = {"workers": 9, "cohort": 5, "aggregate": "median", "attack": "none"}
+    fedsim.run({**tables, **sampled, "records": {"updates": [1, 2, 3, 4]}, "rounds": 4}, tmp_path / "run")
+    of_rounds = [load_round(tmp_path / "run", number, allow_imports=True) for number in stored_rounds(tmp_path / "run")]
+    assert {0 in stored.workers for stored in of_rounds} == {False, True}
+    for stored in of_rounds:
+        names = applicable_rules(stored)
+        assert ("monna" in names) == (0 in stored.workers)
+        assert len(replay(stored, names)) == len(names)
+
+
+def test_the_table_wraps_in_a_narrow_terminal(run):
+    stored = load_round(run.folder, 1, allow_imports=True)
+    results = replay(stored, ["geometric_median", [{"rule": "bucketing", "s": 2}, "median"]])
+    whole, narrow = replay_table(stored, results), replay_table(stored, results, 80)
+    assert len(whole.splitlines()) == 4 < len(narrow.splitlines())
+    assert whole.split() == narrow.split()
+    assert "bucketing (s = 2) + median" in whole
+    assert max(map(len, narrow.splitlines())) <= 90  # 20 for the workers, however long the rule names are
+
+
+def test_the_command_shows_a_table_or_json(run):
+    rules = 'median,krum,["nnm","median"],{rule="multi_krum",m=3}'
+    words = ["replay", str(run.folder), "--allow-imports", "--rules", rules, "--round", "1"]
+    names = ["median", "krum", "nnm + median", "multi_krum (m = 3)"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert [line.split("  ")[0] for line in done.stdout.splitlines()[2:]] == names
+    told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert told["byzantine"] == [2, 5]
+    assert [rule["rule"] for rule in told["rules"]] == names
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("medan", 'did you mean "median"'),
+        (3, "3 is not a rule"),
+        ({"rule": "krum", "f": 4}, "with a cohort of 9: krum: needs n >= 2f"),
+        ("fltrust", r"root: is required by this rule"),
+    ],
+)
+def test_a_rule_that_cannot_be_applied_gives_a_one_line_error(run, rule, message):
+    with pytest.raises(ExperimentError, match=message):
+        replay(load_round(run.folder, allow_imports=True), [rule])
+
+
+def test_a_folder_without_stored_updates_gives_a_one_line_error(run, tables, tmp_path):
+    fedsim.run({**tables, "records": {}}, tmp_path / "bare")
+    (run.folder / "updates-00002.safetensors").write_bytes(b"x" * 40)
+    for folder, round, message in [
+        (tmp_path, None, "is not a run folder"),
+        (run.folder, 9, "has no updates of round 9; stored rounds: 1, 2"),
+        (tmp_path / "bare", None, "has no stored updates"),
+        (run.folder, 2, r"updates-00002.safetensors: cannot be read"),
+    ]:
+        with pytest.raises(RecordError, match=message):
+            load_round(folder, round, allow_imports=True)

@@ -1,0 +1,75 @@
+"""Forked processes compute as spawned ones do, whatever the program has done before."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import threading
+
+import pytest
+
+import fedsim
+from fedsim.processes.child_process import can_fork
+from tests.commands import run_python
+
+# A program without a main guard, with a model from `__main__`, after computations with OpenMP threads. Processes must
+# keep neither its SIGTERM handler nor its folder lock. A second run uses the first run's processes, without the lock.
+PROGRAM = """
+import os, signal, sys, tempfile
+import torch
+from torch import nn
+torch.set_num_threads(2)
+layer = nn.Conv2d(1, 8, 5)
+layer(torch.randn(64, 1, 28, 28)).exp().sum().backward()
+torch.randn(600, 600) @ torch.randn(600, 600)
+import fedsim
+
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 4, 5), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
+        self.layers(torch.zeros(1, 1, 28, 28))
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+signal.signal(signal.SIGTERM, lambda *_: None)
+tables = dict(model=Mine, data="tests.components:tiny", workers=4, rounds=2, local={"steps": 2, "batch_size": 8})
+serial = fedsim.run(tables, engine="serial").global_row
+for start_method in sys.argv[1:]:
+    folder = tempfile.mkdtemp() + "/run"
+    with fedsim.Session() as session:
+        some = dict(engine="spawn", processes=2, start_method=start_method, session=session)
+        fedsim.run(tables, folder, **some)
+        longer = fedsim.run({**tables, "rounds": 3}, folder, resume=True, **some)
+        print(torch.equal(serial, fedsim.run(tables, **some).global_row), len(longer.history))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked only on Linux")
+def test_forked_processes_give_the_same_bits_after_the_program_has_computed():
+    done = run_python("-c", PROGRAM, "fork", timeout=120)
+    assert (done.stdout, done.returncode) == ("True 3\n", 0), done.stderr
+
+
+def test_a_program_with_other_threads_does_not_fork():
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        assert not can_fork()
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_daemonic_process_may_run_an_experiment(tmp_path):
+    """A daemonic process cannot have children, so it draws the picture itself."""
+    process = multiprocessing.get_context("spawn").Process(target=_run_in, args=(tmp_path / "run",), daemon=True)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert (tmp_path / "run" / "curve.png").exists()
+
+
+def _run_in(folder):
+    fedsim.run(rounds=1, model="logistic", workers=2, engine="serial", data="mnist5k", out=folder)

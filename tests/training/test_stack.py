@@ -1,0 +1,61 @@
+"""The batches of a stack's members, step by step."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fedsim.core.randomness import Draws, draw_key
+from fedsim.data.augmentation import flip
+from fedsim.training import stack as stack_module
+from fedsim.training.batches import BatchSource, WorkItem
+from fedsim.training.dropout import Dropout, dropout_factors
+from fedsim.training.stack import Stacks
+from fedsim.training.stack_step import gather
+
+
+@pytest.mark.parametrize("at_once", [2**17, 1])
+@pytest.mark.parametrize("ahead", [256, 3, 1])
+def test_step_batches_hold_each_member_s_own_batches_until_it_finishes(ahead, at_once, prepared, monkeypatch):
+    """Two epochs of shards with 1, 5, 8, 17 and 20 samples, batch size 4; slot numbers differ from worker numbers."""
+    monkeypatch.setattr(stack_module, "SAMPLES_AT_ONCE", at_once)
+    monkeypatch.setattr(stack_module, "STEPS_AT_A_TIME", ahead)
+    task, shared = prepared(local={"batch_size": 4, "epochs": 2})
+    batch_source = BatchSource(task, shared)
+    members = [WorkItem(10 + worker, worker, 3) for worker in range(5)]
+    [made] = Stacks(batch_source.work(members), task, batch_source)
+    assert [member.worker for member in made.members] == [3, 4, 1, 2, 0]
+    assert made.slots.tolist() == made.index.tolist() == [13, 14, 11, 12, 10]
+    step_batches = list(made.step_batches())
+    assert [len(step_batch.members) for step_batch in step_batches] == [5, 5, 4, 4, *[2] * 6]
+    steps = {member.worker: list(islice(batch_source.positions(member.worker, 3), 10)) for member in made.members}
+    for step, step_batch in enumerate(step_batches):
+        assert step_batch.members == range(len(step_batch.members))
+        for place in step_batch.members:
+            batch = steps[made.members[place].worker][step]
+            size = len(batch)
+            assert step_batch.sizes[place] == step_batch.counts[place] == size
+            assert step_batch.positions[place].tolist() == [*batch, *[batch[0]] * (4 - size)]
+            assert step_batch.weights[place].tolist() == [*[1 / size] * size, *[0] * (4 - size)]
+
+
+def test_members_that_train_single_steps_have_the_augmentation_and_the_dropout_of_these_steps(prepared):
+    task, shared = prepared(seed=5, data={"name": "tests.engines.zoo:pictures", "augment": ["flip"]})
+    batch_source, steps, dropout = BatchSource(task, shared), {3: 2, 4: 0, 2: 1}, Dropout(F.dropout, 0.5, (9,))
+    members = [WorkItem(worker, worker, 7, step=step) for worker, step in steps.items()]
+    [stack] = Stacks(batch_source.work(members), task, batch_source)
+    [step_batch] = stack.step_batches()
+    inputs, targets = gather(shared.data.train, step_batch.positions)
+    stack.alter(step_batch, inputs, targets)
+    [masks] = stack.dropout_factors([dropout]).of(0, 3)
+    for place, (worker, step) in enumerate(steps.items()):
+        [positions] = islice(batch_source.positions(worker, 7), step, step + 1)
+        images = shared.data.train.inputs[positions].double()
+        assert torch.equal(inputs[place], flip(images, Draws.of(5, "augment", 7, worker).steps()(step)))
+        assert torch.equal(targets[place], shared.data.train.targets[positions])
+        key = torch.tensor([draw_key(5, "layers", 7, worker)])
+        [masks_of_worker] = dropout_factors(key, step, 1, 4, [dropout], torch.float64)
+        assert torch.equal(masks[place], masks_of_worker[0, 0])
