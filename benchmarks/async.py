@@ -31,13 +31,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import fedsim
 from fedsim import Experiment
 from fedsim.asynchronous.dispatch import Scheduler
+from fedsim.asynchronous.policies import Arrival, Policy
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.core.randomness import batch_order
 from fedsim.data import load_dataset, partition
 from fedsim.data.sources import default_root
 from fedsim.models import Net
-from fedsim.policies import Arrival, Policy
 from fedsim.rounds.round_clock import delays_of
 from fedsim.runs.setup import prepare
 from fedsim.system.devices import usable_cores

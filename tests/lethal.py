@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from fedsim.policies.gradient_updates import Locked
+from fedsim.asynchronous.policies.gradient_updates import Locked
 from fedsim.server.optimizer import ServerAdam
 from tests.components import tiny
 

@@ -17,11 +17,11 @@ import torch
 
 import fedsim
 from fedsim.aggregation.rule import pre_aggregator, rule
+from fedsim.asynchronous.policies import policy
 from fedsim.byzantine.base import attack_strategy
 from fedsim.clients import client_algorithm
 from fedsim.data.augmentation import augmentation
 from fedsim.data.partitions.base import partition_strategy
-from fedsim.policies import policy
 from fedsim.server.optimizer import server_optimizer
 from tests.device.agreement import settings_of
 from tests.engines.test_contract import CASES

@@ -28,7 +28,7 @@ FLOORS = (  # from lowest to highest; a package may import itself and packages o
     ("integrations",),
     ("privacy",),
     ("processing",),
-    ("policies",),
+    ("asynchronous.policies",),
     ("config",),
     ("records",),
     ("training",),
@@ -41,6 +41,9 @@ FLOORS = (  # from lowest to highest; a package may import itself and packages o
     ("report",),
     ("cli",),
 )
+
+
+PACKAGES = {package for packages in FLOORS for package in packages}
 
 
 @cache
@@ -61,7 +64,13 @@ def test_packages_import_lower_packages_only():
 
 
 def package_of(path: Path) -> str:
-    return path.relative_to(ROOT / "fedsim").parts[0].removesuffix(".py")
+    return room(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+
+def room(module: str) -> str:
+    """Return the package in `FLOORS` that a module belongs to."""
+    parts = module.split(".")[1:]
+    return next((package for package in (".".join(parts[:2]), parts[0]) if package in PACKAGES), parts[0])
 
 
 def imports(node: ast.AST) -> Iterator[str]:
@@ -71,7 +80,7 @@ def imports(node: ast.AST) -> Iterator[str]:
         modules = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
         modules = [f"fedsim.{alias.name}" for alias in node.names] if node.module == "fedsim" else [str(node.module)]
-    yield from (module.split(".")[1] for module in modules if module.startswith("fedsim."))
+    yield from (room(module) for module in modules if module.startswith("fedsim."))
     for child in ast.iter_child_nodes(node):
         yield from imports(child)
 

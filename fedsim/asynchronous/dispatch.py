@@ -15,12 +15,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fedsim.asynchronous.policies.policy import Arrival, Work
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.clients import ClientAlgorithm
 from fedsim.clients.schedule import Schedule
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import DivergedError
-from fedsim.policies.policy import Arrival, Work
 from fedsim.training.batches import WorkItem
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from fedsim.aggregation import column_blocks
 from fedsim.aggregation.rules.averages import mean
+from fedsim.asynchronous.policies.policy import Policy
 from fedsim.clients import ClientAlgorithm, State, Stepper
 from fedsim.core.rows import Layout, new_rows
 from fedsim.errors import ExperimentError
-from fedsim.policies.policy import Policy
 from fedsim.processes.shared_memory import share
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.training.shared_state import SharedState

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import Field, PositiveFloat, ValidationError, field_validator, model_validator
 
 from fedsim.aggregation import Pipeline
+from fedsim.asynchronous.policies import policy
 from fedsim.byzantine.base import draw_attackers
 from fedsim.clients import LRSchedule
 from fedsim.config import schema
@@ -34,7 +35,6 @@ from fedsim.data.sources import load_dataset_once
 from fedsim.data.subsets import validation_positions
 from fedsim.engines import Engine, engine
 from fedsim.errors import MAX_NAME, ExperimentError, show
-from fedsim.policies import policy
 from fedsim.privacy import Releases
 from fedsim.processes.hooks import CommunicationHook
 from fedsim.processing import UpdateProcessor

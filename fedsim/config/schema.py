@@ -15,6 +15,8 @@ from torch import nn
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
 from fedsim.aggregation.resolve import as_table
+from fedsim.asynchronous.policies import policy
+from fedsim.asynchronous.policies.delays import noise, slowdown
 from fedsim.byzantine import attack_strategy
 from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, client_algorithm, lr_schedule
 from fedsim.clients.adapters import TrainFunction
@@ -29,8 +31,6 @@ from fedsim.data.augmentation import ImageTransform, augmentation
 from fedsim.errors import ExperimentError, show
 from fedsim.loggers import logger
 from fedsim.models import model
-from fedsim.policies import policy
-from fedsim.policies.delays import noise, slowdown
 from fedsim.privacy import Mechanism, privacy_mechanism
 from fedsim.processes.hooks import hook
 from fedsim.processing import UpdateProcessor, processor

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fedsim.asynchronous.policies import Policy
 from fedsim.clients import LRSchedule, exchanges, needs_local_steps
 from fedsim.clients.adapters import TrainFunction
 from fedsim.config.schema import DIRECTIONS, Clock
@@ -20,7 +21,6 @@ from fedsim.core.randomness import preserve_random_state
 from fedsim.core.suggestions import nearest
 from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, show
-from fedsim.policies import Policy
 from fedsim.processing import check_order
 from fedsim.system.devices import free_memory
 

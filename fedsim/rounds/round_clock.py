@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedsim.asynchronous.dispatch import CheckpointModel, Counts, Seconds
+from fedsim.asynchronous.policies.delays import Delays
 from fedsim.config.experiment import Experiment
-from fedsim.policies.delays import Delays
 from fedsim.training.memory import buffer_bytes, personal_bytes
 from fedsim.training.shared_state import SharedState, message_bytes
 from fedsim.training.task import RunTask

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedsim.asynchronous.policies import Policy
+from fedsim.asynchronous.policies.decentralized import Gossip
+from fedsim.asynchronous.policies.gradient_updates import Hogwild, Locked
 from fedsim.asynchronous.race.state import WRITES_ENDED
 from fedsim.data import TensorData
-from fedsim.policies import Policy
-from fedsim.policies.decentralized import Gossip
-from fedsim.policies.gradient_updates import Hogwild, Locked
 
 TOKENS, TEXTS, CLASSES = 30, 60, 3
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fedsim
+from fedsim.asynchronous.policies import policy
 from fedsim.data import TensorData
-from fedsim.policies import policy
 from fedsim.runs.loops import clock_loop as simulation
 from tests.engines.zoo import experiment as zoo_experiment
 from tests.matrix import in_turn

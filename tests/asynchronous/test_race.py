@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 import fedsim
 from fedsim.asynchronous.dispatch import RoundStats
+from fedsim.asynchronous.policies import policy
 from fedsim.asynchronous.race.state import Measures, RaceState
 from fedsim.asynchronous.race.worker import LockedRaceWorker, ProcessResult
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
-from fedsim.policies import policy
 from fedsim.processes.process_pool import ProcessPool
 from fedsim.records.record import RECORD, AsyncRecord, metric_called
 from fedsim.rounds.evaluation import EvaluationResult

@@ -10,11 +10,11 @@ from typing import Annotated
 import pytest
 from pydantic import Field, ValidationError
 
+from fedsim.asynchronous.policies import policy
+from fedsim.asynchronous.policies.gradient_updates import Hogwild
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.registry import Registry
 from fedsim.errors import ExperimentError
-from fedsim.policies import policy
-from fedsim.policies.gradient_updates import Hogwild
 from tests import components
 
 

@@ -7,9 +7,9 @@ import torch
 
 import fedsim
 from fedsim.aggregation.numerics import lazy_rows
+from fedsim.asynchronous.policies.model_updates import FedBuff
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines import pool as pool_backend
-from fedsim.policies.model_updates import FedBuff
 from tests.device.pretend import GPU, upload
 from tests.engines.in_process import InProcessPool
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.asynchronous.policies import policy
 from fedsim.core import philox
-from fedsim.policies import policy
 from tests.commands import assert_none_left, processes_of_group, read_until, start_python
 from tests.device.agreement import (
     CLOSE,

@@ -10,13 +10,13 @@ import torch
 from torch.utils.data import TensorDataset
 
 import fedsim
+from fedsim.asynchronous.policies import policy
 from fedsim.byzantine.base import attack_strategy
 from fedsim.cli.rule_replay import load_round
 from fedsim.clients import client_algorithm
 from fedsim.data.augmentation import augmentation
 from fedsim.data.partitions.base import partition_strategy
 from fedsim.models import model
-from fedsim.policies import policy
 from fedsim.server.optimizer import server_optimizer
 from tests import components
 from tests.device.agreement import (

@@ -14,7 +14,7 @@ from tests.commands import ROOT, ended, start_ranks
 from tests.engines.test_contract import ALL_CASES, CHAIN, ROUNDING, assert_close, merged, without_times
 from tests.engines.torch_post_local import TABLES
 
-PROGRAM = ROOT / "tests" / "engines" / "rank_program.py"
+PROGRAM = ROOT / "tests" / "processes" / "rank_program.py"
 TINY = {
     "rounds": 2,
     "workers": 3,

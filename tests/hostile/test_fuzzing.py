@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 import fedsim
+from fedsim.asynchronous.policies import delays
 from fedsim.asynchronous.race.log import FILE, read_log
 from fedsim.cli.rule_replay import load_round, replay, replay_json, replay_table
 from fedsim.comparison import plan_comparison
@@ -32,7 +33,6 @@ from fedsim.config.files import to_toml
 from fedsim.config.load import load_experiment
 from fedsim.config.source_catalog import keys_of_tables
 from fedsim.errors import FedsimError
-from fedsim.policies import delays
 from fedsim.records.history import read_history
 from fedsim.records.reader import Run
 from fedsim.report.comparison_page import comparison_page

@@ -217,8 +217,8 @@ def test_a_file_is_read_if_it_lies_where_it_should_and_is_no_larger(tmp_path):
 def test_no_module_of_fedsim_unpickles_or_evaluates_what_files_hold():
     """Messages between the processes of a run (pipes, ranks) are not files."""
     suspicious = re.compile(r"(?<![.\w])(eval|exec)\(|[Pp]ickle[r]?\.loads?\(|torch\.load\(|np\.load\(|shelve|marshal")
-    between_processes = {("system", "messages.py"), ("core", "objects.py"), ("engines", "group.py")}
-    between_processes |= {("engines", "distributed", "process_group.py")}
+    between_processes = {("processes", "messages.py"), ("core", "objects.py"), ("processes", "group.py")}
+    between_processes |= {("processes", "process_group.py")}
     safe = {  # NumPy does not unpickle by default
         "with np.load(MNIST5K_FILE) as file:",
         'with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:',

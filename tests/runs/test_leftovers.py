@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import fedsim
+from fedsim.asynchronous.policies.policy import policy
 from fedsim.errors import DivergedError
-from fedsim.policies.policy import policy
 
 CLOCK = {"mode": "clock", "clock": {"slowdown": "lognormal"}}
 SCHEDULES = {

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 
 from fedsim.asynchronous.dispatch import nonfinite_error
+from fedsim.asynchronous.policies.policy import Arrival
 from fedsim.asynchronous.race.state import WRITES_BEGUN
 from fedsim.asynchronous.race.worker import ProcessResult, RaceWorker
 from fedsim.core.randomness import global_states
-from fedsim.policies.policy import Arrival
 from fedsim.processes.process_context import SHARED_ROW
 from fedsim.system.devices import synchronize
 from fedsim.training.batches import WorkItem

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from fedsim.asynchronous.server_state import ServerState
+from fedsim.asynchronous.policies.policy import Arrival, Policy, policy
 from fedsim.clients import Decay, NonNegative, State
 from fedsim.errors import ExperimentError
-from fedsim.policies.policy import Arrival, Policy, policy
+
+if TYPE_CHECKING:
+    from fedsim.asynchronous.server_state import ServerState
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 

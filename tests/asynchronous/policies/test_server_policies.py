@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from fedsim.asynchronous.policies.model_updates import WEIGHTINGS
 from fedsim.clients import SGD
 from fedsim.errors import ExperimentError
-from fedsim.policies.model_updates import WEIGHTINGS
 from tests.asynchronous.simulated import (
     LR,
     START,

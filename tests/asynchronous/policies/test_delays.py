@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fedsim.asynchronous.policies.delays import BLOCK, Delays, slowdown
 from fedsim.config.schema import Noise, Slowdown
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
-from fedsim.policies.delays import BLOCK, Delays, slowdown
 
 
 def slowdowns_of(n_workers, name, seed=0, **params):

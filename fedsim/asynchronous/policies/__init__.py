@@ -1,7 +1,7 @@
 """The asynchronous policies. Importing this package registers them."""
 
-from fedsim.policies import decentralized, gradient_updates, model_updates
-from fedsim.policies.policy import Arrival, Policy, policy
+from fedsim.asynchronous.policies import decentralized, gradient_updates, model_updates
+from fedsim.asynchronous.policies.policy import Arrival, Policy, policy
 
 __all__ = [
     "Arrival",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from pydantic import Field, PositiveInt
 
-from fedsim.asynchronous.server_state import ServerState
+from fedsim.asynchronous.policies.policy import Arrival, Policy, StateScope, policy
 from fedsim.clients import State
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
-from fedsim.policies.policy import Arrival, Policy, StateScope, policy
+
+if TYPE_CHECKING:
+    from fedsim.asynchronous.server_state import ServerState
 
 
 class OwnModels(Policy):

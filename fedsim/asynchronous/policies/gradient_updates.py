@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from fedsim.asynchronous.server_state import ServerState
+from fedsim.asynchronous.policies.policy import Arrival, Locking, Policy, StateScope, policy
 from fedsim.clients import Decay, NonNegative, State
 from fedsim.errors import ExperimentError
-from fedsim.policies.policy import Arrival, Locking, Policy, StateScope, policy
+
+if TYPE_CHECKING:
+    from fedsim.asynchronous.server_state import ServerState
 
 
 @policy("hogwild")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedsim.asynchronous.policies.decentralized import GRAPHS, complete, exponential, ring
 from fedsim.clients import SGD
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
-from fedsim.policies.decentralized import GRAPHS, complete, exponential, ring
 from tests.asynchronous.simulated import (
     LR,
     START,
