@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fedsim
 from fedsim import Experiment
 from fedsim.asynchronous.dispatch import Scheduler
-from fedsim.asynchronous.policies import Arrival, Policy
+from fedsim.asynchronous.policies import Arrival, AsyncServer, Policy
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.core.randomness import batch_order
@@ -109,7 +109,7 @@ def train_seconds(**tables: Any) -> tuple[float, fedsim.Result]:
 class Nothing(Policy):
     """A policy that only increments the version for each arrival."""
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         server.increment_version()
 
 

@@ -1,17 +1,14 @@
-"""The server's state in an asynchronous run: the global model, its number of updates, and operations for policies."""
+"""The server's state in an asynchronous run: the operations of policies on the memory of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsim.aggregation import column_blocks
-from fedsim.aggregation.rules.averages import mean
 from fedsim.asynchronous.policies.policy import Policy
+from fedsim.asynchronous.policies.server import AsyncServer
 from fedsim.clients import ClientAlgorithm, State, Stepper
 from fedsim.core.rows import Layout, new_rows
 from fedsim.errors import ExperimentError
@@ -31,30 +28,23 @@ class GradientOnly(ClientAlgorithm):
         rows.copy_(gradients)
 
 
-VIEWS = ("shared", "rows", "global_row", "models", "_version", "read", "units", "alive_mask")
+VIEWS = {"shared", "rows", "models", "_version", "read", "units", "alive_mask"} | {
+    *("global_row", "global_buffers", "worker_rows", "worker_buffers"),
+}
 
 
-class ServerState:
-    """State of the server in an asynchronous run.
-
-    n workers train at the same time, and the model has d parameters. A slot is the position of one of the n workers. A
-    row is a flat parameter vector.
+class ServerState(AsyncServer):
+    """State of the server in an asynchronous run, in the memory of an engine.
 
     Args:
         task: description of the run, with its policy, server optimizer and client algorithm.
         shared: memory of the engine, with the global model, the workers' models [n, d] and the buffers.
         worker_states: tensors that workers keep between their rounds.
 
-    Attributes:
-        replicas: start model of each worker, [n, d] if the policy needs it, else [0, d].
-        stepper: client algorithm that takes steps along gradients on the server's models.
-        step_state: optimizer state of `stepper` for the global model, tensors [d].
-        worker_step_states: optimizer state of `stepper` for each worker's model, tensors [n, d].
+    Attributes, in addition to those of `AsyncServer`:
         counts: int64 [1 + 3 n] on the CPU. It contains the number of updates of the global model, followed by three
             values for each slot: the number of updates when its worker last read the model, the number of started
             steps or rounds, and whether the worker is present (1) or has left (0).
-        step_seconds: seconds per local step of each worker, float64 [n] on the CPU.
-        policy_state: tensors that the policy keeps between arrivals.
         tables: positions of embedding tables, of which a step changes only the rows with a nonzero gradient.
     """
 
@@ -84,7 +74,9 @@ class ServerState:
         """Set the attributes that are views of other tensors. Must be called again after unpickling."""
         n, counts = self.n, self.counts.numpy()
         self.shared = shared
-        self.rows, self.global_row = list(shared.cohort.rows), shared.server.row
+        self.global_row, self.global_buffers = shared.server.row, shared.server.buffers
+        self.worker_rows, self.worker_buffers = shared.cohort.rows, shared.cohort.buffers
+        self.rows = list(self.worker_rows)
         self.models = list(self.replicas) or self.rows  # start models
         self._version, self.read = counts[:1], counts[1 : 1 + n]
         self.units, self.alive_mask = counts[1 + n : 1 + 2 * n], counts[1 + 2 * n :]
@@ -101,20 +93,6 @@ class ServerState:
         share(self.own_tensors.values())
         self.attach(self.shared)  # renews the NumPy views
 
-    @property
-    def version(self) -> int:
-        """Number of updates of the global model so far."""
-        return int(self._version[0])
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._version[0] = version
-
-    @property
-    def alive(self) -> np.ndarray:
-        """Positions (slots) of the workers that have not left."""
-        return np.flatnonzero(self.alive_mask)
-
     def revive_all(self) -> None:
         """Let all workers that have left return."""
         if not self.alive_mask.all():
@@ -122,18 +100,12 @@ class ServerState:
             self.policy.on_departure(self)
 
     def pull(self, slot: int) -> None:
-        """Copy the server's current model to worker number `slot`."""
         self.models[slot].copy_(self.optimizer.broadcast(self.global_row, self.shared.server.states["parameters"]))
         for name, sent in self.algorithm.send(self.shared.server.algorithm).items():
             self.shared.cohort.received[name][slot] = sent
         if self.has_buffers and self.buffers == "average":
-            self.shared.cohort.buffers[slot] = self.shared.server.buffers
+            self.worker_buffers[slot] = self.global_buffers
         self.read[slot] = self._version[0]
-
-    def keep_model(self, slot: int) -> None:
-        """Let worker number `slot` continue with its own model, which begins as a copy of the initial global model."""
-        if self.read[slot] < 0:
-            self.read[slot] = self._version[0]
 
     def begin(self, slot: int, worker: int) -> None:
         """Prepare the training of `worker` in `slot`: load its start model, and the state from its previous rounds."""
@@ -141,7 +113,7 @@ class ServerState:
             self.rows[slot].copy_(self.models[slot])
         self.worker_states.load([worker], self.shared.cohort.worker_rows, [slot])
         if self.has_buffers and self.buffers == "frozen":
-            self.shared.cohort.buffers[slot] = self.shared.server.buffers
+            self.worker_buffers[slot] = self.global_buffers
 
     def end(self, slot: int, worker: int) -> None:
         """Save a worker's state for its next round, and pass its messages to the client algorithm's server part."""
@@ -151,64 +123,15 @@ class ServerState:
             messages = {name: messages[slot] for name, messages in shared.cohort.messages.items()}
             self.algorithm.receive(shared.server.algorithm, messages, 1, len(shared.data.shards))
 
-    def staleness(self, slot: int) -> int:
-        """Return the number of updates of the global model since worker number `slot` last read it."""
-        return int(self._version[0] - self.read[slot])
-
     def step(self, gradient: Tensor, slot: int | None = None) -> None:
-        """Take a step on the global model along `gradient` [d]. The gradient may be overwritten.
-
-        The step uses the optimizer state of worker number `slot`. None: the optimizer state shared by all workers.
-        """
-        if self.tables:
-            step_where_touched(self.stepper, self.global_row, gradient, self.tables)
-        else:
-            state = self.step_state if slot is None else self._worker_state(slot)
-            self.stepper.step(self.global_row, gradient, state)
+        if not self.tables:
+            return super().step(gradient, slot)
+        step_where_touched(self.stepper, self.global_row, gradient, self.tables)
         self.increment_version()
-
-    def step_replica(self, slot: int, gradient: Tensor) -> None:
-        """Take a step on the server's copy of a worker's model along `gradient` [d], which may be overwritten."""
-        self.stepper.step(self.replicas[slot], gradient, self._worker_state(slot))
 
     def update(self, update: Tensor) -> None:
-        """Let the server optimizer update the global model along an aggregated update [d]."""
         self.optimizer.step(self.global_row, update, self.shared.server.states["parameters"])
         self.increment_version()
-
-    def increment_version(self) -> None:
-        """Count one more update of the global model."""
-        self._version[0] += 1
-
-    def mean(self, slots: Sequence[int]) -> Tensor:
-        """Return the mean [d] of the rows (models or gradients) of the workers in `slots`."""
-        slots = sorted(slots)
-        rows = self.shared.cohort.rows if slots == list(range(self.n)) else self.shared.cohort.rows[slots]
-        blocks = column_blocks(rows.shape[1], n=len(rows), device=rows.device)
-        return torch.cat([mean(rows[:, block]) for block in blocks])
-
-    def delta(self, slot: int) -> Tensor:
-        """Return a worker's trained model minus its start model, [d].
-
-        For float32 models, the result is float64, so that no digits are lost.
-        """
-        return self.rows[slot].to(self.shared.cohort.buffers.dtype) - self.replicas[slot]
-
-    def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
-        """Move the server's buffers (BatchNorm statistics) towards the mean of the buffers of some workers.
-
-        Args:
-            slots: positions of the workers.
-            share: weight of the mean, from 0 to 1. None: the fraction of the present workers that are in `slots`.
-        """
-        if self.has_buffers:
-            share = min(1.0, len(slots) / len(self.alive)) if share is None else share
-            self.move_buffers(self.shared.cohort.buffers[list(slots)].mean(0), share)
-
-    def move_buffers(self, target: Tensor, share: float) -> None:
-        """Set the server's buffers to (1 - share) * buffers + share * target, unless `buffers = "frozen"` is set."""
-        if self.has_buffers and self.buffers != "frozen":
-            self.shared.server.buffers.lerp_(target, share)
 
     @property
     def own_tensors(self) -> dict[str, Tensor]:
@@ -229,9 +152,6 @@ class ServerState:
         for key, state in (("kept", cohort.kept), ("messages", cohort.messages), ("received", cohort.received)):
             in_flight |= {f"{key}.{name}": tensor for name, tensor in state.items()}
         return {**in_flight, **{f"server.{name}": tensor for name, tensor in self.own_tensors.items()}}
-
-    def _worker_state(self, slot: int) -> State:
-        return {name: tensor[slot] for name, tensor in self.worker_step_states.items()}
 
 
 Tables = tuple[tuple[int, int, int], ...]  # per embedding: offset in the flat row, num_embeddings, embedding_dim

@@ -18,6 +18,7 @@ from fedsim.records.record import MOST_NAMES, RECORD, RoundRecord
 from fedsim.system.files import is_file, read_bounded, to_json
 
 EXPERIMENT, METRICS, EVENTS = "experiment.toml", "metrics.jsonl", "events.jsonl"
+RACE_LOG = "race.csv"
 MOST_METRICS_BYTES, MOST_LINE_BYTES, MOST_ROUNDS = 2**29, 2**26, 500_000  # much more than any run writes
 MOST_OBJECT_BYTES = 2**24
 
@@ -32,7 +33,7 @@ FILES = {
     "workers.png": "Figure of the last test of single workers (PNG, SVG or PDF). Needs `data.local_test_fraction`.",
     "workers-*.csv": "The test results of single workers after a round, one row for each worker.",
     "updates-*.safetensors": "The updates in a round that `records.updates` lists, for `fedsim replay`.",
-    "race.csv": "The order of events in a race, for `clock.replay_log`.",
+    RACE_LOG: "The order of events in a race, for `clock.replay_log`.",
     "checkpoints/round-*.safetensors": "The tensors of a checkpoint, from which `fedsim run --resume` continues.",
     "checkpoints/round-*.json": "The remaining state of a checkpoint, with checksums.",
     "events.out.tfevents.*": "The log for TensorBoard. Needs the logger `tensorboard`.",

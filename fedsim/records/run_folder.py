@@ -21,11 +21,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from fedsim.asynchronous.race.log import FILE as RACE_LOG
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import to_toml
 from fedsim.errors import FedsimError, RecordError
-from fedsim.records.history import EVENTS, EXPERIMENT, METRICS, PATTERNS, read_object, to_line
+from fedsim.records.history import EVENTS, EXPERIMENT, METRICS, PATTERNS, RACE_LOG, read_object, to_line
 from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import WorkerResults, workers_csv
 from fedsim.system.files import (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedsim.asynchronous.dispatch import Scheduler
-from fedsim.asynchronous.policies import Policy, policy
+from fedsim.asynchronous.policies import AsyncServer, Policy, policy
 from fedsim.asynchronous.policies.delays import Delays, noise
 from fedsim.asynchronous.server_state import GradientOnly, ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
@@ -165,7 +165,7 @@ def _watch(chosen: Policy, result: SimulatedRun) -> None:
     take = type(chosen).take
 
     class Watched(type(chosen)):
-        def take(self, server: ServerState, arrival: Any) -> None:
+        def take(self, server: AsyncServer, arrival: Any) -> None:
             result.arrivals.append(arrival)
             result.times.append(result.clock.now)
             take(self, server, arrival)

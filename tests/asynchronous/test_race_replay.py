@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.asynchronous.race.log import FILE
 from fedsim.callbacks.display import announcement, columns_of
 from fedsim.errors import show
+from fedsim.records.history import RACE_LOG
 
 POLICIES = {
     "fedasync": {},
@@ -98,7 +98,7 @@ def test_a_log_of_another_experiment_is_refused(session, logged, changes, line):
 
 def altered(logged, tmp_path, change):
     path = tmp_path / "altered.csv"
-    path.write_text(change((logged / FILE).read_text()))
+    path.write_text(change((logged / RACE_LOG).read_text()))
     return path
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import save
 
 import fedsim
 from fedsim.asynchronous.policies import delays
-from fedsim.asynchronous.race.log import FILE, read_log
+from fedsim.asynchronous.race.log import read_log
 from fedsim.cli.rule_replay import load_round, replay, replay_json, replay_table
 from fedsim.comparison import plan_comparison
 from fedsim.comparison.folder import ComparisonFolder
@@ -33,7 +33,7 @@ from fedsim.config.files import to_toml
 from fedsim.config.load import load_experiment
 from fedsim.config.source_catalog import keys_of_tables
 from fedsim.errors import FedsimError
-from fedsim.records.history import read_history
+from fedsim.records.history import RACE_LOG, read_history
 from fedsim.records.reader import Run
 from fedsim.report.comparison_page import comparison_page
 from fedsim.report.page import to_script_json
@@ -286,7 +286,9 @@ def test_logs_of_races(tmp_path, examples):
         of_head, of_entries, cuts = example
         head = mutated(LOGGED, of_head) if of_head else LOGGED
         entries = mutated(ENTRIES, of_entries) if of_entries else ENTRIES
-        (tmp_path / FILE).write_bytes(edited(log_of(head, entries if isinstance(entries, list) else [entries]), cuts))
+        (tmp_path / RACE_LOG).write_bytes(
+            edited(log_of(head, entries if isinstance(entries, list) else [entries]), cuts)
+        )
         read_log(str(tmp_path), LOGGED)
 
     changes = st.just([]) | mutations([value for value in EXTREMES if value != 10**400], KEYS)

@@ -2,9 +2,11 @@
 
 from fedsim.asynchronous.policies import decentralized, gradient_updates, model_updates
 from fedsim.asynchronous.policies.policy import Arrival, Policy, policy
+from fedsim.asynchronous.policies.server import AsyncServer
 
 __all__ = [
     "Arrival",
+    "AsyncServer",
     "Policy",
     "decentralized",
     "gradient_updates",

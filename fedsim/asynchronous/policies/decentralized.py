@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, PositiveInt
 
 from fedsim.asynchronous.policies.policy import Arrival, Policy, StateScope, policy
+from fedsim.asynchronous.policies.server import AsyncServer
 from fedsim.clients import State
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
-
-if TYPE_CHECKING:
-    from fedsim.asynchronous.server_state import ServerState
 
 
 class OwnModels(Policy):
     """Base class for policies in which each worker keeps its own model and its own optimizer state (momentum).
 
-    The server stores these models as `ServerState.replicas`.
+    The server stores these models as `AsyncServer.replicas`.
     """
 
     @property
@@ -53,19 +51,19 @@ class ElasticAveraging(OwnModels):
     period: PositiveInt = 10
     synchronous: bool = False
 
-    def start(self, server: ServerState) -> State:
+    def start(self, server: AsyncServer) -> State:
         return {"arrived": torch.zeros(server.n, dtype=torch.int64)}
 
-    def may_start(self, server: ServerState, slot: int) -> bool:
+    def may_start(self, server: AsyncServer, slot: int) -> bool:
         return not (self.synchronous and server.policy_state["arrived"].numpy()[slot])
 
-    def pull(self, server: ServerState, slot: int) -> None:
+    def pull(self, server: AsyncServer, slot: int) -> None:
         server.keep_model(slot)
 
-    def on_departure(self, server: ServerState) -> None:
+    def on_departure(self, server: AsyncServer) -> None:
         self._exchange_if_complete(server)  # possibly the last worker that the others waited for
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         slot = arrival.slot
         server.step_replica(slot, server.rows[slot])
         if (arrival.unit + 1) % self.period:
@@ -80,13 +78,13 @@ class ElasticAveraging(OwnModels):
         exchanges = int((unit + 1) % self.period == 0)
         return exchanges, exchanges
 
-    def _exchange_if_complete(self, server: ServerState) -> None:
+    def _exchange_if_complete(self, server: AsyncServer) -> None:
         arrived = server.policy_state["arrived"]
         if bool(arrived.any()) and bool(arrived[server.alive].all()):
             self._exchange(server, server.alive.tolist())
             arrived.zero_()
 
-    def _exchange(self, server: ServerState, slots: list[int]) -> None:
+    def _exchange(self, server: AsyncServer, slots: list[int]) -> None:
         alpha = 0.9 / server.n if self.alpha is None else self.alpha
         elastic = (server.replicas[slots] - server.global_row).mul_(alpha)
         server.replicas[slots] -= elastic
@@ -144,16 +142,16 @@ class Pairwise(OwnModels):
 
     graph: Literal["ring", "complete", "exponential"] = "ring"
 
-    def start(self, server: ServerState) -> State:
-        # A copy, since `shared.cohort.buffers` may contain results that have not arrived yet.
-        return {"buffers": server.shared.cohort.buffers.clone()}
+    def start(self, server: AsyncServer) -> State:
+        # A copy, since `worker_buffers` may contain results that have not arrived yet.
+        return {"buffers": server.worker_buffers.clone()}
 
-    def pull(self, server: ServerState, slot: int) -> None:
+    def pull(self, server: AsyncServer, slot: int) -> None:
         server.read[slot] = server.version
         if server.has_buffers:
-            server.shared.cohort.buffers[slot] = server.policy_state["buffers"][slot]
+            server.worker_buffers[slot] = server.policy_state["buffers"][slot]
 
-    def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
+    def partner(self, server: AsyncServer, slot: int, unit: int) -> int | None:
         """Draw a random neighbour of a worker from the neighbours that still take part in the run.
 
         Args:
@@ -168,12 +166,12 @@ class Pairwise(OwnModels):
             return None
         return neighbours[int(numpy_generator(server.seed, "neighbour", slot, unit).integers(len(neighbours)))]
 
-    def average(self, server: ServerState, arrival: Arrival) -> None:
+    def average(self, server: AsyncServer, arrival: Arrival) -> None:
         """Replace the models of a worker and its partner by their average."""
         slot, partner = arrival.slot, self.partner(server, arrival.slot, arrival.unit)
         buffers = server.policy_state["buffers"]
         if server.has_buffers:
-            buffers[slot] = server.shared.cohort.buffers[slot]
+            buffers[slot] = server.worker_buffers[slot]
         if partner is not None:
             mine, theirs = server.models[slot], server.models[partner]
             theirs.copy_(mine.add_(theirs).mul_(0.5))
@@ -181,7 +179,7 @@ class Pairwise(OwnModels):
                 buffers[[slot, partner]] = buffers[[slot, partner]].mean(0)
         server.increment_version()
 
-    def publish(self, server: ServerState) -> None:
+    def publish(self, server: AsyncServer) -> None:
         slots = server.alive.tolist()
         if not slots:
             raise ExperimentError(
@@ -189,7 +187,7 @@ class Pairwise(OwnModels):
             )
         server.global_row.copy_(server.replicas[slots].mean(0))
         if server.has_buffers and server.buffers != "frozen":
-            server.shared.server.buffers.copy_(server.policy_state["buffers"][slots].mean(0))
+            server.global_buffers.copy_(server.policy_state["buffers"][slots].mean(0))
 
 
 @policy("ad_psgd")
@@ -206,7 +204,7 @@ class ADPSGD(Pairwise):
     'pair'
     """
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         self.average(server, arrival)
         server.step_replica(arrival.slot, server.rows[arrival.slot])
 
@@ -225,6 +223,6 @@ class Gossip(Pairwise):
     [1, 2, 4, 6, 7]
     """
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         server.step_replica(arrival.slot, server.rows[arrival.slot])
         self.average(server, arrival)

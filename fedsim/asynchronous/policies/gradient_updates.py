@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policies.policy import Arrival, Locking, Policy, StateScope, policy
+from fedsim.asynchronous.policies.server import AsyncServer
 from fedsim.clients import Decay, NonNegative, State
 from fedsim.errors import ExperimentError
-
-if TYPE_CHECKING:
-    from fedsim.asynchronous.server_state import ServerState
 
 
 @policy("hogwild")
@@ -44,7 +42,7 @@ class Hogwild(Policy):
     def state_scope(self) -> StateScope:
         return frozenset([self.momentum])
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         server.step(server.rows[arrival.slot], arrival.slot if self.momentum == "private" else None)
         server.mix_buffers([arrival.slot])
 
@@ -88,14 +86,14 @@ class ASGD(Policy):
     def state_scope(self) -> StateScope:
         return frozenset(["shared", "private"] if self.needs_replicas else ["shared"])
 
-    def start(self, server: ServerState) -> State:
-        return {"unsent": torch.zeros_like(server.shared.cohort.rows)} if self.n_push > 1 else {}
+    def start(self, server: AsyncServer) -> State:
+        return {"unsent": torch.zeros_like(server.worker_rows)} if self.n_push > 1 else {}
 
-    def pull(self, server: ServerState, slot: int) -> None:
+    def pull(self, server: AsyncServer, slot: int) -> None:
         if server.units[slot] % self.n_fetch == 0:
             server.pull(slot)
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         slot, unit = arrival.slot, arrival.unit
         gradient = server.rows[slot]
         if (unit + 1) % self.n_fetch:
@@ -135,10 +133,10 @@ class StalenessAware(Policy):
                 "(cohort)"
             )
 
-    def start(self, server: ServerState) -> State:
+    def start(self, server: AsyncServer) -> State:
         return {"sum": torch.zeros_like(server.global_row), "count": torch.zeros(1, dtype=torch.int64)}
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         total, count = server.policy_state["sum"], server.policy_state["count"]
         needed = server.n // (self.softsync or server.n)
         total.add_(server.rows[arrival.slot], alpha=1 / (max(1, arrival.staleness) * needed))
@@ -149,7 +147,7 @@ class StalenessAware(Policy):
             total.zero_()
             count.zero_()
 
-    def buffered(self, server: ServerState) -> int:
+    def buffered(self, server: AsyncServer) -> int:
         return int(server.policy_state["count"])
 
 
@@ -186,10 +184,10 @@ class DelayCompensated(Policy):
     def needs_replicas(self) -> bool:
         return True
 
-    def start(self, server: ServerState) -> State:
-        return {"mean_square": torch.zeros_like(server.shared.cohort.rows)} if self.adaptive else {}
+    def start(self, server: AsyncServer) -> State:
+        return {"mean_square": torch.zeros_like(server.worker_rows)} if self.adaptive else {}
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         slot = arrival.slot
         gradient, square = server.rows[slot], server.rows[slot].square()
         correction = (server.global_row - server.replicas[slot]).mul_(square)
@@ -218,20 +216,20 @@ class StaleSynchronous(Policy):
 
     s: NonNegativeInt | Literal["inf"] = 3
 
-    def start(self, server: ServerState) -> State:
+    def start(self, server: AsyncServer) -> State:
         counts = {name: torch.zeros(server.n, dtype=torch.int64) for name in ("clocks", "buffered")}
         return {**counts, "slowest": torch.zeros(1, dtype=torch.int64)}  # the smallest clock of the alive workers
 
-    def may_start(self, server: ServerState, slot: int) -> bool:
+    def may_start(self, server: AsyncServer, slot: int) -> bool:
         if self.s == "inf":
             return True
         return bool(server.policy_state["clocks"].numpy()[slot] - server.policy_state["slowest"].numpy()[0] <= self.s)
 
-    def pull(self, server: ServerState, slot: int) -> None:
+    def pull(self, server: AsyncServer, slot: int) -> None:
         self._apply(server)
         server.pull(slot)
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         slot, clocks = arrival.slot, server.policy_state["clocks"].numpy()
         clocks[slot] = arrival.unit + 1
         server.policy_state["buffered"].numpy()[slot] = 1
@@ -240,17 +238,17 @@ class StaleSynchronous(Policy):
         if self.may_start(server, slot):
             self._apply(server)
 
-    def on_departure(self, server: ServerState) -> None:
+    def on_departure(self, server: AsyncServer) -> None:
         self._find_slowest(server)
 
-    def _find_slowest(self, server: ServerState) -> None:
+    def _find_slowest(self, server: AsyncServer) -> None:
         if len(alive := server.alive):
             server.policy_state["slowest"][0] = int(server.policy_state["clocks"].numpy()[alive].min())
 
-    def buffered(self, server: ServerState) -> int:
+    def buffered(self, server: AsyncServer) -> int:
         return int(server.policy_state["buffered"].sum())
 
-    def _apply(self, server: ServerState) -> None:
+    def _apply(self, server: AsyncServer) -> None:
         buffered = server.policy_state["buffered"].numpy()
         slots = buffered.nonzero()[0].tolist()
         if slots:
@@ -269,13 +267,13 @@ class FirstK(Policy):
     def needed(self, n_workers: int) -> int:
         """Return k, the number of gradients per step, if `n_workers` workers train at the same time."""
 
-    def start(self, server: ServerState) -> State:
+    def start(self, server: AsyncServer) -> State:
         return {"arrived": torch.zeros(server.n, dtype=torch.int64)}
 
-    def may_start(self, server: ServerState, slot: int) -> bool:
+    def may_start(self, server: AsyncServer, slot: int) -> bool:
         return not server.policy_state["arrived"].numpy()[slot]
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         arrived = server.policy_state["arrived"].numpy()
         arrived[arrival.slot] = 1
         if self.buffered(server) == self.needed(server.n):
@@ -284,10 +282,10 @@ class FirstK(Policy):
             server.mix_buffers(slots, share=1.0)
             arrived[:] = 0
 
-    def buffered(self, server: ServerState) -> int:
+    def buffered(self, server: AsyncServer) -> int:
         return int(server.policy_state["arrived"].numpy().sum())
 
-    def arrivals_needed(self, server: ServerState) -> int | None:
+    def arrivals_needed(self, server: AsyncServer) -> int | None:
         return self.needed(server.n) - self.buffered(server) if self.cancels else None
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policies.policy import Arrival, Policy, policy
+from fedsim.asynchronous.policies.server import AsyncServer
 from fedsim.clients import Decay, NonNegative, State
 from fedsim.errors import ExperimentError
-
-if TYPE_CHECKING:
-    from fedsim.asynchronous.server_state import ServerState
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
@@ -64,7 +62,7 @@ class FedAsync(Policy):
     def needs_replicas(self) -> bool:
         return False
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         share = self.alpha * WEIGHTINGS[self.staleness](arrival.staleness, self.a, self.b)
         server.global_row.lerp_(server.rows[arrival.slot], share)
         server.increment_version()
@@ -94,21 +92,21 @@ class FedBuff(Policy):
     k: PositiveInt | None = None
     exponent: NonNegative = 0.5
 
-    def start(self, server: ServerState) -> State:
-        wide = server.shared.cohort.buffers.dtype
+    def start(self, server: AsyncServer) -> State:
+        wide = server.worker_buffers.dtype
         return {
             "sum": torch.zeros_like(server.global_row, dtype=wide),
             "count": torch.zeros(1, dtype=torch.int64),
-            "buffers": torch.zeros_like(server.shared.server.buffers),
+            "buffers": torch.zeros_like(server.global_buffers),
             "weight": torch.zeros(1, dtype=torch.double),  # sum of the weights in `buffers`
         }
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         total, count, buffers, weight = (server.policy_state[name] for name in ("sum", "count", "buffers", "weight"))
         k, slot = self.k or server.n, arrival.slot
         share = (1 + arrival.staleness) ** -self.exponent / k
         total.add_(server.delta(slot), alpha=share)
-        buffers.add_(server.shared.cohort.buffers[slot], alpha=share)
+        buffers.add_(server.worker_buffers[slot], alpha=share)
         weight += share
         count += 1
         if int(count) == k:
@@ -117,7 +115,7 @@ class FedBuff(Policy):
             for tensor in (total, count, buffers, weight):
                 tensor.zero_()
 
-    def buffered(self, server: ServerState) -> int:
+    def buffered(self, server: AsyncServer) -> int:
         return int(server.policy_state["count"])
 
 
@@ -157,18 +155,18 @@ class AsyncLocalSGD(Policy):
         if self.c > 1 / n:
             raise ExperimentError(f"policy.c = {self.c:g}: must be at most 1/policy.n = 1/{n}")
 
-    def start(self, server: ServerState) -> State:
-        wide = server.shared.cohort.buffers.dtype
+    def start(self, server: AsyncServer) -> State:
+        wide = server.worker_buffers.dtype
         rows = {name: torch.zeros_like(server.global_row, dtype=wide) for name in ("sum", "momentum")}
         return {**rows, "count": torch.zeros(1, dtype=torch.int64)}
 
-    def local_steps(self, server: ServerState, slot: int, scheduled: int) -> int | None:
+    def local_steps(self, server: AsyncServer, slot: int, scheduled: int) -> int | None:
         if not self.dylu:
             return None
         taken = server.step_seconds.numpy()
         return max(1, int(scheduled * taken[server.alive].min() / taken[slot] + 1e-9))
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         total, momentum, count = (server.policy_state[name] for name in ("sum", "momentum", "count"))
         delta, n = server.delta(arrival.slot), self.n or server.n
         total.add_(delta)

@@ -21,13 +21,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
+from fedsim.asynchronous.policies.server import AsyncServer
 from fedsim.clients import State
 from fedsim.core.registry import Registry
-
-if TYPE_CHECKING:
-    from fedsim.asynchronous.server_state import ServerState
 
 Work = Literal["gradient", "model"]
 Locking = Literal["server", "pair", "nothing"]
@@ -88,27 +86,27 @@ class Policy(ABC):
     def check(self, n_workers: int) -> None:  # noqa: B027
         """Raise ExperimentError if the policy's settings do not allow `n_workers` concurrent workers."""
 
-    def start(self, server: ServerState) -> State:
+    def start(self, server: AsyncServer) -> State:
         """Return the policy's initial state, a dict of tensors."""
         return {}
 
-    def may_start(self, server: ServerState, slot: int) -> bool:
+    def may_start(self, server: AsyncServer, slot: int) -> bool:
         """Whether the idle worker number `slot` may start to train now."""
         return True
 
-    def local_steps(self, server: ServerState, slot: int, scheduled: int) -> int | None:
+    def local_steps(self, server: AsyncServer, slot: int, scheduled: int) -> int | None:
         """Return the number of local steps of worker number `slot` in its next round. None means `scheduled`."""
         return None
 
-    def pull(self, server: ServerState, slot: int) -> None:
+    def pull(self, server: AsyncServer, slot: int) -> None:
         """Give the idle worker number `slot` the model from which it will train."""
         server.pull(slot)
 
     @abstractmethod
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         """Use a worker's result: update the global model, or keep the result for a later update."""
 
-    def partner(self, server: ServerState, slot: int, unit: int) -> int | None:
+    def partner(self, server: AsyncServer, slot: int, unit: int) -> int | None:
         """Return the slot of the second worker whose model `take` changes, or None if there is none.
 
         Args:
@@ -118,14 +116,14 @@ class Policy(ABC):
         """
         return None
 
-    def on_departure(self, server: ServerState) -> None:  # noqa: B027
+    def on_departure(self, server: AsyncServer) -> None:  # noqa: B027
         """Called after workers have left or returned. `server.alive` contains the slots of the present workers."""
 
-    def buffered(self, server: ServerState) -> int:
+    def buffered(self, server: AsyncServer) -> int:
         """Return the number of results that have arrived but have not changed the global model yet."""
         return 0
 
-    def publish(self, server: ServerState) -> None:  # noqa: B027
+    def publish(self, server: AsyncServer) -> None:  # noqa: B027
         """Compute the global model and write it to `server.global_row`. Called at the end of each round.
 
         Only needed if the policy does not keep the global model up to date, for example in decentralized training.
@@ -138,7 +136,7 @@ class Policy(ABC):
         """
         return 1, 1
 
-    def arrivals_needed(self, server: ServerState) -> int | None:
+    def arrivals_needed(self, server: AsyncServer) -> int | None:
         """Return how many of the next results to arrive are certain to be used. None: all.
 
         The other results may be cancelled by an update of the global model.
@@ -162,5 +160,5 @@ class Synchronous(Policy):
 
     in_rounds = True
 
-    def take(self, server: ServerState, arrival: Arrival) -> None:
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
         raise AssertionError("the synchronous loop has no arrivals")

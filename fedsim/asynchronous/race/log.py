@@ -12,9 +12,9 @@ import numpy as np
 
 from fedsim.core.input_limits import leaves_of, problem_with_words
 from fedsim.errors import ExperimentError, show
+from fedsim.records.history import RACE_LOG
 from fedsim.system.files import read_bounded
 
-FILE = "race.csv"
 MOST_BYTES = 2**30
 LARGEST = 2**63  # exclusive limit of int64
 MARK = "# fedsim race "
@@ -79,7 +79,7 @@ def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int
     """
     where = f"clock.replay_log = {show(path)}"
     try:
-        file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+        file = Path(path) / RACE_LOG if Path(path).is_dir() else Path(path)
         head, names, *lines = read_bounded(file, MOST_BYTES).decode("utf-8").splitlines()
         raced = json.loads(head.removeprefix(MARK))
         if not head.startswith(MARK) or names != ",".join(COLUMNS) or not isinstance(raced, dict):
@@ -98,7 +98,7 @@ def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, RecursionError):
         raise ExperimentError(
-            f"{where}: is not a race log; give the {FILE} of a run with mode=race and a policy that locks the "
+            f"{where}: is not a race log; give the {RACE_LOG} of a run with mode=race and a policy that locks the "
             "server's model (other runs do not write this file)"
         ) from None
     _require_same_experiment(where, raced, experiment)

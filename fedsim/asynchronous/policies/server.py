@@ -1,0 +1,145 @@
+"""The server of an asynchronous run, as policies see it: its tensors, and the operations that change them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.aggregation import column_blocks
+from fedsim.aggregation.rules.averages import mean
+from fedsim.clients import State, Stepper
+
+
+class AsyncServer(ABC):
+    """Server of an asynchronous run: the tensors and operations that policies may use.
+
+    n workers train at the same time, and the model has d parameters and b buffers. A slot is the position of one of the
+    n workers. A row is a flat parameter vector.
+
+    Attributes:
+        n: number of workers that train at the same time.
+        seed: seed of the run.
+        buffers: the setting `buffers`: "average", "local" or "frozen".
+        has_buffers: whether the model has buffers.
+        stepper: client algorithm that takes steps along gradients on the server's models.
+        global_row: global model, [d].
+        global_buffers: buffers of the global model, [b], float64.
+        worker_rows: results of the workers (models or gradients), [n, d].
+        worker_buffers: buffers of the workers' models, [n, b], float64.
+        rows: the rows [d] of `worker_rows`.
+        replicas: start model of each worker, [n, d] if the policy needs it, else [0, d].
+        models: rows [d] in which the workers find their start models.
+        step_state: optimizer state of `stepper` for the global model, tensors [d].
+        worker_step_states: optimizer state of `stepper` for each worker's model, tensors [n, d].
+        policy_state: tensors that the policy keeps between arrivals.
+        step_seconds: seconds per local step of each worker, float64 [n] on the CPU.
+        read: number of updates when each worker last read the model, int64 [n], or -1.
+        units: number of steps or rounds that were started in each slot, int64 [n].
+        alive_mask: whether each worker is present (1) or has left (0), int64 [n].
+    """
+
+    n: int
+    seed: int
+    buffers: str
+    has_buffers: bool
+    stepper: Stepper
+    global_row: Tensor
+    global_buffers: Tensor
+    worker_rows: Tensor
+    worker_buffers: Tensor
+    rows: list[Tensor]
+    replicas: Tensor
+    models: list[Tensor]
+    step_state: State
+    worker_step_states: State
+    policy_state: State
+    step_seconds: Tensor
+    read: np.ndarray
+    units: np.ndarray
+    alive_mask: np.ndarray
+    _version: np.ndarray
+
+    @property
+    def version(self) -> int:
+        """Number of updates of the global model so far."""
+        return int(self._version[0])
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version[0] = version
+
+    def increment_version(self) -> None:
+        """Count one more update of the global model."""
+        self._version[0] += 1
+
+    @property
+    def alive(self) -> np.ndarray:
+        """Positions (slots) of the workers that have not left."""
+        return np.flatnonzero(self.alive_mask)
+
+    def staleness(self, slot: int) -> int:
+        """Return the number of updates of the global model since worker number `slot` last read it."""
+        return int(self._version[0] - self.read[slot])
+
+    @abstractmethod
+    def pull(self, slot: int) -> None:
+        """Copy the server's current model to worker number `slot`."""
+
+    def keep_model(self, slot: int) -> None:
+        """Let worker number `slot` continue with its own model, which begins as a copy of the initial global model."""
+        if self.read[slot] < 0:
+            self.read[slot] = self._version[0]
+
+    def step(self, gradient: Tensor, slot: int | None = None) -> None:
+        """Take a step on the global model along `gradient` [d]. The gradient may be overwritten.
+
+        The step uses the optimizer state of worker number `slot`. None: the optimizer state shared by all workers.
+        """
+        state = self.step_state if slot is None else self._worker_state(slot)
+        self.stepper.step(self.global_row, gradient, state)
+        self.increment_version()
+
+    def step_replica(self, slot: int, gradient: Tensor) -> None:
+        """Take a step on the server's copy of a worker's model along `gradient` [d], which may be overwritten."""
+        self.stepper.step(self.replicas[slot], gradient, self._worker_state(slot))
+
+    @abstractmethod
+    def update(self, update: Tensor) -> None:
+        """Let the server optimizer update the global model along an aggregated update [d]."""
+
+    def mean(self, slots: Sequence[int]) -> Tensor:
+        """Return the mean [d] of the rows (models or gradients) of the workers in `slots`."""
+        slots = sorted(slots)
+        rows = self.worker_rows if slots == list(range(self.n)) else self.worker_rows[slots]
+        blocks = column_blocks(rows.shape[1], n=len(rows), device=rows.device)
+        return torch.cat([mean(rows[:, block]) for block in blocks])
+
+    def delta(self, slot: int) -> Tensor:
+        """Return a worker's trained model minus its start model, [d].
+
+        For float32 models, the result is float64, so that no digits are lost.
+        """
+        return self.rows[slot].to(self.worker_buffers.dtype) - self.replicas[slot]
+
+    def mix_buffers(self, slots: Sequence[int], share: float | None = None) -> None:
+        """Move the server's buffers (BatchNorm statistics) towards the mean of the buffers of some workers.
+
+        Args:
+            slots: positions of the workers.
+            share: weight of the mean, from 0 to 1. None: the fraction of the present workers that are in `slots`.
+        """
+        if self.has_buffers:
+            share = min(1.0, len(slots) / len(self.alive)) if share is None else share
+            self.move_buffers(self.worker_buffers[list(slots)].mean(0), share)
+
+    def move_buffers(self, target: Tensor, share: float) -> None:
+        """Set the server's buffers to (1 - share) * buffers + share * target, unless `buffers = "frozen"` is set."""
+        if self.has_buffers and self.buffers != "frozen":
+            self.global_buffers.lerp_(target, share)
+
+    def _worker_state(self, slot: int) -> State:
+        return {name: tensor[slot] for name, tensor in self.worker_step_states.items()}
