@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat
 
 from fedsim.asynchronous.policies.policy import Arrival, Work
 from fedsim.asynchronous.server_state import ServerState
@@ -27,7 +27,7 @@ from fedsim.training.task import RunTask
 
 # Types of checkpoints
 Number = Annotated[int, Field(ge=0, lt=2**53)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[NonNegativeFloat, Field(allow_inf_nan=False)]
 Counts = list[tuple[Number, Number]]  # (worker, count)
 
 
