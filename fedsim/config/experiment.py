@@ -21,7 +21,7 @@ from fedsim.asynchronous.policies import policy
 from fedsim.byzantine.base import draw_attackers
 from fedsim.clients import LRSchedule
 from fedsim.config import schema
-from fedsim.config.overrides import DEFAULT_ENGINE
+from fedsim.config.engines import DEFAULT_ENGINE, traits_of
 from fedsim.config.schema import matching
 from fedsim.config.source_catalog import keys_of_tables
 from fedsim.config.validation import problems_with, what_needs_rows
@@ -34,7 +34,6 @@ from fedsim.core.validation_errors import explain
 from fedsim.data.formats.images import lacks_files
 from fedsim.data.sources import load_dataset_once
 from fedsim.data.subsets import validation_positions
-from fedsim.engines import Engine, engine
 from fedsim.errors import MAX_NAME, ExperimentError, show
 from fedsim.privacy import Releases
 from fedsim.processes.hooks import CommunicationHook
@@ -147,9 +146,7 @@ class Experiment(Table):
     @field_validator("engine")
     @classmethod
     def _engine_exists(cls, name: str) -> str:
-        target = engine.get(name, "engine").target
-        if not (isinstance(target, type) and issubclass(target, Engine)):
-            raise ExperimentError(f"engine = {show(name)}: must be a subclass of fedsim.engines.Engine")
+        traits_of(name)
         return name
 
     @field_validator("mode", mode="before")
@@ -269,8 +266,7 @@ class Experiment(Table):
     @property
     def gradient_hook(self) -> CommunicationHook | None:
         """Hook that averages the gradients of the ranks, or None if the rule needs each worker's gradient."""
-        ranks = engine.get(self.engine).target.traits.ranks
-        averages = ranks and self.rounds_of_gradients > 0 and self.needs_rows is None
+        averages = traits_of(self.engine).ranks and self.rounds_of_gradients > 0 and self.needs_rows is None
         return self.distributed.hook.component if averages else None
 
     @property
