@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from fedsim.callbacks.callback import Callback, CurrentRun
 from fedsim.callbacks.checkpoints import CheckpointFolder
+from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.core.confidence import fixed
-from fedsim.engines import engine as engines
 from fedsim.errors import plural, show
 from fedsim.records.formatting import score_text
 from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
@@ -187,7 +187,7 @@ def announcement(experiment: Experiment) -> str:
     byzantine = experiment.attack.count(experiment.workers)
     attackers = f", {byzantine} of them Byzantine ({_attack(experiment)})" if byzantine else ""
     workers = f"{experiment.workers:,} worker{'s' * (experiment.workers > 1)}{attackers}{cohort}"
-    ranks = f"; {experiment.engine}" if engines.get(experiment.engine).target.traits.ranks else ""
+    ranks = f"; {experiment.engine}" if traits_of(experiment.engine).ranks else ""
     return f"{experiment.name}: {workers}; {plural(experiment.rounds, 'round')}; {_algorithm(experiment)}{ranks}"
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed
 
+from fedsim.config.engines import TRAITS, traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.data.formats.images import CLASS_NAMES, lacks_files
 from fedsim.data.sources import default_root
-from fedsim.engines import engine as engines
 from fedsim.engines.auto import AutoEngine
 from fedsim.engines.engine import Engine
 from fedsim.engines.named import stacked
@@ -157,9 +157,9 @@ def _engines() -> Iterator[Finding]:
         with warnings.catch_warnings(), Session() as session:
             warnings.simplefilter("ignore")
             with prepare(Experiment(engine="serial"), session) as (task, engine):
-                for registration in engines:
-                    if not registration.target.traits.ranks:
-                        yield Finding(f"engine={registration.name}", _engine_plan(registration.name, task, engine))
+                for name, traits in TRAITS.items():
+                    if not traits.ranks:
+                        yield Finding(f"engine={name}", _engine_plan(name, task, engine))
     except FedsimError as error:
         problem = f"the default experiment cannot run: {first_line(error)}"
         yield Finding("engines", "none works", [(problem, "run fedsim run --dry-run for details")], fatal=True)
@@ -167,7 +167,7 @@ def _engines() -> Iterator[Finding]:
 
 def _engine_plan(name: str, task: RunTask, serial: Engine) -> str:
     experiment, shared = Experiment(engine=name), serial.shared
-    processes, traits = processes_of(experiment, task.device), engines.get(name).target.traits
+    processes, traits = processes_of(experiment, task.device), traits_of(name)
     if traits.chooses:
         plan = AutoEngine(
             processes, experiment.threads_per_process, experiment.timeout, experiment.start_method

@@ -14,8 +14,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from fedsim.config.engines import DEFAULT_ENGINE
 from fedsim.config.files import COMPARISON, describe_file
-from fedsim.config.overrides import DEFAULT_ENGINE, Change, override, parse_word
+from fedsim.config.overrides import Change, override, parse_word
 from fedsim.config.source_catalog import (
     SourceTable,
     experiment_table,

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import is_dataclass, replace
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -48,9 +47,6 @@ class ClientAlgorithmRegistry(Registry):
 
 client_algorithm = ClientAlgorithmRegistry("client algorithm")
 
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 
 State = dict[str, Tensor]
 

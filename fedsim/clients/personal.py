@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
@@ -23,8 +23,6 @@ from fedsim.clients.sgd import LocalSGD
 from fedsim.core.name_patterns import matches, matching
 from fedsim.core.rows import ColumnSpans, Layout
 from fedsim.errors import ExperimentError, show
-
-Amount = Annotated[int, Field(gt=0)]
 
 NORMALISATION_LAYERS: tuple[Any, ...] = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
@@ -164,8 +162,8 @@ class FedRep(FedPer):
 
     element_wise: ClassVar[bool] = False
 
-    head_epochs: Amount | None = None
-    head_steps: Amount | None = None
+    head_epochs: PositiveInt | None = None
+    head_steps: PositiveInt | None = None
 
     def check_work(self, epochs: int | None, steps: int | None) -> None:
         key, minimum = ("epochs", epochs) if steps is None else ("steps", steps)

@@ -20,10 +20,10 @@ from typing import Any
 from fedsim.callbacks.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun, common_tables, plan_comparison, require_number
 from fedsim.comparison.results import Comparison
+from fedsim.config.engines import traits_of
 from fedsim.config.files import read_toml
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
-from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, RecordError, cut, plural, show
 from fedsim.records.axes import Axes
 from fedsim.records.history import read_history, read_object
@@ -134,7 +134,7 @@ class ComparisonRecords:
             with contextlib.suppress(RecordError):  # the file is missing or damaged
                 facts = dict(leaves_of(read_object(folder / ENVIRONMENT)))
             there, here = read_toml(folder / EXPERIMENT, folder).get("engine", "auto"), tables["engine"]
-            if there != here and ("width" in facts or engines.get(here).target.traits.stacks):
+            if there != here and ("width" in facts or traits_of(here).stacks):
                 others.setdefault(f"engine={there} instead of {here}", []).append(run.id)
             elif "engine" in facts:
                 same_but_seed = canonical({key: value for key, value in tables.items() if key not in ("name", SEED)})

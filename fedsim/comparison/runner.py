@@ -53,9 +53,9 @@ from fedsim.comparison.tables import (
     summary_csv,
     tuning_csv,
 )
+from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about, warnings_about_objects
-from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, SettingWarning, one_line, show
 from fedsim.processes.child_process import exit_if_imported_by_child
 from fedsim.records.axes import with_points
@@ -164,7 +164,7 @@ def run_comparison(
     if jobs is not None and jobs < 1:
         raise ExperimentError(f"jobs = {jobs}: must be at least 1")
     for run in plan.runs:
-        if engines.get(run.experiment.engine).target.traits.ranks:
+        if traits_of(run.experiment.engine).ranks:
             raise ExperimentError(
                 f"engine = {show(run.experiment.engine)}: a comparison starts its own processes; use another engine, "
                 "and --shard i/n for several machines"

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedsim.config.engines import engine_class
 from fedsim.config.experiment import Experiment, refuse_untrusted_root
 from fedsim.config.files import COMPARISON, describe_file, find_experiment, nested
 from fedsim.config.overrides import changes_in, override, parse_word, removed_warnings
 from fedsim.config.schema import Distributed
 from fedsim.core.import_policy import is_untrusted, untrusted_config
 from fedsim.core.objects import plain
-from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.system.limits import without_inner_frames
 
@@ -62,7 +62,7 @@ def load_experiment(
         if not isinstance(source, (str, Path)):
             raise without_inner_frames(error) from error.__cause__
         raise ExperimentError(*error.lines, source=source) from None
-    if removed and engines.get(experiment.engine).target.is_main():
+    if removed and engine_class(experiment.engine).is_main():
         for line in removed_warnings([(removed, experiment.resolved())]):
             warnings.warn(line, SettingWarning, stacklevel=2)
     return experiment

@@ -19,8 +19,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-DEFAULT_ENGINE = "auto"
-
 Change = tuple[list[str], Any]  # parts of a dotted key, and the new value
 
 

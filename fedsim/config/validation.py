@@ -13,13 +13,13 @@ import torch
 from fedsim.asynchronous.policies import Policy
 from fedsim.clients import LRSchedule, exchanges, needs_local_steps
 from fedsim.clients.adapters import TrainFunction
+from fedsim.config.engines import traits_of
 from fedsim.config.schema import DIRECTIONS, Clock
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.learning_task import correct_of
 from fedsim.core.objects import ObjectName, may_change, names_in
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.suggestions import nearest
-from fedsim.engines import Engine, engine
 from fedsim.errors import ExperimentError, show
 from fedsim.processing import check_order
 from fedsim.system.devices import free_memory
@@ -47,10 +47,10 @@ NOT_IN_ROUNDS = ("data", "partition", "model", "records")  # tables whose object
 
 def problems_with(experiment: Experiment) -> list[str]:
     """Return one error line for each invalid combination of settings, after each table has been checked by itself."""
-    engine_class, policy = engine.get(experiment.engine).target, experiment.policy.component
+    policy = experiment.policy.component
     lines = [
         *_check_sizes(experiment),
-        *_check_engine(experiment, engine_class),
+        *_check_engine(experiment),
         *_check_worker_tests(experiment),
         *_check_sync(experiment),
         *_check_local_work(experiment, policy),
@@ -145,7 +145,7 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
     mode, sync, attack, stop = experiment.mode, experiment.sync, experiment.attack, experiment.stop
     policy, rule, algorithm = experiment.policy.component, experiment.rule, experiment.local.component
     processes = min(experiment.processes or experiment.cohort_size, experiment.cohort_size)
-    used = engine.get(experiment.engine).target.traits.settings(processes)
+    used = traits_of(experiment.engine).settings(processes)
     yield (
         f"engine={experiment.engine}",
         SETTINGS_OF_ENGINES - used - {"batched" if experiment.distributed.trainer == "batched" else ""},
@@ -246,8 +246,8 @@ def _check_sizes(experiment: Experiment) -> Iterator[str]:
         yield f"cohort = {cohort}: must be at most {workers}, the number of workers"
 
 
-def _check_engine(experiment: Experiment, engine_class: type[Engine]) -> Iterator[str]:
-    name, traits = show(experiment.engine), engine_class.traits
+def _check_engine(experiment: Experiment) -> Iterator[str]:
+    name, traits = show(experiment.engine), traits_of(experiment.engine)
     if traits.ranks and not experiment.in_rounds:
         yield f"{experiment.policy.setting}: the engine {name} only supports synchronous rounds; use another engine"
     elif experiment.mode == "race" and traits.races_on is None:

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedsim.config.engines import TRAITS
 from fedsim.core.randomness import preserve_random_state
 from fedsim.engines.backend import InProcess
-from fedsim.engines.engine import Engine, EngineTraits
-from fedsim.engines.named import RACING, one_by_one, stacked
+from fedsim.engines.engine import Engine
+from fedsim.engines.named import one_by_one, stacked
 from fedsim.engines.pool import InPool
 from fedsim.errors import ExperimentError, FedsimWarning, first_line
 from fedsim.processes.child_process import can_fork
@@ -170,14 +171,7 @@ class AutoEngine(Engine):
     the engine warns once and trains in one process.
     """
 
-    traits = EngineTraits(
-        frozenset({"processes", "batched"}),
-        pool_from=1,
-        one_process_on_gpu=True,
-        stacks=True,
-        chooses=True,
-        races_on=RACING,
-    )
+    traits = TRAITS["auto"]
 
     def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
         self._processes = processes

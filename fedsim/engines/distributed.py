@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fedsim.config.engines import TRAITS
 from fedsim.engines.backend import InProcess
-from fedsim.engines.engine import Engine, EngineTraits
+from fedsim.engines.engine import Engine
 from fedsim.engines.named import one_by_one
 from fedsim.engines.preflight import Preflight
 from fedsim.engines.ranks import Ranks, RankWorkerStates
@@ -65,7 +66,7 @@ class DistributedEngine(Engine):
     to rounding.
     """
 
-    traits = EngineTraits(frozenset({"distributed"}), stacks=True, ranks=True)
+    traits = TRAITS["distributed"]
     backend: InRank
     _preflight: ClassVar[Preflight | None] = None  # check of the run that is being prepared
 

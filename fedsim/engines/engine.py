@@ -4,58 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
+from fedsim.config.engines import EngineTraits
 from fedsim.engines.backend import Backend
 from fedsim.rounds.executor import Executor, MakeExecutor, MakeTrainer
-from fedsim.system.devices import default_processes, resolve_device
+from fedsim.system.devices import resolve_device
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
-
-SETTINGS_OF_POOLS = frozenset(("start_method", "timeout", "process_retries"))
-
-
-@dataclass(frozen=True)
-class EngineTraits:
-    """Properties of an engine that decide which experiments and settings it supports.
-
-    Attributes:
-        own_settings: engine-specific settings that this engine uses, such as `cuda_graphs`, except the settings of
-            process pools.
-        pool_from: minimum number of processes for which the engine starts a process pool; None if it never does.
-        one_process_on_gpu: whether the engine uses one process by default if the device is not a CPU.
-        stacks: whether the engine may train several workers at once.
-        ranks: whether a launcher such as torchrun starts the engine's processes.
-        chooses: whether the engine itself chooses how a task is computed, as the engine `auto` does.
-        races_on: name of the engine that runs experiments with `mode = "race"` in place of this engine; None if this
-            engine does not support them.
-    """
-
-    own_settings: frozenset[str] = frozenset()
-    pool_from: int | None = None
-    one_process_on_gpu: bool = False
-    stacks: bool = False
-    ranks: bool = False
-    chooses: bool = False
-    races_on: str | None = None
-
-    def may_lose_processes(self, processes: int) -> bool:
-        """Whether the engine, with up to `processes` processes, starts child processes, which may die."""
-        return self.pool_from is not None and processes >= self.pool_from
-
-    def settings(self, processes: int) -> frozenset[str]:
-        """Return the settings, such as `processes`, that this engine uses with up to `processes` processes."""
-        return self.own_settings | (SETTINGS_OF_POOLS if self.may_lose_processes(processes) else frozenset())
-
-    def default_processes(self, device: torch.device, cohort: int, threads: int) -> int:
-        """Return the default number of processes for `cohort` workers per round and `threads` threads per process."""
-        if self.pool_from is None or (self.one_process_on_gpu and device.type != "cpu"):
-            return 1
-        return default_processes(device, cohort, threads)
-
 
 Trainers = Callable[[RunTask, SharedState, int, int], tuple[MakeTrainer, dict[str, Any]]]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from fedsim.config.engines import TRAITS
 from fedsim.engines.backend import InProcess
-from fedsim.engines.engine import Engine, EngineTraits
+from fedsim.engines.engine import Engine
 from fedsim.engines.pool import InPool
 from fedsim.errors import ExperimentError
 from fedsim.rounds.executor import MakeTrainer
@@ -17,8 +18,6 @@ from fedsim.training.sequential import RowTrainer
 from fedsim.training.shared_state import SharedState
 from fedsim.training.stacked import StackTrainer, bytes_per_worker, stack_width
 from fedsim.training.task import RunTask
-
-RACING = "spawn"  # the engine that runs `mode = "race"`
 
 
 def one_by_one(task: RunTask, shared: SharedState, processes: int, threads: int) -> tuple[MakeTrainer, dict[str, Any]]:
@@ -64,7 +63,7 @@ class SpawnEngine(Engine):
     On a CPU, the results are bit-identical to the results of the engine `serial`.
     """
 
-    traits = EngineTraits(frozenset({"processes"}), pool_from=1, races_on=RACING)
+    traits = TRAITS["spawn"]
 
     def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
         super().__init__(InPool(processes, threads, timeout, start_method), one_by_one, threads)
@@ -77,9 +76,7 @@ class BatchedEngine(Engine):
     `serial` up to rounding.
     """
 
-    traits = EngineTraits(
-        frozenset({"processes", "batched", "cuda_graphs"}), pool_from=2, one_process_on_gpu=True, stacks=True
-    )
+    traits = TRAITS["batched"]
 
     def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
         backend = InProcess(threads) if processes == 1 else InPool(processes, threads, timeout, start_method)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
+from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.validation import problems_with
-from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.processes.rendezvous import RankInfo, launcher_of
 
@@ -44,7 +44,7 @@ def under_launcher(experiment: Experiment) -> Experiment:
 
     Raises ExperimentError if the ranks cannot divide the experiment.
     """
-    if not engines.get(experiment.engine).target.traits.chooses or (ranks := launched_ranks()) is None:
+    if not traits_of(experiment.engine).chooses or (ranks := launched_ranks()) is None:
         return experiment
     ranked = experiment.model_copy(update={"engine": RANKED})
     if lines := problems_with(ranked):
@@ -54,7 +54,7 @@ def under_launcher(experiment: Experiment) -> Experiment:
 
 def warn_of_copies(engine: str) -> None:
     """Warn on rank 0 if each rank of a launcher computes by itself what the engine `engine` computes."""
-    if engines.get(engine).target.traits.ranks:
+    if traits_of(engine).ranks:
         return
     with suppress(ExperimentError):  # the launcher's environment variables have no effect
         if (ranks := launched_ranks()) and RankInfo.here().rank == 0:
@@ -69,7 +69,7 @@ def check_copies(experiments: Iterable[Experiment]) -> None:
     """
     names = list(dict.fromkeys(experiment.engine for experiment in experiments))
     for name in names:
-        if engines.get(name).target.traits.chooses and (ranks := launched_ranks()):
+        if traits_of(name).chooses and (ranks := launched_ranks()):
             raise ExperimentError(
                 f"engine = {show(name)}: a comparison does not divide its runs among the ranks of a launcher "
                 f"({ranks}); start it without the launcher, give each rank a part with --shard i/n, or name an engine, "

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fedsim.callbacks.checkpoints import CheckpointFolder, rounding_of
+from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import describe, experiment_of
 from fedsim.config.schema import Stop
@@ -18,7 +19,6 @@ from fedsim.core.import_policy import untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.core.snapshot import Snapshot
-from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, cut, one_line, show
 from fedsim.records.history import read_history
 from fedsim.records.record import RoundRecord
@@ -68,7 +68,7 @@ class ResumeState:
         On a GPU, the default width depends on the memory of the GPU, and stacks of another width round differently.
         """
         width = _rounding_in(newest[1]).get("width") if (newest := self.newest()) else None
-        traits, table = engines.get(experiment.engine).target.traits, experiment.batched
+        traits, table = traits_of(experiment.engine), experiment.batched
         if not _is_count(width) or table.max_rows is not None or traits.ranks or not traits.stacks:
             return experiment
         return experiment.model_copy(update={"batched": table.model_copy(update={"max_rows": width})})

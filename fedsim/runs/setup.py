@@ -13,6 +13,7 @@ import torch
 from fedsim.asynchronous.server_state import GradientOnly
 from fedsim.byzantine import Attackers
 from fedsim.clients import as_algorithm
+from fedsim.config.engines import RACING, traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, own_copy, why_unsendable
 from fedsim.core.randomness import preserve_random_state
@@ -23,7 +24,6 @@ from fedsim.data.sources import default_root
 from fedsim.data.subsets import split_validation
 from fedsim.engines import Engine, RunTask
 from fedsim.engines import engine as engines
-from fedsim.engines.named import RACING
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.privacy import Releases
 from fedsim.processes.retry import Note, announce, retried
@@ -188,7 +188,7 @@ def engine_of(experiment: Experiment) -> str:
     """Return the name of the engine that runs an experiment."""
     if experiment.mode != "race":
         return experiment.engine
-    return engines.get(experiment.engine).target.traits.races_on or RACING  # a comparison may set engine = "serial"
+    return traits_of(experiment.engine).races_on or RACING  # a comparison may set engine = "serial"
 
 
 def _begin(experiment: Experiment, engine: Engine, task: RunTask, shared: SharedState, note: Note | None) -> None:

@@ -7,8 +7,10 @@ import torch
 
 import fedsim
 from fedsim import Experiment, ExperimentError
+from fedsim.config.engines import TRAITS
 from fedsim.config.load import load_experiment
 from fedsim.config.validation import warnings_about
+from fedsim.engines import engine
 
 
 def error_of(tables):
@@ -236,3 +238,7 @@ def test_an_experiment_is_frozen_and_can_be_pickled():
     with pytest.raises(Exception, match="frozen"):
         experiment.rounds = 5
     assert pickle.loads(pickle.dumps(experiment)) == experiment
+
+
+def test_the_named_engines_have_the_traits_that_experiments_are_checked_with():
+    assert {registration.name: registration.target.traits for registration in engine} == TRAITS
