@@ -1,29 +1,21 @@
-"""The engines `serial`, `spawn` and `batched`. Each combines a backend with a kind of trainer."""
+"""The engines `serial`, `spawn` and `batched`."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-from fedsim.engines.backend import InProcess
-from fedsim.engines.engine import Engine, EngineTraits
-from fedsim.engines.pool import InPool
+from fedsim.engines.base import Engine, EngineTraits
 from fedsim.errors import ExperimentError
 from fedsim.rounds.executor import MakeTrainer
 from fedsim.system.devices import require_memory
 from fedsim.training.cuda_graphs import unsafe
 from fedsim.training.probe import StackingProbe
-from fedsim.training.sequential import RowTrainer
 from fedsim.training.shared_state import SharedState
 from fedsim.training.stacked import StackTrainer, bytes_per_worker, stack_width
 from fedsim.training.task import RunTask
 
 RACING = "spawn"  # the engine that runs `mode = "race"`
-
-
-def one_by_one(task: RunTask, shared: SharedState, processes: int, threads: int) -> tuple[MakeTrainer, dict[str, Any]]:
-    """Return the class `RowTrainer`, which trains one worker after another, and no facts for the run record ({})."""
-    return RowTrainer, {}
 
 
 def stacked(
@@ -54,9 +46,6 @@ def stacked(
 class SerialEngine(Engine):
     """Engine that trains one worker after another in one process. It is the reference for all other engines."""
 
-    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
-        super().__init__(InProcess(threads), one_by_one, threads)
-
 
 class SpawnEngine(Engine):
     """Engine that divides the workers among several processes.
@@ -65,9 +54,6 @@ class SpawnEngine(Engine):
     """
 
     traits = EngineTraits(frozenset({"processes"}), pool_from=1, races_on=RACING)
-
-    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
-        super().__init__(InPool(processes, threads, timeout, start_method), one_by_one, threads)
 
 
 class BatchedEngine(Engine):
@@ -81,6 +67,5 @@ class BatchedEngine(Engine):
         frozenset({"processes", "batched", "cuda_graphs"}), pool_from=2, one_process_on_gpu=True, stacks=True
     )
 
-    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
-        backend = InProcess(threads) if processes == 1 else InPool(processes, threads, timeout, start_method)
-        super().__init__(backend, stacked, threads)
+    def trainers(self, task: RunTask, shared: SharedState) -> tuple[MakeTrainer, dict[str, Any]]:
+        return stacked(task, shared, self.processes, self._threads)
