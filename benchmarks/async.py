@@ -119,7 +119,7 @@ def events_per_second(workers: int = 100) -> float:
     tables = {"workers": workers, "mode": "clock", "policy": Nothing, "model": "logistic", "clock": clock}
     experiment = Experiment(engine="serial", **tables)
     with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
-        server = ServerState(task, engine.shared, engine.backend.states)
+        server = ServerState(task, engine.shared, engine.states)
         scheduler = Scheduler.of(task, engine.shared)
     delays = delays_of(experiment)
 

@@ -97,12 +97,12 @@ def finished(tables):
     with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
         loop, start = SynchronousLoop(task, engine), engine.shared.server.row.clone()
         records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
-        saved = engine.backend.states.tensors()
+        saved = engine.states.tensors()
         workers = saved.pop("workers").tolist() if saved else []
         rows = {name.removeprefix("rows."): tensor.clone() for name, tensor in saved.items()}
         states = {worker: {name: rows[name][place] for name in rows} for place, worker in enumerate(workers)}
-        updates, _ = engine.backend.round_rows(records[-1].cohort, experiment.rounds)
+        updates, _ = engine.round_rows(records[-1].cohort, experiment.rounds)
         return SimpleNamespace(
             **{"start": start, "row": engine.shared.server.row.clone(), "records": records, "updates": updates.clone()},
-            **{"algorithm": task.algorithm, "states": states, "initial": engine.backend.states.initial},
+            **{"algorithm": task.algorithm, "states": states, "initial": engine.states.initial},
         )

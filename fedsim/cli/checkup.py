@@ -18,7 +18,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.data.formats.images import CLASS_NAMES, lacks_files
 from fedsim.data.sources import default_root
 from fedsim.engines.auto import AutoEngine
-from fedsim.engines.engine import Engine
+from fedsim.engines.base import Engine
 from fedsim.engines.named import stacked
 from fedsim.errors import ExperimentError, FedsimError, first_line, one_line, show_bytes
 from fedsim.processes.shared_memory import memory_file

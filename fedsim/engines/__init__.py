@@ -2,8 +2,8 @@
 
 from fedsim.core.registry import Registry
 from fedsim.engines.auto import AutoEngine
+from fedsim.engines.base import Engine
 from fedsim.engines.distributed import DistributedEngine
-from fedsim.engines.engine import Engine
 from fedsim.engines.named import BatchedEngine, SerialEngine, SpawnEngine
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask, Schedule

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +22,11 @@ from torch import Tensor
 
 from fedsim.config.engines import TRAITS
 from fedsim.core.randomness import preserve_random_state
-from fedsim.engines.backend import InProcess
-from fedsim.engines.engine import Engine
-from fedsim.engines.named import one_by_one, stacked
-from fedsim.engines.pool import InPool
+from fedsim.engines.base import Engine
+from fedsim.engines.named import stacked
 from fedsim.errors import ExperimentError, FedsimWarning, first_line
 from fedsim.processes.child_process import can_fork
-from fedsim.rounds.executor import Executor, MakeExecutor
+from fedsim.rounds.executor import Executor, MakeExecutor, MakeTrainer
 from fedsim.system.devices import release_memory
 from fedsim.training.capture import OperationCheck
 from fedsim.training.probe import StackingProbe
@@ -174,44 +171,35 @@ class AutoEngine(Engine):
     traits = TRAITS["auto"]
 
     def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
+        super().__init__(processes, threads, timeout, start_method)
         self._processes = processes
-        self._new_pool = partial(InPool, processes, threads, timeout, start_method)
         self._start_seconds = FORK_SECONDS if start_method == "fork" and threads == 1 and can_fork() else SPAWN_SECONDS
-        self._here = InProcess(threads)
-        self._pool: InPool | None = None
         self._plans: dict[str, Plan] = {}
         self._plan = Plan(1, None, "")
-        super().__init__(self._here, one_by_one, threads)
+
+    def trainers(self, task: RunTask, shared: SharedState) -> tuple[MakeTrainer, dict[str, Any]]:
+        if self._plan.probe is None:
+            return super().trainers(task, shared)
+        return stacked(task, shared, self.processes, self._threads, self._plan.probe)
 
     def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
         self.leave()
         key = _plan_key(task, shared)
-        plan = self._plans[key] = self._plans.get(key) or self.choose(task, shared)
+        self._plan = plan = self._plans[key] = self._plans.get(key) or self.choose(task, shared)
+        self._in_pool = plan.processes > 1
         try:
-            self._begin_as(plan, task, shared, make)
+            super().begin(task, shared, make)
         except Exception as error:
-            if plan.processes == 1:
+            if not self._in_pool:
                 raise
-            self._give_up(task.device)
-            self._plans[key] = plan = Plan(1, plan.probe, first_line(error))
-            self._begin_as(plan, task, shared, make)
-            warnings.warn(f"one process trains all workers: {plan.reason}", FedsimWarning, stacklevel=2)
-
-    def _begin_as(self, plan: Plan, task: RunTask, shared: SharedState, make: MakeExecutor) -> None:
-        """Begin a task as planned."""
-        self._plan, self._trainers = plan, partial(stacked, probe=plan.probe) if plan.stacked else one_by_one
-        if plan.processes > 1 and self._pool is None:
-            self._pool = self._new_pool()
-        self.backend = self._pool if plan.processes > 1 and self._pool is not None else self._here
-        super().begin(task, shared, make)
-
-    def _give_up(self, device: torch.device) -> None:
-        """Clean up after a failed start: end the processes, and release the device memory."""
-        self.leave()
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
-        release_memory(device)
+            self.leave()
+            if self._pool:
+                self._pool.close()
+            release_memory(task.device)
+            self._in_pool = False
+            self._plan = self._plans[key] = Plan(1, plan.probe, first_line(error))
+            super().begin(task, shared, make)
+            warnings.warn(f"one process trains all workers: {self._plan.reason}", FedsimWarning, stacklevel=2)
 
     def choose(self, task: RunTask, shared: SharedState) -> Plan:
         """Return the plan for a task: the number of processes, and whether several workers are trained at once."""
@@ -232,18 +220,6 @@ class AutoEngine(Engine):
         plan = self._plan
         name = "batched" if plan.stacked else "spawn" if plan.processes > 1 else "serial"
         return {"engine": name, **super().facts(), "reason": plan.reason}
-
-    def leave(self) -> None:
-        self._here.leave()
-        if self._pool is not None:
-            self._pool.leave()
-
-    def close(self) -> None:
-        try:
-            self._here.close()
-        finally:
-            if self._pool is not None:
-                self._pool.close()
 
 
 def _plan_key(task: RunTask, shared: SharedState) -> str:

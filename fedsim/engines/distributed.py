@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsim.config.engines import TRAITS
-from fedsim.engines.backend import InProcess
-from fedsim.engines.engine import Engine
-from fedsim.engines.named import one_by_one
+from fedsim.engines.base import Engine
 from fedsim.engines.preflight import Preflight
 from fedsim.engines.ranks import Ranks, RankWorkerStates
 from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line
@@ -31,31 +29,6 @@ from fedsim.training.stacked import StackTrainer, stack_width
 from fedsim.training.task import RunTask
 
 
-class InRank(InProcess):
-    """Backend of the engine `distributed` in this process, which is one of several ranks."""
-
-    def __init__(self, group: RankGroup, threads: int) -> None:
-        super().__init__(threads)
-        self._group, self.processes = group, group.count
-
-    def new_group(self, task: RunTask) -> Ranks:
-        ranks = Ranks(self._group, task, self.shared)
-        self._group.heartbeats = lambda: ranks.process.heartbeats
-        return ranks
-
-    def new_states(self, task: RunTask, group: Group) -> WorkerStates:
-        assert isinstance(group, Ranks)
-        initial, limit = initial_worker_state(task, self.shared), task.worker_state_memory
-        return RankWorkerStates(initial, group, self._group, limit, task.scratch_folder)
-
-    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
-        return self.run(_gathered_rows, cohort, round)[0]
-
-    def leave(self) -> None:
-        self._group.heartbeats = no_heartbeats
-        super().leave()
-
-
 class DistributedEngine(Engine):
     """Engine that divides a run among the processes (ranks) that a launcher such as torchrun starts.
 
@@ -67,7 +40,6 @@ class DistributedEngine(Engine):
     """
 
     traits = TRAITS["distributed"]
-    backend: InRank
     _preflight: ClassVar[Preflight | None] = None  # check of the run that is being prepared
 
     @classmethod
@@ -114,7 +86,21 @@ class DistributedEngine(Engine):
     def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
         assert RankGroup.joined is not None
         self._group = RankGroup.joined
-        super().__init__(InRank(self._group, threads), self._trainers_of, threads)
+        super().__init__(processes, threads, timeout, start_method)
+
+    @property
+    def processes(self) -> int:
+        return self._group.count
+
+    def new_group(self, task: RunTask) -> Ranks:
+        ranks = Ranks(self._group, task, self.shared)
+        self._group.heartbeats = lambda: ranks.process.heartbeats
+        return ranks
+
+    def new_states(self, task: RunTask, group: Group) -> WorkerStates:
+        assert isinstance(group, Ranks)
+        initial, limit = initial_worker_state(task, self.shared), task.worker_state_memory
+        return RankWorkerStates(initial, group, self._group, limit, task.scratch_folder)
 
     def allocate(self, task: RunTask, *data: Any) -> SharedState:
         return SharedState.allocate(task, *data, ranks=self._group.count)
@@ -135,18 +121,23 @@ class DistributedEngine(Engine):
             facts["gradients"] = f"stored per worker, because of the rule: {task.experiment.needs_rows}"
         return facts
 
+    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+        return self.run(_gathered_rows, cohort, round)[0]
+
+    def leave(self) -> None:
+        self._group.heartbeats = no_heartbeats
+        super().leave()
+
     def broadcast(self, value: Any) -> Any:
         return self._group.broadcast_object(value)
 
-    def _trainers_of(
-        self, task: RunTask, shared: SharedState, processes: int, threads: int
-    ) -> tuple[MakeTrainer, dict[str, Any]]:
+    def trainers(self, task: RunTask, shared: SharedState) -> tuple[MakeTrainer, dict[str, Any]]:
         if task.experiment.gradient_hook is not None:
             return partial(ParallelTrainer, ranks=self._group), {}
         if task.experiment.distributed.trainer == "serial":
-            return one_by_one(task, shared, processes, threads)
+            return super().trainers(task, shared)
         probe = StackingProbe.of(task, shared)
-        width = stack_width(task, shared, probe, threads)
+        width = stack_width(task, shared, probe, self._threads)
         if task.device.type != "cpu" and task.experiment.batched.max_rows is None:
             width = max(1, width // self._group.neighbours)  # all ranks of this machine, which may share a GPU
         return partial(StackTrainer, width=width, probe=probe), {"width": width}

@@ -1,4 +1,4 @@
-"""The engines `serial`, `spawn` and `batched`. Each combines a backend with a kind of trainer."""
+"""The engines `serial`, `spawn` and `batched`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,15 @@ from functools import partial
 from typing import Any
 
 from fedsim.config.engines import TRAITS
-from fedsim.engines.backend import InProcess
-from fedsim.engines.engine import Engine
-from fedsim.engines.pool import InPool
+from fedsim.engines.base import Engine
 from fedsim.errors import ExperimentError
 from fedsim.rounds.executor import MakeTrainer
 from fedsim.system.devices import require_memory
 from fedsim.training.cuda_graphs import unsafe
 from fedsim.training.probe import StackingProbe
-from fedsim.training.sequential import RowTrainer
 from fedsim.training.shared_state import SharedState
 from fedsim.training.stacked import StackTrainer, bytes_per_worker, stack_width
 from fedsim.training.task import RunTask
-
-
-def one_by_one(task: RunTask, shared: SharedState, processes: int, threads: int) -> tuple[MakeTrainer, dict[str, Any]]:
-    """Return the class `RowTrainer`, which trains one worker after another, and no facts for the run record ({})."""
-    return RowTrainer, {}
 
 
 def stacked(
@@ -53,9 +45,6 @@ def stacked(
 class SerialEngine(Engine):
     """Engine that trains one worker after another in one process. It is the reference for all other engines."""
 
-    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
-        super().__init__(InProcess(threads), one_by_one, threads)
-
 
 class SpawnEngine(Engine):
     """Engine that divides the workers among several processes.
@@ -64,9 +53,6 @@ class SpawnEngine(Engine):
     """
 
     traits = TRAITS["spawn"]
-
-    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
-        super().__init__(InPool(processes, threads, timeout, start_method), one_by_one, threads)
 
 
 class BatchedEngine(Engine):
@@ -78,6 +64,5 @@ class BatchedEngine(Engine):
 
     traits = TRAITS["batched"]
 
-    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
-        backend = InProcess(threads) if processes == 1 else InPool(processes, threads, timeout, start_method)
-        super().__init__(backend, stacked, threads)
+    def trainers(self, task: RunTask, shared: SharedState) -> tuple[MakeTrainer, dict[str, Any]]:
+        return stacked(task, shared, self.processes, self._threads)

@@ -30,7 +30,7 @@ def recovering(loop: Loop, experiment: Experiment, engine: Engine, note: Note | 
         engine: engine that is ready for the first round.
         note: function that records each lost process; None to record nothing.
     """
-    if experiment.process_retries and engine.backend.can_lose_processes:
+    if experiment.process_retries and engine.can_lose_processes:
         loop = RecoveringLoop(loop, experiment, engine, note)
     loop.prepare()
     return loop
@@ -51,8 +51,8 @@ def repeated(
     """
 
     def attempt(number: int) -> T:
-        if not engine.backend.at_work:  # also after an error in one of its processes, which has closed the pool
-            engine.backend.replace_processes()
+        if not engine.at_work:  # also after an error in one of its processes, which has closed the pool
+            engine.replace_processes()
         return call()
 
     retries = experiment.process_retries
@@ -117,7 +117,7 @@ class RecoveringLoop:
 
         def attempt(number: int) -> T:
             if number > 1:
-                self._engine.backend.replace_processes()
+                self._engine.replace_processes()
                 self._loop.prepare()
                 if self._before is not None:
                     self._loop.resume(self._before)

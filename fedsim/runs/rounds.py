@@ -67,9 +67,7 @@ class Rounds:
         except DivergedError as error:
             shared.server.row.copy_(before[0])
             shared.server.buffers.copy_(before[1])
-            self._repeated(
-                lambda: engine.backend.run(Executor.test, round), action="tests have been tried", round=round
-            )
+            self._repeated(lambda: engine.run(Executor.test, round), action="tests have been tried", round=round)
             tested = EvaluationResult.of(self._task, shared)
             return RoundRecord(round=round, diverged=error.problem, **tested.fields())
 
@@ -100,10 +98,10 @@ class Rounds:
             record: record of the latest round.
         """
         shared, task, cohort = self.engine.shared, self._task, record.cohort
-        gathered = self.engine.backend.round_rows(cohort, record.round)
+        gathered = self.engine.round_rows(cohort, record.round)
         if gathered is None:
             return {}
-        (rows, losses), (context, last) = gathered, self.engine.backend.run(Simulation.latest_aggregation)[0]
+        (rows, losses), (context, last) = gathered, self.engine.run(Simulation.latest_aggregation)[0]
         byzantine, slots = task.byzantine.in_round(record.round), list(context.slots)
         updates = {
             "updates": rows[slots],

@@ -58,7 +58,7 @@ class Session:
             yield engine
             engine.leave()
         except FedsimError:
-            if engine.backend.at_work:  # the run has failed, but the engine can be reused
+            if engine.at_work:  # the run has failed, but the engine can be reused
                 engine.leave()
             else:
                 self._close_engine()

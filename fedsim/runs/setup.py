@@ -80,7 +80,7 @@ def prepare(
         session.engine(engine_name, device, processes, threads, experiment.timeout, experiment.start_method) as engine,
         contextlib.ExitStack() as stack,
     ):
-        engine.backend.prepare(device, _executor_of(experiment))
+        engine.prepare(device, _executor_of(experiment))
         on_setup(f"making the model {show(experiment.model.name)}")
         task = replace(task_of(experiment, device), scratch_folder=scratch)
         stack.enter_context(_explained_oom(task, processes))

@@ -9,7 +9,7 @@ import fedsim
 from fedsim.aggregation.numerics import lazy_rows
 from fedsim.asynchronous.policies.model_updates import FedBuff
 from fedsim.asynchronous.server_state import ServerState
-from fedsim.engines import pool as pool_backend
+from fedsim.engines import base
 from tests.device.pretend import GPU, upload
 from tests.engines.in_process import InProcessPool
 
@@ -36,7 +36,7 @@ def allowed():
 
 @pytest.mark.parametrize("mode", [CLOCK, RACE], ids=["clock", "race"])
 def test_policies_work_in_full_precision(mode, gpu, seen, tiny_experiment, monkeypatch):
-    monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
+    monkeypatch.setattr(base, "ProcessPool", InProcessPool)
     mean, publish = ServerState.mean, FedBuff.publish
     monkeypatch.setattr(ServerState, "mean", lambda server, slots: seen.append(allowed()) or mean(server, slots))
     monkeypatch.setattr(FedBuff, "publish", lambda policy, server: seen.append(allowed()) or publish(policy, server))

@@ -7,7 +7,7 @@ import torch
 
 import fedsim
 from fedsim.asynchronous.race.state import RaceState
-from fedsim.engines import pool as pool_backend
+from fedsim.engines import base
 from fedsim.runs.loops.race_loop import RaceLoop
 from tests.device.pretend import GPU
 from tests.engines.in_process import InProcessPool
@@ -15,7 +15,7 @@ from tests.engines.in_process import InProcessPool
 
 @pytest.fixture
 def tables(tiny_experiment, monkeypatch):
-    monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
+    monkeypatch.setattr(base, "ProcessPool", InProcessPool)
     return {**tiny_experiment, "device": "cuda", "engine": "spawn", "processes": 2, "model": "logistic"}
 
 
@@ -58,7 +58,7 @@ def test_operations_of_this_process_are_synchronised_before_calls_of_others(chan
         events.append("synchronize")
 
     monkeypatch.setattr(InProcessPool, "call", called)
-    monkeypatch.setattr(pool_backend, "synchronize", synchronized, raising=False)
+    monkeypatch.setattr(base, "synchronize", synchronized, raising=False)
     fedsim.run({**tables, **changes, "rounds": 1})
     calls = [place for place, event in enumerate(events) if event == "call"]
     assert len(calls) > 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fedsim
-from fedsim.engines import pool as backend
+from fedsim.engines import base
 from tests.device.agreement import ENGINES, assert_agrees_with_the_cpu
 from tests.device.pretend import pretend_gpu
 from tests.engines.in_process import InProcessPool
@@ -21,7 +21,7 @@ KINDS = [
 
 def test_processes_pass_on_no_warning_about_weights(monkeypatch, recwarn):
     """Neither in training nor in tests."""
-    monkeypatch.setattr(backend, "ProcessPool", InProcessPool)
+    monkeypatch.setattr(base, "ProcessPool", InProcessPool)
     with pretend_gpu():
         fedsim.run({**experiment("LSTM"), "rounds": 1, "engine": "spawn", "processes": 2, "device": "cuda"})
     assert not [warning for warning in recwarn if "RNN" in str(warning.message)]

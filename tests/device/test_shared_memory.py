@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fedsim
-from fedsim.engines import pool as pool_backend
+from fedsim.engines import base
 from fedsim.processes.messages import NO_COUNTER, Channel, Message
 from tests.device.pretend import GPU, DeviceError, download, upload
 from tests.engines.in_process import InProcessPool
@@ -96,7 +96,7 @@ def test_a_receiver_looks_for_a_counter_that_does_not_exist(gpu):
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_processes_release_the_memory_of_a_run_before_their_parent(failing, tiny_experiment, monkeypatch):
-    pools, leave = [], pool_backend.InPool.leave
+    pools, leave = [], base.Engine.leave
 
     def noted(self):
         pools.append(self._pool)
@@ -106,11 +106,11 @@ def test_processes_release_the_memory_of_a_run_before_their_parent(failing, tiny
         if failing:
             raise fedsim.FedsimError("stop")
 
-    monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
-    monkeypatch.setattr(pool_backend.InPool, "leave", noted)
+    monkeypatch.setattr(base, "ProcessPool", InProcessPool)
+    monkeypatch.setattr(base.Engine, "leave", noted)
     try:
         fedsim.run({**tiny_experiment, "engine": "spawn", "processes": 2}, on_round=on_round)
     except fedsim.FedsimError:
         assert failing
     called = pools[-1].called
-    assert called[called.index("forget") - 1] is pool_backend._drop_executor
+    assert called[called.index("forget") - 1] is base._drop_executor

@@ -10,11 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fedsim
-from fedsim.engines import AutoEngine, auto
-from fedsim.engines import pool as pool_backend
+from fedsim.engines import AutoEngine, auto, base
 from fedsim.engines.auto import FlopCount
-from fedsim.engines.backend import InProcess
-from fedsim.engines.pool import InPool
 from fedsim.errors import FedsimWarning
 from fedsim.models import CharLSTM
 from fedsim.runs.setup import prepare
@@ -110,14 +107,14 @@ def test_only_gradients_that_a_stack_leaves_count_as_spared(kind, precision, val
         assert StackingProbe.of(task, engine.shared).matrix_bytes == values * task.dtype.itemsize
 
 
-def one_process_called_several(processes, threads, timeout, start_method):
-    backend = InProcess(threads)
-    backend.processes = processes
-    return backend
+class OneCalledSeveral(InProcessPool):
+    def __init__(self, count, *settings):
+        super().__init__(count, *settings)
+        self.count = count
 
 
 def test_a_long_run_is_done_by_processes_and_a_short_one_is_not(tables, monkeypatch):
-    monkeypatch.setattr(auto, "InPool", one_process_called_several)
+    monkeypatch.setattr(base, "ProcessPool", OneCalledSeveral)
     assert how_it_was_done({**tables, "processes": 2})["processes"] == 1
     monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
     how = how_it_was_done({**tables, "workers": 7, "processes": 2})
@@ -189,13 +186,13 @@ def told_and_done(tables):
 def in_this_process(monkeypatch):
     """Let processes always appear worthwhile, and execute their calls in this process."""
     monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
-    monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
+    monkeypatch.setattr(base, "ProcessPool", InProcessPool)
 
 
 def test_if_processes_fail_one_process_trains_the_same_stacks_and_one_line_says_so(
     tables, in_this_process, monkeypatch
 ):
-    monkeypatch.setattr(InPool, "begin", fail_with(FAILED))
+    monkeypatch.setattr(base.Engine, "_begin_in_pool", fail_with(FAILED))
     told, how, row = told_and_done({**tables, "processes": 2})
     assert len(told) == 1
     assert told[0].startswith("one process trains all workers: ")
@@ -223,7 +220,7 @@ def test_too_little_main_memory_for_stacks_is_an_error_that_names_the_settings(t
 
 
 def test_what_fails_in_every_way_ends_the_run_as_it_does_with_one_process(tables, monkeypatch):
-    monkeypatch.setattr(InProcess, "begin", fail_with(FULL))
+    monkeypatch.setattr(base.Engine, "begin", fail_with(FULL))
     with pytest.raises(fedsim.ExperimentError, match="^device = "):
         fedsim.run(tables)
 

@@ -9,8 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fedsim
-from fedsim.engines import backend
-from fedsim.engines import pool as pool_backend
+from fedsim.engines import base
 from fedsim.system.devices import release_memory
 from fedsim.training.shared_state import SharedState
 from tests.engines.in_process import InProcessPool
@@ -67,8 +66,8 @@ def test_no_run_keeps_a_matrix_of_rows(changes, tiny_experiment, matrices):
 @pytest.mark.parametrize("changes", [{}, CLOCK], ids=str)
 def test_processes_release_device_memory_when_nothing_holds_the_rows(changes, tiny_experiment, matrices, monkeypatch):
     alive_at_release = []
-    monkeypatch.setattr(pool_backend, "ProcessPool", InProcessPool)
-    monkeypatch.setattr(pool_backend, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
+    monkeypatch.setattr(base, "ProcessPool", InProcessPool)
+    monkeypatch.setattr(base, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
     fedsim.run({**tiny_experiment, "engine": "spawn", "processes": 2, "rounds": 1, **changes})
     assert alive_at_release == [[True], [False]], "before the processes start, and after the run"
 
@@ -90,6 +89,6 @@ def test_releasing_memory_is_not_a_failure_on_a_failed_device_and_does_nothing_o
 
 def test_one_process_releases_device_memory_after_each_run(tiny_experiment, matrices, monkeypatch):
     alive_at_release = []
-    monkeypatch.setattr(backend, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
+    monkeypatch.setattr(base, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
     fedsim.run({**tiny_experiment, "rounds": 1})
     assert alive_at_release == [[False]]

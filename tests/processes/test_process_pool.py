@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.engines import pool as backend
+from fedsim.engines import base
 from fedsim.errors import ExperimentError, ProcessLostError, WorkerError
 from fedsim.processes.messages import MAX_FILES, Channel, Message
 from fedsim.processes.process_pool import ProcessPool
@@ -255,7 +255,7 @@ def test_a_process_prepares_by_initialising_the_gpu_of_the_task(monkeypatch):
     used = []
     with pretend_gpu() as gpu:
         monkeypatch.setattr(torch.cuda, "set_device", used.append)
-        backend._initialise(None, GPU, fedsim.run)
+        base._initialise(None, GPU, fedsim.run)
         assert gpu.launches
     assert used == [GPU]
 
@@ -270,13 +270,13 @@ def test_a_process_prepares_by_importing_all_that_a_task_needs_and_nothing_of_th
     needed, call = set(), InProcessPool.call
 
     def noted(self, function, *arguments):
-        if function is backend._make_executor:
+        if function is base._make_executor:
             opcodes = pickletools.genops(Message((function, arguments)).data)
             needed.update(text for _, text, _ in opcodes if isinstance(text, str) and text.startswith("fedsim."))
         return call(self, function, *arguments)
 
     monkeypatch.setattr(InProcessPool, "call", noted)
-    monkeypatch.setattr(backend, "ProcessPool", InProcessPool)
+    monkeypatch.setattr(base, "ProcessPool", InProcessPool)
     prepared = []
     monkeypatch.setattr(InProcessPool, "prepare", lambda self, *work: prepared.append(Message(work).data))
     fedsim.run({**tiny_experiment, "engine": "spawn", "processes": 2})
@@ -290,7 +290,6 @@ def test_a_process_prepares_by_importing_all_that_a_task_needs_and_nothing_of_th
 SCRIPT = """
 import os, sys, time
 import fedsim
-from fedsim.engines import pool as backend
 from fedsim.processes.process_pool import ProcessPool
 from tests.processes.pool_calls import who, work_for
 if __name__ == "__main__":

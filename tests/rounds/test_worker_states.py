@@ -144,7 +144,7 @@ def run_rounds(tables):
         records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
         return (
             records,
-            engine.backend.states.tensors(),
+            engine.states.tensors(),
             {n: t.clone() for n, t in engine.shared.server.algorithm.items()},
         )
 
@@ -170,7 +170,7 @@ def test_memory_follows_the_workers_that_have_taken_part(tiny_experiment):
     with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (task, engine):
         loop = SynchronousLoop(task, engine)
         cohorts = [loop.run_round(round).cohort for round in (1, 2)]
-        worker_states = engine.backend.states
+        worker_states = engine.states
         assert worker_states.tensors()["workers"].tolist() == sorted(
             {worker for cohort in cohorts for worker in cohort}
         )

@@ -58,7 +58,7 @@ CASES = {
 def world(engine):
     """Return the state that a round passes on to the next one."""
     shared = engine.shared
-    return [tensor.clone() for tensor in (shared.server.row, shared.server.buffers)], engine.backend.states.tensors()
+    return [tensor.clone() for tensor in (shared.server.row, shared.server.buffers)], engine.states.tensors()
 
 
 def worlds(tables, session):
@@ -79,7 +79,7 @@ def continued(tables, start, session):
         rows, worker_states = start
         for tensor, value in zip((shared.server.row, shared.server.buffers), rows, strict=True):
             tensor.copy_(value)
-        engine.backend.states.resume(worker_states)
+        engine.states.resume(worker_states)
         for name, value in task.experiment.server.component.start(shared.server.row).items():
             shared.server.states["parameters"][name].copy_(value)
         loop = SynchronousLoop(task, engine)

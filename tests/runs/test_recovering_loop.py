@@ -19,7 +19,7 @@ class Fake:
 
     def __init__(self, *losses, retries=2, rounds=2):
         self.row, self.losses, self.replaced = torch.zeros(1), list(losses), 0
-        self.experiment, self.backend = SimpleNamespace(process_retries=retries, rounds=rounds), self
+        self.experiment = SimpleNamespace(process_retries=retries, rounds=rounds)
         self.notes = []
 
     def loop(self):

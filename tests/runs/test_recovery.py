@@ -18,8 +18,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.engines import auto
-from fedsim.engines import pool as pool_backend
+from fedsim.engines import auto, base
 from fedsim.errors import FedsimWarning, WorkerError
 from fedsim.processes.process_pool import ProcessPool
 from tests.commands import ROOT, assert_none_left, start
@@ -186,7 +185,7 @@ def test_a_process_that_is_killed_while_it_starts(retries, tmp_path, monkeypatch
                 killed.append(self._children[1].process.pid)
                 os.kill(killed[0], signal.SIGKILL)
 
-    monkeypatch.setattr(pool_backend, "ProcessPool", Killed)
+    monkeypatch.setattr(base, "ProcessPool", Killed)
     tables = {**TABLES, **SPAWN, "rounds": 2, "model": "logistic", "process_retries": retries}
     line = r"process 1 was killed by SIGKILL \(exit code -9\), while it started"
     if not retries:
@@ -241,7 +240,7 @@ def test_a_process_killed_before_any_call_is_replaced(kind, monkeypatch):
 def test_a_process_that_dies_when_all_is_done_takes_nothing_with_it(session, monkeypatch):
     tables = {**TABLES, **SPAWN, "rounds": 1, "model": "logistic"}
     with monkeypatch.context() as patch:
-        patch.setattr(pool_backend, "_drop_executor", die_second)
+        patch.setattr(base, "_drop_executor", die_second)
         result = fedsim.run(tables, session=session)
     assert_as_without_faults(result, tables, session)  # the session has started new processes
 

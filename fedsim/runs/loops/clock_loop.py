@@ -34,7 +34,7 @@ class ClockLoop:
         shared = engine.shared
         self._task, self._engine = task, engine
         self._policy, self._timer = task.experiment.policy.component, PhaseTimer()
-        self._server, scheduler = ServerState(task, shared, engine.backend.states), Scheduler.of(task, shared)
+        self._server, scheduler = ServerState(task, shared, engine.states), Scheduler.of(task, shared)
         model_bytes = shared.server.row.nbytes - personal_bytes(task) + buffer_bytes(task, shared)
         received, sent = message_bytes(task, shared)
         self._bytes_up, self._bytes_down = model_bytes + sent, model_bytes + received
@@ -54,7 +54,7 @@ class ClockLoop:
             policy.publish(self._server)
         timer.seconds["aggregate"] -= timer.seconds["train"]
         with timer("test"):
-            self._engine.backend.run(Executor.check_and_test, round)
+            self._engine.run(Executor.check_and_test, round)
             tested = EvaluationResult.of(self._task, self._engine.shared)
         stats = dispatcher.stats
         return RoundRecord(
@@ -71,12 +71,12 @@ class ClockLoop:
         state = Snapshot(facts={"clock": self._source.state()})
         for tensors in (self._engine.shared.state_dict(), self._server.tensors):
             state.keep(tensors)
-        state.keep(self._engine.backend.states.tensors(), "worker_state.")
+        state.keep(self._engine.states.tensors(), "worker_state.")
         return state
 
     def resume(self, state: Snapshot) -> None:
         state.put_back(self._engine.shared.state_dict() | self._server.tensors)
-        self._engine.backend.states.resume(state.under("worker_state."))
+        self._engine.states.resume(state.under("worker_state."))
         self._source.resume(state.facts["clock"])
 
     def test_workers(self, round: int) -> dict[str, float]:
@@ -121,7 +121,7 @@ def async_record(stats: RoundStats, updates: int, arrivals: int, buffered: int) 
 
 def _train(engine: Engine, timer: PhaseTimer, items: Sequence[WorkItem]) -> None:
     with timer("train"):
-        engine.backend.run(Executor.train_apart, items)
+        engine.run(Executor.train_apart, items)
 
 
 def _source_of(

@@ -70,7 +70,7 @@ class RaceLoop:
     def __init__(self, experiment: Experiment, task: RunTask, engine: Engine, keep_log: KeepLog | None = None) -> None:
         self._experiment, self._task, self._engine, self._shared = experiment, task, engine, engine.shared
         self._policy, self._timer = task.experiment.policy.component, PhaseTimer()
-        self._server = ServerState(task, engine.shared, engine.backend.states)
+        self._server = ServerState(task, engine.shared, engine.states)
         if self._policy.locking == "nothing":
             self._server.tables = tables_of(task.new_module(), self._server.stepper)
         self._server.share()
@@ -85,7 +85,7 @@ class RaceLoop:
 
     def prepare(self) -> None:
         """Create the `RaceWorker` of each process."""
-        self._engine.backend.run(_set_up, self._server, self._race_state)
+        self._engine.run(_set_up, self._server, self._race_state)
 
     def run_round(self, round: int) -> RoundRecord:
         self._timer.reset()
@@ -159,14 +159,14 @@ class RaceLoop:
             self._policy.publish(server)
             synchronize(self._shared.server.row.device)
         with timer("test"):
-            self._engine.backend.run(Executor.check_and_test, round)
+            self._engine.run(Executor.check_and_test, round)
             tested = EvaluationResult.of(self._task, self._shared)
         counts = async_record(work.stats, server.version, self._arrivals[run], self._policy.buffered(server))
         return RaceRoundResult(work, self._race_state.lost(), counts, tested)
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call a method of `RaceWorker` in each process, and return the results of all processes."""
-        return self._engine.backend.run(_call_worker, method, *arguments)
+        return self._engine.run(_call_worker, method, *arguments)
 
     def _switch_to(self, run: int) -> None:
         """Save the state of the current repetition of the race, and load the state of repetition `run`."""

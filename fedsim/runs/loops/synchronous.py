@@ -38,17 +38,17 @@ class SynchronousLoop:
 
     def run_round(self, round: int) -> RoundRecord:
         """Run one round, counted from 1, and return its record."""
-        finished = self._engine.backend.run(Simulation.run_round, round)[0]
+        finished = self._engine.run(Simulation.run_round, round)[0]
         assert finished is not None
         record, results = finished
-        self._engine.backend.states.saved_elsewhere(record.cohort, record.excluded)
+        self._engine.states.saved_elsewhere(record.cohort, record.excluded)
         self._warn_of_attack_without_honest_rows(record)
         self._keep(results)
         return record
 
     def test_workers(self, round: int) -> dict[str, float]:
         """Test the models of individual workers after `round`, and return the metrics by name."""
-        return self._keep(self._engine.backend.run(_evaluate_now, round)[0])
+        return self._keep(self._engine.run(_evaluate_now, round)[0])
 
     def _keep(self, results: WorkerResults | None) -> dict[str, float]:
         if results and self._keep_results:
@@ -56,11 +56,11 @@ class SynchronousLoop:
         return metrics_of(results)
 
     def state(self) -> Snapshot:
-        facts, rule, columns = self._engine.backend.run(Simulation.state)[0]
+        facts, rule, columns = self._engine.run(Simulation.state)[0]
         state = Snapshot(facts=facts)
         state.keep(self._engine.shared.state_dict() | columns)
         state.keep({name: torch.from_numpy(array) for name, array in rule.items()}, "rule.")
-        state.keep(self._engine.backend.states.tensors(), "worker_state.")
+        state.keep(self._engine.states.tensors(), "worker_state.")
         return state
 
     def resume(self, state: Snapshot) -> None:
@@ -73,12 +73,12 @@ class SynchronousLoop:
         if self._task.experiment.privacy.component.active:
             PrivacyState.model_validate(facts["privacy"])
         later = tuple(f"{sync}." for sync in engine.shared.server.states if sync not in facts["syncs"])
-        columns = engine.backend.run(Simulation.state)[0][2]  # with ranks, tensors of the right shapes to fill in
+        columns = engine.run(Simulation.state)[0][2]  # with ranks, tensors of the right shapes to fill in
         tensors = engine.shared.state_dict() | columns
         state.put_back({name: tensor for name, tensor in tensors.items() if not name.startswith(later)})
-        engine.backend.states.resume(state.under("worker_state."))
+        engine.states.resume(state.under("worker_state."))
         rule = {name: tensor.numpy() for name, tensor in state.under("rule.").items()}
-        engine.backend.run(Simulation.resume, facts, rule, columns, engine.backend.states.workers)
+        engine.run(Simulation.resume, facts, rule, columns, engine.states.workers)
 
     def _warn_of_attack_without_honest_rows(self, record: RoundRecord) -> None:
         """Warn once if an attack needs honest updates, but all workers of a round are Byzantine."""

@@ -1,0 +1,316 @@
+"""Base class of engines: where workers are trained (in this process, a pool, or ranks), and by which trainers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedsim.config.engines import EngineTraits
+from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, WorkerError, one_line, show
+from fedsim.processes.group import Group, new_mailbox
+from fedsim.processes.process_context import ProcessContext
+from fedsim.processes.process_pool import ProcessPool
+from fedsim.processes.shared_memory import share
+from fedsim.rounds.executor import Executor, MakeExecutor, MakeTrainer
+from fedsim.rounds.worker_states import WorkerStates
+from fedsim.system.devices import release_memory, resolve_device, synchronize
+from fedsim.system.limits import format_failure
+from fedsim.training.sequential import RowTrainer
+from fedsim.training.shared_state import SharedState
+from fedsim.training.task import RunTask
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Base class of engines, which train the workers of one task after another.
+
+    An engine trains in this process, or in a pool of processes if `traits` says so. A subclass may override `trainers`.
+    Use an engine in a `with` block, or call `close`.
+
+    Args:
+        processes: number of processes in the pool.
+        threads: number of threads that PyTorch uses in each process. Without a pool, this process uses them from now
+            on, and `close` restores the previous number.
+        timeout, start_method: see `ProcessPool`.
+
+    Attributes:
+        shared: tensors of the current task, which all processes read and write.
+        states: what the workers of the current task keep between rounds, such as momentum.
+    """
+
+    traits: ClassVar[EngineTraits] = EngineTraits()
+    shared: SharedState
+    states: WorkerStates
+
+    @classmethod
+    def is_main(cls) -> bool:
+        """Whether this process prints output and writes records. Of several ranks, only rank 0 does."""
+        return True
+
+    @classmethod
+    def joined(cls, description: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """Return a context in which this process is connected to the other ranks. Without ranks, do nothing.
+
+        Args:
+            description: all settings of the experiment, which must be the same in all ranks.
+        """
+        return nullcontext()
+
+    @classmethod
+    def device_for(cls, name: str) -> torch.device:
+        """Return the device of this process for the device `name` of the experiment, such as "cuda".
+
+        Raises ExperimentError if the device does not exist.
+        """
+        return resolve_device(name)
+
+    def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
+        self._new_pool = partial(ProcessPool, processes, threads, timeout, start_method)
+        self._in_pool = self.traits.may_lose_processes(processes) and not self.traits.chooses
+        self._pool = self._new_pool() if self._in_pool else None
+        self._threads, self._threads_before = threads, None if self._in_pool else torch.get_num_threads()
+        if not self._in_pool:
+            torch.set_num_threads(threads)
+        self._executor: Executor | None = None  # of this process, if there is no pool
+        self._work: tuple[Any, ...] = ()  # arguments with which the processes of a pool begin the task
+        self._began = False
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that train."""
+        return self._pool.count if self._in_pool and self._pool else 1
+
+    def trainers(self, task: RunTask, shared: SharedState) -> tuple[MakeTrainer, dict[str, Any]]:
+        """Return a function that creates the trainer of a process, and a dict of facts for the run record.
+
+        By default, a trainer trains one worker after another.
+
+        Args:
+            task, shared: run and its tensors.
+        """
+        return RowTrainer, {}
+
+    def new_group(self, task: RunTask) -> Group:
+        """Return the processes that compute a task together with this process, if there is no pool."""
+        return Group(ProcessContext.alone(), task.device)
+
+    def new_states(self, task: RunTask, group: Group) -> WorkerStates:
+        """Return the storage of what workers keep between rounds, if there is no pool."""
+        return WorkerStates.of(task, self.shared)
+
+    def allocate(self, task: RunTask, *data: Any) -> SharedState:
+        """Allocate and return the tensors of a task.
+
+        Args:
+            task: run to compute.
+            data: samples of the run and their assignment to workers, which are passed to `RunData.on`.
+        """
+        return SharedState.allocate(task, *data)
+
+    def prepare(self, device: torch.device, make: MakeExecutor) -> None:
+        """Make child processes import modules and initialise `device` while this process prepares a task.
+
+        Args:
+            device: device of the task.
+            make: argument of `begin`.
+        """
+        if self._pool:
+            self._pool.prepare(_initialise, device, make)
+
+    def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
+        """Begin a task in every process, and release the previous task.
+
+        Args:
+            task: run to compute.
+            shared: tensors of the task, from `allocate`.
+            make: function that creates the executor of a process, whose methods `run` calls.
+
+        Raises ExperimentError if the engine cannot compute the task.
+        """
+        self.leave()
+        if self._in_pool and not self.at_work:  # an earlier task lost processes at its start
+            self._pool = self._new_pool()
+        make_trainer, self._trainer_facts = self.trainers(task, shared)
+        if self._in_pool:
+            self._begin_in_pool(task, shared, make_trainer, make)
+            return
+        self.shared = shared
+        group = self.new_group(task)
+        self.states, self._began = self.new_states(task, group), True
+        self._executor = make(group, task, shared, make_trainer, self.states)
+
+    def _begin_in_pool(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
+        """Begin a task in the processes of the pool. All tensors of the run move to memory that they share."""
+        self.shared, mailbox = shared.share(), new_mailbox(self.processes)
+        most = min(len(shared.data.shards), task.experiment.rounds * len(shared.cohort.workers))
+        self.states = WorkerStates.of(task, self.shared).share(most)
+        share([mailbox, *self.states.initial.values()])
+        self._began = True
+        self._work = make, task, self.shared, make_trainer, self.states, mailbox
+        release_memory(task.device)  # for example the memory of a trial of the model in this process
+        try:
+            self._call(_make_executor, *self._work)
+        except RuntimeError as error:
+            if isinstance(error, FedsimError) or task.device.type == "cpu":
+                raise
+            raise ExperimentError(
+                f"device = {show(str(task.device))}: processes cannot share memory of this device "
+                f"({one_line(error)}); use engine=serial"
+            ) from error
+
+    def run(self, method: Callable[..., T], *arguments: object) -> list[T]:
+        """Call a method of `Executor` or `Simulation` in every process, and return one result per process, in order.
+
+            engine.run(Simulation.run_round, round)
+
+        Raises WorkerError if a process fails.
+        """
+        if self._in_pool:
+            answers = self._call(_run, method, *arguments)
+            distinct = {(warning.category, str(warning.message)): warning for _, noted in answers for warning in noted}
+            for warning in distinct.values():  # several processes may give the same warning
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            return [result for result, _ in answers]
+        executor = self._executor
+        assert executor is not None
+        try:
+            with executor.environment():
+                return [method(executor, *arguments)]
+        except FedsimError:
+            raise
+        except Exception as error:
+            raise WorkerError(f"{executor.group.describe_failure()}: {format_failure(error)}") from error
+
+    def _call(self, function: Callable[..., T], *arguments: object) -> list[T]:
+        """Call `function` in every process of the pool, and return one result per process."""
+        assert self._pool is not None
+        synchronize(self.shared.server.row.device)
+        return self._pool.call(function, *arguments)
+
+    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+        """Return the workers' updates in the latest aggregation, and the workers' losses before training.
+
+        Both tensors have one entry per worker, in the order of `cohort`. Ranks other than rank 0 return None.
+
+        Args:
+            cohort: IDs of the workers of the round.
+            round: number of the latest round.
+        """
+        return self.shared.cohort.rows, self.shared.cohort.losses
+
+    def facts(self) -> dict[str, Any]:
+        """Return a description of how the current task is computed, such as {"processes": 4}, for the run record."""
+        pool = {"start_method": self._pool.start_method} if self._in_pool and self._pool else {}
+        return {"threads": self._threads, "processes": self.processes, **pool, **self._trainer_facts}
+
+    def replayed(self) -> bool | str:
+        """Return True if the training steps run as CUDA graphs, otherwise the reason why they do not."""
+        refusals = [refusal for refusal in self.run(Executor.replay_refusal) if refusal is not None]
+        return refusals[0] if refusals else True
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value that rank 0 passes, in every rank. Without ranks, return `value` itself."""
+        return value
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the engine accepts tasks: it is not closed and has not lost its processes."""
+        return not self._in_pool or (self._pool is not None and self._pool.at_work)
+
+    @property
+    def can_lose_processes(self) -> bool:
+        """Whether the engine has child processes, which may die while this process continues."""
+        return self._in_pool
+
+    def replace_processes(self) -> None:
+        """Replace all processes by new ones that begin the current task again.
+
+        The caller must then restore the state of the run. Raises WorkerError if the processes cannot be restarted.
+        """
+        assert self._pool is not None
+        self._pool.close()
+        release_memory(self.shared.server.row.device)
+        self._pool = self._new_pool()
+        self.shared.cohort.unfit.zero_()  # new executors count aggregations from 1 again
+        self._call(_make_executor, *self._work)
+
+    def leave(self) -> None:
+        """Release the current task and its memory in every process. Do nothing if there is no task."""
+        if not self._began:
+            return
+        self._began, self._executor = False, None
+        device = self.shared.server.row.device
+        try:
+            if self._in_pool and self._pool and self._pool.at_work:
+                with contextlib.suppress(ProcessLostError):
+                    self._pool.call(_drop_executor)  # no need to wait for a device, which may have failed
+                self._pool.forget()
+        finally:
+            del self.shared, self.states
+            self._work = ()
+        release_memory(device)
+
+    def close(self) -> None:
+        """End the engine's child processes, if there are any."""
+        try:
+            self.leave()
+        finally:
+            if self._pool:
+                self._pool.close()
+            if self._threads_before:
+                torch.set_num_threads(self._threads_before)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _initialise(process: ProcessContext, device: torch.device, make: MakeExecutor) -> None:
+    """Create a GPU's context, and that of its library for matrix products. Unpickling `make` has imported modules."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+        matrix = torch.ones(8, 8, device=device)
+        torch.mm(matrix, matrix)
+        synchronize(device)
+
+
+def _make_executor(
+    process: ProcessContext,
+    make: MakeExecutor,
+    task: RunTask,
+    shared: SharedState,
+    make_trainer: MakeTrainer,
+    states: WorkerStates,
+    mailbox: Tensor,
+) -> None:
+    if task.device.type != "cpu":
+        torch.get_device_module(task.device).set_device(task.device)
+    group = Group(process, task.device, mailbox)
+    process.state["executor"] = make(group, task, shared, make_trainer, states)
+
+
+def _run(
+    process: ProcessContext, method: Callable[..., T], *arguments: object
+) -> tuple[T, list[warnings.WarningMessage]]:
+    """Call a method of this process's executor. Return its result, and the warnings that it caused."""
+    executor = process.state["executor"]
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("default")
+        with executor.environment():
+            return method(executor, *arguments), noted
+
+
+def _drop_executor(process: ProcessContext) -> None:
+    process.state.clear()
+    gc.collect()
