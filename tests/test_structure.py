@@ -9,8 +9,8 @@ import ast
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -41,8 +41,6 @@ FLOORS = (  # from lowest to highest; a package may import itself and packages o
     ("report",),
     ("cli",),
 )
-
-
 PACKAGES = {package for packages in FLOORS for package in packages}
 
 
@@ -53,40 +51,56 @@ def modules() -> dict[Path, ast.Module]:
 
 def test_packages_import_lower_packages_only():
     floor_of = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
-    upwards = {
-        f"{path.relative_to(ROOT)} imports {target}"
-        for path, tree in modules().items()
-        if (package := package_of(path)) in floor_of
-        for target in imports(tree)
-        if target != package and floor_of[target] >= floor_of[package]
-    }
+    upwards = [
+        f"{name} imports {target}"
+        for name, targets in imports().items()
+        for target in targets
+        if (room := room_of(name)) in floor_of
+        and (other := room_of(target)) != room
+        and floor_of[other] >= floor_of[room]
+    ]
     assert not upwards
 
 
-def package_of(path: Path) -> str:
-    return room(".".join(path.relative_to(ROOT).with_suffix("").parts))
+def test_no_modules_import_each_other():
+    TopologicalSorter(imports()).prepare()  # raises CycleError with the modules of a circle
 
 
-def room(module: str) -> str:
-    """Return the package in `FLOORS` that a module belongs to."""
-    parts = module.split(".")[1:]
-    return next((package for package in (".".join(parts[:2]), parts[0]) if package in PACKAGES), parts[0])
+@cache
+def imports() -> dict[str, set[str]]:
+    """Return the modules of fedsim that each module imports, also inside functions and for type checkers only."""
+    trees = {name_of(path): tree for path, tree in modules().items()}
+    imported = {
+        name: {
+            target if target in trees else target.rpartition(".")[0]
+            for node in ast.walk(tree)
+            for target in targets_of(node)
+            if target.startswith("fedsim.")
+        }
+        for name, tree in trees.items()
+    }
+    return {name: targets - {name, "fedsim"} for name, targets in imported.items()}
 
 
-def imports(node: ast.AST) -> Iterator[str]:
-    """Yield the packages of fedsim that a module imports, also inside functions and for type checkers only."""
-    modules = []
+def targets_of(node: ast.AST) -> list[str]:
+    """Return the modules, or members of modules, that a statement imports."""
     if isinstance(node, ast.Import):
-        modules = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom):
-        modules = [f"fedsim.{alias.name}" for alias in node.names] if node.module == "fedsim" else [str(node.module)]
-    yield from (room(module) for module in modules if module.startswith("fedsim."))
-    for child in ast.iter_child_nodes(node):
-        yield from imports(child)
+        return [alias.name for alias in node.names]
+    return [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of(module: str) -> str:
+    """Return the package in `FLOORS` that a module belongs to."""
+    parts = module.split(".")[1:] or ["__init__"]
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in PACKAGES else parts[0]
 
 
 def test_every_package_has_a_floor():
-    unlisted = {package_of(path) for path in modules()} - {package for packages in FLOORS for package in packages}
+    unlisted = {room_of(name) for name in imports()} - PACKAGES
     assert unlisted == {"__init__", "__main__"}  # they import the public names and the command line
 
 
