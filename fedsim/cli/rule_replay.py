@@ -188,15 +188,15 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
     pipelines = [_pipeline(rule, stored.experiment.f) for rule in rules]
     for pipeline in pipelines:
         pipeline.dry_run(len(stored.workers))
-    gram: Gram | None = None
+    grams: dict[int, Gram] = {}  # by number of updates
     results = []
     for rule, pipeline in zip(rules, pipelines, strict=True):
         keeps = stored.experiment.nonfinite == "keep" and pipeline.name == stored.experiment.rule.name
-        cohort, bad = screened(_cohort(stored, pipeline), "keep" if keeps else "exclude")
+        cohort, _ = screened(_cohort(stored, pipeline), "keep" if keeps else "exclude")
         if pipeline.accepts("gram"):
-            gram = gram or Gram(cohort.updates)
-            cohort.gram = gram
-        results.append(_measured(stored, pipeline, cohort, bad, label(rule)))
+            n = len(cohort.updates)
+            cohort.gram = grams[n] = grams.get(n) or Gram(cohort.updates)
+        results.append(_measured(stored, pipeline, cohort, label(rule)))
     return results
 
 
@@ -238,9 +238,7 @@ def _cohort(stored: StoredRound, pipeline: Pipeline) -> AggregationInputs:
     )
 
 
-def _measured(
-    stored: StoredRound, pipeline: Pipeline, cohort: AggregationInputs, bad: list[int], label: str
-) -> Replayed:
+def _measured(stored: StoredRound, pipeline: Pipeline, cohort: AggregationInputs, label: str) -> Replayed:
     started = time.perf_counter()
     outcome = pipeline(cohort)
     seconds = time.perf_counter() - started

@@ -49,18 +49,13 @@ def test_replaying_the_runs_own_rule_gives_what_the_run_did(sync, tables, tmp_pa
 
 
 DIRICHLET = {"attack": {}, "partition": {"name": "dirichlet", "alpha": 0.3}, "aggregate": "weighted_mean"}
-PRIVACY = {"mechanism": "central", "clip": 0.01, "noise": 1.0}
+CENTRAL = {"mechanism": "central", "clip": 0.01, "noise": 0.2}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {**DIRICHLET, "privacy": PRIVACY},
-        {**DIRICHLET, "privacy": PRIVACY, "cohort": 5, "sampling": "poisson"},
-        {**DIRICHLET, "privacy": {**PRIVACY, "mechanism": "local"}},
-        {**DIRICHLET, "cohort": 5, "sampling": {"name": "uniform", "client_dropout": 0.4}},
-        {**DIRICHLET, "cohort": 5, "aggregate": {"rule": "mean", "weights": "inverse_probability"}},
-        {**DIRICHLET, "aggregate": {"rule": "mean", "weights": list(range(1, 10))}},
+        {**DIRICHLET, "privacy": CENTRAL, "cohort": 5, "sampling": "poisson"},
         {**DIRICHLET, "sync": "gradients"},  # only some workers have samples left for the last step
         {"sync": "gradients", "local": {"steps": 2}, "aggregate": [{"rule": "bucketing", "s": 2}, "median"]},
         {"aggregate": [{"rule": "bucketing", "s": 2}, "mean"]},
@@ -88,6 +83,56 @@ def test_a_replay_has_the_weights_and_the_result_of_the_run(changes, tables, tmp
         assert torch.allclose(replayed.update, updates[-1], rtol=0, atol=1e-9, equal_nan=True)
     if result.history[1].coefficients and changes.get("sync") != "gradients":  # else they are means over the steps
         assert list(replayed.shares.values()) == pytest.approx(result.history[1].coefficients, rel=1e-12)
+
+
+ADAPTIVE, LOCAL = {**CENTRAL, "mechanism": "adaptive"}, {**CENTRAL, "mechanism": "local"}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("weights", "privacy", "divisor"),  # coefficient of a worker: its weight, divided by the sum of the weights
+    [
+        (None, None, None),
+        (None, CENTRAL, 6),  # ... or by the expected number of updates
+        (None, ADAPTIVE, 6),
+        (None, LOCAL, None),
+        ("uniform", None, None),
+        ("uniform", CENTRAL, 6),
+        ("uniform", LOCAL, None),
+        ("samples", None, None),
+        ("samples", LOCAL, None),
+        ("list", None, None),
+        ("inverse_probability", None, 1),
+    ],
+)
+def test_a_run_and_its_replay_have_the_coefficients_of_the_definition(
+    weights, privacy, divisor, dropout, tables, tmp_path
+):
+    numbers = [float(worker) for worker in range(1, 10)]
+    tables |= {"attack": {}, "partition": "tests.components:uneven", "cohort": 6, "seed": 3}
+    tables |= {"sampling": {"name": "uniform", "client_dropout": dropout}} | ({"privacy": privacy} if privacy else {})
+    for rule, other in (("mean", "weighted_mean"), ("weighted_mean", "mean")):
+        aggregate = {"rule": rule} | ({"weights": numbers if weights == "list" else weights} if weights else {})
+        record = fedsim.run({**tables, "aggregate": aggregate}, tmp_path / rule).history[0]
+        stored = load_round(tmp_path / rule, 1, allow_imports=True)
+        samples = stored.tensors["samples"].double()
+        assert len(samples.unique()) > 1
+        assert len(record.cohort) < 6 or not dropout
+        weights_of_kind = {
+            "uniform": torch.ones(len(samples)),
+            "samples": samples,
+            "list": torch.tensor(numbers)[record.cohort],
+            "inverse_probability": samples / 203 * 9 / 6 / (1 - dropout),
+        }
+
+        def expected(rule, weights_of_kind=weights_of_kind):
+            default = "samples" if rule == "weighted_mean" and privacy in (None, LOCAL) else "uniform"
+            values = weights_of_kind[weights or default].double()
+            return (values / {None: values.sum(), 6: 6 * (1 - dropout), 1: 1}[divisor]).tolist()
+
+        assert record.coefficients == pytest.approx(expected(rule), rel=1e-12)
+        for replayed, name in zip(replay(stored, [rule, other]), [rule, other], strict=True):
+            assert list(replayed.shares.values()) == pytest.approx(expected(name), rel=1e-12)
 
 
 def test_each_rule_does_what_aggregate_does_with_the_stored_rows(run):
@@ -125,6 +170,14 @@ def test_rules_that_use_distances_share_one_gram_matrix(run, monkeypatch):
     monkeypatch.setattr(Pipeline, "dry_run", lambda self, n: None)
     replay(stored, ["krum", "multi_krum", "medoid", "geometric_median", ["nnm", "krum"]])
     assert made == [9]
+
+
+def test_a_rule_that_keeps_nan_shares_no_gram_matrix_with_rules_that_exclude_it(tables, tmp_path):
+    tables |= {"attack": {"name": "nan", "workers": [2]}, "rounds": 1}
+    fedsim.run({**tables, "aggregate": {"rule": "geometric_median", "nonfinite": "keep"}}, tmp_path / "run")
+    own, krum = replay(load_round(tmp_path / "run", allow_imports=True), ["geometric_median", "krum"])
+    assert own.update.isnan().all()
+    assert krum.update.isfinite().all()
 
 
 def test_the_default_is_all_applicable_rules(run):
