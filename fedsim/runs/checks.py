@@ -180,19 +180,19 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
     experiment = task.experiment
     if task.device.type != "cpu" or engine.traits.ranks:
         return
-    d = Layout.of(task.new_module()).d
+    layout = Layout.of(task.new_module())
     may_replace = not engine.traits.chooses and engine.traits.may_lose_processes(processes)
     copies = int(may_replace and experiment.process_retries > 0)
     copies += 3 if recorded and experiment.checkpoint.every != 0 else 0  # a snapshot, its bytes, and the file
     most = 1 if engine.traits.chooses else processes  # the engine `auto` may choose one process
     stacked = engine.traits.stacks and not engine.traits.chooses
-    parts = memory_needed(task, d, most, stacked=stacked, copies=copies)
+    parts = memory_needed(task, layout, most, stacked=stacked, copies=copies)
     needed, free = sum(parts.values()), free_memory()
     if needed > free:
         listed = ", ".join(f"{purpose} {show_bytes(nbytes)}" for purpose, nbytes in parts.items())
         fewer = ", fewer processes" if processes > 1 else ""
         raise ExperimentError(
-            f"cohort = {experiment.cohort_size}: with a model of {d:,} parameters this run needs about "
+            f"cohort = {experiment.cohort_size}: with a model of {layout.d:,} parameters this run needs about "
             f"{show_bytes(needed)} of memory ({listed}), but only {show_bytes(free)} are free; use a smaller "
             f"cohort{fewer} or a smaller model"
         )

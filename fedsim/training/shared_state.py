@@ -101,6 +101,22 @@ class GlobalModel:
     broadcast: State
     states: dict[Sync, State]
 
+    @classmethod
+    def allocate(cls, task: RunTask, row: Tensor, buffers: Tensor, ranks: int = 1) -> GlobalModel:
+        """Allocate the server's state for a global model with these parameters and buffers.
+
+        Several ranks allocate the optimizer states elsewhere, each for a part of the parameters.
+        """
+        chain = task.experiment.broadcast_chain
+        return cls(
+            row=row,
+            buffers=buffers,
+            last=torch.zeros_like(row) if task.keeps_last else row.new_zeros(0),
+            algorithm=task.algorithm.server_state(row),
+            broadcast={"copy": row.clone()} | initial_states(chain, row, task.shapes) if chain else {},
+            states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
+        )
+
 
 @dataclass
 class CohortRows:
@@ -229,15 +245,7 @@ class SharedState:
         row = new_rows(1, layout.d, task.dtype, task.device)[0].copy_(layout.read(module))
         buffers = torch.zeros(layout.n_buffer_values, dtype=wide_dtype(task.device), device=task.device)
         layout.read_buffers(module, out=buffers)
-        server = GlobalModel(
-            row=row,
-            buffers=buffers,
-            last=torch.zeros_like(row) if task.keeps_last else row.new_zeros(0),
-            algorithm=task.algorithm.server_state(row),
-            broadcast=_broadcast_state(task, row),
-            states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
-        )
-        has_root = len(of_run.root) > 0
+        server, has_root = GlobalModel.allocate(task, row, buffers, ranks), len(of_run.root) > 0
         return cls(
             data=of_run,
             server=server,
@@ -268,12 +276,6 @@ class SharedState:
         shards = [*data.shards.tensors, *data.worker_tests.tensors, data.root]
         share([*shards, *_tensors_in(self.server), *_tensors_in(self.cohort), *_tensors_in(self.tests)])
         return self
-
-
-def _broadcast_state(task: RunTask, row: Tensor) -> State:
-    """Return the workers' copy of the initial parameters [d] and what the compressors keep, if `broadcast` is set."""
-    chain = task.experiment.broadcast_chain
-    return {"copy": row.clone()} | initial_states(chain, row, task.shapes) if chain else {}
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
