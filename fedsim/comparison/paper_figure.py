@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from fedsim.comparison.axes import axis_called, label
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap, draw_values
 from fedsim.comparison.results import Comparison, comparison_of, read_records
+from fedsim.comparison.rows import canonical, numeric_axes
+from fedsim.comparison.stored import places_in
 from fedsim.core.plotting import STYLES, UNDATED, FigureStyle, encode, show_dollars
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
-from fedsim.records.axes import axis_called, label
 from fedsim.records.numbers import SCALES
-from fedsim.records.reader import places_in
 from fedsim.records.record import LARGEST, metric_called, metrics_in
-from fedsim.records.rows import canonical, numeric_axes
 from fedsim.system.files import write_atomically
 
 if TYPE_CHECKING:

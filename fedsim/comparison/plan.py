@@ -16,6 +16,19 @@ from typing import Any
 
 import torch
 
+from fedsim.comparison.axes import (
+    Axes,
+    apply_words,
+    axes_of_tables,
+    axis_called,
+    changes_of,
+    describe_point,
+    label,
+    readable_id,
+    shape_of,
+    with_points,
+)
+from fedsim.comparison.rows import NO_SETTINGS, SEED, SETTINGS, ComparisonSettings, canonical
 from fedsim.config.experiment import Experiment, default_name
 from fedsim.config.load import COMPARISON, describe, drop_default_name, experiment_of, file_of
 from fedsim.config.overrides import (
@@ -34,20 +47,7 @@ from fedsim.core.objects import plain
 from fedsim.core.suggestions import nearest
 from fedsim.data.sources import data_loaded_once
 from fedsim.errors import ExperimentError, SettingWarning, show
-from fedsim.records.axes import (
-    Axes,
-    apply_words,
-    axes_of_tables,
-    axis_called,
-    changes_of,
-    describe_point,
-    label,
-    readable_id,
-    shape_of,
-    with_points,
-)
 from fedsim.records.record import METRICS, RoundRecord, metric_called, metrics_in
-from fedsim.records.rows import NO_SETTINGS, SEED, SETTINGS, ComparisonSettings, canonical
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import resolve_device
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from fedsim.comparison.leaderboard import leaderboard, leaderboard_notes
 from fedsim.comparison.results import Comparison
+from fedsim.comparison.rows import SEED, numeric_axes
 from fedsim.comparison.tables import Cell, answer, breaking_points, columns, filled, target_text, undecided
 from fedsim.core.confidence import FEWEST_FOR_BAND
 from fedsim.records import formatting as fmt
 from fedsim.records.reader import Run, StoredPartition
-from fedsim.records.rows import SEED, numeric_axes
 from fedsim.report import on_page
 
 MINUS = "\N{MINUS SIGN}"
@@ -39,7 +39,7 @@ def comparison_page(comparison: Comparison) -> tuple[dict[str, Any], dict[str, A
         charts["weights-chart"] = weights_of_runs(runs)
     if any(run.partition.counts for run in runs):
         charts["partition-chart"] = partitions_of_runs(runs)
-    board, target = leaderboard(comparison, fmt.label), comparison.settings.target
+    board, target = leaderboard(comparison.groups, fmt.label), comparison.settings.target
     context = {
         "name": comparison.name,
         "title": fmt.comparison_title(compared, score.label),

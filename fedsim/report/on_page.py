@@ -24,13 +24,13 @@ from fedsim.comparison.figures import (
     number_cell,
 )
 from fedsim.comparison.results import Comparison
+from fedsim.comparison.rows import MeanCurve, Row, numeric_axes, score_of
 from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
 from fedsim.core.plotting import far_apart
 from fedsim.records import formatting as fmt
 from fedsim.records.numbers import LAST_ROUND, SCALES, best_score, mean_or_none
 from fedsim.records.reader import Run, StoredPartition
 from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
-from fedsim.records.rows import MeanCurve, Row, numeric_axes, score_of
 from fedsim.records.worker_results import LABELS
 from fedsim.rounds.worker_evaluation import WorkerResults
 
