@@ -266,18 +266,25 @@ def _draw_maps(comparison: ComparedRuns, over: tuple[str, str], style: FigureSty
         if place + columns >= len(shown):
             panel.set_xlabel(key_name(over[1]))
     figure.colorbar(image, ax=panels, label=comparison.metric.label.lower(), fraction=0.04, aspect=30)
-    remarks = [
-        f"{comparison.name}: mean over seeds",
-        "~ tied: not significantly different from the best (95 %, paired)",
-    ]
-    if SEED not in comparison.axes:
-        remarks = [comparison.name, "~ tied: equal to the best"]
-    remarks += [f"the first {len(shown)} of {len(maps)} panels"] if len(shown) < len(maps) else []
-    for axis, count in [(axis, len(comparison.axes[axis])) for axis in over]:
-        remarks += [f"the first {MOST_VALUES} of {count} values of {key_name(axis)}"] if count > MOST_VALUES else []
-    remarks += [comparison.settings.remark] if comparison.settings.remark else []
-    style.describe(figure, comparison_title(over, comparison.metric.label), "; ".join(remarks), fontsize="small")
+    of_all = f"the first {len(shown)} of {len(maps)} panels" if len(shown) < len(maps) else ""
+    remarks = _remarks_on_maps(comparison, over, of_all)
+    style.describe(figure, comparison_title(over, comparison.metric.label), remarks, fontsize="small")
     return figure
+
+
+def _remarks_on_maps(comparison: ComparedRuns, over: tuple[str, str], of_all: str) -> str:
+    """Return the text below the title of heat maps. `of_all` says how many of the maps are shown."""
+    if SEED in comparison.axes:
+        first, tied = ": mean over seeds", "not significantly different from the best (95 %, paired)"
+    else:
+        first, tied = "", "equal to the best"
+    shortened = [
+        f"the first {MOST_VALUES} of {len(comparison.axes[axis])} values of {key_name(axis)}"
+        for axis in over
+        if len(comparison.axes[axis]) > MOST_VALUES
+    ]
+    remarks = [f"{comparison.name}{first}", f"~ tied: {tied}", of_all, *shortened, comparison.settings.remark]
+    return "; ".join(filter(None, remarks))
 
 
 def _draw_cells(

@@ -82,12 +82,7 @@ def plot(
     if out is not None and format not in UNDATED:
         raise ExperimentError(f"out = {show(str(out))}: must end in .{', .'.join(UNDATED)}")
     paths = [Path(folder) for folder in ([folders] if isinstance(folders, (str, Path)) else folders)]
-    comparison = _only(_comparison_in(paths), only or {})
-    if metric is not None:
-        known = [recorded.key for recorded in metrics_in(record for run in comparison.runs for record in run.history)]
-        _require(metric_called(metric).key, "metric", known)
-        if metric != metric_called(comparison.settings.metric or "").key:  # else keep the stored sign
-            comparison = replace(comparison, settings=replace(comparison.settings, metric=metric))
+    comparison = _by(metric, _only(_comparison_in(paths), only or {}))
     look = STYLES[style]
     with look.applied():
         figure = _heatmap(comparison, look) if kind == "heatmap" else _curves(comparison, x, look)
@@ -105,6 +100,17 @@ def plot(
 def _require(value: str, name: str, allowed: Any) -> None:
     if value not in allowed:
         raise ExperimentError(f"{name} = {show(value)}: is not an allowed value; {nearest(value, allowed)}")
+
+
+def _by(metric: str | None, comparison: Comparison) -> Comparison:
+    """Return the comparison by this metric. None: the comparison's own."""
+    if metric is None:
+        return comparison
+    known = [recorded.key for recorded in metrics_in(record for run in comparison.runs for record in run.history)]
+    _require(metric_called(metric).key, "metric", known)
+    if metric == metric_called(comparison.settings.metric or "").key:
+        return comparison  # with the stored sign
+    return replace(comparison, settings=replace(comparison.settings, metric=metric))
 
 
 def _curves(comparison: Comparison, x: str, style: FigureStyle) -> Figure:

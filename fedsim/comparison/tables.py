@@ -365,22 +365,8 @@ def undecided(comparison: ComparedRuns) -> list[str]:
 
 def _notes(comparison: ComparedRuns) -> list[str]:
     """Return the notes below the table of results, such as the meaning of its marks."""
-    rows, settings, score, test = comparison.summary, comparison.settings, comparison.metric, comparison.test
-    seeds = max(len(row.runs) for row in rows)
-    both = "the two values in brackets" if any(row.score and row.score.n == 2 for row in rows) else ""
-    if seeds > 2:
-        means = f"means over {seeds} seeds ± 95 percent intervals (Student t){both and f', for two runs {both}'}"
-    elif seeds == 2:
-        means = f"means over 2 seeds{both and f', with {both}'}"
-    else:
-        means = "one run each: with one seed there are no intervals, and a difference may be chance"
-    paired = "; differences are paired by seed" if seeds > 1 else ""
-    better = f" ({score.better} is better)" if settings.metric is not None and score.better else ""
-    notes = [f"{score.label.lower()} after the last round{better}, {means}{paired}"]
-    if any(row.mark for row in rows):
-        within = f" among equal {', '.join(comparison.compared[1:])}" if len(comparison.compared) > 1 else ""
-        tie = "; ~ not significantly different from the best (95 %, paired)" if seeds > 1 else ""
-        notes.append(f"* best{within}{tie}")
+    settings, runs, score = comparison.settings, len(comparison.runs), comparison.metric
+    notes = _notes_on_means(comparison)
     if settings.tune is not None:
         case = f", in its worst case of {settings.worst}" if settings.worst else ""
         notes.append(f"{settings.tune}: the value with the best result on validation samples{case}; tuning.csv has all")
@@ -388,22 +374,8 @@ def _notes(comparison: ComparedRuns) -> list[str]:
     if settings.worst is not None:
         notes.append(f"{settings.worst}: the worst case by {score.label.lower()}; results.csv has all")
     if settings.target is not None:
-        target = target_text(comparison)
-        bound = f"{test.key.removeprefix('test_')} of at {'least' if test.sign > 0 else 'most'}"
-        notes.append(
-            f"to {target}: until the first test with {bound} {target}; arrivals are models or gradients that the "
-            "server has accepted"
-        )
-        if any(0 < row.reached < len(row.finished) for row in rows):
-            notes.append("where only some runs reached the target, the mean is over these runs and therefore too low")
-        misses = (
-            f"the mean {test.label.lower()} after the last round is {'below' if test.sign > 0 else 'above'} {target}"
-        )
-        for key, points in breaking_points(comparison).items():
-            notes.append(f"{key}: smallest value from which on {misses} (breaking_points.csv):")
-            notes += _breaking_lines(comparison, points)
+        notes += _notes_on_target(comparison)
     notes += [f"left out: {line}" for line in comparison.left_out]
-    runs = len(comparison.runs)
     if comparison.diverged:
         notes.append(
             f"{comparison.diverged} of {runs} runs diverged: their results are those of the last finite model, and "
@@ -413,6 +385,42 @@ def _notes(comparison: ComparedRuns) -> list[str]:
         notes.append(
             f"{failed} of {runs} runs failed: they are not in any mean, and rows with a failed run have no mark"
         )
+    return notes
+
+
+def _notes_on_means(comparison: ComparedRuns) -> list[str]:
+    rows, score = comparison.summary, comparison.metric
+    seeds = max(len(row.runs) for row in rows)
+    both = "the two values in brackets" if any(row.score and row.score.n == 2 for row in rows) else ""
+    if seeds > 2:
+        means = f"means over {seeds} seeds ± 95 percent intervals (Student t){both and f', for two runs {both}'}"
+    elif seeds == 2:
+        means = f"means over 2 seeds{both and f', with {both}'}"
+    else:
+        means = "one run each: with one seed there are no intervals, and a difference may be chance"
+    paired = "; differences are paired by seed" if seeds > 1 else ""
+    better = f" ({score.better} is better)" if comparison.settings.metric is not None and score.better else ""
+    notes = [f"{score.label.lower()} after the last round{better}, {means}{paired}"]
+    if any(row.mark for row in rows):
+        within = f" among equal {', '.join(comparison.compared[1:])}" if len(comparison.compared) > 1 else ""
+        tie = "; ~ not significantly different from the best (95 %, paired)" if seeds > 1 else ""
+        notes.append(f"* best{within}{tie}")
+    return notes
+
+
+def _notes_on_target(comparison: ComparedRuns) -> list[str]:
+    test, target = comparison.test, target_text(comparison)
+    bound = f"{test.key.removeprefix('test_')} of at {'least' if test.sign > 0 else 'most'}"
+    notes = [
+        f"to {target}: until the first test with {bound} {target}; arrivals are models or gradients that the "
+        "server has accepted"
+    ]
+    if any(0 < row.reached < len(row.finished) for row in comparison.summary):
+        notes.append("where only some runs reached the target, the mean is over these runs and therefore too low")
+    misses = f"the mean {test.label.lower()} after the last round is {'below' if test.sign > 0 else 'above'} {target}"
+    for key, points in breaking_points(comparison).items():
+        notes.append(f"{key}: smallest value from which on {misses} (breaking_points.csv):")
+        notes += _breaking_lines(comparison, points)
     return notes
 
 
