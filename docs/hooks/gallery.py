@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedsim.comparison import Comparison
-    from fedsim.records.rows import Row
+    from fedsim.comparison.rows import Row
 
 ROOT = Path(__file__).parents[2]
 GALLERY = ROOT / "docs" / "gallery"
@@ -327,7 +327,7 @@ def _table_of_metrics(comparison: Comparison, metrics: dict[str, str]) -> str:
 
 def _table_across(comparison: Comparison) -> str:
     """Return the table with one line per combination of the first axes and one column per value of the last axis."""
-    from fedsim.records.axes import label
+    from fedsim.comparison.axes import label
 
     *down, across = comparison.compared
     headings = [label(value) for value in comparison.axes[across]]
@@ -354,7 +354,7 @@ def _table_of_rows(comparison: Comparison) -> str:
 
 
 def _labels(comparison: Comparison, row: Row, axes: list[str]) -> list[str]:
-    from fedsim.records.axes import label
+    from fedsim.comparison.axes import label
 
     return [label(row.runs[0].point[axis]) for axis in axes]
 

@@ -185,7 +185,9 @@ def _api_section(path: str, target: Any) -> Iterator[str]:
     if isinstance(target, type) and not issubclass(target, BaseException):
         methods = [
             (name, member)
-            for name, member in vars(target).items()
+            for kind in (*target.__bases__, target)
+            if kind is target or kind.__module__.startswith("fedsim.comparison.")
+            for name, member in vars(kind).items()
             if not name.startswith("_") and inspect.getdoc(member)
         ]
         for name, member in methods:

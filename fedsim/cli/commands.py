@@ -114,8 +114,8 @@ def replay(
     with errors_as_lines():
         from fedsim.cli.rule_replay import applicable_rules, load_round, replay_json, replay_table
         from fedsim.cli.rule_replay import replay as replay_rules
+        from fedsim.comparison.axes import split_at_commas
         from fedsim.config.overrides import parse_value
-        from fedsim.records.axes import split_at_commas
 
         stored = load_round(folder, round, allow_imports=allow_imports)
         chosen = (
@@ -266,8 +266,8 @@ def plot(
 ) -> None:
     """Draw a figure of runs or of a comparison for a paper, and print a caption for the figure."""
     with errors_as_lines():
+        from fedsim.comparison.axes import split_at_commas
         from fedsim.comparison.paper_figure import plot as draw
-        from fedsim.records.axes import split_at_commas
 
         folders, only = [], {}
         for word in words:

@@ -112,11 +112,11 @@ def compare(
             check_names_of_comparison(source, changes, skip_invalid=skip_invalid)
     with errors_as_lines(), contextlib.ExitStack() as stack:
         from fedsim.comparison import plan_comparison, run_comparison
+        from fedsim.comparison.axes import describe_point
         from fedsim.comparison.displays import ComparisonDisplay
         from fedsim.comparison.folder import Shard
+        from fedsim.comparison.rows import ComparisonSettings
         from fedsim.comparison.runner import check_runs, merge
-        from fedsim.records.axes import describe_point
-        from fedsim.records.rows import ComparisonSettings
         from fedsim.records.run_folder import new_folder
         from fedsim.runs.launch import check_copies
 
@@ -171,6 +171,6 @@ def _is_comparison(word: str) -> bool:
     if not is_folder(word) or word not in experiments():
         return is_folder(word)
     from fedsim.comparison.folder import SHARDS
-    from fedsim.records.reader import COMPARISON
+    from fedsim.comparison.stored import COMPARISON
 
     return any((Path(word) / name).exists() for name in (COMPARISON, SHARDS))

@@ -44,8 +44,8 @@ def check_names_of_comparison(source: str | None, words: Iterable[str], *, skip_
 
     With `skip_invalid` nothing is checked, because invalid combinations are left out later.
     """
-    from fedsim.records.axes import apply_words, axes_of_tables, changes_of, with_points
-    from fedsim.records.rows import SETTINGS as COMPARISON_SETTINGS
+    from fedsim.comparison.axes import apply_words, axes_of_tables, changes_of, with_points
+    from fedsim.comparison.rows import SETTINGS as COMPARISON_SETTINGS
 
     description = {} if source is None else describe_file(source)
     plan, skipping = description.pop(COMPARISON, {}), False

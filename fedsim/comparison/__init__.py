@@ -5,9 +5,9 @@ from fedsim.comparison.folder import load_comparison
 from fedsim.comparison.paper_figure import plot
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun, plan_comparison
 from fedsim.comparison.results import Comparison
+from fedsim.comparison.rows import ComparisonSettings, Row
 from fedsim.comparison.runner import compare, run_comparison
 from fedsim.records.reader import Run
-from fedsim.records.rows import ComparisonSettings, Row
 
 __all__ = [
     "Callback",

@@ -1,19 +1,16 @@
-"""Progress displays for comparisons in a terminal or a Jupyter notebook, and the notebook view of the results."""
+"""Progress displays for comparisons in a terminal or a Jupyter notebook."""
 
 from __future__ import annotations
 
 import contextlib
-import html
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from fedsim.callbacks.display import print_line, progress_bar
-from fedsim.callbacks.notebook import PLAIN, CellOutput, figure_html, in_notebook, progress_html, text_html
-from fedsim.comparison.on_paper import draw_curves, draw_heatmap
+from fedsim.callbacks.notebook import CellOutput, in_notebook, progress_html, text_html
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun
-from fedsim.comparison.results import Comparison
 from fedsim.errors import plural
 from fedsim.records.formatting import score_text
 from fedsim.records.reader import Run
@@ -142,12 +139,3 @@ def display_of(folder: Path | None, progress: bool | None) -> ComparisonDisplay:
     if progress is None and in_notebook():
         return NotebookComparisonDisplay()
     return ComparisonDisplay(folder, quiet=not progress)
-
-
-def comparison_html(comparison: Comparison) -> str:
-    """Return a comparison as HTML for a notebook: the table of results and a figure."""
-    lines = [html.escape(line) for line in comparison.table.splitlines()]
-    table = "\n".join(f"<b>{line}</b>" if "  *  " in line else line for line in lines)
-    picture = draw_heatmap(comparison) or draw_curves(comparison)
-    shown = figure_html(picture, f"comparison {comparison.name}") if picture else ""
-    return f'<h4>{html.escape(comparison.name)}</h4><pre style="{PLAIN}">{table}</pre>{shown}'

@@ -9,22 +9,19 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedsim.comparison.axes import label
+from fedsim.comparison.compared_runs import ComparedRuns
+from fedsim.comparison.rows import SEED, Group, MeanCurve, Row, mean_curve, mean_over_values, value_curves
 from fedsim.comparison.tables import listed, mean_cells
 from fedsim.core.confidence import FEWEST_FOR_BAND, decimals_of, estimate, fixed
-from fedsim.records.axes import label
 from fedsim.records.formatting import comparison_title, key_name
 from fedsim.records.numbers import SCALES
 from fedsim.records.record import Metric
-from fedsim.records.rows import SEED, Group, MeanCurve, Row, mean_curve, mean_over_values, value_curves
 from fedsim.system.files import to_csv
-
-if TYPE_CHECKING:
-    from fedsim.comparison.results import Comparison
-
 
 MOST_NAMES = 2  # maximum number of names in a cell of a heat map
 
@@ -66,7 +63,7 @@ class LineChart:
         remarks: lines of text below the title.
     """
 
-    comparison: Comparison
+    comparison: ComparedRuns
     keys: list[str]
     scale: str
     lines: list[Line]
@@ -89,7 +86,7 @@ class LineChart:
 
 
 def curves(
-    comparison: Comparison, scale: str = "round", metrics: Sequence[Metric] = (), *, begun: bool = False
+    comparison: ComparedRuns, scale: str = "round", metrics: Sequence[Metric] = (), *, begun: bool = False
 ) -> LineChart:
     """Return a chart with one line for each combination of compared values and each metric.
 
@@ -118,7 +115,7 @@ def curves(
     )
 
 
-def curves_along(comparison: Comparison, axis: str) -> LineChart:
+def curves_along(comparison: ComparedRuns, axis: str) -> LineChart:
     """Return a chart of the final results over the values of the compared setting `axis`, such as the learning rate."""
     keys = [key for key in comparison.compared if key != axis]
     curves_of_rows = value_curves(comparison.rows, axis)
@@ -131,7 +128,7 @@ def _place(row: Row) -> dict[str, int]:
     return dict(zip(row.point, row.place, strict=True))
 
 
-def _remarks_on_seeds(comparison: Comparison) -> list[str]:
+def _remarks_on_seeds(comparison: ComparedRuns) -> list[str]:
     """Return the lines of text below the title of a chart, such as the number of seeds."""
     seeds = len(comparison.rows[0].runs)
     spread = "bands: 95 percent intervals" if seeds >= FEWEST_FOR_BAND else "thin lines: single seeds"
@@ -174,7 +171,7 @@ class HeatMap:
 
 
 def heat_maps(
-    comparison: Comparison, over: Sequence[str], beside: Sequence[str], cell: Callable[[list[Row]], HeatCell]
+    comparison: ComparedRuns, over: Sequence[str], beside: Sequence[str], cell: Callable[[list[Row]], HeatCell]
 ) -> list[HeatMap]:
     """Return heat maps over two compared settings, one for each combination of the values of the settings `beside`.
 
@@ -242,7 +239,7 @@ def best_cell(rows: Sequence[Row], axis: str) -> HeatCell:
     return HeatCell(score.mean, lines, hover, bold=True)
 
 
-def best_maps(comparison: Comparison, over: tuple[str, str]) -> list[tuple[str, HeatMap]]:
+def best_maps(comparison: ComparedRuns, over: tuple[str, str]) -> list[tuple[str, HeatMap]]:
     """Return heat maps over two compared settings, each with its title.
 
     For each combination of the remaining settings, the first map shows which value of the first compared setting is
@@ -261,7 +258,7 @@ def best_maps(comparison: Comparison, over: tuple[str, str]) -> list[tuple[str, 
     return [(title, shown) for title, shown in maps if any(cell.lines for line in shown.cells for cell in line)]
 
 
-def heatmap_csv(comparison: Comparison, over: tuple[str, str]) -> str:
+def heatmap_csv(comparison: ComparedRuns, over: tuple[str, str]) -> str:
     """Return a heat map as a CSV table with one line per cell.
 
     A line has the best value of the first compared setting (or the equally best values), the mean and interval of its

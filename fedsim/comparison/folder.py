@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.callbacks.checkpoints import FOLDER as CHECKPOINTS
+from fedsim.comparison.axes import Axes
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun, common_tables, plan_comparison, require_number
 from fedsim.comparison.results import Comparison
+from fedsim.comparison.rows import SEED, canonical
+from fedsim.comparison.stored import COMPARISON, ComparisonFile, places_in, read_comparison_file
 from fedsim.config.engines import traits_of
 from fedsim.config.files import read_toml
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, cut, plural, show
-from fedsim.records.axes import Axes
 from fedsim.records.history import read_history, read_object
-from fedsim.records.reader import COMPARISON, ComparisonFile, Run, failure_in, places_in, read_comparison_file
-from fedsim.records.rows import SEED, canonical
+from fedsim.records.reader import Run, failure_in
 from fedsim.records.run_folder import ENVIRONMENT, ERROR, EXPERIMENT
 from fedsim.runs.resume import differences_of
 from fedsim.system.files import (

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun
+from fedsim.comparison.rows import canonical
 from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, why_unsendable
 from fedsim.core.randomness import sole_use_of_generators
@@ -29,7 +30,6 @@ from fedsim.processes.process_context import AbortedError, ProcessContext
 from fedsim.processes.process_pool import START_TIMEOUT, ProcessPool, close_pools, wait_for
 from fedsim.processes.retry import announce, last_error
 from fedsim.records.record import RoundRecord
-from fedsim.records.rows import canonical
 from fedsim.runs.facts import RunFacts
 from fedsim.runs.launch import ignoring_launcher
 from fedsim.runs.run import run

@@ -10,21 +10,19 @@ share their data and seeds, so the tests only show how consistent the order is o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from fedsim.comparison.axes import label
+from fedsim.comparison.rows import Group
 from fedsim.core.confidence import Estimate, chi_square_tail, f_tail, studentized_range_quantile
 from fedsim.core.equality import levels
 from fedsim.core.text_wrapping import note
 from fedsim.errors import plural
-from fedsim.records.axes import label
 from fedsim.system.files import to_csv
-
-if TYPE_CHECKING:
-    from fedsim.comparison.results import Comparison
 
 FEWEST_CANDIDATES = 3
 FEWEST_CELLS = 5  # ranks over fewer cells say little
@@ -93,18 +91,18 @@ class Leaderboard:
         return groups
 
 
-def leaderboard(comparison: Comparison, label_of: Callable[[Any], str] = label) -> Leaderboard | None:
-    """Return the leaderboard of a comparison, or None if it has too few candidates or results to rank.
+def leaderboard(groups: Sequence[Group], label_of: Callable[[Any], str] = label) -> Leaderboard | None:
+    """Return the leaderboard of the values of the first compared setting, or None if there is too little to rank.
 
-    `label_of` returns the name to show for a candidate.
+    `groups` are the table rows of a comparison. `label_of` returns the name to show for a candidate.
     """
-    if len(comparison.compared) < 2:
+    if not groups or len(groups[0][0].place) < 2:
         return None
-    places = list(dict.fromkeys(row.place[0] for row in comparison.rows))
-    ranked = [group for group in comparison.groups if group.best and len(group) == len(places)]
+    places = sorted({row.place[0] for group in groups for row in group})
+    ranked = [group for group in groups if group.best and len(group) == len(places)]
     if len(places) < FEWEST_CANDIDATES or len(ranked) < FEWEST_CELLS:
         return None
-    cells = [sorted(group, key=lambda row: places.index(row.place[0])) for group in ranked]
+    cells = [sorted(group, key=lambda row: row.place[0]) for group in ranked]
     qualities = np.array([[row.quality(row.score) for row in cell] for cell in cells])
     ranks = ranks_of(qualities)
     standings = []
@@ -122,7 +120,7 @@ def leaderboard(comparison: Comparison, label_of: Callable[[Any], str] = label) 
             )
         )
     standings.sort(key=lambda standing: standing.mean_rank)
-    left_out = len(comparison.groups) - len(cells)
+    left_out = len(groups) - len(cells)
     return Leaderboard(standings, len(cells), left_out, *friedman(ranks), nemenyi(*ranks.shape))
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedsim.comparison.axes import label
+from fedsim.comparison.compared_runs import ComparedRuns
 from fedsim.comparison.figures import (
     HeatCell,
     Line,
@@ -19,12 +21,10 @@ from fedsim.comparison.figures import (
     score_cell,
 )
 from fedsim.comparison.leaderboard import Leaderboard
-from fedsim.comparison.results import Comparison
+from fedsim.comparison.rows import SEED, MeanCurve, is_numeric, validation_result
 from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM, fixed
 from fedsim.core.plotting import COLOURS, SCREEN, FigureStyle, grid_shape, line_style, mark_values, prepare_axes
-from fedsim.records.axes import label
 from fedsim.records.formatting import comparison_title, key_name
-from fedsim.records.rows import SEED, MeanCurve, is_numeric, validation_result
 from fedsim.records.worker_results import LABELS, newest_table, read_csv
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ MOST_ROWS = 100  # maximum number of combinations
 ROW = 0.22  # height in inches of the line of one model
 
 
-def draw_curves(comparison: Comparison, scale: str = "round", style: FigureStyle = SCREEN) -> Figure | None:
+def draw_curves(comparison: ComparedRuns, scale: str = "round", style: FigureStyle = SCREEN) -> Figure | None:
     """Draw the results of a comparison over the rounds or another x axis. Return None if no run is finished.
 
     The figure has one line for each value of the first compared setting, and one panel for each combination of the
@@ -70,7 +70,7 @@ def draw_curves(comparison: Comparison, scale: str = "round", style: FigureStyle
     return _draw_lines(curves(comparison, scale), style) if any(run.finished for run in comparison.runs) else None
 
 
-def draw_values(comparison: Comparison, key: str, style: FigureStyle = SCREEN) -> Figure | None:
+def draw_values(comparison: ComparedRuns, key: str, style: FigureStyle = SCREEN) -> Figure | None:
     """Draw the final results over the values of the compared setting `key`. Return None if no run is finished.
 
     There is one line for each combination of the other settings.
@@ -190,7 +190,7 @@ def _write_remarks(panel: Axes, drawn: Mapping[str, MeanCurve], failures: Sequen
 
 
 def draw_heatmap(
-    comparison: Comparison, style: FigureStyle = SCREEN, over: tuple[str, str] | None = None
+    comparison: ComparedRuns, style: FigureStyle = SCREEN, over: tuple[str, str] | None = None
 ) -> Figure | None:
     """Draw heat maps of the mean results. Return None if there is nothing to draw, or too much for a figure.
 
@@ -205,7 +205,7 @@ def draw_heatmap(
     return _draw_one_map(comparison, style) if over is None else _draw_maps(comparison, over, style)
 
 
-def _draw_one_map(comparison: Comparison, style: FigureStyle) -> Figure | None:
+def _draw_one_map(comparison: ComparedRuns, style: FigureStyle) -> Figure | None:
     from matplotlib.figure import Figure
 
     first, second, *others = comparison.compared
@@ -235,7 +235,7 @@ def _draw_one_map(comparison: Comparison, style: FigureStyle) -> Figure | None:
     return figure
 
 
-def _draw_maps(comparison: Comparison, over: tuple[str, str], style: FigureStyle) -> Figure:
+def _draw_maps(comparison: ComparedRuns, over: tuple[str, str], style: FigureStyle) -> Figure:
     from matplotlib.figure import Figure
 
     maps, first = best_maps(comparison, over), comparison.compared[0]
@@ -266,18 +266,25 @@ def _draw_maps(comparison: Comparison, over: tuple[str, str], style: FigureStyle
         if place + columns >= len(shown):
             panel.set_xlabel(key_name(over[1]))
     figure.colorbar(image, ax=panels, label=comparison.metric.label.lower(), fraction=0.04, aspect=30)
-    remarks = [
-        f"{comparison.name}: mean over seeds",
-        "~ tied: not significantly different from the best (95 %, paired)",
-    ]
-    if SEED not in comparison.axes:
-        remarks = [comparison.name, "~ tied: equal to the best"]
-    remarks += [f"the first {len(shown)} of {len(maps)} panels"] if len(shown) < len(maps) else []
-    for axis, count in [(axis, len(comparison.axes[axis])) for axis in over]:
-        remarks += [f"the first {MOST_VALUES} of {count} values of {key_name(axis)}"] if count > MOST_VALUES else []
-    remarks += [comparison.settings.remark] if comparison.settings.remark else []
-    style.describe(figure, comparison_title(over, comparison.metric.label), "; ".join(remarks), fontsize="small")
+    of_all = f"the first {len(shown)} of {len(maps)} panels" if len(shown) < len(maps) else ""
+    remarks = _remarks_on_maps(comparison, over, of_all)
+    style.describe(figure, comparison_title(over, comparison.metric.label), remarks, fontsize="small")
     return figure
+
+
+def _remarks_on_maps(comparison: ComparedRuns, over: tuple[str, str], of_all: str) -> str:
+    """Return the text below the title of heat maps. `of_all` says how many of the maps are shown."""
+    if SEED in comparison.axes:
+        first, tied = ": mean over seeds", "not significantly different from the best (95 %, paired)"
+    else:
+        first, tied = "", "equal to the best"
+    shortened = [
+        f"the first {MOST_VALUES} of {len(comparison.axes[axis])} values of {key_name(axis)}"
+        for axis in over
+        if len(comparison.axes[axis]) > MOST_VALUES
+    ]
+    remarks = [f"{comparison.name}{first}", f"~ tied: {tied}", of_all, *shortened, comparison.settings.remark]
+    return "; ".join(filter(None, remarks))
 
 
 def _draw_cells(
@@ -307,7 +314,7 @@ def _draw_cells(
     return image
 
 
-def draw_worker_comparison(comparison: Comparison) -> Figure | None:
+def draw_worker_comparison(comparison: ComparedRuns) -> Figure | None:
     """Draw how the final test accuracies (or losses) differ between workers. Return None if no worker was tested.
 
     The figure has one line for each combination of compared values and each tested model. Each stroke on a line is a
@@ -351,7 +358,7 @@ def draw_worker_comparison(comparison: Comparison) -> Figure | None:
     return figure
 
 
-def draw_tuning(comparison: Comparison) -> Figure | None:
+def draw_tuning(comparison: ComparedRuns) -> Figure | None:
     """Draw the validation results over the values of the tuned setting. Return None if there are no such results.
 
     There is one line for each combination of the other settings. Larger markers show the chosen values.

@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from fedsim.comparison.axes import axis_called, label
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap, draw_values
 from fedsim.comparison.results import Comparison, comparison_of, read_records
+from fedsim.comparison.rows import canonical, numeric_axes
+from fedsim.comparison.stored import places_in
 from fedsim.core.plotting import STYLES, UNDATED, FigureStyle, encode, show_dollars
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
-from fedsim.records.axes import axis_called, label
 from fedsim.records.numbers import SCALES
-from fedsim.records.reader import places_in
 from fedsim.records.record import LARGEST, metric_called, metrics_in
-from fedsim.records.rows import canonical, numeric_axes
 from fedsim.system.files import write_atomically
 
 if TYPE_CHECKING:
@@ -82,12 +82,7 @@ def plot(
     if out is not None and format not in UNDATED:
         raise ExperimentError(f"out = {show(str(out))}: must end in .{', .'.join(UNDATED)}")
     paths = [Path(folder) for folder in ([folders] if isinstance(folders, (str, Path)) else folders)]
-    comparison = _only(_comparison_in(paths), only or {})
-    if metric is not None:
-        known = [recorded.key for recorded in metrics_in(record for run in comparison.runs for record in run.history)]
-        _require(metric_called(metric).key, "metric", known)
-        if metric != metric_called(comparison.settings.metric or "").key:  # else keep the stored sign
-            comparison = replace(comparison, settings=replace(comparison.settings, metric=metric))
+    comparison = _by(metric, _only(_comparison_in(paths), only or {}))
     look = STYLES[style]
     with look.applied():
         figure = _heatmap(comparison, look) if kind == "heatmap" else _curves(comparison, x, look)
@@ -105,6 +100,17 @@ def plot(
 def _require(value: str, name: str, allowed: Any) -> None:
     if value not in allowed:
         raise ExperimentError(f"{name} = {show(value)}: is not an allowed value; {nearest(value, allowed)}")
+
+
+def _by(metric: str | None, comparison: Comparison) -> Comparison:
+    """Return the comparison by this metric. None: the comparison's own."""
+    if metric is None:
+        return comparison
+    known = [recorded.key for recorded in metrics_in(record for run in comparison.runs for record in run.history)]
+    _require(metric_called(metric).key, "metric", known)
+    if metric == metric_called(comparison.settings.metric or "").key:
+        return comparison  # with the stored sign
+    return replace(comparison, settings=replace(comparison.settings, metric=metric))
 
 
 def _curves(comparison: Comparison, x: str, style: FigureStyle) -> Figure:

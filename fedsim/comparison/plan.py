@@ -16,6 +16,19 @@ from typing import Any
 
 import torch
 
+from fedsim.comparison.axes import (
+    Axes,
+    apply_words,
+    axes_of_tables,
+    axis_called,
+    changes_of,
+    describe_point,
+    label,
+    readable_id,
+    shape_of,
+    with_points,
+)
+from fedsim.comparison.rows import NO_SETTINGS, SEED, SETTINGS, ComparisonSettings, canonical
 from fedsim.config.experiment import Experiment, default_name
 from fedsim.config.load import COMPARISON, describe, drop_default_name, experiment_of, file_of
 from fedsim.config.overrides import (
@@ -34,20 +47,7 @@ from fedsim.core.objects import plain
 from fedsim.core.suggestions import nearest
 from fedsim.data.sources import data_loaded_once
 from fedsim.errors import ExperimentError, SettingWarning, show
-from fedsim.records.axes import (
-    Axes,
-    apply_words,
-    axes_of_tables,
-    axis_called,
-    changes_of,
-    describe_point,
-    label,
-    readable_id,
-    shape_of,
-    with_points,
-)
 from fedsim.records.record import METRICS, RoundRecord, metric_called, metrics_in
-from fedsim.records.rows import NO_SETTINGS, SEED, SETTINGS, ComparisonSettings, canonical
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import resolve_device
 
@@ -140,14 +140,7 @@ def plan_comparison(
     settings = ComparisonSettings(**table_settings | settings.given)
     axes, word_axes, in_all = apply_words(axes, words, changes_in(plain(changes)))
     axes = {key: axes[key] for key in sorted(axes, key=lambda key: key == SEED)}  # a stable sort: the seed last
-    if not axes:
-        raise ExperimentError(f"nothing to compare: {_how_to_compare(in_all)}")
-    count = math.prod(map(len, axes.values()))
-    if count > MOST_RUNS:
-        sizes = " x ".join(str(len(values)) for values in axes.values())
-        raise ExperimentError(
-            f"comparison: its axes have {sizes} = {count:,} combinations; at most {MOST_RUNS:,} are allowed"
-        )
+    _check_size(axes, in_all)
     if isinstance(records := description.setdefault("records", {}), dict):
         for name in ("model", "curve"):  # off by default, to save disk space
             records.setdefault(name, False)
@@ -214,6 +207,18 @@ def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
     return axes, settings
 
 
+def _check_size(axes: Axes, in_all: Iterable[Change]) -> None:
+    """Raise ExperimentError if there is nothing to compare, or if there are too many combinations."""
+    if not axes:
+        raise ExperimentError(f"nothing to compare: {_how_to_compare(in_all)}")
+    count = math.prod(map(len, axes.values()))
+    if count > MOST_RUNS:
+        sizes = " x ".join(str(len(values)) for values in axes.values())
+        raise ExperimentError(
+            f"comparison: its axes have {sizes} = {count:,} combinations; at most {MOST_RUNS:,} are allowed"
+        )
+
+
 def _how_to_compare(changes: Iterable[Change]) -> str:
     """Return a hint on how to compare several values of a setting, for users who gave no values to compare."""
     for keys, value in changes:
@@ -273,19 +278,21 @@ def _experiments(
     left_out = [with_points(line, affected, len(points)) for line, affected in problems.items()]
     if left_out and not (skip_invalid and valid):
         raise ExperimentError(*left_out)
-    name = default_name(experiments[0], varied)
-    named = [
-        experiment if "name" in experiment.model_fields_set else _renamed(experiment, name)
-        for experiment in experiments
-    ]
-    return named, valid, engine_chosen, left_out, changed
+    return _named(experiments, varied), valid, engine_chosen, left_out, changed
 
 
-def _renamed(experiment: Experiment, name: str) -> Experiment:
-    """Return a copy of the experiment called `name`, as if the user had not set the name."""
-    renamed = experiment.model_copy(update={"name": name})
-    renamed.model_fields_set.discard("name")
-    return renamed
+def _named(experiments: Sequence[Experiment], varied: Collection[str]) -> list[Experiment]:
+    """Return the experiments with the same default name, unless the user has set a name.
+
+    `varied` contains the keys in which the experiments differ.
+    """
+    name, named = default_name(experiments[0], varied), list[Experiment]()
+    for experiment in experiments:
+        if "name" not in experiment.model_fields_set:
+            experiment = experiment.model_copy(update={"name": name})
+            experiment.model_fields_set.discard("name")  # as if the user had not set it
+        named.append(experiment)
+    return named
 
 
 def _problems_with(experiment: Experiment, models: dict[str, tuple[str, ...]], to_run: bool) -> tuple[str, ...]:

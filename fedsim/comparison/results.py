@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import functools
+import html
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedsim.comparison.leaderboard import Leaderboard, leaderboard
+from fedsim.callbacks.notebook import PLAIN, figure_html
+from fedsim.comparison.axes import label
+from fedsim.comparison.compared_runs import ComparedRuns
+from fedsim.comparison.on_paper import draw_curves, draw_heatmap
+from fedsim.comparison.rows import SEED, canonical
+from fedsim.comparison.stored import COMPARISON, places_in, read_comparison_file
 from fedsim.comparison.tables import answer_text, comparison_text
 from fedsim.config.source_catalog import component_tables
 from fedsim.core.input_limits import leaves_of
 from fedsim.errors import ExperimentError, RecordError, cut, plural, show
-from fedsim.records.axes import label, shape_of
 from fedsim.records.history import METRICS
 from fedsim.records.numbers import round_rows, to_frame
-from fedsim.records.reader import COMPARISON, Run, places_in, read_comparison_file
-from fedsim.records.record import Metric
-from fedsim.records.rows import (
-    NO_SETTINGS,
-    SEED,
-    Choice,
-    ComparisonSettings,
-    Group,
-    Row,
-    canonical,
-    groups_of,
-    score_of,
-)
+from fedsim.records.reader import Run
 from fedsim.system.files import is_file, is_outside
 
 if TYPE_CHECKING:
@@ -39,8 +31,8 @@ RUN = "run"  # name of the axis of single runs that are drawn together
 NEUTRAL = ("name", SEED, "device", "engine", "processes", "data.root", "records")  # keys that do not label a line
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(ComparedRuns):
     """Results of a comparison.
 
     Attributes:
@@ -51,13 +43,6 @@ class Comparison:
         folder: folder of the records, or None if the records are not kept.
         left_out: one line of text for each reason why combinations were left out.
     """
-
-    name: str
-    axes: dict[str, list[Any]]
-    runs: list[Run]
-    settings: ComparisonSettings = NO_SETTINGS
-    folder: Path | None = None
-    left_out: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> Comparison:
@@ -93,59 +78,6 @@ class Comparison:
         return cls(file.name, file.axes, runs, file.settings.known_on(file.axes), folder)
 
     @property
-    def shape(self) -> str:
-        """The number of values of each compared setting, such as "3 aggregate.rule x 2 seed"."""
-        return shape_of(self.axes)
-
-    @property
-    def compared(self) -> list[str]:
-        """The keys of the compared settings, without the seed and the settings of `tune` and `worst`."""
-        return self.settings.compared(list(self.axes))
-
-    @functools.cached_property
-    def rows(self) -> list[Row]:
-        """Return the table of results, with one row for each combination of compared values."""
-        return self.settings.combined(self.runs, list(self.axes))
-
-    @functools.cached_property
-    def groups(self) -> list[Group]:
-        """Return the table rows in groups, such as all rules under the same attack.
-
-        The rows of a group differ only in the first compared setting.
-        """
-        return groups_of(self.rows)
-
-    @property
-    def summary(self) -> list[Row]:
-        """The table of results, with one row for each combination of compared values, sorted by group."""
-        return [row for group in self.groups for row in group]
-
-    @functools.cached_property
-    def choices(self) -> list[Choice]:
-        """The value that `tune` has chosen for each combination of the other compared values."""
-        return self.settings.of(self.runs, list(self.axes))[1]
-
-    @property
-    def metric(self) -> Metric:
-        """The metric by which the runs are compared."""
-        return self.rows[0].metric
-
-    @property
-    def test(self) -> Metric:
-        """The metric to which `target` refers: the test accuracy, or the test loss for a task without accuracy."""
-        return score_of(self.runs)
-
-    @property
-    def failed(self) -> list[Run]:
-        """The runs that failed or did not finish."""
-        return [run for run in self.runs if run.error is not None]
-
-    @property
-    def diverged(self) -> int:
-        """Number of finished runs that diverged."""
-        return sum(run.finished and run.history[-1].diverged is not None for run in self.runs)
-
-    @property
     def answer(self) -> str:
         """Text that says which value of the first compared setting is best. Empty if nothing is compared."""
         return answer_text(self)
@@ -154,14 +86,6 @@ class Comparison:
     def table(self) -> str:
         """The results as text, as `fedsim compare` prints them."""
         return comparison_text(self)
-
-    @functools.cached_property
-    def leaderboard(self) -> Leaderboard | None:
-        """Leaderboard of the values of the first compared setting, ranked by their results for all other settings.
-
-        None if there are fewer than 3 values to rank, or fewer than 5 combinations of the other settings.
-        """
-        return leaderboard(self)
 
     def to_dataframe(self, per: Literal["round", "run"] = "round") -> DataFrame:
         """Return the results as a pandas DataFrame.
@@ -190,9 +114,11 @@ class Comparison:
         return f"Comparison({self.name}: {count} ({self.shape}){failed}{where}; see .table)"
 
     def _repr_html_(self) -> str:
-        from fedsim.comparison.displays import comparison_html
-
-        return comparison_html(self)
+        lines = [html.escape(line) for line in self.table.splitlines()]
+        table = "\n".join(f"<b>{line}</b>" if "  *  " in line else line for line in lines)
+        picture = draw_heatmap(self) or draw_curves(self)
+        shown = figure_html(picture, f"comparison {self.name}") if picture else ""
+        return f'<h4>{html.escape(self.name)}</h4><pre style="{PLAIN}">{table}</pre>{shown}'
 
 
 def read_records(folder: Path) -> Run | Comparison:

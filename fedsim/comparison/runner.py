@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedsim.callbacks.painter import Painter
+from fedsim.comparison.axes import with_points
 from fedsim.comparison.displays import Callback, display_of
 from fedsim.comparison.figures import heatmap_csv
 from fedsim.comparison.folder import (
@@ -45,6 +46,8 @@ from fedsim.comparison.on_paper import (
 )
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun, plan_comparison, untrained_part
 from fedsim.comparison.results import Comparison
+from fedsim.comparison.rows import NO_SETTINGS, ComparisonSettings, canonical, numeric_axes, score_of
+from fedsim.comparison.stored import COMPARISON, ComparisonFile, read_comparison_file
 from fedsim.comparison.tables import (
     breaking_points,
     breaking_points_csv,
@@ -58,10 +61,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.validation import warnings_about, warnings_about_objects
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, SettingWarning, one_line, show
 from fedsim.processes.child_process import exit_if_imported_by_child
-from fedsim.records.axes import with_points
 from fedsim.records.formatting import key_name
-from fedsim.records.reader import COMPARISON, ComparisonFile, read_comparison_file
-from fedsim.records.rows import NO_SETTINGS, ComparisonSettings, canonical, numeric_axes, score_of
 from fedsim.records.run_folder import ERROR
 from fedsim.runs.launch import check_copies
 from fedsim.runs.session import Session

@@ -5,16 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from fedsim.comparison.axes import describe_point, label
+from fedsim.comparison.compared_runs import ComparedRuns
 from fedsim.comparison.leaderboard import leaderboard_text
-from fedsim.core.confidence import Estimate, decimals_of, fixed
-from fedsim.core.text_wrapping import note
-from fedsim.errors import plural
-from fedsim.records import formatting as fmt
-from fedsim.records.axes import describe_point, label
-from fedsim.records.numbers import LAST_ROUND, Progress, component_metrics, mean_or_none
-from fedsim.records.rows import (
+from fedsim.comparison.rows import (
     BreakingPoint,
     Group,
     Row,
@@ -23,10 +19,12 @@ from fedsim.records.rows import (
     validation_result,
     value_curves,
 )
+from fedsim.core.confidence import Estimate, decimals_of, fixed
+from fedsim.core.text_wrapping import note
+from fedsim.errors import plural
+from fedsim.records import formatting as fmt
+from fedsim.records.numbers import LAST_ROUND, Progress, component_metrics, mean_or_none
 from fedsim.system.files import to_csv
-
-if TYPE_CHECKING:
-    from fedsim.comparison.results import Comparison
 
 TABLE_COLUMNS = 120  # maximum width of the printed table in characters
 GAP = "  "
@@ -65,7 +63,7 @@ class Column(NamedTuple):
     cell_of: Callable[[Row], Cell]
 
 
-def columns(comparison: Comparison) -> dict[str, Column]:
+def columns(comparison: ComparedRuns) -> dict[str, Column]:
     """Return the possible columns of the table of results by name, the most important first."""
     metric, test, rows = comparison.metric, comparison.test, comparison.summary
     names = [name for name in metric_names(rows) if name != metric.key]
@@ -119,7 +117,7 @@ def metric_names(holders: Iterable[Any]) -> list[str]:
     return list(dict.fromkeys(name for holder in holders for name in holder.metrics))
 
 
-def target_text(comparison: Comparison) -> str:
+def target_text(comparison: ComparedRuns) -> str:
     """Return the target as text, such as "93 percent", or "0.5" for a task without accuracy."""
     target = comparison.settings.target
     assert target is not None
@@ -204,7 +202,7 @@ class Answer(NamedTuple):
     remarks: list[str]
 
 
-def answer(comparison: Comparison, label_of: LabelOf = label, name_of: Callable[[str], str] = str) -> Answer | None:
+def answer(comparison: ComparedRuns, label_of: LabelOf = label, name_of: Callable[[str], str] = str) -> Answer | None:
     """Return which value of the first compared setting is best, or None if nothing is compared.
 
     Args:
@@ -232,7 +230,7 @@ def answer(comparison: Comparison, label_of: LabelOf = label, name_of: Callable[
     return Answer(sentence, cases, _remarks(comparison.rows))
 
 
-def answer_text(comparison: Comparison) -> str:
+def answer_text(comparison: ComparedRuns) -> str:
     """Return which value of the first compared setting is best, as text. Empty if nothing is compared."""
     if (result := answer(comparison)) is None:
         return ""
@@ -240,7 +238,7 @@ def answer_text(comparison: Comparison) -> str:
     return "\n".join(textwrap.fill(line, TABLE_COLUMNS, subsequent_indent="    ") for line in lines)
 
 
-def _line(comparison: Comparison, group: Group, label_of: LabelOf) -> str:
+def _line(comparison: ComparedRuns, group: Group, label_of: LabelOf) -> str:
     """Return the best value in a group of table rows as text, and how much better it is than the next value.
 
     Example: "caf 0.9231 ± 0.0040, with the same mean as median, not significantly different from krum".
@@ -307,14 +305,14 @@ def listed(names: Sequence[str], most: int = MOST_NAMES) -> str:
 # -- The printed text
 
 
-def comparison_text(comparison: Comparison) -> str:
+def comparison_text(comparison: ComparedRuns) -> str:
     """Return the results of a comparison as text: the best values, the table, and the leaderboard."""
     board = comparison.leaderboard
     ranks = leaderboard_text(board, comparison.compared[0]) if board else ""
     return f"{answer_text(comparison)}\n\n{summary_text(comparison)}\n\n{ranks}".strip()
 
 
-def summary_text(comparison: Comparison) -> str:
+def summary_text(comparison: ComparedRuns) -> str:
     """Return the table of results as text, followed by notes and the failed runs.
 
     Columns that do not fit the width are left out.
@@ -355,7 +353,7 @@ def _width(column: Sequence[str]) -> int:
     return max(map(len, column)) + len(GAP)
 
 
-def undecided(comparison: Comparison) -> list[str]:
+def undecided(comparison: ComparedRuns) -> list[str]:
     """Return a note on how often `tune` could not choose a value, as a list. Empty if it always could."""
     if not (count := sum(not choice.decided for choice in comparison.choices)):
         return []
@@ -365,24 +363,10 @@ def undecided(comparison: Comparison) -> list[str]:
     ]
 
 
-def _notes(comparison: Comparison) -> list[str]:
+def _notes(comparison: ComparedRuns) -> list[str]:
     """Return the notes below the table of results, such as the meaning of its marks."""
-    rows, settings, score, test = comparison.summary, comparison.settings, comparison.metric, comparison.test
-    seeds = max(len(row.runs) for row in rows)
-    both = "the two values in brackets" if any(row.score and row.score.n == 2 for row in rows) else ""
-    if seeds > 2:
-        means = f"means over {seeds} seeds ± 95 percent intervals (Student t){both and f', for two runs {both}'}"
-    elif seeds == 2:
-        means = f"means over 2 seeds{both and f', with {both}'}"
-    else:
-        means = "one run each: with one seed there are no intervals, and a difference may be chance"
-    paired = "; differences are paired by seed" if seeds > 1 else ""
-    better = f" ({score.better} is better)" if settings.metric is not None and score.better else ""
-    notes = [f"{score.label.lower()} after the last round{better}, {means}{paired}"]
-    if any(row.mark for row in rows):
-        within = f" among equal {', '.join(comparison.compared[1:])}" if len(comparison.compared) > 1 else ""
-        tie = "; ~ not significantly different from the best (95 %, paired)" if seeds > 1 else ""
-        notes.append(f"* best{within}{tie}")
+    settings, runs, score = comparison.settings, len(comparison.runs), comparison.metric
+    notes = _notes_on_means(comparison)
     if settings.tune is not None:
         case = f", in its worst case of {settings.worst}" if settings.worst else ""
         notes.append(f"{settings.tune}: the value with the best result on validation samples{case}; tuning.csv has all")
@@ -390,22 +374,8 @@ def _notes(comparison: Comparison) -> list[str]:
     if settings.worst is not None:
         notes.append(f"{settings.worst}: the worst case by {score.label.lower()}; results.csv has all")
     if settings.target is not None:
-        target = target_text(comparison)
-        bound = f"{test.key.removeprefix('test_')} of at {'least' if test.sign > 0 else 'most'}"
-        notes.append(
-            f"to {target}: until the first test with {bound} {target}; arrivals are models or gradients that the "
-            "server has accepted"
-        )
-        if any(0 < row.reached < len(row.finished) for row in rows):
-            notes.append("where only some runs reached the target, the mean is over these runs and therefore too low")
-        misses = (
-            f"the mean {test.label.lower()} after the last round is {'below' if test.sign > 0 else 'above'} {target}"
-        )
-        for key, points in breaking_points(comparison).items():
-            notes.append(f"{key}: smallest value from which on {misses} (breaking_points.csv):")
-            notes += _breaking_lines(comparison, points)
+        notes += _notes_on_target(comparison)
     notes += [f"left out: {line}" for line in comparison.left_out]
-    runs = len(comparison.runs)
     if comparison.diverged:
         notes.append(
             f"{comparison.diverged} of {runs} runs diverged: their results are those of the last finite model, and "
@@ -418,12 +388,48 @@ def _notes(comparison: Comparison) -> list[str]:
     return notes
 
 
+def _notes_on_means(comparison: ComparedRuns) -> list[str]:
+    rows, score = comparison.summary, comparison.metric
+    seeds = max(len(row.runs) for row in rows)
+    both = "the two values in brackets" if any(row.score and row.score.n == 2 for row in rows) else ""
+    if seeds > 2:
+        means = f"means over {seeds} seeds ± 95 percent intervals (Student t){both and f', for two runs {both}'}"
+    elif seeds == 2:
+        means = f"means over 2 seeds{both and f', with {both}'}"
+    else:
+        means = "one run each: with one seed there are no intervals, and a difference may be chance"
+    paired = "; differences are paired by seed" if seeds > 1 else ""
+    better = f" ({score.better} is better)" if comparison.settings.metric is not None and score.better else ""
+    notes = [f"{score.label.lower()} after the last round{better}, {means}{paired}"]
+    if any(row.mark for row in rows):
+        within = f" among equal {', '.join(comparison.compared[1:])}" if len(comparison.compared) > 1 else ""
+        tie = "; ~ not significantly different from the best (95 %, paired)" if seeds > 1 else ""
+        notes.append(f"* best{within}{tie}")
+    return notes
+
+
+def _notes_on_target(comparison: ComparedRuns) -> list[str]:
+    test, target = comparison.test, target_text(comparison)
+    bound = f"{test.key.removeprefix('test_')} of at {'least' if test.sign > 0 else 'most'}"
+    notes = [
+        f"to {target}: until the first test with {bound} {target}; arrivals are models or gradients that the "
+        "server has accepted"
+    ]
+    if any(0 < row.reached < len(row.finished) for row in comparison.summary):
+        notes.append("where only some runs reached the target, the mean is over these runs and therefore too low")
+    misses = f"the mean {test.label.lower()} after the last round is {'below' if test.sign > 0 else 'above'} {target}"
+    for key, points in breaking_points(comparison).items():
+        notes.append(f"{key}: smallest value from which on {misses} (breaking_points.csv):")
+        notes += _breaking_lines(comparison, points)
+    return notes
+
+
 # -- Breaking points
 
 Breaking = tuple[dict[str, Any], BreakingPoint]  # values on the other compared axes, and the breaking point there
 
 
-def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
+def breaking_points(comparison: ComparedRuns) -> dict[str, list[Breaking]]:
     """Return, for each numeric setting, the value from which the test result misses the target.
 
     The dict maps the key of a setting to a list of pairs: a combination of the other settings, and the breaking point.
@@ -440,7 +446,7 @@ def breaking_points(comparison: Comparison) -> dict[str, list[Breaking]]:
     return points
 
 
-def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[str]:
+def _breaking_lines(comparison: ComparedRuns, points: Sequence[Breaking]) -> list[str]:
     """Return one line of text for each breaking point. If there are many, the last line counts the rest."""
     lines = [f"  {', '.join(map(label, others.values())) or comparison.name}: {point.text}" for others, point in points]
     more = len(lines) - MOST_LINES
@@ -450,7 +456,7 @@ def _breaking_lines(comparison: Comparison, points: Sequence[Breaking]) -> list[
 # -- The files
 
 
-def results_csv(comparison: Comparison) -> str:
+def results_csv(comparison: ComparedRuns) -> str:
     """Return a CSV table with one line per run: its compared values and results. Missing numbers are empty."""
     names = metric_names(comparison.runs)
     rows: list[list[Any]] = [["id", *comparison.axes, *names, "error"]]
@@ -459,7 +465,7 @@ def results_csv(comparison: Comparison) -> str:
     return to_csv(rows)
 
 
-def curves_csv(comparison: Comparison) -> str:
+def curves_csv(comparison: ComparedRuns) -> str:
     """Return a CSV table with one line per run and round. Missing numbers are empty."""
     declared = dict.fromkeys(
         name for run in comparison.runs for record in run.history for name in component_metrics(record)
@@ -474,7 +480,7 @@ def curves_csv(comparison: Comparison) -> str:
     return to_csv(rows)
 
 
-def summary_csv(comparison: Comparison) -> str:
+def summary_csv(comparison: ComparedRuns) -> str:
     """Return a CSV table with one line for each combination of compared values: the means over the seeds.
 
     Columns named `..._ci95` are half widths of 95 percent intervals.
@@ -498,7 +504,7 @@ def summary_csv(comparison: Comparison) -> str:
     return to_csv(rows)
 
 
-def breaking_points_csv(comparison: Comparison) -> str:
+def breaking_points_csv(comparison: ComparedRuns) -> str:
     """Return a CSV table of breaking points, with one line for each combination of the other settings.
 
     A breaking point is the value of a numeric setting from which the test result misses the target.
@@ -513,7 +519,7 @@ def breaking_points_csv(comparison: Comparison) -> str:
     return to_csv(rows)
 
 
-def tuning_csv(comparison: Comparison) -> str:
+def tuning_csv(comparison: ComparedRuns) -> str:
     """Return a CSV table of validation results, with one line for each value that `tune` could choose.
 
     Another column says whether the value was chosen. With the setting `worst`, the result is that of the worst case.

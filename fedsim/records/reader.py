@@ -1,4 +1,4 @@
-"""Read run folders and the file `comparison.json`.
+"""Read run folders.
 
 A folder may be untrusted or belong to an unfinished run. Optional files may be missing, and the last line of the
 metrics may be incomplete. Any other damage raises an error that names the damaged file.
@@ -6,35 +6,28 @@ metrics may be incomplete. Any other damage raises an error that names the damag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedsim.config.files import read_toml
-from fedsim.core.input_limits import problem_with_words
 from fedsim.core.numbers import Count
-from fedsim.core.objects import ObjectName, with_objects
 from fedsim.errors import RecordError, cut, printable
 from fedsim.records.early_stopping import stop_reason, stored_stop
 from fedsim.records.history import METRICS, first_problem, noted_stop, read_file, read_metrics, read_object
 from fedsim.records.numbers import Progress, best_score, byzantine_weight, progress_of, run_metrics
 from fedsim.records.record import RoundRecord
-from fedsim.records.rows import NO_SETTINGS, SETTINGS, ComparisonSettings, canonical
 from fedsim.records.run_folder import ENVIRONMENT, ERROR, EXPERIMENT, MODEL, PARTITION
 from fedsim.records.worker_results import WorkerResults, newest_table, read_csv
 from fedsim.system.files import is_file
 
-COMPARISON = "comparison.json"
-ID = r"^[A-Za-z0-9][A-Za-z0-9._+=,-]*$"  # run IDs in a comparison are folder names that cannot leave the parent folder
 INCOMPLETE = "the records of the run are not complete"
 
 # Limits on file sizes, much larger than the files of any run.
-MOST_PARTITION_BYTES, MOST_COMPARISON_BYTES = 2**28, 2**26
-MOST_ERROR_BYTES = 2**24
+MOST_PARTITION_BYTES, MOST_ERROR_BYTES = 2**28, 2**24
 
 
 class LenientModel(BaseModel):
@@ -57,32 +50,6 @@ class StoredPartition(LenientModel):
     workers: list[Count] | None = None
     population: Count | None = None
     byzantine: list[Count] = []
-
-
-class ComparisonEntry(LenientModel):
-    """One run in the file `comparison.json`: its ID, its compared values, and its folder."""
-
-    id: Annotated[str, StringConstraints(pattern=ID, max_length=255)]
-    point: dict[str, Any]
-    folder: str
-
-
-class ComparisonFile(LenientModel):
-    """Content of the file `comparison.json`: the compared settings, further settings, and the list of runs."""
-
-    name: str
-    axes: dict[str, Annotated[list[Any], Field(min_length=1)]]
-    base: dict[str, Any] = {}
-    runs: list[ComparisonEntry]
-    settings: ComparisonSettings = NO_SETTINGS
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather_settings(cls, content: Any) -> Any:
-        """Collect the settings of the comparison in one attribute. In the file, they are separate keys."""
-        if not isinstance(content, dict):
-            return content
-        return {"settings": {key: content[key] for key in SETTINGS if key in content}} | content
 
 
 @dataclass(frozen=True)
@@ -234,27 +201,8 @@ class Run:
         return byzantine_weight(self.history, self.byzantine) if self.byzantine else None
 
 
-def places_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
-    """Return, for each compared setting, a dict from the JSON text of each value to the value's index."""
-    return {
-        axis: {canonical(value): index for index, value in reversed(list(enumerate(values)))}
-        for axis, values in axes.items()
-    }
-
-
-def read_comparison_file(path: Path, objects: Iterable[ObjectName] = ()) -> ComparisonFile:
-    """Return the content of a `comparison.json` file.
-
-    The file contains only the names of Python objects. `objects` are the objects to insert for these names.
-    """
-    file = _validated(ComparisonFile, path, MOST_COMPARISON_BYTES)
-    if problem := problem_with_words(file.model_dump()):
-        raise RecordError(f"{path}: {problem}")
-    return ComparisonFile.model_validate(with_objects(file.model_dump(), objects))
-
-
 def _read_partition(path: Path) -> StoredPartition:
-    partition = _validated(StoredPartition, path, MOST_PARTITION_BYTES)
+    partition = validated(StoredPartition, path, MOST_PARTITION_BYTES)
     if len({len(row) for row in partition.counts}) > 1:
         raise RecordError(f"{path}: counts: every worker must have one number per class")
     if partition.workers is not None and len(partition.workers) != len(partition.counts):
@@ -267,7 +215,8 @@ def _read_partition(path: Path) -> StoredPartition:
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def _validated(model: type[Model], path: Path, most: int) -> Model:
+def validated(model: type[Model], path: Path, most: int) -> Model:
+    """Return the content of a JSON file with at most `most` bytes. Raises RecordError if it is not a valid `model`."""
     try:
         return model.model_validate_json(read_file(path, most))
     except ValidationError as error:

@@ -7,11 +7,11 @@ from typing import Any
 
 from fedsim.comparison.leaderboard import leaderboard, leaderboard_notes
 from fedsim.comparison.results import Comparison
+from fedsim.comparison.rows import SEED, numeric_axes
 from fedsim.comparison.tables import Cell, answer, breaking_points, columns, filled, target_text, undecided
 from fedsim.core.confidence import FEWEST_FOR_BAND
 from fedsim.records import formatting as fmt
 from fedsim.records.reader import Run, StoredPartition
-from fedsim.records.rows import SEED, numeric_axes
 from fedsim.report import on_page
 
 MINUS = "\N{MINUS SIGN}"
@@ -21,62 +21,73 @@ FEW_LINES = 4  # with at most this number of lines, the spread of curves is show
 
 def comparison_page(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the variables of the HTML page of a comparison, and the lists of figures of its charts."""
-    compared, rows, score, test = comparison.compared, comparison.rows, comparison.metric, comparison.test
-    labels = {axis: [fmt.label(value) for value in values] for axis, values in comparison.axes.items()}
-    axes = [(fmt.key_name(axis), labels[axis]) for axis in compared]
-    runs = [run for run in comparison.runs if run.history]
-    charts = {"curves-chart": on_page.curves_by_run(comparison), "time-chart": [on_page.time_by_run(rows)]}
+    compared, runs = comparison.compared, [run for run in comparison.runs if run.history]
     over = comparison.settings.heat_axes(list(comparison.axes))
     first_two = over or compared[:2]
     heat_keys = [*first_two, *(axis for axis in compared if axis not in first_two)]
-    if len(axes) >= 2:
+    charts = {
+        "curves-chart": on_page.curves_by_run(comparison),
+        "time-chart": [on_page.time_by_run(comparison.rows)],
+        "values-chart": on_page.value_charts(comparison),
+        "weights-chart": weights_of_runs(runs),
+        "partition-chart": partitions_of_runs(runs),
+    }
+    charts = {name: figures for name, figures in charts.items() if figures}
+    if len(compared) >= 2:
         charts["heat-map-chart"] = on_page.final_heat_maps(comparison, heat_keys)
     if over:
         charts["best-map-chart"] = on_page.best_heat_maps(comparison, heat_keys)
-    if against := numeric_axes(comparison.axes, compared):
-        charts["values-chart"] = on_page.value_charts(comparison)
-    if any(map(on_page.has_weights, runs)):
-        charts["weights-chart"] = weights_of_runs(runs)
-    if any(run.partition.counts for run in runs):
-        charts["partition-chart"] = partitions_of_runs(runs)
-    board, target = leaderboard(comparison, fmt.label), comparison.settings.target
+    values = [figure["when"]["value"] for figure in charts.get("heat-map-chart", ())]
     context = {
+        **_summary(comparison),
+        **_menus(comparison, runs, heat_keys),
+        "values": _first(values, f"Final {comparison.metric.label.lower()}"),
+        "experiment": shared_settings(runs),
+        "environment": fmt.flatten(runs[0].environment),
+        "unfinished": [(run.id, run.state) for run in comparison.failed],
+        "fewest_for_band": FEWEST_FOR_BAND,
+    }
+    return context, charts
+
+
+def _summary(comparison: Comparison) -> dict[str, Any]:
+    """Return the variables of the head of the page, the table of results and the texts around it."""
+    settings, score, test = comparison.settings, comparison.metric, comparison.test
+    board = leaderboard(comparison.groups, fmt.label)
+    return {
         "name": comparison.name,
-        "title": fmt.comparison_title(compared, score.label),
+        "title": fmt.comparison_title(comparison.compared, score.label),
         "score": score.label.lower(),
         "better": score.better,
         "answer": answer(comparison, fmt.label, fmt.key_name),
-        "bound": "at least that accuracy" if test.share else "at most that loss",
-        "axes": axes,
-        "heat_axes": [(fmt.key_name(axis), labels[axis]) for axis in heat_keys],
-        "has_best_map": over is not None,
-        "all_axes": [(axis, fmt.key_name(axis), values) for axis, values in labels.items()],
-        "fewest_for_band": FEWEST_FOR_BAND,
-        "against": [(key, fmt.key_name(key), key == against[0]) for key in against],
+        "table": comparison_table(comparison),
+        "notes": notes(comparison),
         "leaderboard": board,
         "leaderboard_notes": leaderboard_notes(board) if board else [],
+        "tune": settings.tune,
+        "worst": settings.worst,
+        "target": None if settings.target is None else target_text(comparison),
+        "bound": "at least that accuracy" if test.share else "at most that loss",
         "breaking": breaking_texts(comparison),
         "misses": f"the mean {test.label.lower()} is {'below' if test.sign > 0 else 'above'}",
-        "value_menus": _value_menus(compared, against),
-        "notes": notes(comparison),
-        "experiment": shared_settings(runs),
-        "environment": fmt.flatten(runs[0].environment),
-        "table": comparison_table(comparison),
-        "tune": comparison.settings.tune,
-        "worst": comparison.settings.worst,
-        "target": None if target is None else target_text(comparison),
-        "unfinished": [(run.id, run.state) for run in comparison.failed],
-        "run_names": [run_name(run) for run in runs],
-        "metrics": _first([chart.label for chart in on_page.charts_of(runs)], score.label),
-        "scales": on_page.scale_choices(runs),
-        "spread_shown": not axes or len(axes[0][1]) <= FEW_LINES,
-        "values": _first(
-            [figure["when"]["value"] for figure in charts.get("heat-map-chart", ())], f"Final {score.label.lower()}"
-        ),
-        "has_weights": "weights-chart" in charts,
-        "has_partition": "partition-chart" in charts,
     }
-    return context, charts
+
+
+def _menus(comparison: Comparison, runs: Sequence[Run], heat_keys: Sequence[str]) -> dict[str, Any]:
+    """Return the variables with which the page names the compared settings and offers them in menus."""
+    compared, against = comparison.compared, numeric_axes(comparison.axes, comparison.compared)
+    labels = {axis: [fmt.label(value) for value in values] for axis, values in comparison.axes.items()}
+    return {
+        "axes": [(fmt.key_name(axis), labels[axis]) for axis in compared],
+        "all_axes": [(axis, fmt.key_name(axis), values) for axis, values in labels.items()],
+        "heat_axes": [(fmt.key_name(axis), labels[axis]) for axis in heat_keys],
+        "against": [(key, fmt.key_name(key), key == against[0]) for key in against],
+        "value_menus": _value_menus(compared, against),
+        "run_names": [run_name(run) for run in runs],
+        "metrics": _first([chart.label for chart in on_page.charts_of(runs)], comparison.metric.label),
+        "scales": on_page.scale_choices(runs),
+        "spread_shown": not compared or len(labels[compared[0]]) <= FEW_LINES,
+    }
 
 
 def _first(choices: Iterable[str], first: str) -> list[str]:

@@ -24,13 +24,13 @@ from fedsim.comparison.figures import (
     number_cell,
 )
 from fedsim.comparison.results import Comparison
+from fedsim.comparison.rows import MeanCurve, Row, numeric_axes, score_of
 from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
 from fedsim.core.plotting import far_apart
 from fedsim.records import formatting as fmt
 from fedsim.records.numbers import LAST_ROUND, SCALES, best_score, mean_or_none
 from fedsim.records.reader import Run, StoredPartition
 from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
-from fedsim.records.rows import MeanCurve, Row, numeric_axes, score_of
 from fedsim.records.worker_results import LABELS, WorkerResults
 
 ROUNDS = "round"
@@ -365,19 +365,13 @@ def columns_for(runs: Sequence[Run]) -> int:
     return max(FEWEST_COLUMNS, min(MOST_COLUMNS, MOST_CELLS // max(rows, 1)))
 
 
-def has_weights(run: Run) -> bool:
-    """Whether the run recorded aggregation weights or excluded workers."""
-    known = (weight is not None for record in run.history for _, weight in record.weights)
-    return any(known) or any(record.excluded for record in run.history)
-
-
 def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> dict[str, Any] | None:
     """Return a heat map of the aggregation weight of each worker in each round, or None without weights.
 
     If there are more than `columns` rounds, each column shows the mean over several rounds. `when` contains the choices
     in the menus for which the heat map is shown.
     """
-    if not has_weights(run):
+    if not any(record.excluded or any(weight is not None for _, weight in record.weights) for record in run.history):
         return None
     workers = sorted({worker for record in run.history for worker in [*record.cohort, *record.excluded]})
     columns = max(1, min(columns, MOST_CELLS // len(workers)))

@@ -68,6 +68,7 @@ def render(folder: Path) -> str:
     safe = environment.filters["safe"]
     return environment.get_template("run.html" if isinstance(records, Run) else "comparison.html").render(
         **context,
+        charts=charts,
         version=__version__,
         style=safe(_asset("page.css")),
         scripts=[safe(script) for script in scripts],

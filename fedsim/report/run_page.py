@@ -33,14 +33,14 @@ FACTS = {
 
 def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the variables of the HTML page of a run, and the lists of figures of its charts."""
-    weights, partition = on_page.weights_heat_map(run), on_page.partition_heat_map(run.partition)
-    charts = {"curves-chart": on_page.run_curves(run), "time-chart": [on_page.run_time(run)]}
-    if weights:
-        charts["weights-chart"] = [weights]
-    if partition:
-        charts["partition-chart"] = [partition]
-    if run.workers:
-        charts["workers-chart"] = [on_page.workers_chart(run.workers)]
+    figures: dict[str, list[Any]] = {
+        "curves-chart": on_page.run_curves(run),
+        "time-chart": [on_page.run_time(run)],
+        "weights-chart": [on_page.weights_heat_map(run)],
+        "partition-chart": [on_page.partition_heat_map(run.partition)],
+        "workers-chart": [run.workers and on_page.workers_chart(run.workers)],
+    }
+    charts = {name: of_chart for name, of_chart in figures.items() if of_chart[0]}
     context = {
         "name": run.name,
         "title": run.name,
@@ -53,9 +53,6 @@ def run_page(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "metrics": [chart.label for chart in charts_of([run])],
         "scales": scale_choices([run]),
         "weights_note": _weights_note(run),
-        "has_weights": weights is not None,
-        "has_partition": partition is not None,
-        "has_workers": run.workers is not None,
     }
     return context, charts
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import fedsim
 from fedsim.comparison import Comparison, ComparisonSettings, Run
-from fedsim.records.reader import places_in
+from fedsim.comparison.rows import canonical
+from fedsim.comparison.stored import places_in
 from fedsim.records.record import AsyncRecord, RoundRecord
-from fedsim.records.rows import canonical
 
 EXPERIMENT = {**fedsim.Experiment().resolved(), "records": {}}  # writes no files
 

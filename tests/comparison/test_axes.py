@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedsim import ExperimentError
-from fedsim.records.axes import (
+from fedsim.comparison.axes import (
     axes_of_tables,
     changes_of,
     label,
@@ -14,7 +14,7 @@ from fedsim.records.axes import (
     split_at_commas,
     split_words,
 )
-from fedsim.records.reader import ID
+from fedsim.comparison.stored import ID
 
 VARIANTS = [
     {"label": "sync", "sync": "gradients"},

@@ -14,6 +14,7 @@ from scipy import stats
 from fedsim.comparison.figures import Line, curves, score_cell
 from fedsim.comparison.folder import Shard
 from fedsim.comparison.leaderboard import friedman
+from fedsim.comparison.rows import MeanCurve
 from fedsim.comparison.tables import columns, summary_csv, summary_text, tuning_csv
 from fedsim.config.schema import Stop
 from fedsim.core.confidence import chi_square_tail, decimals_of, estimate, f_tail, on_common_grid
@@ -22,7 +23,6 @@ from fedsim.records.early_stopping import stop_reason
 from fedsim.records.history import read_history, to_line
 from fedsim.records.numbers import best_score, byzantine_weight, mean_or_none, progress_of, run_metrics
 from fedsim.records.record import RoundRecord, metric_called
-from fedsim.records.rows import MeanCurve
 from tests.comparison.made_up import compared, comparison_of, results_of
 
 GRADIENTS = {"sync": "gradients", "local": {"epochs": 2, "batch_size": 4}}

@@ -10,8 +10,8 @@ import pytest
 from fedsim.comparison.folder import ComparisonRecords
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap
 from fedsim.comparison.plan import plan_comparison
+from fedsim.comparison.rows import ComparisonSettings
 from fedsim.errors import ExperimentError
-from fedsim.records.rows import ComparisonSettings
 from tests.comparison.made_up import results_of
 
 WORDS = ["rounds=1", "workers=5", "data=tests.components:tiny", "model=logistic"]

@@ -19,11 +19,11 @@ from fedsim.comparison.on_paper import (
     draw_values,
     draw_worker_comparison,
 )
+from fedsim.comparison.rows import numeric_axes
 from fedsim.comparison.tables import summary_text
 from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import encode
 from fedsim.data import draw_partition
-from fedsim.records.rows import numeric_axes
 from fedsim.records.worker_results import WorkerResults, draw_workers, workers_csv
 from tests.comparison.made_up import compared, comparison_of, on_the_clock, results_of
 

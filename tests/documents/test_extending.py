@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.main import app
 from fedsim.comparison import plan_comparison
-from fedsim.records.axes import label
+from fedsim.comparison.axes import label
 from fedsim.records.history import read_history
 
 ROOT = Path(__file__).parents[2]

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fedsim.comparison.rows import canonical
 from fedsim.config.overrides import Change, naming_key, parse_value, parse_word, split_word
 from fedsim.config.source_catalog import component_tables
 from fedsim.core.input_limits import MAX_DEPTH, leaves_of, problem_with_words
 from fedsim.core.suggestions import as_range
 from fedsim.errors import ExperimentError, cut, show
-from fedsim.records.rows import canonical
 
 VARIANT = "variant"  # axis whose values are tables that may change any key of the experiment
 LABEL = "label"  # key that names a table on an axis; not a key of the experiment
@@ -40,7 +40,7 @@ def axes_of_tables(tables: Any, place: str = "comparison") -> Axes:
 def axis_called(key: str) -> str:
     """Return the key of a compared setting without synonyms: "aggregate.rule" for its synonym "aggregate.name".
 
-    >>> from fedsim.records.axes import axis_called
+    >>> from fedsim.comparison.axes import axis_called
     >>> axis_called("aggregate.name"), axis_called("local.lr")
     ('aggregate.rule', 'local.lr')
     """
