@@ -70,19 +70,6 @@ def test_any_map_style_data_set_becomes_tensors(make):
 
 
 @pytest.mark.parametrize(
-    ("target", "line"),
-    [
-        (torch.arange(5), r"the target of sample 1 has shape \[5\], but the target of sample 0 has shape \[\]"),
-        ("cat", "the target of sample 1 is a str; targets must be numbers"),
-        (None, "the target of sample 1 is a NoneType"),
-    ],
-)
-def test_targets_must_be_numbers_of_one_shape(target, line):
-    with pytest.raises(DataError, match=line):
-        as_tensor_data([(torch.zeros(3), 1), (torch.zeros(3), target)])
-
-
-@pytest.mark.parametrize(
     ("targets", "dtype"),
     [
         *(
@@ -169,6 +156,8 @@ class Frame:
         ((Frame(), np.zeros(3)), "inputs: must be a tensor or an array .*, not a Frame; convert .* with .to_numpy"),
         ((np.zeros((3, 2)), np.zeros(2)), "there are 3 inputs, but 2 targets"),
         ((np.zeros((2, 2)), np.array(["a", "b"])), "the target of sample 0 is a str_; targets must be numbers"),
+        ([(0.0, 1), (0.0, np.zeros(5))], r"of sample 1 has shape \[5\], but the target of sample 0 has shape \[\]"),
+        ([(0.0, 1), (0.0, None)], "the target of sample 1 is a NoneType"),
     ],
     ids=str,
 )

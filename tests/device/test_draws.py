@@ -22,26 +22,23 @@ from tests.device.pretend.counting import DOWNLOAD
 from tests.device.test_aggregation_counts import DRAW
 
 
-def bound(name, **params):
-    registration = attack_strategy.get(name)
-    return attack_strategy.bind(registration, registration.check(params))
-
-
 def backdoor(images, draws):
-    return bound("backdoor", value=9.0, poisoned=0.35).poison(images, images[:, 0, 0, 0] > 0, 2, draws)[0]
+    registration = attack_strategy.get("backdoor")
+    attack = attack_strategy.bind(registration, registration.check({"value": 9.0, "poisoned": 0.35}))
+    return attack.poison(images, images[:, 0, 0, 0] > 0, 2, draws)[0]
 
 
 COUNT = 10_001
-CALLS = {
-    "uniform": lambda draws: draws.uniform(COUNT),
-    "uniform in float64": lambda draws: draws.uniform(COUNT, dtype=torch.float64),
-    "normal": lambda draws: draws.normal(COUNT),
-    "integers": lambda draws: draws.integers(1000, COUNT),
-    "permutation": lambda draws: draws.permutation(COUNT),
-    "choice": lambda draws: draws.choice(30, 6),
-    "choice of few": lambda draws: draws.choice(COUNT, 100),
-}
-COMPONENTS = {registration.name: registration.bind(registration.check({})) for registration in augmentation} | {
+CALLS = {  # functions of images and draws
+    "uniform": lambda _, draws: draws.uniform(COUNT),
+    "uniform in float64": lambda _, draws: draws.uniform(COUNT, dtype=torch.float64),
+    "normal": lambda _, draws: draws.normal(COUNT),
+    "integers": lambda _, draws: draws.integers(1000, COUNT),
+    "permutation": lambda _, draws: draws.permutation(COUNT),
+    "choice": lambda _, draws: draws.choice(30, 6),
+    "choice of few": lambda _, draws: draws.choice(COUNT, 100),
+    "choice of all": lambda _, draws: draws.choice(5, 5),
+    **{registration.name: registration.bind(registration.check({})) for registration in augmentation},
     "feature_noise": GaussianNoise(0.5),
     "backdoor": backdoor,
 }
@@ -50,11 +47,14 @@ COMPONENTS = {registration.name: registration.bind(registration.check({})) for r
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_a_gpu_draws_the_numbers_of_the_cpu_without_a_wait(name):
-    call, rounding = CALLS[name], 1e-6 if name == "normal" else 0  # rounding of logarithms and cosines
-    expected = [call(Draws.of(0, "x", 1)), call(Draws.of(0, "x", 1).steps()(7))]
-    with some_gpu() as pretend, pretend.counting() if pretend else contextlib.nullcontext() as counts:
-        draws = Draws.of(0, "x", 1, device=GPU)
-        drawn = [call(draws), call(draws.steps()(7))]
+    call, rounding = CALLS[name], 1e-6 if name in ("normal", "feature_noise") else 0  # of logarithms and cosines
+    images = torch.randn(20, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    expected = [call(images, draws=draws) for draws in (Draws.of(0, "x", 1), Draws.of(0, "x", 1).steps()(7))]
+    with some_gpu() as pretend:
+        on_gpu, draws = to_gpu(images), Draws.of(0, "x", 1, device=GPU)
+        with pretend.counting() if pretend else contextlib.nullcontext() as counts:
+            drawn = [call(on_gpu, draws=draws), call(on_gpu, draws=draws.steps()(7))]
+        assert all(tensor.is_cuda for tensor in drawn)
     assert counts is None or counts.waits == 0, counts.table()
     for ours, theirs in zip(drawn, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=rounding)
@@ -70,10 +70,6 @@ def test_a_gpu_draws_the_dropout_of_the_cpu():
     assert all(torch.equal(a.cpu(), b) for a, b in zip(factors, expected, strict=True))
 
 
-def test_all_of_some_numbers_are_chosen_on_the_gpu(gpu):
-    assert Draws.of(0, "x", device=GPU).choice(5, 5).device == GPU
-
-
 def test_a_subset_on_a_gpu_sees_the_noise_of_the_cpu(gpu):
     images, labels = torch.zeros(6, 1, 4, 4), torch.arange(6)
 
@@ -82,16 +78,6 @@ def test_a_subset_on_a_gpu_sees_the_noise_of_the_cpu(gpu):
         return shards[1].gather(torch.arange(3))[0]
 
     assert torch.equal(download(noisy(upload)), noisy(lambda tensor: tensor))
-
-
-@pytest.mark.parametrize("registration", COMPONENTS.values(), ids=COMPONENTS)
-def test_a_batch_is_altered_on_a_gpu_without_a_wait(registration, gpu):
-    images = torch.randn(20, 1, 6, 6, generator=torch.Generator().manual_seed(0))
-    expected, on_gpu = registration(images, draws=Draws.of(0, "x")), upload(images)
-    with gpu.counting() as counts:
-        augmented = registration(on_gpu, draws=Draws.of(0, "x", device=GPU))
-    assert counts.waits == 0, counts.table()
-    assert torch.equal(download(augmented), expected)
 
 
 DRAW_ON_DEVICE = "GaussianNoise", "AugMix"  # transforms of torchvision that draw tensors on the images' device
@@ -137,12 +123,3 @@ def test_steps_share_the_launches_of_their_draws(gpu):
             at(step).uniform(64)
     # 3 launches turn words into numbers; one call draws the words for 32 steps
     assert counts.launches <= 3 * 49 + DRAW, counts.table()
-
-
-def test_rows_of_noise_are_made_on_a_gpu_without_a_wait(gpu):
-    rows = torch.zeros(3, 1000)
-    (expected, _), on_gpu = bound("gaussian")(rows, rows, seed=4, moment=(2,)), upload(rows)
-    with gpu.counting() as counts:
-        noise, _ = bound("gaussian")(on_gpu, on_gpu, seed=4, moment=(2,))
-    assert counts.waits == 0, counts.table()
-    assert torch.equal(download(noise), expected)

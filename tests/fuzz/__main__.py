@@ -134,22 +134,13 @@ def settings_in(words: list[str]) -> Settings:
     return {".".join(path): value for path, value in map(parse_word, words)}
 
 
-def _toml(value: object) -> str:
+def _toml(value: object, *, quoted: bool = False) -> str:
+    """Return a value in TOML, in which a text is quoted only within a list or table."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {_toml(item, quoted=True)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_quoted, value)) + "]"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _quoted(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str) else _toml_item(value)
-
-
-def _toml_item(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_quoted(item)}" for key, item in value.items()) + "}"
-    return _toml(value)
+        return "[" + ", ".join(_toml(item, quoted=True) for item in value) + "]"
+    return value if isinstance(value, str) and not quoted else json.dumps(value)
 
 
 def components(settings: Settings) -> list[str]:

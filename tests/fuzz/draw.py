@@ -7,15 +7,16 @@ without a change here. Rarely used groups of keys are as likely as common ones.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-import math
 import random
 import types
 import warnings
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from torch import nn
 
@@ -261,13 +262,10 @@ def _table(kind: type[Table], place: str, rng: random.Random, settings: Settings
         drawn = {key: value for key, value in drawn.items() if key not in ("local.epochs", "local.steps")}
         drawn |= _work(rng, settings)
     if kind is schema.Aggregate and rng.random() < 0.25:
-        rule = {key.removeprefix("aggregate."): drawn.pop(key) for key in [*drawn] if _is_parameter(key, fields)}
+        own = [key for key in drawn if key.removeprefix("aggregate.") not in fields]
+        rule = {key.removeprefix("aggregate."): drawn.pop(key) for key in own}
         drawn["aggregate.rule"] = [_named(rng, pre_aggregator, "rule", settings["workers"]), rule]
     return {key: value for key, value in drawn.items() if value is not None}
-
-
-def _is_parameter(key: str, fields: dict[str, FieldInfo]) -> bool:
-    return key.removeprefix("aggregate.") not in fields
 
 
 def _work(rng: random.Random, settings: Settings) -> Settings:
@@ -348,41 +346,19 @@ def value_of(rng: random.Random, kind: Any, metadata: Any, default: Any, workers
 
 
 def _number(rng: random.Random, kind: type, metadata: Any, default: Any) -> Any:
-    low, high = _bounds(metadata)
+    adapter = TypeAdapter(Annotated[(kind, Field(), *metadata)])
+
+    def is_allowed(number: float) -> bool:
+        with contextlib.suppress(ValidationError):
+            return adapter.validate_python(number) == number
+        return False
+
     plain = default if isinstance(default, (int, float)) and not isinstance(default, bool) else None
     if kind is int:
-        low = 0 if low == -math.inf else math.ceil(low)
-        numbers = [low + 1, *range(int(low), int(min(high, low + 6)) + 1)]
-        return rng.choice([n for n in [*numbers, *([plain] if plain and plain <= 20 else [])] if low <= n <= high])
+        least = list(filter(is_allowed, range(100)))[:7]
+        return rng.choice([*least[1:2], *least, *([plain] if plain and plain <= 20 else [])])
     numbers = [0.01, 0.1, 0.5, 0.9, 1.0, 1.5, 2.0, 0.0, *([plain / 2, plain, 2 * plain] * 2 if plain else [])]
-    return rng.choice(
-        [n for n in numbers if low < n < high or (n in (low, high) and n not in _open(metadata))] or [plain]
-    )
-
-
-def _bounds(metadata: Any) -> tuple[float, float]:
-    low, high = -math.inf, math.inf
-    for item in _flat(metadata):
-        for name in ("gt", "ge"):
-            bound = getattr(item, name, None)
-            if bound is not None:
-                low = max(low, bound + (name == "gt" and isinstance(bound, int) and 0))
-        for name in ("lt", "le"):
-            bound = getattr(item, name, None)
-            if bound is not None:
-                high = min(high, bound)
-    return low, high
-
-
-def _open(metadata: Any) -> list[float]:
-    """Return the bounds that a value must not equal."""
-    return [
-        bound for item in _flat(metadata) for name in ("gt", "lt") if (bound := getattr(item, name, None)) is not None
-    ]
-
-
-def _flat(metadata: Any) -> list[Any]:
-    return [part for item in metadata for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
+    return rng.choice([*filter(is_allowed, numbers)] or [plain])
 
 
 def _is_table(kind: Any) -> bool:

@@ -38,14 +38,8 @@ from tests.fuzz.runs import Lab, Outcome, result_of, run, untimed
 ROUNDING = 1e-9  # relative difference of float64 results after a few rounds
 PERTURBATION = 1e-12
 WHOLE_SHARD = 10_000  # a batch size that is larger than each shard
-DRAWING = {
-    "rng",
-    "draws",
-    "seed",
-    "generator",
-    "workers",
-    "worker",
-}  # inputs of components whose order of workers counts
+# inputs of components whose order of workers counts
+DRAWING = {"rng", "draws", "seed", "generator", "workers", "worker"}
 
 Property = Callable[[Lab, Settings], str | None]
 PROPERTIES: dict[str, Property] = {}
@@ -70,7 +64,7 @@ def require(condition: Any) -> None:
 
 def difference(ours: Outcome, theirs: Outcome, names: str) -> str | None:
     """Return where two outcomes differ in a bit."""
-    if ours.row.shape != theirs.row.shape or not equal(ours.row, theirs.row):
+    if not equal(ours.row, theirs.row):
         return f"{names}: the models differ by {distance(ours.row, theirs.row):.3g}"
     if not all(equal(ours.state[key], theirs.state[key]) for key in ours.state):
         return f"{names}: the buffers differ"
@@ -83,11 +77,7 @@ def difference(ours: Outcome, theirs: Outcome, names: str) -> str | None:
 
 
 def equal(ours: Tensor, theirs: Tensor) -> bool:
-    return (
-        torch.equal(ours.nan_to_num(nan=1e30), theirs.nan_to_num(nan=1e30))
-        if ours.is_floating_point()
-        else (torch.equal(ours, theirs))
-    )
+    return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
@@ -305,11 +295,8 @@ def plain_loop(lab: Lab, settings: Settings) -> str | None:
 def large_batch(lab: Lab, settings: Settings) -> str | None:
     """Workers that send gradients train like one large batch of all their samples."""
     kept = _reduced(settings, ()) | {"sync": "gradients", "local.batch_size": WHOLE_SHARD}
-    kept |= {
-        key: settings[key]
-        for key in ("local.lr",)
-        if settings.get("local.algorithm", "sgd") == "sgd" and key in settings
-    }
+    if settings.get("local.algorithm", "sgd") == "sgd" and "local.lr" in settings:
+        kept["local.lr"] = settings["local.lr"]
     experiment = load_experiment(kept)
     train = _train(kept)
     batch = train.gather(torch.arange(len(train)))
@@ -333,8 +320,8 @@ def _reduced(settings: Settings, more: tuple[str, ...]) -> Settings:
 def _optimizer_keys(settings: Settings) -> list[str]:
     """Return the keys of a client algorithm that `torch.optim` has too."""
     require(_torch_optimizer(settings.get("local.algorithm", "sgd")))
-    own = {"local.schedule", "local.keep_state", "local.accumulate", "local.momentum_at", "local.train"}
-    return [key for key in settings if key.startswith("local.") and not key.startswith(tuple(own))]
+    own = ("local.schedule", "local.keep_state", "local.accumulate", "local.momentum_at", "local.train")
+    return [key for key in settings if key.startswith("local.") and not key.startswith(own)]
 
 
 def _torch_optimizer(name: str) -> Any:
@@ -352,11 +339,8 @@ def _plain(experiment: Experiment, batches: Callable[[int], Iterator[Any]]) -> T
         torch.default_generator.manual_seed(draw_key(experiment.seed, "model"))
         model = experiment.model.component().double().train()
     require(not any(isinstance(m, nn.Dropout) and m.p for m in model.modules()))
-    require(
-        not any(
-            getattr(m, "dropout", 0) for m in model.modules() if not isinstance(getattr(m, "dropout", 0), nn.Module)
-        )
-    )
+    rates = [getattr(m, "dropout", 0) for m in model.modules()]
+    require(all(isinstance(rate, nn.Module) or not rate for rate in rates))
     local, params = experiment.local, dict(experiment.local.params)
     params.pop("momentum_at", None)
     if "beta1" in params:
@@ -399,12 +383,10 @@ def permuted(lab: Lab, settings: Settings) -> str | None:
     train = _train(settings)
     params = experiment.partition.params
     try:
-        shards = [
-            shard.tolist()
-            for shard in fedsim.partition(train.targets, n, experiment.partition.name, settings["seed"], **params)
-        ]
+        drawn = fedsim.partition(train.targets, n, experiment.partition.name, settings["seed"], **params)
     except (FedsimError, TypeError, ValueError):
         raise NotApplicable from None
+    shards = [shard.tolist() for shard in drawn]
     order = random.Random(json.dumps(settings)).sample(range(n), n)
     settings = {key: value for key, value in settings.items() if not key.startswith("partition.")}
     settings |= {"partition.name": "given", "partition.shards": shards}
@@ -419,16 +401,8 @@ def permuted(lab: Lab, settings: Settings) -> str | None:
 
 def _without_draws(settings: Settings) -> Settings:
     """Return the experiment with whole shards as batches and without groups of keys that draw for each worker."""
-    prefixes = (
-        "sampling.",
-        "clock.",
-        "privacy.",
-        "data.augment",
-        "data.local_test",
-        "data.validation",
-        "stop.",
-        "worker_ev",
-    )
+    drawing = ("sampling.", "clock.", "privacy.", "data.augment", "data.local_test", "data.validation")
+    prefixes = (*drawing, "stop.", "worker_ev")
     kept = {key: value for key, value in settings.items() if not key.startswith(prefixes)}
     for key in ("cohort", "broadcast", "attack.fraction", "attack.resample", "attack.by_class"):
         kept.pop(key, None)

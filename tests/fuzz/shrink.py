@@ -8,15 +8,8 @@ from collections.abc import Callable, Iterator
 from tests.fuzz.draw import Settings, is_valid
 
 NEEDED = ("data.name", "model.name", "task.name", "workers", "rounds", "seed")  # defaults of these take longer
-SIMPLEST: list[Settings] = [
-    {
-        "data.name": "tests.components:few",
-        "model.name": "mlp",
-        "model.inputs": 4,
-        "model.hidden": [3],
-        "model.classes": 3,
-    },
-]
+SIMPLEST: Settings = {"data.name": "tests.components:few", "model.name": "mlp"}
+SIMPLEST |= {"model.inputs": 4, "model.hidden": [3], "model.classes": 3}
 
 
 def shrunk(settings: Settings, fails: Callable[[Settings], bool], seconds: float) -> Settings:
@@ -35,11 +28,10 @@ def shrunk(settings: Settings, fails: Callable[[Settings], bool], seconds: float
 
 def _simpler(settings: Settings) -> Iterator[Settings]:
     """Yield simpler settings: other data, fewer groups, fewer keys, smaller numbers."""
-    for simplest in SIMPLEST:
-        others = {k: v for k, v in settings.items() if not k.startswith(("data.", "model.", "task."))}
-        if settings.get("data.name") != simplest["data.name"]:
-            kept = {k: v for k, v in settings.items() if k.startswith("model.lora.")}
-            yield {**others, **kept, **simplest}
+    if settings.get("data.name") != SIMPLEST["data.name"]:
+        of_data = ("data.", "task.", "model.")
+        kept = {k: v for k, v in settings.items() if not k.startswith(of_data) or k.startswith("model.lora.")}
+        yield kept | SIMPLEST
     prefixes = dict.fromkeys(key.partition(".")[0] for key in settings)
     for prefix in prefixes:
         group = [key for key in settings if key.partition(".")[0] == prefix and key not in NEEDED]

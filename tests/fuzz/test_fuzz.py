@@ -10,7 +10,7 @@ import torch
 
 from fedsim.aggregation.rule import rule
 from tests.fuzz.__main__ import checked, command, in_turn, is_failure, settings_in
-from tests.fuzz.draw import draw, is_runnable, is_valid
+from tests.fuzz.draw import GROUPS, draw, is_runnable, is_valid
 from tests.fuzz.properties import PROPERTIES, difference
 from tests.fuzz.runs import Lab, Outcome
 from tests.fuzz.shrink import shrunk
@@ -24,7 +24,7 @@ def session_lab():
         yield lab
 
 
-@pytest.mark.parametrize("number", [pytest.param(k, marks=() if k < 40 else pytest.mark.slow) for k in range(400)])
+@pytest.mark.parametrize("number", [pytest.param(k, marks=() if k < 28 else pytest.mark.slow) for k in range(400)])
 def test_a_drawn_experiment_has_the_property(number, session_lab):
     settings = draw(random.Random(f"test {number}"))
     ((name, answer),) = checked(session_lab, settings, in_turn(list(PROPERTIES), number))
@@ -53,7 +53,7 @@ def test_a_new_component_is_drawn():
         return updates.mean(0)
 
     try:
-        drawn = (draw(random.Random(f"new {number}")).get("aggregate.rule") for number in range(1000))
+        drawn = (GROUPS["aggregate"](random.Random(number), {"workers": 3})["aggregate.rule"] for number in range(1000))
         assert "rule_of_the_fuzzer" in drawn
     finally:
         del rule._components["rule_of_the_fuzzer"]
@@ -67,7 +67,7 @@ def test_a_failure_is_reduced_to_the_settings_that_cause_it():
 
 
 def test_a_command_has_the_settings_of_the_draw():
-    for number in range(20):
+    for number in range(8):
         settings = draw(random.Random(f"command {number}"))
         words = command("spawn", settings).split("--check spawn ")[1]
         assert settings_in(shlex.split(words)) == settings

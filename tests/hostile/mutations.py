@@ -1,12 +1,22 @@
-"""Random changes to valid trees of tables and lists, and to bytes."""
+"""Random changes to valid trees of tables and lists, and to bytes, and checks of many of them."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import resource
+import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from fedsim.errors import FedsimError
+
+LONGEST = 30.0  # seconds per input; the slowest takes a few hundredths
+LONGEST_LINE = 2_000  # characters of an error line
 
 DEEP: Any = "bottom"
 for _ in range(60):
@@ -108,3 +118,28 @@ def without(tree: Any, *unfit: type) -> Any:
     if isinstance(tree, list):
         return [without(value, *unfit) for value in itertools.chain(tree) if not isinstance(value, unfit)]
     return tree
+
+
+def fuzz(strategy: st.SearchStrategy, check: Callable[[Any], object], examples: int) -> None:
+    """Check `examples` inputs, each in bounded time and memory; only FedsimError may be raised."""
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=examples < 100,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def every_input(example):
+        started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            check(example)
+        except FedsimError as error:
+            for line in str(error).split("\n"):
+                assert len(line) < LONGEST_LINE, line[:LONGEST_LINE]
+        assert time.perf_counter() - started < LONGEST
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000, "memory grew by 500 MB or more"
+        assert "canary" not in sys.modules
+
+    every_input()

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import json
-import warnings
 
 import numpy as np
 import pytest
 import torch
 
 import fedsim
-from fedsim.data.columns import parts_of
-from fedsim.errors import DataError, FedsimWarning
-
-
-def load(name, *expected, **params):
-    """Load a data set whose warnings are exactly those that contain `expected`, one line each."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", FedsimWarning)
-        data = fedsim.load_dataset(name, **params)
-    lines = [str(warning.message) for warning in caught if issubclass(warning.category, FedsimWarning)]
-    assert len(lines) == len(expected), lines
-    for line, part in zip(lines, expected, strict=True):
-        assert part in line
-        assert "\n" not in line
-    return data
-
-
-def refused(name, match, **params):
-    with pytest.raises(DataError, match=match) as caught:
-        fedsim.load_dataset(name, **params)
-    assert "\n" not in str(caught.value)
+from tests.data.loading import load, refused
 
 
 @pytest.fixture
@@ -47,6 +26,18 @@ def picture():
             exif[0x0112] = orientation
         saved.save(file, exif=exif)
         return pixels
+
+    return write
+
+
+@pytest.fixture
+def pictures(tmp_path, picture):
+    """Return a function that writes one image of each of two classes in each folder."""
+
+    def write(*folders, file="1.png"):
+        for number, folder in enumerate(folders):
+            for k, name in enumerate(("cat", "dog")):
+                picture(tmp_path / folder / name / file, 100 * number + k)
 
     return write
 
@@ -69,30 +60,21 @@ class TestFolders:
         ("train", "test"),
         [("Train", "Test"), ("training", "testing"), ("train", "Validation"), ("TRAINING", "valid"), ("train", "VAL")],
     )
-    def test_names_of_parts_are_compared_without_case(self, train, test, tmp_path, picture):
-        for part, value in ((train, 0), (test, 100)):
-            for number, name in enumerate(("cat", "dog")):
-                picture(tmp_path / part / name / "1.png", value + number)
+    def test_names_of_parts_are_compared_without_case(self, train, test, tmp_path, pictures):
+        pictures(train, test)
         train_data, test_data = load("image_folder", path=str(tmp_path), grey=True)
         assert train_data.inputs[:, 0, 0, 0].tolist() == [0, 1]
         assert test_data.inputs[:, 0, 0, 0].tolist() == [100, 101]
         assert train_data.targets.tolist() == test_data.targets.tolist() == [0, 1]
 
-    def test_two_names_of_one_part_are_an_error(self, tmp_path, picture):
-        for part in ("train", "Training", "test"):
-            picture(tmp_path / part / "cat" / "1.png")
+    def test_two_names_of_one_part_are_an_error(self, tmp_path, pictures):
+        pictures("train", "Training", "test")
         refused("image_folder", "Training and train are names of the same part; keep only one", path=str(tmp_path))
 
-    def test_a_validation_part_beside_a_test_part_is_named(self, tmp_path, picture):
-        for number, part in enumerate(("train", "val", "Test")):
-            picture(tmp_path / part / "cat" / "1.png", number)
+    def test_a_validation_part_beside_a_test_part_is_named(self, tmp_path, pictures):
+        pictures("train", "val", "Test")
         _, test = load("image_folder", "val is not used, because Test is the test part", path=str(tmp_path))
-        assert test.inputs[:, 0, 0, 0].tolist() == [2]
-
-    def test_a_class_called_train_is_not_taken_for_a_part(self, tmp_path, picture):
-        for name in ("bus", "train"):
-            picture(tmp_path / name / "1.png")
-        refused("image_folder", "has a folder train beside other folders of images, such as bus", path=str(tmp_path))
+        assert test.inputs[:, 0, 0, 0].tolist() == [200, 201]
 
     def test_a_stray_image_beside_folders_of_owners_is_named(self, tmp_path, picture):
         for name in ("cat", "dog"):
@@ -108,10 +90,8 @@ class TestFolders:
             "image_folder", "train/dog/stray.png: is in no folder of an owner, but cat/ann/1.png is", path=str(tmp_path)
         )
 
-    def test_other_files_and_empty_folders_are_named_and_are_no_classes(self, tmp_path, picture):
-        for part in ("train", "test"):
-            for name in ("cat", "dog"):
-                picture(tmp_path / part / name / "1.png")
+    def test_other_files_and_empty_folders_are_named_and_are_no_classes(self, tmp_path, pictures):
+        pictures("train", "test")
         (tmp_path / "train/__MACOSX").mkdir()
         (tmp_path / "train/cat/2.heic").write_bytes(b"")
         (tmp_path / "train/cat/3.GIF").write_bytes(b"")
@@ -119,10 +99,8 @@ class TestFolders:
         train, _ = load("image_folder", line, path=str(tmp_path))
         assert train.targets.tolist() == [0, 1]
 
-    def test_files_and_folders_beside_the_parts_are_named(self, tmp_path, picture):
-        for part in ("Train", "test"):
-            for name in ("cat", "dog"):
-                picture(tmp_path / part / name / "1.png")
+    def test_files_and_folders_beside_the_parts_are_named(self, tmp_path, picture, pictures):
+        pictures("Train", "test")
         (tmp_path / ".DS_Store").write_bytes(b"")
         load("image_folder", path=str(tmp_path))
         picture(tmp_path / "unlabeled/1.png")
@@ -132,8 +110,7 @@ class TestFolders:
         assert (len(train), len(test)) == (2, 2)
         for part in ("unlabeled", "test"):
             (tmp_path / part).rename(tmp_path / f".{part}")
-        for name in ("cat", "dog"):
-            picture(tmp_path / "Train" / name / "2.png")
+        pictures("Train", file="2.png")
         line = "beside Train are not read, such as x.png (1 in all)"
         assert len(load("image_folder", line, path=str(tmp_path), test_fraction=0.5)[1]) == 2
 
@@ -149,10 +126,8 @@ class TestFolders:
             ("train_images",),
         ],
     )
-    def test_parts_with_longer_names_are_no_classes(self, names, tmp_path, picture):
-        for part in names:
-            for name in ("cat", "dog"):
-                picture(tmp_path / part / name / "1.png")
+    def test_parts_with_longer_names_are_no_classes(self, names, tmp_path, pictures):
+        pictures(*names)
         match = f"may be parts or classes, such as {' and '.join(names)}; call parts train \\(or training\\) and test"
         refused("image_folder", match, path=str(tmp_path))
         (tmp_path / "train").mkdir()
@@ -213,24 +188,6 @@ def test_pictures_of_leaf_are_rotated(tmp_path, picture):
     assert np.array_equal(train.inputs[0], np.asarray(upright).transpose(2, 0, 1))
 
 
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
-        ({"users": ["a", "a"], "user_data": {"a": {"x": [[1.0]], "y": [0]}}}, 'names the user "a" twice'),
-        ({"users": [], "user_data": {"a": {"x": [[1.0]], "y": [0]}}}, 'data of the user "a", who is not in its list'),
-        (
-            {"users": ["a"], "user_data": {"a": {"x": [[1.0]], "y": ["3"]}}},
-            'the target "3" is text, but the inputs are',
-        ),
-    ],
-)
-def test_users_and_targets_of_leaf_are_not_guessed(content, match, tmp_path):
-    for part in ("train", "test"):
-        (tmp_path / part).mkdir()
-        (tmp_path / part / "all.json").write_text(json.dumps(content))
-    refused("leaf", match, path=str(tmp_path))
-
-
 class TestTables:
     @pytest.fixture(autouse=True)
     def _needs_pyarrow(self):
@@ -240,19 +197,17 @@ class TestTables:
         path.write_text("\n".join([header, *rows]) + "\n")
         return str(path)
 
-    @pytest.mark.parametrize("name", ["", "Unnamed: 0"])
+    @pytest.mark.parametrize("name", ["", "Unnamed: 0", "index", "Index", "level_0"])
     def test_the_index_of_a_data_frame_is_not_an_input(self, name, tmp_path):
-        rows = [f"{k},{k / 4},{k % 2}" for k in range(20)]
+        """In the order of the rows, or in any order with a name of pandas."""
+        step = 7 if name.casefold() in ("index", "level_0") else 1
+        rows = [f"{step * k % 20},{k / 4},{k % 2}" for k in range(20)]
         path = self.write(tmp_path / "a.csv", f"{name},x,y", rows)
-        train, test = load(
-            "csv", f'a.csv: column "{name}" is the index of a data frame, and is not an input', path=path
-        )
-        assert train.inputs.shape == (16, 1)
+        line = f'a.csv: column "{name}" is the index of a data frame, and is not an input'
+        train, test = load("csv", line, path=path)
         assert sorted(torch.cat([train.inputs, test.inputs]).flatten().tolist()) == [k / 4 for k in range(20)]
-        both, _ = load("csv", path=path, inputs=[name, "x"])
-        assert both.inputs.shape == (16, 2)
-        owned, _ = load("csv", path=path, ids=[name])
-        assert owned.inputs.shape == (16, 1)
+        assert load("csv", path=path, inputs=[name, "x"])[0].inputs.shape == (16, 2)
+        assert load("csv", path=path, ids=[name])[0].inputs.shape == (16, 1)
 
     def test_other_columns_without_a_name_are_an_error(self, tmp_path):
         rows = [f"{(7 * k) % 20},{k / 4},{k % 2}" for k in range(20)]  # rows in a shuffled order
@@ -284,15 +239,6 @@ class TestTables:
         pandas = pytest.importorskip("pandas")
         frame = pandas.DataFrame({"Unnamed: 0": np.arange(10), "x": np.arange(10.0), "y": np.arange(10) % 2})
         assert load((frame, frame), 'the training data: column "Unnamed: 0" is the index')[0].inputs.shape == (10, 1)
-
-    @pytest.mark.parametrize("name", ["index", "Index", "level_0"])
-    def test_an_index_with_a_name_of_pandas_is_not_an_input(self, name, tmp_path):
-        """Also in a shuffled order."""
-        order = [(7 * k) % 20 for k in range(20)]
-        path = self.write(tmp_path / "a.csv", f"{name},x,y", [f"{k},{k / 4},{k % 2}" for k in order])
-        train, test = load("csv", f'column "{name}" is the index of a data frame, and is not an input', path=path)
-        assert sorted(torch.cat([train.inputs, test.inputs]).flatten().tolist()) == [k / 4 for k in range(20)]
-        assert load("csv", path=path, inputs=[name, "x"])[0].inputs.shape == (16, 2)
 
     @pytest.mark.parametrize(("name", "first"), [("id", 0), ("ID", 1), ("Id", 100), ("index", 1)])
     def test_a_column_that_may_number_the_samples_is_named(self, name, first, tmp_path):
@@ -388,17 +334,6 @@ class TestHuggingFace:
         assert test.inputs[0] == 10
         refused("huggingface", 'data.train = "full": no such split', path=path, train="full", test="test")
 
-    def test_an_image_beside_numbers_is_an_error(self, tmp_path):
-        image = pytest.importorskip("PIL.Image")
-        pictures = [image.fromarray(np.full((28, 28), k, dtype=np.uint8)) for k in range(5)]
-        data = self.datasets.Dataset.from_dict({"image": pictures, "age": [1.0] * 5, "label": [0, 1, 0, 1, 0]})
-        data = data.cast_column("image", self.datasets.Image())
-        self.datasets.DatasetDict({"train": data}).save_to_disk(tmp_path / "saved")
-        match = r'split train: column "image" has values of shape \[1, 28, 28\], such as images, which cannot be joined'
-        refused("huggingface", match, path=str(tmp_path / "saved"))
-        train, _ = load("huggingface", path=str(tmp_path / "saved"), inputs=["image"])
-        assert train.inputs.shape == (4, 1, 28, 28)
-
 
 def test_arrays_with_the_same_role_are_an_error(tmp_path):
     arrays = {"x": np.zeros((4, 2), np.float32), "y": np.arange(4), "targets": np.arange(4)[::-1].copy()}
@@ -421,7 +356,3 @@ def test_texts_are_read_once_and_with_every_ending(tmp_path):
     read = sorted(set(train.ids["file"].tolist()))
     assert read == sorted(str(tmp_path / name) for name in ("a.txt", "B.TXT", "sub/c.txt"))
     refused("text", r'a.txt" is named twice', path=[str(tmp_path), str(tmp_path / "a.txt")], length=8)
-
-
-def test_names_that_are_no_parts_are_no_parts():
-    assert parts_of(["trains", "tests", "cats", "vals"], "here") == (None, None)

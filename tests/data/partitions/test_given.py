@@ -24,32 +24,36 @@ def data():
     return fedsim.TensorData(train.inputs[:150], train.targets[:150], ids=OWNERS), test
 
 
+@pytest.fixture
+def tables(tiny_experiment):
+    """A small experiment without a number of workers."""
+    del tiny_experiment["workers"]
+    return tiny_experiment
+
+
 @pytest.mark.parametrize(("by", "workers"), [(None, 3), ("writer", 3), ("session", 6)])
-def test_without_workers_there_is_one_for_each_owner(by, workers, data, tiny_experiment):
-    tables = {**tiny_experiment, "data": data, "partition": {"name": "natural", **({"by": by} if by else {})}}
-    del tables["workers"]
-    result = fedsim.run({**tables, "rounds": 1, "cohort": 2})
+def test_without_workers_there_is_one_for_each_owner(by, workers, data, tables):
+    partition = {"name": "natural", **({"by": by} if by else {})}
+    result = fedsim.run({**tables, "data": data, "partition": partition, "rounds": 1, "cohort": 2})
     assert result.experiment.workers == workers
     assert result.experiment.resolved()["workers"] == workers
 
 
-def test_held_out_samples_have_no_worker(data, tiny_experiment):
+def test_held_out_samples_have_no_worker(data, tables):
     """An owner whose only sample is held out for validation is no worker."""
     train, test = data
     owners = np.array(["most"] * 149 + ["last"])
     train = fedsim.TensorData(train.inputs, train.targets, ids={"writer": owners})
     counts = set()
     for seed in range(12):
-        tables = {**tiny_experiment, "data": {"name": (train, test), "validation_fraction": 0.3}, "seed": seed}
-        del tables["workers"]
+        tables |= {"data": {"name": (train, test), "validation_fraction": 0.3}, "seed": seed}
         counts.add(fedsim.run({**tables, "partition": "natural", "rounds": 1}).experiment.workers)
     assert counts == {1, 2}
 
 
-def test_each_run_reads_its_data_again(tmp_path, tiny_experiment):
+def test_each_run_reads_its_data_again(tmp_path, tables):
     file = tmp_path / "data.npz"
-    tables = {**tiny_experiment, "data": {"name": "npz", "path": str(file)}, "partition": "natural", "rounds": 1}
-    del tables["workers"]
+    tables |= {"data": {"name": "npz", "path": str(file)}, "partition": "natural", "rounds": 1}
     for owners in (3, 2):
         users = np.arange(60) % owners
         np.savez(file, inputs=np.ones((60, 1, 28, 28), np.float32), targets=np.arange(60) % 10, user=users)
@@ -58,8 +62,7 @@ def test_each_run_reads_its_data_again(tmp_path, tiny_experiment):
         assert sum(fedsim.run(fedsim.Experiment(**tables)).history[0].samples) == 32
 
 
-def test_a_list_of_arrays_is_a_partition(tiny_experiment):
-    tables = {key: value for key, value in tiny_experiment.items() if key != "workers"}
+def test_a_list_of_arrays_is_a_partition(tables):
     result = fedsim.run({**tables, "rounds": 1, "partition": [np.arange(40), np.array([60, 50])]})
     assert result.experiment.workers == 2
     assert result.history[0].samples == [40, 2]
@@ -86,11 +89,10 @@ def numbered():
 
 
 @pytest.mark.parametrize("lists", [[[0, 1, 2, 5], [60, 99, 61, 62]], np.arange(100).reshape(4, 25)[::-1].tolist()])
-def test_lists_are_positions_in_the_data_set_before_validation(lists, numbered, tiny_experiment):
+def test_lists_are_positions_in_the_data_set_before_validation(lists, numbered, tables):
     """Samples held out for validation are dropped, and the others are those that the lists name."""
-    tables = {key: value for key, value in tiny_experiment.items() if key != "workers"}
     assert trained_on(tables, lists, 0.0, numbered) == lists
-    order = numpy_generator(tiny_experiment.get("seed", 0), "validation_split").permutation(100)
+    order = numpy_generator(tables.get("seed", 0), "validation_split").permutation(100)
     held_out = set(order[:20].tolist())
     remaining = [[position for position in shard if position not in held_out] for shard in lists]
     assert remaining != lists
@@ -106,21 +108,19 @@ def test_lists_are_positions_in_the_data_set_before_validation(lists, numbered, 
         ("held out", "all samples of worker 1 are held out for validation; use a smaller data.validation_fraction"),
     ],
 )
-def test_lists_are_checked_against_the_whole_data_set(lists, line, numbered, tiny_experiment):
-    tables = {key: value for key, value in tiny_experiment.items() if key != "workers"}
-    order = numpy_generator(tiny_experiment.get("seed", 0), "validation_split").permutation(100)
+def test_lists_are_checked_against_the_whole_data_set(lists, line, numbered, tables):
+    order = numpy_generator(tables.get("seed", 0), "validation_split").permutation(100)
     lists = [order[20:].tolist(), order[3:5].tolist()] if lists == "held out" else lists
     with pytest.raises(ExperimentError, match=line) as caught:
         trained_on(tables, lists, 0.2, numbered)
     assert len(caught.value.lines) == 1
 
 
-def test_owners_keep_their_samples_when_others_are_held_out(numbered, tiny_experiment):
+def test_owners_keep_their_samples_when_others_are_held_out(numbered, tables):
     owners = np.arange(100) // 10
     train = fedsim.TensorData(numbered.inputs, numbered.targets, ids={"user": owners})
-    tables = {key: value for key, value in tiny_experiment.items() if key != "workers"}
     shards = trained_on(tables, "natural", 0.2, train)
-    order = numpy_generator(tiny_experiment.get("seed", 0), "validation_split").permutation(100)
+    order = numpy_generator(tables.get("seed", 0), "validation_split").permutation(100)
     remaining = sorted(order[20:].tolist())
     assert shards == [[position for position in remaining if owners[position] == owner] for owner in range(10)]
 
@@ -136,6 +136,7 @@ def test_owners_of_another_number_of_samples_are_an_error():
         ("lists.json", "[[3, 0], [1]]"),
         ("names.json", json.dumps({"bob": [3, 0], "ann": [1]})),
         ("table.csv", "worker,sample\nbob,3\nann,1\nbob,0\n"),
+        ("numbers.csv", "worker,sample\n10,1\n9,3\n9,0\n"),  # workers are sorted by number
     ],
 )
 def test_files_hold_one_list_for_each_worker(name, text, tmp_path):
@@ -169,12 +170,6 @@ def test_a_bad_file_is_one_line(name, text, line, tmp_path):
     with pytest.raises(ExperimentError, match=line) as caught:
         fedsim.partition(np.zeros(4), 2, "given", path=str(tmp_path / name))
     assert len(caught.value.lines) == 1
-
-
-def test_numbered_workers_of_a_csv_file_are_sorted(tmp_path):
-    (tmp_path / "a.csv").write_text("worker,sample\n10,0\n2,1\n9,2\n")
-    shards = fedsim.partition(np.zeros(4), 3, "given", path=str(tmp_path / "a.csv"))
-    assert [shard.tolist() for shard in shards] == [[1], [2], [0]]
 
 
 @pytest.mark.parametrize("owners", [["ann", None, "bob"], ["ann", 1, "bob"], [1.0, np.nan, 2.0]])
@@ -213,9 +208,9 @@ def test_a_wrong_table_is_reported_together_with_other_errors(tables):
     assert len(caught.value.lines) == 2
 
 
-def test_masks_are_one_line_that_asks_for_indices(data, tiny_experiment):
+def test_masks_are_one_line_that_asks_for_indices(data, tables):
     mask = np.arange(150) < 50
-    tables = {key: value for key, value in tiny_experiment.items() if key != "workers"} | {"data": data}
+    tables |= {"data": data}
     line = (
         "partition.shards[0][0] = true: must be a valid integer (as must 299 other values); instead of a Boolean mask, "
         "pass indices: np.flatnonzero(mask)"

@@ -45,19 +45,6 @@ class Counts:
         return self.of(UPLOAD, f"{UPLOAD} without a wait")
 
     @property
-    def downloads(self) -> int:
-        return self.of(DOWNLOAD)
-
-    @property
-    def reads(self) -> int:
-        """Number of operations that need a GPU value on the host, such as `item` and `nonzero`."""
-        return self.of(READ)
-
-    @property
-    def synchronisations(self) -> int:
-        return self.of(SYNCHRONISATION)
-
-    @property
     def waits(self) -> int:
         """Number of times that the host waited for the GPU: uploads, downloads, reads and synchronisations."""
         return self.of(*WAITS)

@@ -34,14 +34,6 @@ def cuda_api(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
         def synchronize(self) -> None:
             synchronize()
 
-    class Event(_Event):
-        def synchronize(self) -> None:
-            synchronize()
-
-    class CUDAGraph(_Graph):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(gpu)
-
     stream = Stream()
     one_gpu = {
         "is_available": lambda: True,
@@ -58,9 +50,7 @@ def cuda_api(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
     of_cuda = {
         **{name: one_gpu[name] for name in ("is_available", "device_count", "synchronize", "current_stream")},
         **dict.fromkeys(("init", "_lazy_init", "set_device", "empty_cache", "ipc_collect", "set_stream"), nothing),
-        **dict.fromkeys(("reset_peak_memory_stats", "reset_accumulated_memory_stats"), nothing),
         **{name: lambda device=None: TOTAL - FREE for name in ("memory_allocated", "max_memory_allocated")},
-        **{name: lambda device=None: TOTAL - FREE for name in ("memory_reserved", "max_memory_reserved")},
         "is_initialized": lambda: True,
         "current_device": lambda: 0,
         "mem_get_info": lambda device=None: (FREE, TOTAL),
@@ -76,11 +66,9 @@ def cuda_api(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
         "manual_seed": gpu.generator.manual_seed,
         "manual_seed_all": gpu.generator.manual_seed,
         "device": lambda device=None: contextlib.nullcontext(),
-        "default_stream": lambda device=None: stream,
         "stream": lambda stream=None: contextlib.nullcontext(),
         "Stream": Stream,
-        "Event": Event,
-        "CUDAGraph": CUDAGraph,
+        "CUDAGraph": lambda *args, **kwargs: _Graph(gpu),
         "graph_pool_handle": lambda: (0, 1),
         "is_current_stream_capturing": lambda: gpu.capturing is not None,
     }
@@ -125,29 +113,6 @@ class _Stream:
     def wait_stream(self, stream: _Stream) -> None:
         pass
 
-    def wait_event(self, event: _Event) -> None:
-        pass
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
-
-    def query(self) -> bool:
-        return True
-
-
-class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, stream: _Stream | None = None) -> None:
-        pass
-
-    def wait(self, stream: _Stream | None = None) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
 
 class _Graph:
     """A CUDA graph; `torch.cuda.graph` calls `capture_begin` and `capture_end`."""
@@ -173,12 +138,3 @@ class _Graph:
 
     def replay(self) -> None:
         self._gpu.replay(self._recording)
-
-    def register_generator_state(self, generator: torch.Generator) -> None:
-        pass
-
-    def pool(self) -> tuple[int, int]:
-        return (0, 1)
-
-    def reset(self) -> None:
-        self._recording = Recording()
