@@ -31,7 +31,7 @@ from fedsim.comparison.runner import merge
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import to_toml
 from fedsim.config.load import load_experiment
-from fedsim.config.source_catalog import keys_of_tables
+from fedsim.config.tables import keys_of_tables
 from fedsim.errors import FedsimError
 from fedsim.records.history import read_history
 from fedsim.records.reader import Run
@@ -45,7 +45,7 @@ from tests.report.folders import invent_round, on_the_clock
 LONGEST = 30.0  # seconds per input; the slowest takes a few hundredths
 LONGEST_LINE = 2_000  # characters of an error line
 
-KEYS = sorted({*Experiment.model_fields, *keys_of_tables({}), "comparison", "label", "variant"})
+KEYS = sorted({*Experiment.model_fields, *keys_of_tables(Experiment, {}), "comparison", "label", "variant"})
 NAMES = [
     registration
     for kind in (fedsim.rules, fedsim.pre_aggregators, fedsim.attacks, fedsim.partitions, fedsim.policies)
