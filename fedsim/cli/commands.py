@@ -16,12 +16,10 @@ from typing import Annotated
 
 import typer
 
-from fedsim.cli.early_check import check_names_of_run
 from fedsim.cli.program import FAILED, errors_as_lines
 from fedsim.cli.words import AllowImports, Quiet, Words, is_folder, source_and_overrides
-from fedsim.config.components import COMPONENTS, describe_component, list_components, list_module
+from fedsim.config.components import COMPONENTS, describe_component, list_components, list_module, registry_of
 from fedsim.config.files import experiments, list_experiments
-from fedsim.config.source_catalog import keys_of_component, source_components
 from fedsim.core.text_wrapping import hang, terminal_columns
 from fedsim.errors import ExperimentError, SettingWarning, one_line, show
 from fedsim.system.packages import EXTRAS
@@ -65,7 +63,6 @@ def run(
             from fedsim.records.history import experiment_of_run
 
             source = str(experiment_of_run(resume))
-        check_names_of_run(source, overrides)
     with errors_as_lines(), contextlib.ExitStack() as stack:
         import fedsim
         from fedsim.config.files import to_toml
@@ -138,7 +135,6 @@ def privacy(
     """Show which epsilon an experiment costs, before it runs."""
     with errors_as_lines(quick=True):
         source, overrides = source_and_overrides(words or [], context)
-        check_names_of_run(source, overrides)
         if target_epsilon is not None and not 0 < target_epsilon < math.inf:
             raise ExperimentError(f"--target-epsilon = {target_epsilon:g}: must be greater than 0 and finite")
     with errors_as_lines():
@@ -188,7 +184,7 @@ def list_command(
                 raise ExperimentError(
                     f"--search: {show(subject)} is not a kind of component; omit it, or use one of {', '.join(KINDS)}"
                 )
-            if subject in experiments() and not keys_of_component(subject):
+            if subject in experiments() and not any(subject in registry_of(kind).names() for kind in COMPONENTS):
                 print(experiments()[subject].read_text(encoding="utf-8"), end="")
                 return
             is_file = subject.endswith(".py")
@@ -213,7 +209,9 @@ def list_command(
 
 def _overview(columns: int | None) -> str:
     """Return the names of all components as text, one line per kind, wrapped to `columns` characters."""
-    names = {kind: ", ".join(source_components(kind)) for kind in COMPONENTS} | {EXPERIMENTS: ", ".join(experiments())}
+    names = {kind: ", ".join(registry_of(kind).names()) for kind in COMPONENTS} | {
+        EXPERIMENTS: ", ".join(experiments())
+    }
     lines = [hang(f"{kind:<{COLUMNS}} ", text, columns) for kind, text in names.items()]
     more = (
         "fedsim list KIND or NAME shows details; fedsim list keys shows the keys of an experiment; --search finds words"

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from fedsim.cli.early_check import check_names_of_comparison
 from fedsim.cli.program import FAILED, errors_as_lines
 from fedsim.cli.words import AllowImports, Quiet, complete_words, is_folder, source_and_overrides
 from fedsim.config.files import experiments
@@ -109,7 +108,6 @@ def compare(
         folders = [Path(word) for word in all_words if _is_comparison(word)]
         if not folders:
             source, changes = source_and_overrides(all_words, context)
-            check_names_of_comparison(source, changes, skip_invalid=skip_invalid)
     with errors_as_lines(), contextlib.ExitStack() as stack:
         from fedsim.comparison import plan_comparison, run_comparison
         from fedsim.comparison.axes import describe_point

@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from fedsim.config.files import experiments
-from fedsim.config.source_catalog import experiment_table, keys_called
 from fedsim.core.suggestions import closest, nearest
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.system.files import is_file
@@ -84,10 +83,10 @@ def _refuse_spaces(words: list[str]) -> None:
     for index, word in enumerate(words):
         rest = words[index:]
         apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
-        if "=" not in word.removesuffix("=") and apart and (keys := keys_called(apart[1])):
+        if "=" not in word.removesuffix("=") and apart and (keys := _keys_called(apart[1])):
             wanted = " or ".join(f"{key}={apart[2]}" for key in keys)
             raise ExperimentError(f"{show(apart[0])}: write {wanted}, without spaces")
-        if "=" not in word and not is_folder(word) and keys_called(word):
+        if "=" not in word and not is_folder(word) and _keys_called(word):
             raise ExperimentError(f"{word}: this key needs a value, as in {word}=VALUE")
         if index and re.fullmatch(r"[\d.,]+", word):
             raise ExperimentError(f"{show(word)}: expected key=value; write several values as in seed=0,1,2")
@@ -96,16 +95,25 @@ def _refuse_spaces(words: list[str]) -> None:
             raise ExperimentError(f"{cut(whole)}: contains spaces; put the word in quotes, as in '{cut(whole)}'")
 
 
+def _keys_called(name: str) -> list[str]:
+    from fedsim.config.experiment import Experiment  # imported here to keep `--help` fast
+    from fedsim.config.tables import keys_called
+
+    return keys_called(Experiment, name)
+
+
 def _is_open(word: str) -> bool:
     return sum(map(word.count, "[{")) > sum(map(word.count, "]}"))
 
 
 def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
     """Return the error message for an unknown option, with a suggestion such as `rounds=3` for `--rounds 3`."""
+    from fedsim.config.experiment import Experiment
+
     option, equals, value = word.partition("=")
     name = option.lstrip("-").replace("-", "_")
     options = [flag for parameter in context.command.params for flag in parameter.opts if flag.startswith("--")]
-    keys = keys_called(name) or ([] if closest(name, options) else closest(name, experiment_table().keys))
+    keys = _keys_called(name) or ([] if closest(name, options) else closest(name, Experiment.model_fields))
     if not keys:
         return f"{option}: no such option; {nearest(name, [*options, '--help'])}"
     value = value if equals else next_word

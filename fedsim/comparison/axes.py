@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedsim.comparison.rows import canonical
+from fedsim.config.experiment import Experiment
 from fedsim.config.overrides import Change, naming_key, parse_value, parse_word, split_word
-from fedsim.config.source_catalog import component_tables
+from fedsim.config.tables import component_tables
 from fedsim.core.input_limits import MAX_DEPTH, leaves_of, problem_with_words
 from fedsim.core.suggestions import as_range
 from fedsim.errors import ExperimentError, cut, show
@@ -123,7 +124,7 @@ def label(value: Any) -> str:
         return str(value)
     if isinstance(value.get(LABEL), str):
         return value[LABEL]
-    component_keys = {table.named_by for table in component_tables().values()}
+    component_keys = {table.named_by for table in component_tables(Experiment).values()}
     keys = sorted(value, key=lambda key: key not in component_keys)  # the name of the component comes first
     return (
         ",".join(label(value[key]) if key in component_keys else f"{key}={label(value[key])}" for key in keys) or "base"

@@ -190,7 +190,7 @@ def _naming_key(key: str) -> str | None:
     Returns None if `key` is not a parameter of a component.
     """
     table, within = component_table(key.split("."))
-    if table is None or within[0] in table.keys:
+    if table is None or within[0] in table.model_fields:
         return None
     return f"{key.removesuffix('.' + '.'.join(within))}.{table.named_by}"
 

@@ -16,7 +16,8 @@ from fedsim.comparison.on_paper import draw_curves, draw_heatmap
 from fedsim.comparison.rows import SEED, canonical
 from fedsim.comparison.stored import COMPARISON, places_in, read_comparison_file
 from fedsim.comparison.tables import answer_text, comparison_text
-from fedsim.config.source_catalog import component_tables
+from fedsim.config.experiment import Experiment
+from fedsim.config.tables import component_tables
 from fedsim.core.input_limits import leaves_of
 from fedsim.errors import ExperimentError, RecordError, cut, plural, show
 from fedsim.records.history import METRICS
@@ -160,7 +161,7 @@ def _names_of(runs: Sequence[Run]) -> list[str]:
     leaves = [dict(leaves_of(run.experiment)) for run in runs]
     keys = [key for key in dict.fromkeys(key for table in leaves for key in table) if not _is_neutral(key)]
     differing = [key for key in keys if len({canonical(table.get(key)) for table in leaves}) > 1]
-    components = {f"{place}.{table.named_by}" for place, table in component_tables().items()}
+    components = {f"{place}.{table.named_by}" for place, table in component_tables(Experiment).items()}
 
     def text(key: str, value: object) -> str:
         return label(value) if key in components else f"{key.rpartition('.')[2]}={label(value)}"

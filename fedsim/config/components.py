@@ -202,9 +202,7 @@ def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
     families = [kind for kind in COMPONENTS if member and prefix in registry_of(kind).families]
     if member and not families:
         return _described(*_imported(name))
-    from fedsim.config.source_catalog import source_components  # this module imports components
-
-    kinds_of_name = families or [kind for kind in COMPONENTS if name in source_components(kind)]
+    kinds_of_name = families or [kind for kind in COMPONENTS if name in registry_of(kind).names()]
     components: dict[str, Registration] = {}
     for kind in kinds_of_name:
         try:
@@ -217,7 +215,7 @@ def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
         for kind, registration in components.items()
     ]
     if not blocks:
-        known = [known_name for kind in COMPONENTS for known_name in source_components(kind)]
+        known = [known_name for kind in COMPONENTS for known_name in registry_of(kind).names()]
         hint = nearest(name, dict.fromkeys([*kinds, *known]))
         if not hint.startswith("did you mean"):
             hint = nearest(name, kinds)  # the list of all components is too long

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,13 +23,14 @@ from fedsim.clients import LRSchedule
 from fedsim.config import schema
 from fedsim.config.engines import DEFAULT_ENGINE, traits_of
 from fedsim.config.schema import matching
-from fedsim.config.source_catalog import keys_of_tables
+from fedsim.config.tables import keys_called, keys_of_component, keys_of_tables
 from fedsim.config.validation import problems_with, what_needs_rows
 from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.import_policy import is_untrusted
 from fedsim.core.input_limits import problem_with_words
 from fedsim.core.numbers import Count, PositiveCount
 from fedsim.core.objects import Name, own_copy, plain
+from fedsim.core.suggestions import VOCABULARY
 from fedsim.core.validation_errors import explain
 from fedsim.data.formats.images import lacks_files
 from fedsim.data.sources import load_dataset_once
@@ -141,7 +142,7 @@ class Experiment(Table):
                 tables = {**tables, "workers": count}
             super().__init__(**tables)
         except ValidationError as error:
-            raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(tables))) from None
+            raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(type(self), tables))) from None
 
     @field_validator("engine")
     @classmethod
@@ -333,6 +334,9 @@ class Experiment(Table):
     def resolved(self) -> dict[str, Any]:
         """Return the values of all keys as nested tables, including defaults, without keys whose value is None."""
         return _without_unset(self.model_dump(mode="json"))
+
+
+VOCABULARY.keys_called, VOCABULARY.keys_of_component = partial(keys_called, Experiment), keys_of_component
 
 
 def count_workers(tables: Mapping[str, Any]) -> int | None:

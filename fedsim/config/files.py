@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from fedsim.config.overrides import changes_in, override
-from fedsim.core.input_limits import MAX_DEPTH, leaves_of, problem_with_words, refuse_long_chains
+from fedsim.core.input_limits import MAX_DEPTH, problem_with_words, refuse_long_chains
 from fedsim.core.suggestions import has_words, nearest
 from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, cut, show
@@ -68,36 +66,6 @@ def list_experiments(columns: int | None = None, search: str = "") -> str:
             summary = text.partition("\n")[0].removeprefix("# ")
             lines.append(hang(f"  {name:<{NAME_COLUMNS}} ", f"{command}: {summary}", columns))
     return "\n".join(lines) if len(lines) > 1 else ""
-
-
-def describe_file(source: str | Path) -> dict[str, Any]:
-    """Return the settings in an experiment file or built-in experiment as nested tables, without defaults.
-
-    Raises ExperimentError if the file cannot be read.
-    """
-    path = find_experiment(source)
-    return nested(read_yaml(path)) if path.suffix.lower() in (".yaml", ".yml") else read_toml(path)
-
-
-def nested(tables: dict[str, Any]) -> dict[str, Any]:
-    """Return tables that may have dotted keys, such as "local.lr", as nested tables.
-
-    The axes of a comparison stay flat, {"comparison": {dotted key: values}}, because both `attack` and
-    `attack.fraction` may be axes. Raises ExperimentError if a key occurs twice.
-    """
-    in_comparison = {key: value for key, value in tables.items() if str(key).partition(".")[0] == COMPARISON}
-    if isinstance(in_comparison.get(COMPARISON, {}), Mapping) and in_comparison:
-        axes: dict[str, Any] = {}
-        for key, values in leaves_of(in_comparison):
-            axis = key.partition(".")[2]
-            if axis in axes:
-                raise ExperimentError(f"{key}: is set twice; remove one of the two")
-            axes[axis] = values
-        return {**nested({key: value for key, value in tables.items() if key not in in_comparison}), COMPARISON: axes}
-    if any("." in str(key) for key in tables):
-        changes, tables = changes_in(tables), {}
-        override(tables, changes)
-    return tables
 
 
 def read_text(path: Path, kind: str, inside: Path | None = None) -> str:

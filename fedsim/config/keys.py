@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.config.experiment import Experiment
-from fedsim.config.source_catalog import KIND_OF_KEY
 from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.objects import Name
 from fedsim.core.suggestions import has_words
@@ -66,7 +66,7 @@ def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
     described = attribute_docstrings(table)
     kind = None  # kind of component that the table names, as in `fedsim list`
     if issubclass(table, ComponentTable):
-        kind = KIND_OF_KEY.get(f"{table.place}.{table.named_by}") or KIND_OF_KEY[table.place]
+        kind = next(kind for kind in COMPONENTS if registry_of(kind) is table.registry)
     keys: list[Key] = []
     inner: list[tuple[type[Table], str]] = []
     for name, field in table.model_fields.items():

@@ -10,10 +10,11 @@ from typing import Any
 
 from fedsim.config.engines import engine_class
 from fedsim.config.experiment import Experiment, refuse_untrusted_root
-from fedsim.config.files import COMPARISON, describe_file, find_experiment, nested
+from fedsim.config.files import COMPARISON, find_experiment, read_toml, read_yaml
 from fedsim.config.overrides import changes_in, override, parse_word, removed_warnings
 from fedsim.config.schema import Distributed
 from fedsim.core.import_policy import is_untrusted, untrusted_config
+from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import plain
 from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.system.limits import without_inner_frames
@@ -82,6 +83,36 @@ def describe(source: Experiment | Mapping[str, Any] | str | Path | None) -> dict
     if source is not None and not isinstance(source, Mapping):
         raise ExperimentError(f"{show(source)}: must be an Experiment, a table (dict) or the path of a file")
     return nested(plain(dict(source or {})))
+
+
+def describe_file(source: str | Path) -> dict[str, Any]:
+    """Return the settings in an experiment file or built-in experiment as nested tables, without defaults.
+
+    Raises ExperimentError if the file cannot be read.
+    """
+    path = find_experiment(source)
+    return nested(read_yaml(path)) if path.suffix.lower() in (".yaml", ".yml") else read_toml(path)
+
+
+def nested(tables: dict[str, Any]) -> dict[str, Any]:
+    """Return tables that may have dotted keys, such as "local.lr", as nested tables.
+
+    The axes of a comparison stay flat, {"comparison": {dotted key: values}}, because both `attack` and
+    `attack.fraction` may be axes. Raises ExperimentError if a key occurs twice.
+    """
+    in_comparison = {key: value for key, value in tables.items() if str(key).partition(".")[0] == COMPARISON}
+    if isinstance(in_comparison.get(COMPARISON, {}), Mapping) and in_comparison:
+        axes: dict[str, Any] = {}
+        for key, values in leaves_of(in_comparison):
+            axis = key.partition(".")[2]
+            if axis in axes:
+                raise ExperimentError(f"{key}: is set twice; remove one of the two")
+            axes[axis] = values
+        return {**nested({key: value for key, value in tables.items() if key not in in_comparison}), COMPARISON: axes}
+    if any("." in str(key) for key in tables):
+        changes, tables = changes_in(tables), {}
+        override(tables, changes)
+    return tables
 
 
 def drop_default_name(description: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fedsim.config.components import registry_of
-from fedsim.config.source_catalog import SourceTable, component_tables
+from fedsim.config.experiment import Experiment
+from fedsim.config.tables import component_tables
+from fedsim.core.base_table import ComponentTable
 from fedsim.core.input_limits import MAX_BITS, MAX_DEPTH, is_harmless, leaves_of, problem_with_words, refuse_long_chains
 from fedsim.core.suggestions import both_given_error, with_key
 from fedsim.errors import MAX_TEXT, ExperimentError, cut, show
@@ -153,10 +154,10 @@ def removed_warnings(changed: Iterable[tuple[Mapping[str, Removed], Mapping[str,
 def _is_default(key: str, setting: Removed) -> bool:
     """Whether a removed setting had the default of its component, as all settings of a stored experiment have."""
     table, within = component_table(key.split("."))
-    if table is None or table.kind is None or len(within) != 1:
+    if table is None or len(within) != 1:
         return False
     with contextlib.suppress(ExperimentError):
-        field = registry_of(table.kind).get(setting.before).parameters.model_fields.get(within[0])
+        field = table.registry.get(setting.before).parameters.model_fields.get(within[0])
         return field is not None and field.default == setting.value
     return False
 
@@ -196,7 +197,7 @@ def _removed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, R
         rivals = table.alternatives if table and within[0] in table.alternatives else ()
         replacements = {key, *(f"{place}.{rival}" for rival in rivals)}
         if present.isdisjoint(replacements) and after.keys().isdisjoint(_parents(key)):
-            named_by, default = (f"{place}.{table.named_by}", table.default) if table else ("", None)
+            named_by, default = (f"{place}.{table.named_by}", table.default_name()) if table else ("", None)
             removed[key] = Removed(value, place, named_by, before.get(named_by, default))
     return removed
 
@@ -206,13 +207,13 @@ def _parents(key: str) -> set[str]:
     return {key[:index] for index, letter in enumerate(key) if letter == "."}
 
 
-def component_table(keys: Sequence[str]) -> tuple[SourceTable | None, list[str]]:
+def component_table(keys: Sequence[str]) -> tuple[type[ComponentTable] | None, list[str]]:
     """Return the table of a component that contains a key, and the parts of the key inside this table.
 
     Returns [] as the parts if the key is the table itself, and (None, []) if no such table contains the key.
     """
     for depth in range(len(keys), 0, -1):
-        if table := component_tables().get(".".join(keys[:depth])):
+        if table := component_tables(Experiment).get(".".join(keys[:depth])):
             return table, list(keys[depth:])
     return None, []
 
@@ -241,7 +242,7 @@ def _refuse_alternatives(changes: Iterable[Change]) -> None:
     keys_set = {".".join(keys[:depth]) for keys, _ in changes for depth in (2, len(keys))}
     tables = ((keys[0], value) for keys, value in changes if len(keys) == 1 and isinstance(value, dict))
     keys_set |= {f"{table}.{key}" for table, value in tables for key in value}
-    for place, table in component_tables().items():
+    for place, table in component_tables(Experiment).items():
         if len(keys_set & {f"{place}.{key}" for key in table.alternatives}) > 1:
             raise ExperimentError(both_given_error(place, table.alternatives))
 
@@ -261,7 +262,7 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
         keys, within = [*keys, of_component.named_by], [of_component.named_by]
     table = description
     for depth, key in enumerate(keys[:-1], start=1):
-        holder = component_tables().get(".".join(keys[:depth]))
+        holder = component_tables(Experiment).get(".".join(keys[:depth]))
         if holder and holder.is_name(table.get(key)):
             table[key] = {holder.named_by: table[key]}
         inner = table.setdefault(key, {})
@@ -275,8 +276,8 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
         table = inner
     key = keys[-1]
     if of_component and len(within) == 1:
-        if key == of_component.named_by and value != table.get(key, of_component.default):
-            for parameter in set(table) - set(of_component.keys):
+        if key == of_component.named_by and value != table.get(key, of_component.default_name()):
+            for parameter in set(table) - set(of_component.model_fields):
                 del table[parameter]
         if key in of_component.alternatives:
             for alternative in of_component.alternatives:

@@ -86,6 +86,12 @@ class ComponentTable(Table):
         return isinstance(value, tuple(getattr(kind, "__origin__", kind) for kind in kinds))
 
     @classmethod
+    def default_name(cls) -> str | None:
+        """Return the name of the component that the table selects by default, or None if the name is required."""
+        default = cls.model_fields[cls.named_by].default
+        return default if isinstance(default, str) else None
+
+    @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of `table` with further defaults. The base class adds none.
 

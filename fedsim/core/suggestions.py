@@ -1,7 +1,4 @@
-"""Error lines for unknown keys and names, which end with a hint: the most similar valid name, or all allowed names.
-
-The lines are used both by the full check of an experiment and by the early check that runs before PyTorch is imported.
-"""
+"""Error lines for unknown keys and names, which end with a hint: the most similar valid name, or all allowed names."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def explain(
             lines.extend(re.sub(rf"^{re.escape(unnumbered)}\b", where, line) for line in cause.lines)
         elif kind == "extra_forbidden":
             table = _dotted([place, *path])
-            hint = nearest_key(str(last), _keys_at(model, path), table, None if table else elsewhere)
+            shown = len(lines) < MAX_PROBLEMS  # a file may have very many unknown keys, and hints take time
+            hint = nearest_key(str(last), _keys_at(model, path), table, None if table else elsewhere) if shown else ""
             lines.append(unknown_key_error(where, value, hint))
         elif kind == "missing":
             field = model.model_fields.get(str(last))

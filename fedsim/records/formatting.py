@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedsim.config.source_catalog import component_tables
+from fedsim.config.experiment import Experiment
+from fedsim.config.tables import component_tables
 from fedsim.core.confidence import fixed
 from fedsim.core.input_limits import leaves_of
 from fedsim.errors import show_bytes
 from fedsim.records.record import RoundRecord, score_in
 
-COMPONENT_KEYS = {table.named_by for table in component_tables().values()}  # keys whose values name components
+# keys whose values name components
+COMPONENT_KEYS = {table.named_by for table in component_tables(Experiment).values()}
 MISSING = "\N{EN DASH}"
 
 # Plain names of keys.

@@ -14,7 +14,7 @@ from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import describe, experiment_of
 from fedsim.config.schema import Stop
-from fedsim.config.source_catalog import component_tables
+from fedsim.config.tables import component_tables
 from fedsim.core.import_policy import untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
@@ -184,10 +184,10 @@ def differences_of(
     keys = [key for key in {**first, **second} if first.get(key) != second.get(key) and key not in ignored]
     of_components = {
         key
-        for place, table in component_tables().items()
+        for place, table in component_tables(Experiment).items()
         if f"{place}.{table.named_by}" in keys
         for key in keys
-        if key.startswith(f"{place}.") and key.removeprefix(f"{place}.").partition(".")[0] not in table.keys
+        if key.startswith(f"{place}.") and key.removeprefix(f"{place}.").partition(".")[0] not in table.model_fields
     }
     return [
         f"{key}: {_shown(first, key)} there, {_shown(second, key)} here" for key in keys if key not in of_components

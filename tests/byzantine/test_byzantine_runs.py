@@ -10,7 +10,6 @@ import torch
 
 import fedsim
 from fedsim.byzantine.base import draw_attackers
-from fedsim.config.source_catalog import component_tables, source_components
 from fedsim.core.randomness import Draws, numpy_generator, sample_cohort
 from fedsim.errors import ExperimentError, FedsimWarning, SettingWarning, show
 from fedsim.models import logistic
@@ -203,13 +202,6 @@ def test_a_backdoor_is_learnt_and_its_success_is_measured(tables):
     inputs[:, :, -6:, -6:] = 3.0
     answers = backdoored.model(inputs[others]).argmax(1)
     assert float((answers == 0).double().mean()) == pytest.approx(backdoored.history[-1]["attack_success"])
-
-
-def test_no_component_has_a_parameter_that_its_table_has_as_a_key():
-    for place, table in component_tables().items():
-        own_keys = set(table.keys) - {table.named_by, "f"}  # f may be used by both
-        for registration in source_components(table.kind).values():
-            assert not own_keys & set(registration.parameter_names), (place, registration.name)
 
 
 @pytest.mark.parametrize(

@@ -43,28 +43,15 @@ def test_run_prints_a_line_per_round_the_accuracy_and_the_folder(cli):
 QUICKLY = {  # command-line words, exit code and expected output
     "--help": (0, "Usage: "),
     "--version": (0, f"fedsim {fedsim.__version__}"),
-    "list": (0, "krum"),
     "list experiments": (0, "mnist_sync_sgd"),
     "new my_study": (0, "next: cd my_study"),
     "list my_study/my_study.py": (0, "softmedian"),
     "": (0, "mnist_sync_sgd\n"),  # shell completion
-    "run roundz=3": (2, "unknown key"),
-    "run model=mlpp": (2, "no such model"),
-    "run absent.toml": (2, "no such file"),
-    "run broken.toml": (2, "broken.toml"),
-    "run --rounds 3": (2, "no such option"),
-    "run rounds 3": (2, "without spaces"),
-    "run local.lr": (2, "needs a value"),
     "run --resume absent": (2, "not a run folder"),
-    "list krumm": (2, "did you mean"),
-    "compare local.lrr=0.1,0.2": (2, "unknown key"),
-    "compare attack=aile,none": (2, "no such attack"),
-    "compare broken.toml": (2, "broken.toml"),
 }
 
 
-def test_quick_commands_and_errors_in_names_import_no_heavy_package(tmp_path):
-    (tmp_path / "broken.toml").write_text("rounds = [")
+def test_quick_commands_import_no_heavy_package(tmp_path):
     code = f"""
 import sys
 from typer.testing import CliRunner
@@ -73,7 +60,7 @@ tab = {{"COMP_WORDS": "fedsim\\nrun\\nmnist_sync_s", "COMP_CWORD": "2", "_FEDSIM
 for words, (code, part) in {QUICKLY}.items():
     done = CliRunner().invoke(app, words.split(), env={{}} if words else tab, prog_name="fedsim")
     heavy = [name for name in ("torch", "matplotlib", "numpy") if name in sys.modules]
-    if done.exit_code != code or part not in done.output or heavy not in ([], ["numpy"] if "compare" in words else []):
+    if done.exit_code != code or part not in done.output or heavy:
         print(words, done.exit_code, done.output, heavy)
 """
     out, error = start_python("-c", code, cwd=tmp_path).communicate(timeout=60)

@@ -7,7 +7,7 @@ import re
 from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
-from fedsim.config.source_catalog import keys_called
+from fedsim.config.tables import keys_called
 from fedsim.errors import ExperimentError
 from fedsim.synonyms import KEYS, NAMES, NOTES
 
@@ -38,7 +38,7 @@ def problems_of(settings):
 def test_the_name_of_a_component_in_a_wrong_place_is_answered_with_its_own_key():
     for name, kind in COMPONENT_NAMES.items():
         elsewhere = f"clock.slowdown.name={name}" if kind != "slowdowns" else f"engine={name}"
-        for word in [elsewhere, *([] if keys_called(name) else [f"{name}=true"])]:
+        for word in [elsewhere, *([] if keys_called(Experiment, name) else [f"{name}=true"])]:
             line = line_of(word)
             if not re.search("unknown key|no such", line):
                 continue  # this kind has a component of the same name

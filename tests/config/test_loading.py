@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from fedsim import Experiment, ExperimentError, load_experiment
 from fedsim.comparison import plan_comparison
 from fedsim.config.files import read_toml, to_toml
-from fedsim.errors import SettingWarning
+from fedsim.errors import MAX_PROBLEMS, SettingWarning
 from fedsim.models import two_nn
 
 
@@ -260,3 +260,17 @@ def test_a_stage_of_a_rule_with_a_parameter_that_is_unset_can_be_saved(tmp_path)
     experiment = load_experiment({"aggregate": {"rule": ["nnm", {"rule": "multi_krum"}], "f": 1}, "workers": 6})
     (tmp_path / "saved.toml").write_text(to_toml(experiment))
     assert load_experiment(tmp_path / "saved.toml") == experiment
+
+
+def test_a_name_that_is_given_by_both_keys_is_an_error_with_the_file(tmp_path):
+    (tmp_path / "mine.toml").write_text('aggregate = {rule = "mean", name = "mean"}')
+    with pytest.raises(ExperimentError, match=r'mine\.toml: aggregate\.name = "mean": is a synonym of aggregate\.rule'):
+        load_experiment(tmp_path / "mine.toml")
+
+
+def test_of_very_many_wrong_keys_the_first_are_reported_with_a_hint():
+    with pytest.raises(ExperimentError) as caught:
+        load_experiment({f"key{number}": 1 for number in range(20_000)})
+    *lines, more = caught.value.lines
+    assert all("unknown key; allowed: " in line for line in lines)
+    assert (len(lines), more) == (MAX_PROBLEMS, f"and {20_000 - MAX_PROBLEMS} more problems")

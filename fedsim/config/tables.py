@@ -1,0 +1,66 @@
+"""The tables of an experiment by dotted key, and the keys that a name may mean, for hints in error messages.
+
+`root` is the class `Experiment`, which imports this module.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from fedsim.config.components import COMPONENTS, registry_of
+from fedsim.core.base_table import ComponentTable, Table
+from fedsim.synonyms import KEYS
+
+
+def _inner_tables(table: type[Table]) -> dict[str, type[Table]]:
+    """Return the nested tables by key, except tables in lists. Every nested table has a default."""
+    return {key: type(field.default) for key, field in table.model_fields.items() if isinstance(field.default, Table)}
+
+
+@functools.cache
+def component_tables(root: type[Table]) -> dict[str, type[ComponentTable]]:
+    """Return the tables that select a component, by dotted key (such as `clock.slowdown`), except tables in lists."""
+    tables: dict[str, type[ComponentTable]] = {}
+    for table in _inner_tables(root).values():
+        if issubclass(table, ComponentTable):
+            tables[table.place] = table
+        tables |= component_tables(table)
+    return tables
+
+
+def keys_of_component(name: str) -> list[str]:
+    """Return the keys of an experiment that can name the component `name`."""
+    return [key for kind, (key, _) in COMPONENTS.items() if name in registry_of(kind).names()]
+
+
+def keys_called(root: type[Table], name: str) -> list[str]:
+    """Return the dotted keys that `name` may mean: `name` itself, keys that end with it, or keys with this synonym."""
+    if name.partition(".")[0] in root.model_fields:
+        return [name]
+    return list(KEYS.get(name) or keys_of_tables(root, {}).get(name, []))
+
+
+def keys_of_tables(root: type[Table], tables: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the dotted keys that end with each key, for hints: {"lr": ["local.lr", "server.lr"], ...}.
+
+    For a parameter, these are the dotted keys in the components that the experiment `tables` selects. If no selected
+    component has this parameter, they are the dotted keys in all other components.
+    """
+    with_these: dict[str, list[str]] = defaultdict(list)
+    with_others: dict[str, list[str]] = defaultdict(list)
+    for place, table in _inner_tables(root).items():
+        for key in table.model_fields:
+            with_these[key].append(f"{place}.{key}")
+        if issubclass(table, ComponentTable):
+            named = tables.get(place)
+            named = named.get(table.named_by) if isinstance(named, Mapping) else named
+            chosen = named if isinstance(named, str) and named in table.registry.names() else table.default_name()
+            for registration in table.registry:
+                keys = with_these if registration.name == chosen else with_others
+                for key in registration.parameter_names:
+                    if key not in table.model_fields and f"{place}.{key}" not in keys[key]:
+                        keys[key].append(f"{place}.{key}")
+    return {**with_others, **with_these}
