@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedsim.callbacks.display import print_line, progress_bar
-from fedsim.callbacks.notebook import PLAIN, CellOutput, figure_html, in_notebook, progress_html, text_html
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun
 from fedsim.comparison.results import Comparison
+from fedsim.core.notebook import PLAIN, CellOutput, figure_html, in_notebook, progress_html, text_html
 from fedsim.errors import plural
 from fedsim.records.formatting import score_text
 from fedsim.records.reader import Run

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedsim.callbacks.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun, common_tables, plan_comparison, require_number
 from fedsim.comparison.results import Comparison
 from fedsim.config.files import read_toml
@@ -26,6 +25,7 @@ from fedsim.core.objects import names_in, with_objects
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, RecordError, cut, plural, show
 from fedsim.records.axes import Axes
+from fedsim.records.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.records.history import read_history, read_object
 from fedsim.records.reader import COMPARISON, ComparisonFile, Run, failure_in, places_in, read_comparison_file
 from fedsim.records.rows import SEED, canonical

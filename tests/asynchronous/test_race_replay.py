@@ -7,8 +7,9 @@ import torch
 
 import fedsim
 from fedsim.asynchronous.race.log import FILE
-from fedsim.callbacks.display import announcement, columns_of
+from fedsim.callbacks.display import announcement
 from fedsim.errors import show
+from fedsim.records.round_table import columns_of
 
 POLICIES = {
     "fedasync": {},
