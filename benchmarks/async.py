@@ -39,7 +39,7 @@ from fedsim.data import load_dataset, partition
 from fedsim.data.sources import default_root
 from fedsim.models import Net
 from fedsim.rounds.round_clock import delays_of
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import begun
 from fedsim.system.devices import usable_cores
 from fedsim.training.batches import WorkItem
 
@@ -118,7 +118,7 @@ def events_per_second(workers: int = 100) -> float:
     clock = {"noise": {"name": "shifted_exponential", "shift": 0.0}}
     tables = {"workers": workers, "mode": "clock", "policy": Nothing, "model": "logistic", "clock": clock}
     experiment = Experiment(engine="serial", **tables)
-    with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
+    with fedsim.Session() as session, begun(experiment, session) as (task, engine):
         server = ServerState(task, engine.shared, engine.states)
         scheduler = Scheduler.of(task, engine.shared)
     delays = delays_of(experiment)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import fedsim
 from fedsim.cli.main import app
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import begun
 from tests.components import TINY_TEST, TINY_TRAIN
 from tests.engines.zoo import experiment
 from tests.forking import fork_workers
@@ -111,7 +111,7 @@ def prepared():
         def prepare_one(kind="convolution", **changes):
             wanted = fedsim.Experiment(**{**experiment(kind), "engine": "serial", **changes})
             session = stack.enter_context(fedsim.Session())
-            task, engine = stack.enter_context(prepare(wanted, session))
+            task, engine = stack.enter_context(begun(wanted, session))
             return task, engine.shared
 
         yield prepare_one

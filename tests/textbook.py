@@ -14,7 +14,7 @@ from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
 from fedsim.models import two_nn
 from fedsim.runs.loops.synchronous import SynchronousLoop
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import begun
 
 
 def small_two_nn():
@@ -94,7 +94,7 @@ def finished(tables):
     participant's worker state by name) and `initial` (the state of all other workers).
     """
     experiment = fedsim.Experiment(**tables)
-    with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
+    with fedsim.Session() as session, begun(experiment, session) as (task, engine):
         loop, start = SynchronousLoop(task, engine), engine.shared.server.row.clone()
         records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
         saved = engine.states.tensors()

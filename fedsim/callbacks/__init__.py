@@ -1,5 +1,5 @@
 """Callbacks of a run: records, checkpoints, displays, early stopping and user-defined callbacks."""
 
-from fedsim.callbacks.callback import Callback, CurrentRun
+from fedsim.callbacks.callback import Callback
 
-__all__ = ["Callback", "CurrentRun"]
+__all__ = ["Callback"]

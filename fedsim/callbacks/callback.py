@@ -3,54 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from torch import nn
-
-from fedsim.config.experiment import Experiment
 from fedsim.errors import ExperimentError, StopRun, show
 from fedsim.records.record import RoundRecord
-from fedsim.records.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from fedsim.runs.facts import RunFacts
-    from fedsim.runs.result import Result
-    from fedsim.runs.rounds import Rounds
-
-
-@dataclass
-class CurrentRun:
-    """The current run, as passed to `Callback.on_start`.
-
-    Attributes:
-        experiment: the experiment, with all defaults.
-        history: one record per finished round.
-        stopped: reason why the run ends after the current round, or None if it continues.
-        folder: writer of the run's records. None without records, and in processes other than rank 0.
-        rounds: object that executes the rounds.
-        recorded: whether the run writes records.
-        ended: reason why an earlier part of the run ended early, if the run is continued after that. Otherwise None.
-        on_request: whether a user-defined callback has ended the run.
-    """
-
-    experiment: Experiment
-    rounds: Rounds
-    history: list[RoundRecord] = field(default_factory=list)
-    folder: RunFolder | None = None
-    stopped: str | None = None
-    recorded: bool = False
-    ended: str | None = None
-    on_request: bool = False
-
-    @property
-    def facts(self) -> RunFacts:
-        """Facts that are known before the first round, such as the number of samples per worker."""
-        return self.rounds.facts
-
-    def model(self) -> nn.Module:
-        """Return a copy of the global model, on the CPU and in evaluation mode."""
-        return self.rounds.model()
+from fedsim.runs.facts import RunFacts
+from fedsim.runs.live_run import LiveRun
+from fedsim.runs.result import Result
 
 
 class Callback:
@@ -74,7 +33,7 @@ class Callback:
     def on_setup(self, step: str) -> None:
         """Called before each step of the preparation, such as "loading the data set mnist"."""
 
-    def on_start(self, run: CurrentRun) -> None:
+    def on_start(self, run: LiveRun) -> None:
         """Called before the first round, when data, model and engine are ready."""
 
     def on_round(self, record: RoundRecord) -> str | None:
@@ -100,7 +59,7 @@ class FunctionCallback(Callback):
         if self.setup:
             self.setup(step)
 
-    def on_start(self, run: CurrentRun) -> None:
+    def on_start(self, run: LiveRun) -> None:
         if self.start:
             self.start(run.facts)
 
@@ -119,14 +78,14 @@ class UserCallbacks(Callback):
         for callback in self._callbacks:
             callback.on_setup(step)
 
-    def on_start(self, run: CurrentRun) -> None:
+    def on_start(self, run: LiveRun) -> None:
         self._run = run
         for callback in self._callbacks:
             callback.on_start(run)
 
     def on_round(self, record: RoundRecord) -> str | None:
         reasons = [reason for callback in self._callbacks if (reason := _reason(callback, record))]
-        reason = self._run.rounds.engine.broadcast(reasons[0] if reasons else None)
+        reason = self._run.engine.broadcast(reasons[0] if reasons else None)
         self._run.on_request = reason is not None
         return reason
 

@@ -6,28 +6,23 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from fedsim.callbacks.callback import Callback, CurrentRun
-from fedsim.callbacks.checkpoints import CheckpointFolder
+from fedsim.callbacks.callback import Callback
 from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
-from fedsim.core.confidence import fixed
 from fedsim.errors import plural, show
+from fedsim.records.checkpoints import CheckpointFolder
 from fedsim.records.formatting import score_text
-from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
+from fedsim.records.record import Metric, RoundRecord
+from fedsim.records.round_table import columns_of, table_header, table_line
 from fedsim.records.worker_results import workers_line
-
-if TYPE_CHECKING:
-    from fedsim.runs.result import Result
+from fedsim.runs.live_run import LiveRun
+from fedsim.runs.result import Result
 
 BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} rounds, {remaining} left{postfix}"
-MOST_METRICS = 4  # maximum number of component metrics in the table; the files contain all of them
-ROUND = Metric("Round", None, decimals=0, column="round", path=("round",))
 
 
 class ProgressBar(tqdm):
@@ -80,7 +75,7 @@ class Display(Callback):
     def on_setup(self, step: str) -> None:
         self._bar.set_description(step)
 
-    def on_start(self, run: CurrentRun) -> None:
+    def on_start(self, run: LiveRun) -> None:
         self._run, done = run, run.facts.done
         self._bar.set_description()
         self._print(headline(run))
@@ -97,7 +92,7 @@ class Display(Callback):
     def on_round(self, record: RoundRecord) -> None:
         self._done = record.round
         self._show_round(record)
-        if tests := self._run.rounds.tests_after(record.round):
+        if tests := self._run.tests_after(record.round):
             self._print(workers_line(tests))
 
     def _show_round(self, record: RoundRecord) -> None:
@@ -156,24 +151,6 @@ def _caveat(runs: int) -> str:
     )
 
 
-def columns_of(record: RoundRecord) -> list[Metric]:
-    """Return the columns of the table in the terminal, given the first record of a run."""
-    asynchronous = record.asynchronous is not None and record.race is None
-    on_clock = asynchronous or record.virtual_seconds is not None
-    optional = ("virtual_seconds", "test_accuracy", "validation_accuracy", "validation_loss")
-    absent = {key for key in optional if record[key] is None}
-    absent |= set() if asynchronous else {"asynchronous.updates", "staleness"}
-    columns = [ROUND]
-    columns += [
-        metric for metric in METRICS if metric.column and metric.key not in absent and "{}" not in metric.column
-    ]
-    for group, most in (("seconds", 0 if on_clock else None), ("metrics", MOST_METRICS)):
-        present = metrics_in([record])
-        shown = [metric for metric in present if metric.path[0] == group and "_worker_" not in metric.key]
-        columns += shown[:most]
-    return columns
-
-
 def _attack(experiment: Experiment) -> str:
     attack = experiment.attack
     resampled = ", redrawn each round" if attack.resample else ""
@@ -191,7 +168,7 @@ def announcement(experiment: Experiment) -> str:
     return f"{experiment.name}: {workers}; {plural(experiment.rounds, 'round')}; {_algorithm(experiment)}{ranks}"
 
 
-def headline(run: CurrentRun) -> str:
+def headline(run: LiveRun) -> str:
     """Return a line that describes a run: its data, model, partition, engine and device."""
     experiment, facts = run.experiment, run.facts
     smallest, largest = min(facts.shard_sizes), max(facts.shard_sizes)
@@ -232,26 +209,3 @@ def _aggregated(experiment: Experiment) -> str:
     if experiment.sync != "post_local":
         return experiment.sync
     return f"gradients, of parameters after round {experiment.gradient_rounds}"
-
-
-def table_header(columns: Sequence[Metric]) -> str:
-    """Return the line with the headings of the table in the terminal."""
-    return "  ".join(f"{column.column:>{_width(column)}}" for column in columns)
-
-
-def table_line(columns: Sequence[Metric], record: RoundRecord) -> str:
-    """Return one round as a line of the table in the terminal."""
-    return "  ".join(f"{table_cell(column, record):>{_width(column)}}" for column in columns)
-
-
-def table_cell(column: Metric, record: RoundRecord) -> str:
-    """Return the number of a round for one column as text, or "-" if it is missing."""
-    value = column.read(record)
-    if value is None:
-        return "-"
-    counted = column.path[0] == "metrics" and float(value).is_integer()
-    return fixed(value, 0 if counted else column.decimals)
-
-
-def _width(column: Metric) -> int:
-    return max(len(column.column), 5 if column is ROUND else 8)

@@ -7,50 +7,51 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedsim.callbacks.callback import Callback, CurrentRun
+from fedsim.callbacks.callback import Callback
 from fedsim.clients.adapters import TrainFunction
 from fedsim.records.early_stopping import EarlyStopping, divergence
 from fedsim.records.record import RoundRecord
+from fedsim.runs.live_run import LiveRun
 
 
 class StopEarly(Callback):
     """Callback that ends a run early if it diverges or if a criterion of the settings `stop` is met."""
 
-    def __init__(self, run: CurrentRun) -> None:
+    def __init__(self, run: LiveRun) -> None:
         self._run, self._stopping = run, EarlyStopping(run.experiment.stop)
 
-    def on_start(self, run: CurrentRun) -> None:
+    def on_start(self, run: LiveRun) -> None:
         for record in run.history:
             self._stopping.update(record)
 
     def on_round(self, record: RoundRecord) -> str | None:
         run, experiment, reason = self._run, self._run.experiment, None
         if experiment.stop.active:
-            tested = run.rounds.tests_after(record.round) or not experiment.data.local_test_fraction
+            tested = run.tests_after(record.round) or not experiment.data.local_test_fraction
             if record.cohort and tested and not self._stopping.has_best:
                 by_function = isinstance(experiment.local.component, TrainFunction)
                 self._stopping.require_number(record, by_function=by_function)
-            reason = run.rounds.engine.broadcast(self._stopping.update(record))
+            reason = run.engine.broadcast(self._stopping.update(record))
         return divergence(record) or reason
 
 
 class FinalWorkerTests(Callback):
     """Callback that tests individual workers after the last round of a run that ends early."""
 
-    def __init__(self, run: CurrentRun) -> None:
+    def __init__(self, run: LiveRun) -> None:
         self._run = run
 
-    def on_start(self, run: CurrentRun) -> None:
+    def on_start(self, run: LiveRun) -> None:
         """Test individual workers if a resumed run had already ended early without these tests."""
         if run.stopped and not any(name.startswith("global_worker_") for name in run.history[-1].metrics):
             self._test(run.history[-1])
-            if run.folder and (tests := run.rounds.tests_after(run.history[-1].round)):
+            if run.folder and (tests := run.tests_after(run.history[-1].round)):
                 run.folder.workers(tests)
 
     def on_round(self, record: RoundRecord) -> None:
-        if self._run.stopped and not self._run.rounds.tests_after(record.round):
+        if self._run.stopped and not self._run.tests_after(record.round):
             self._test(record)
 
     def _test(self, record: RoundRecord) -> None:
-        figures = self._run.rounds.loop.test_workers(record.round)
+        figures = self._run.test_workers(record.round)
         self._run.history[-1] = replace(record, metrics=record.metrics | figures)

@@ -1,85 +1,17 @@
-"""Jupyter notebook display of a run: a progress bar and a growing curve, and the view of a result."""
+"""Jupyter notebook display of a run: a progress bar and a growing curve."""
 
 from __future__ import annotations
 
-import base64
-import html
-import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from fedsim.callbacks.callback import CurrentRun
-from fedsim.callbacks.display import Display, columns_of, table_cell
-from fedsim.callbacks.records import draw_curve
+from fedsim.callbacks.display import Display
 from fedsim.config.experiment import Experiment
-from fedsim.core.input_limits import leaves_of
-from fedsim.core.plotting import encode
-from fedsim.errors import plural, show
+from fedsim.core.notebook import CellOutput, figure_html, in_notebook, progress_html, text_html
+from fedsim.errors import plural
+from fedsim.records.figures import draw_curve
 from fedsim.records.formatting import score_text
 from fedsim.records.record import RoundRecord
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from fedsim.runs.result import Result
-
-PAUSE = 1.0  # minimum seconds between two updates; drawing a curve takes about 0.1 seconds
-PLAIN = "font-family:monospace;white-space:pre;overflow-x:auto;margin:0.3em 0"  # CSS style of text
-SHARPNESS = 2  # image pixels per CSS pixel
-
-
-def in_notebook() -> bool:
-    """Whether the program runs in a Jupyter notebook."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
-
-
-def text_html(text: str) -> str:
-    """Return HTML that shows a text with its line breaks and spaces."""
-    return f'<pre style="{PLAIN}">{html.escape(text)}</pre>'
-
-
-def progress_html(done: int, total: int, text: str) -> str:
-    """Return an HTML progress bar (`done` of `total`), followed by a text."""
-    label = html.escape(text)
-    return f'<div><progress value="{done}" max="{total}" aria-label="{label}"></progress> {label}</div>'
-
-
-def figure_html(figure: Figure, description: str) -> str:
-    """Return a figure as an HTML image. `description` is its alternative text."""
-    data = base64.b64encode(encode(figure, "png", dpi=96 * SHARPNESS)).decode()
-    width = round(figure.get_figwidth() * 96)
-    return f'<img src="data:image/png;base64,{data}" width="{width}" alt="{html.escape(description)}">'
-
-
-class CellOutput:
-    """An output of a notebook cell that can be replaced. Errors are ignored, so that they never end a run."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-        self._shown_at = float("-inf")
-        self._works = True
-
-    @property
-    def due(self) -> bool:
-        """Whether enough time has passed to update the output again."""
-        return self._works and time.monotonic() - self._shown_at >= PAUSE
-
-    def show(self, content: str) -> None:
-        """Replace the previous output by this HTML."""
-        if not self._works:
-            return
-        try:
-            from IPython.display import HTML, display
-
-            if self._handle is None:
-                self._handle = display(HTML(content), display_id=True)
-            else:
-                self._handle.update(HTML(content))
-        except Exception:
-            self._works = False
-        self._shown_at = time.monotonic()
+from fedsim.runs.live_run import LiveRun
 
 
 class NotebookDisplay(Display):
@@ -98,7 +30,7 @@ class NotebookDisplay(Display):
         self._step = step
         self._cell.show(self._page())
 
-    def on_start(self, run: CurrentRun) -> None:
+    def on_start(self, run: LiveRun) -> None:
         super().on_start(run)
         self._step = ""
         self._cell.show(self._page())
@@ -136,26 +68,3 @@ def display_of(experiment: Experiment, folder: Path | None, progress: bool | Non
     if progress is None and in_notebook():
         return NotebookDisplay(experiment)
     return Display(experiment, folder, quiet=not progress)
-
-
-def result_html(result: Result) -> str:
-    """Return the result of a run as HTML for a notebook: its name, settings, last round and curve."""
-    last = result.history[-1]
-    parts = [f"<h4>{html.escape(result.experiment.name)}: {html.escape(score_text(last))}</h4>"]
-    if result.stopped:
-        parts.append(f"<p>Stopped after round {last.round}: {html.escape(result.stopped)}</p>")
-    defaults = dict(leaves_of(Experiment().resolved()))
-    settings = leaves_of(result.experiment.resolved())
-    changed = [f"{key} = {show(value)}" for key, value in settings if key != "name" and defaults.get(key) != value]
-    if changed:
-        items = ", ".join(f"<code>{html.escape(line)}</code>" for line in changed)
-        parts.append(f"<p>Settings: {items}</p>")
-    curve = figure_html(draw_curve(result.history, result.experiment.name), "curves of the run")
-    return "".join([*parts, _last_round(last), curve])
-
-
-def _last_round(record: RoundRecord) -> str:
-    columns = [column for column in columns_of(record) if column.path[0] != "seconds"]
-    heads = "".join(f"<th>{html.escape(column.column)}</th>" for column in columns)
-    cells = "".join(f"<td>{html.escape(table_cell(column, record))}</td>" for column in columns)
-    return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{cells}</tr></tbody></table>"

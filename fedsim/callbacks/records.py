@@ -1,25 +1,26 @@
-"""Callbacks that write the records of a run to its folder, and the figure of its accuracy and losses."""
+"""Callbacks that write the records and checkpoints of a run to its folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fedsim.callbacks.callback import Callback, CurrentRun
+import torch
+from torch import Tensor
+
+from fedsim.callbacks.callback import Callback
 from fedsim.callbacks.painter import Painter
-from fedsim.core.plotting import line_style, prepare_axes
-from fedsim.errors import plural
-from fedsim.records.formatting import score_text
-from fedsim.records.record import RoundRecord, score_in
+from fedsim.engines import Engine, RunTask
+from fedsim.records.checkpoints import CheckpointFolder, rounding_of
+from fedsim.records.figures import draw_curve, draw_workers
+from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
-from fedsim.records.worker_results import draw_workers
+from fedsim.rounds.simulation import Simulation
+from fedsim.runs.live_run import LiveRun
+from fedsim.runs.result import Result
 from fedsim.system.files import require_space
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from fedsim.runs.result import Result
+from fedsim.training.weights import weights_by_probability
 
 
 class Recorder(Callback):
@@ -28,17 +29,17 @@ class Recorder(Callback):
     `facts` are stored with the software versions and the facts about the machine.
     """
 
-    def __init__(self, run: CurrentRun, folder: RunFolder, facts: Mapping[str, Any], painter: Painter) -> None:
+    def __init__(self, run: LiveRun, folder: RunFolder, facts: Mapping[str, Any], painter: Painter) -> None:
         self._run, self._folder, self._facts, self._painter = run, folder, facts, painter
 
-    def on_start(self, run: CurrentRun) -> None:
+    def on_start(self, run: LiveRun) -> None:
         facts, experiment = run.facts, run.experiment
         require_space(self._folder.path, facts.record_bytes, "what this run keeps")
         self._folder.begin(experiment, run.history, **facts.for_record(), **self._facts)
         self._folder.partition(facts.label_counts, facts.byzantine, facts.sampled_workers, experiment.workers)
 
     def on_round(self, record: RoundRecord) -> None:
-        if tests := self._run.rounds.tests_after(record.round):
+        if tests := self._run.tests_after(record.round):
             self._folder.workers(tests)
         self._folder.round(record)
 
@@ -52,7 +53,7 @@ class Recorder(Callback):
         drawings = {}
         if records.curve:
             drawings["curve"] = partial(draw_curve, result.history, result.experiment.name)
-        if tests := self._run.rounds.tests:
+        if tests := self._run.tests:
             drawings["workers"] = partial(draw_workers, tests, result.experiment.name)
         for name, content in self._painter.files(drawings, records.figures).items():
             folder.write(name, content)
@@ -61,47 +62,64 @@ class Recorder(Callback):
 class KeptUpdates(Callback):
     """Callback that stores the workers' updates in chosen rounds, for the command `fedsim replay`."""
 
-    def __init__(self, run: CurrentRun) -> None:
+    def __init__(self, run: LiveRun) -> None:
         self._run = run
 
     def on_round(self, record: RoundRecord) -> None:
-        run = self._run
-        if run.recorded and record.cohort and record.round in run.experiment.records.updates:
-            updates = run.rounds.kept_updates(record)
+        run, wanted = self._run, self._run.experiment.records.updates
+        if run.recorded and run.experiment.in_rounds and record.cohort and record.round in wanted:
+            updates = latest_updates(run.task, run.engine, record)
             if run.folder:
                 run.folder.updates(record.round, updates)
 
 
-def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
-    """Return a figure of accuracy and losses over the rounds and, if there is a virtual clock, over virtual time."""
-    # Imported here because the import takes half a second. Not pyplot, which has global state.
-    from matplotlib.figure import Figure
+def latest_updates(task: RunTask, engine: Engine, record: RoundRecord) -> dict[str, Tensor]:
+    """Return the inputs of the aggregation rule in the latest round by name, such as the workers' updates [n, d].
 
-    def numbers(key: str) -> list[Any]:
-        return [record[key] for record in history]
+    If the round aggregates gradients, the inputs are those of its last step, in which the workers with fewer samples
+    may no longer take part.
 
-    rounds, times, score = numbers("round"), numbers("virtual_seconds"), score_in(history)
-    timed = times[-1] is not None
-    shown = [quantity for quantity in ("accuracy", "loss") if numbers(f"test_{quantity}")[-1] is not None]
-    panels = len(shown) + timed
-    figure = Figure(figsize=(max(6, (4.25 if panels < 3 else 4) * panels), 3.4), layout="constrained")
-    figure.suptitle(f"{title}: {score_text(history[-1])} after {plural(rounds[-1], 'round')}", fontsize="medium")
-    panels_of_figure = figure.subplots(1, panels, squeeze=False)[0]
-    for axes, quantity in zip(panels_of_figure, shown, strict=False):
-        for index, split in enumerate(("test", "train", "validation")):
-            key = f"{split}_{quantity}"
-            if key in history[-1] and (split != "validation" or numbers(key)[-1] is not None):
-                axes.plot(rounds, numbers(key), **line_style(index, len(rounds)), label=split)
-        prepare_axes(axes, whole_numbers=True)
-        axes.set(xlabel="round", ylabel="loss" if quantity == "loss" else "test accuracy")
-        if len(axes.lines) > 1:
-            axes.legend(fontsize="small")
-    if timed:
-        axes = panels_of_figure[-1]
-        axes.plot(times, numbers(score.key), **line_style(0, len(rounds)))
-        prepare_axes(axes, whole_numbers=False)
-        axes.set(xlabel="virtual seconds", ylabel=score.label.lower())
-    for axes in panels_of_figure:
-        if axes.get_ylabel() == "test accuracy":
-            axes.set(ylim=(None, 1))
-    return figure
+    Args:
+        task: description of the run.
+        engine: engine that computes the run.
+        record: record of the latest round.
+    """
+    gathered = engine.round_rows(record.cohort, record.round)
+    if gathered is None:
+        return {}
+    (rows, losses), (context, last) = gathered, engine.run(Simulation.latest_aggregation)[0]
+    byzantine, slots = task.byzantine.in_round(record.round), list(context.slots)
+    updates = {
+        "updates": rows[slots],
+        "workers": torch.tensor(context.workers),
+        "samples": torch.tensor(context.samples),
+        "byzantine": torch.tensor([worker in byzantine for worker in context.workers]),
+    }
+    if len(context.moment) > 1:
+        updates["step"] = torch.tensor(context.moment[1:])
+    if last is not None:
+        updates["last"] = torch.from_numpy(last)
+    if task.experiment.rule.accepts("root"):
+        updates["root"] = rows[-1]
+    if task.experiment.rule.accepts("losses"):
+        updates["losses"] = losses[slots]
+    if task.experiment.weights == "inverse_probability":
+        updates["cohort_weights"] = weights_by_probability(engine.shared, context.workers)
+    return {name: tensor.cpu().clone() for name, tensor in updates.items()}
+
+
+class Checkpoints(Callback):
+    """Callback that writes checkpoints during a run. All ranks must use it."""
+
+    def __init__(self, run: LiveRun, checkpoints: CheckpointFolder) -> None:
+        self._run, self._checkpoints = run, checkpoints
+
+    def on_round(self, record: RoundRecord) -> None:
+        run, round = self._run, record.round
+        if record.diverged is not None or not run.recorded:
+            return
+        last = round if run.stopped else run.experiment.rounds
+        if run.engine.broadcast(self._checkpoints.due(round, last, paused=run.on_request)):
+            if run.folder:
+                run.folder.settle()
+            self._checkpoints.write(round, run.state, way=rounding_of(run.facts.how))

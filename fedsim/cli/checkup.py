@@ -23,7 +23,7 @@ from fedsim.engines.named import stacked
 from fedsim.errors import ExperimentError, FedsimError, first_line, one_line, show_bytes
 from fedsim.processes.shared_memory import memory_file
 from fedsim.runs.session import Session
-from fedsim.runs.setup import prepare, processes_of
+from fedsim.runs.setup import begun, processes_of
 from fedsim.system import devices, limits
 from fedsim.training.task import RunTask
 
@@ -156,7 +156,7 @@ def _engines() -> Iterator[Finding]:
     try:
         with warnings.catch_warnings(), Session() as session:
             warnings.simplefilter("ignore")
-            with prepare(Experiment(engine="serial"), session) as (task, engine):
+            with begun(Experiment(engine="serial"), session) as (task, engine):
                 for name, traits in TRAITS.items():
                     if not traits.ranks:
                         yield Finding(f"engine={name}", _engine_plan(name, task, engine))

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedsim.callbacks.display import print_line, progress_bar
-from fedsim.callbacks.notebook import CellOutput, in_notebook, progress_html, text_html
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun
+from fedsim.core.notebook import CellOutput, in_notebook, progress_html, text_html
 from fedsim.errors import plural
 from fedsim.records.formatting import score_text
 from fedsim.records.reader import Run

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedsim.callbacks.notebook import PLAIN, figure_html
 from fedsim.comparison.axes import label
 from fedsim.comparison.compared_runs import ComparedRuns
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap
@@ -19,6 +18,7 @@ from fedsim.comparison.tables import answer_text, comparison_text
 from fedsim.config.experiment import Experiment
 from fedsim.config.tables import component_tables
 from fedsim.core.input_limits import leaves_of
+from fedsim.core.notebook import PLAIN, figure_html
 from fedsim.errors import ExperimentError, RecordError, cut, plural, show
 from fedsim.records.history import METRICS
 from fedsim.records.numbers import round_rows, to_frame

@@ -1,4 +1,4 @@
-"""Test results of individual workers. Write, read and draw them in a run folder."""
+"""Write and read the test results of individual workers in a run folder."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
-from fedsim.core.plotting import line_style, prepare_axes
 from fedsim.errors import RecordError, plural
 from fedsim.records.history import read_file
 from fedsim.system.files import to_csv
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MOST_BYTES = 2**28  # maximum size of a table that is read, much more than any run writes
 LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": "after local training"}
@@ -163,24 +159,3 @@ def workers_line(results: WorkerResults) -> str:
         for model in results.scores
     ]
     return f"{plural(len(results.workers), 'worker')}: {', '.join(parts)}"
-
-
-def draw_workers(results: WorkerResults, title: str) -> Figure:
-    """Return a figure of the workers' test results, from lowest to highest, with one line for each tested model."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
-    heading = f"{results.score_name} on the workers' own test samples"
-    figure.suptitle(f"{title}: {heading}, round {results.round}", fontsize="medium")
-    axes = figure.subplots()
-    n = len(results.workers)
-    share = 100 * (np.arange(n) + 0.5) / n
-    for index, (model, values) in enumerate(results.scores.items()):
-        label = f"{LABELS[model]}, mean {np.mean(values):.3f}"
-        axes.plot(share, np.sort(values), **line_style(index, n), label=label)
-    prepare_axes(axes, whole_numbers=False)
-    axes.set(xlabel="percent of workers", ylabel=results.score_name, xlim=(0, 100))
-    if results.accuracy:
-        axes.set(ylim=(None, 1.01))
-    axes.legend(fontsize="small")
-    return figure

@@ -48,9 +48,9 @@ class RunFacts:
     done: int = 0
 
     @classmethod
-    def of(cls, experiment: Experiment, task: RunTask, engine: Engine) -> RunFacts:
+    def of(cls, task: RunTask, engine: Engine) -> RunFacts:
         """Collect the facts about a run whose engine is ready for the first round."""
-        shared = engine.shared
+        experiment, shared = task.experiment, engine.shared
         sampled = workers_to_describe(shared.data.shards, experiment.seed)
         workers = range(len(shared.data.shards)) if sampled is None else sampled
         shards = [shared.data.shards.of(worker).numpy() for worker in workers]

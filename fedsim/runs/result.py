@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,18 +11,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fedsim.callbacks.notebook import result_html
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import read_toml
 from fedsim.config.load import load_experiment
+from fedsim.core.input_limits import leaves_of
+from fedsim.core.notebook import figure_html
 from fedsim.core.rows import Layout
-from fedsim.errors import RecordError, plural
+from fedsim.errors import RecordError, plural, show
 from fedsim.models.trainable import load_weights
+from fedsim.records.figures import draw_curve
 from fedsim.records.formatting import score_text
 from fedsim.records.history import with_nan_losses
 from fedsim.records.numbers import round_rows, to_frame
 from fedsim.records.reader import Run
 from fedsim.records.record import RoundRecord
+from fedsim.records.round_table import columns_of, table_cell
 from fedsim.records.run_folder import EXPERIMENT, MODEL
 from fedsim.runs.setup import task_of
 from fedsim.system.files import is_file
@@ -37,8 +41,6 @@ class Result:
     Attributes:
         experiment: experiment that was run, with the values of all settings.
         history: one record per round.
-        model: global model, on the CPU, in evaluation mode.
-        global_row: parameters of the global model as one flat vector [d], on the CPU.
         folder: run folder; None if no records were written.
         stopped: reason why the run ended before its last round (early stopping by `stop.*`, `StopRun`, or divergence);
             None if it has run all rounds.
@@ -51,10 +53,21 @@ class Result:
 
     experiment: Experiment
     history: list[RoundRecord]
-    model: nn.Module
-    global_row: Tensor
     folder: Path | None
     stopped: str | None = None
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """Global model, on the CPU, in evaluation mode. A loaded result reads the file when this is first used."""
+        assert self.folder is not None
+        return _stored_model(self.experiment, self.folder)
+
+    @functools.cached_property
+    def global_row(self) -> Tensor:
+        """Parameters of the global model as one flat vector [d], on the CPU."""
+        assert self.folder is not None
+        stored = _stored_model(self.experiment, self.folder)  # the user may have changed `model`
+        return Layout.of(stored).read(stored)
 
     @property
     def test_accuracy(self) -> float | None:
@@ -85,29 +98,30 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return HTML, with which a notebook shows this result."""
-        return result_html(self)
+        return _html(self)
 
 
-class StoredResult(Result):
-    """Result of a run that is loaded from its folder. The model is loaded when it is first used."""
+def _html(result: Result) -> str:
+    """Return the result of a run as HTML for a notebook: its name, settings, last round and curve."""
+    last = result.history[-1]
+    parts = [f"<h4>{html.escape(result.experiment.name)}: {html.escape(score_text(last))}</h4>"]
+    if result.stopped:
+        parts.append(f"<p>Stopped after round {last.round}: {html.escape(result.stopped)}</p>")
+    defaults = dict(leaves_of(Experiment().resolved()))
+    settings = leaves_of(result.experiment.resolved())
+    changed = [f"{key} = {show(value)}" for key, value in settings if key != "name" and defaults.get(key) != value]
+    if changed:
+        items = ", ".join(f"<code>{html.escape(line)}</code>" for line in changed)
+        parts.append(f"<p>Settings: {items}</p>")
+    curve = figure_html(draw_curve(result.history, result.experiment.name), "curves of the run")
+    return "".join([*parts, _last_round(last), curve])
 
-    def __init__(self, experiment: Experiment, folder: Path) -> None:
-        run = Run.read(folder)
-        if not run.history:
-            raise RecordError(f"{folder}: no round is finished yet")
-        history = [with_nan_losses(record) for record in run.history]
-        vars(self).update(experiment=experiment, history=history, folder=folder, stopped=run.stopped)
 
-    @functools.cached_property
-    def model(self) -> nn.Module:
-        assert self.folder is not None
-        return _stored_model(self.experiment, self.folder)
-
-    @functools.cached_property
-    def global_row(self) -> Tensor:
-        assert self.folder is not None
-        stored = _stored_model(self.experiment, self.folder)  # the user may have changed `model`
-        return Layout.of(stored).read(stored)
+def _last_round(record: RoundRecord) -> str:
+    columns = [column for column in columns_of(record) if column.path[0] != "seconds"]
+    heads = "".join(f"<th>{html.escape(column.column)}</th>" for column in columns)
+    cells = "".join(f"<td>{html.escape(table_cell(column, record))}</td>" for column in columns)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{cells}</tr></tbody></table>"
 
 
 def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
@@ -131,7 +145,11 @@ def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
     ...     again.history == result.history, torch.equal(again.global_row, result.global_row)
     (True, True)
     """
-    return StoredResult(_experiment_in(Path(folder), allow_imports), Path(folder))
+    folder = Path(folder)
+    experiment, run = _experiment_in(folder, allow_imports), Run.read(folder)
+    if not run.history:
+        raise RecordError(f"{folder}: no round is finished yet")
+    return Result(experiment, [with_nan_losses(record) for record in run.history], folder, run.stopped)
 
 
 def load_model(folder: str | Path, *, allow_imports: bool = False) -> nn.Module:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fedsim.callbacks.checkpoints import CheckpointFolder, rounding_of
 from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import describe, experiment_of
@@ -20,10 +19,11 @@ from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.core.snapshot import Snapshot
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, cut, one_line, show
+from fedsim.records.checkpoints import CheckpointFolder, rounding_of
 from fedsim.records.history import read_history
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import EXPERIMENT, RunFolder, describe_environment
-from fedsim.runs.rounds import Rounds
+from fedsim.runs.live_run import LiveRun
 
 # Exceptions that a loop may raise for the checkpoint of another run or a manipulated file.
 UNFIT = (RecordError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
@@ -73,26 +73,27 @@ class ResumeState:
             return experiment
         return experiment.model_copy(update={"batched": table.model_copy(update={"max_rows": width})})
 
-    def restore(self, rounds: Rounds) -> int:
+    def restore(self, run: LiveRun) -> int:
         """Restore the state of a run from the newest usable checkpoint. Later records and checkpoints are dropped.
 
         Returns the number of finished rounds, or 0 if there is no usable checkpoint.
         """
-        start = rounds.loop.state()
-        while (checkpoint := rounds.engine.broadcast(self.newest())) is not None:
+        start = run.state()
+        while (checkpoint := run.engine.broadcast(self.newest())) is not None:
             round, state = checkpoint
             try:
-                rounds.loop.resume(state)
+                run.resume(state)
             except UNFIT as error:
-                rounds.loop.resume(start)
+                run.resume(start)
                 self._refuse(f"does not fit this run: {one_line(error)}")
                 continue
-            _warn_of_other_rounding(_rounding_in(state), rounding_of(rounds.facts.how))
+            _warn_of_other_rounding(_rounding_in(state), rounding_of(run.facts.how))
             break
         else:
             round = 0
-        self.records[:] = rounds.engine.broadcast(self.records[:round])
+        self.records[:] = run.engine.broadcast(self.records[:round])
         self.checkpoints.forget_after(round)
+        self._newest = None  # frees its memory
         return round
 
     def newest(self) -> State | None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedsim.callbacks.callback import Callback, CurrentRun, FunctionCallback, UserCallbacks
-from fedsim.callbacks.checkpoints import Checkpoints
+from fedsim.callbacks.callback import Callback, FunctionCallback, UserCallbacks
 from fedsim.callbacks.early_stopping import FinalWorkerTests, StopEarly
 from fedsim.callbacks.loggers import Loggers
 from fedsim.callbacks.notebook import display_of
 from fedsim.callbacks.painter import Painter
-from fedsim.callbacks.records import KeptUpdates, Recorder
+from fedsim.callbacks.records import Checkpoints, KeptUpdates, Recorder
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.config.validation import warnings_about, warnings_about_objects
@@ -29,10 +28,11 @@ from fedsim.records.run_folder import RunFolder
 from fedsim.records.worker_results import newest_table, read_csv
 from fedsim.runs.facts import RunFacts
 from fedsim.runs.launch import under_launcher, warn_of_copies
+from fedsim.runs.live_run import LiveRun
 from fedsim.runs.result import Result
 from fedsim.runs.resume import ResumeState
-from fedsim.runs.rounds import prepared_rounds
 from fedsim.runs.session import Session
+from fedsim.runs.setup import begun
 from fedsim.system.limits import without_inner_frames
 
 
@@ -88,22 +88,23 @@ def run(
         with sole_use_of_generators(for_run=True), data_loaded_once(), contextlib.ExitStack() as stack:
             experiment = under_launcher(load_experiment(experiment, allow_imports=allow_imports, **changes))
             warn_of_copies(experiment.engine)
-            current, callbacks = _prepared(stack, experiment, out, resume, users, session, progress)
+            path = None if out is None else Path(out)
+            live, callbacks = stack.enter_context(live_run(experiment, path, resume, users, session, progress))
             lines = warnings_about(experiment)
-            if out is not None and experiment.checkpoint.every != 0:
-                lines += warnings_about_objects(experiment, resumed=current.facts.done > 0)
+            if live.recorded and experiment.checkpoint.every != 0:
+                lines += warnings_about_objects(experiment, resumed=live.facts.done > 0)
             for line in lines if _is_main(experiment) else ():
                 warnings.warn(line, SettingWarning, stacklevel=2)
             for callback in callbacks:
-                callback.on_start(current)
-            for round in range(len(current.history) + 1, experiment.rounds + 1):
-                if current.stopped:
+                callback.on_start(live)
+            for round in range(len(live.history) + 1, experiment.rounds + 1):
+                if live.stopped:
                     break
-                current.history.append(current.rounds.run_round(round))
+                live.history.append(live.run_round(round))
                 for callback in callbacks:
-                    reason = callback.on_round(current.history[-1])  # a callback may have replaced the record
-                    current.stopped = current.stopped or reason
-            result = _result(current)
+                    reason = callback.on_round(live.history[-1])  # a callback may have replaced the record
+                    live.stopped = live.stopped or reason
+            result = live.result()
             for callback in callbacks:
                 callback.on_end(result)
             return result
@@ -111,79 +112,56 @@ def run(
         raise without_inner_frames(error) from error.__cause__
 
 
-def _prepared(
-    stack: contextlib.ExitStack,
+@contextlib.contextmanager
+def live_run(
     experiment: Experiment,
-    out: str | Path | None,
+    out: Path | None,
     resume: bool,
     users: UserCallbacks,
     session: Session | None,
     progress: bool | None,
-) -> tuple[CurrentRun, list[Callback]]:
-    """Prepare a run for its next round. Returns the run and its callbacks.
+) -> Iterator[tuple[LiveRun, list[Callback]]]:
+    """Return a context that prepares a run for its next round, and provides the run and its callbacks.
 
     Args:
-        stack: receives everything that must be closed at the end of the run.
         experiment: experiment to run.
         out: folder for the records; None to write no records.
         resume: whether to continue the run in `out`.
+        users: callbacks that the user has passed to `run`.
         session: session with the engine and data to use; None for an engine and data of this run only.
         progress: whether to print a line for each round; None shows a progress bar in notebooks only.
-        users: callbacks that the user has passed to `run`.
     """
     if resume and out is None:
         raise ExperimentError("resume = True: needs `out`; set it to the folder of the run to resume")
-    is_main, path = _is_main(experiment), None if out is None else Path(out)
-    display = display_of(experiment, path, progress if is_main else False)
-    stack.enter_context(display)
-    stack.enter_context(engines.get(experiment.engine).target.joined(experiment.resolved()))
-    folder = stack.enter_context(RunFolder(path, resume=resume)) if path is not None and is_main else None
-    painter = stack.enter_context(Painter() if folder else contextlib.nullcontext(Painter()))
-    past = ResumeState(folder, experiment)
-    display.announce()
+    is_main = _is_main(experiment)
+    with contextlib.ExitStack() as stack:
+        display = stack.enter_context(display_of(experiment, out, progress if is_main else False))
+        stack.enter_context(engines.get(experiment.engine).target.joined(experiment.resolved()))
+        folder = stack.enter_context(RunFolder(out, resume=resume)) if out is not None and is_main else None
+        painter = stack.enter_context(Painter() if folder else contextlib.nullcontext(Painter()))
+        past = ResumeState(folder, experiment)
+        display.announce()
 
-    def on_setup(step: str) -> None:
-        display.on_setup(step)
-        users.on_setup(step)
+        def on_setup(step: str) -> None:
+            display.on_setup(step)
+            users.on_setup(step)
 
-    current = CurrentRun(
-        experiment,
-        stack.enter_context(
-            prepared_rounds(
-                past.with_earlier_width(experiment),
-                session or stack.enter_context(Session()),
-                folder.event if folder else None,
-                on_setup,
-                scratch=str(folder.path) if folder else None,
-                keep_log=folder.race_log if folder else None,
-            )
-        ),
-        folder=folder,
-        recorded=path is not None,
-        ended=stop_reason(past.records, experiment.stop),  # an earlier session may have ended the run
-    )
-    rounds = current.rounds
-    done = past.restore(rounds) if resume else 0
-    rounds.facts = replace(rounds.facts, done=done)
-    current.history = past.records
-    current.stopped = stop_reason(past.records, experiment.stop)
-    if folder and (table := newest_table(folder.path, done)):
-        rounds.tests = read_csv(table)
-    callbacks: list[Callback] = [StopEarly(current), KeptUpdates(current), FinalWorkerTests(current)]
-    loggers = stack.enter_context(Loggers(experiment, folder, done)) if is_main else None
-    if folder and loggers:
-        callbacks += [Recorder(current, folder, loggers.facts, painter)]
-    if loggers:
-        callbacks += [loggers]
-    return current, [*callbacks, display, users, Checkpoints(current, past.checkpoints)]
+        session = session or stack.enter_context(Session())
+        task, engine = stack.enter_context(begun(past.with_earlier_width(experiment), session, folder, on_setup))
+        run = LiveRun(experiment, task, engine, folder, recorded=out is not None)
+        stack.callback(run.release)
+        run.ended = stop_reason(past.records, experiment.stop)  # an earlier session may have ended the run
+        done = past.restore(run) if resume else 0
+        run.facts, run.history = replace(run.facts, done=done), past.records
+        run.stopped = stop_reason(past.records, experiment.stop)
+        if folder and (table := newest_table(folder.path, done)):
+            run.loop.tests = read_csv(table)
+        loggers = [stack.enter_context(Loggers(experiment, folder, done))] if is_main else []
+        recorder = [Recorder(run, folder, loggers[0].facts, painter)] if folder else []
+        first, last = [StopEarly(run), KeptUpdates(run), FinalWorkerTests(run)], Checkpoints(run, past.checkpoints)
+        yield run, [*first, *recorder, *loggers, display, users, last]
 
 
 def _is_main(experiment: Experiment) -> bool:
     """Whether this process writes the records of the run."""
     return engines.get(experiment.engine).target.is_main()
-
-
-def _result(run: CurrentRun) -> Result:
-    run.rounds.loop.finish()
-    folder = run.folder.path if run.folder else None
-    return Result(run.experiment, run.history, run.model(), run.rounds.global_row, folder, run.stopped)

@@ -26,7 +26,8 @@ from fedsim.engines import Engine, RunTask
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.privacy import Releases
-from fedsim.processes.retry import Note, announce, retried
+from fedsim.processes.retry import announce, retried
+from fedsim.records.run_folder import RunFolder
 from fedsim.rounds.executor import Executor
 from fedsim.rounds.participants import (
     attackers_of,
@@ -43,28 +44,24 @@ from fedsim.system.c_libraries import warn_if_threads_spin
 from fedsim.system.devices import shares_memory
 from fedsim.system.precision import PRECISIONS, full_precision
 from fedsim.training.memory import explain_oom
-from fedsim.training.shared_state import SharedState
 
 MOST_RACING = 32  # default maximum of a race's processes; each needs about 250 MB of memory
 
 
 @contextlib.contextmanager
-def prepare(
+def begun(
     experiment: Experiment,
     session: Session,
-    note: Note | None = None,
+    folder: RunFolder | None = None,
     on_setup: Callable[[str], object] = lambda step: None,
-    *,
-    scratch: str | None = None,
 ) -> Iterator[tuple[RunTask, Engine]]:
     """Return a context that prepares a run, provides (task, engine), and frees the run's memory at the end.
 
     Args:
         experiment: experiment to run.
         session: session with the engine and the data.
-        note: function that records each lost process; None to record nothing.
+        folder: writer of the run's records; None to record nothing.
         on_setup: function that is called with the name of each step of the preparation.
-        scratch: folder for temporary files; None for the system's folder.
 
     Raises:
         ExperimentError, DataError: the experiment cannot be run on this machine.
@@ -74,25 +71,49 @@ def prepare(
     engine_name, processes = engine_of(experiment), processes_of(experiment, device)
     threads = experiment.threads_per_process
     warn_if_threads_spin(threads)
+    make = Simulation if experiment.in_rounds else Executor
     on_setup(f"starting the engine {experiment.engine}")  # its processes start while the data loads
     with (
         preserve_random_state(device),
         session.engine(engine_name, device, processes, threads, experiment.timeout, experiment.start_method) as engine,
-        contextlib.ExitStack() as stack,
     ):
-        engine.prepare(device, _executor_of(experiment))
+        engine.prepare(device, make)
         on_setup(f"making the model {show(experiment.model.name)}")
-        task = replace(task_of(experiment, device), scratch_folder=scratch)
-        stack.enter_context(_explained_oom(task, processes))
-        checks.check_memory(engines.get(engine_name).target, task, processes, recorded=note is not None)
+        task = replace(task_of(experiment, device), scratch_folder=str(folder.path) if folder else None)
+        try:
+            with explain_oom(task, processes):
+                checks.check_memory(type(engine), task, processes, recorded=folder is not None)
+                with full_precision(device):
+                    task = _begin(engine, experiment, task, make, session, folder, on_setup)
+                yield task, engine
+        except torch.OutOfMemoryError as error:
+            raise ExperimentError(f"device = {show(str(task.device))}: {error}") from error
 
-        with full_precision(device):
-            task, *data = _with_data(experiment, task, session, device, on_setup)
-            on_setup(f"getting the engine {experiment.engine} ready for the first round")
-            shared = engine.allocate(task, *data)
-            _begin(experiment, engine, task, shared, note)
-        del shared, data  # only the engine may reference the tensors, so that it can free them
-        yield task, engine
+
+def _begin(
+    engine: Engine,
+    experiment: Experiment,
+    task: RunTask,
+    make: type[Executor],
+    session: Session,
+    folder: RunFolder | None,
+    on_setup: Callable[[str], object],
+) -> RunTask:
+    """Load the data of a run, and let the engine begin its task. Returns the task with its Byzantine workers.
+
+    If a process dies, the engine begins again, up to `process_retries` times. Only the engine keeps references to the
+    tensors, so that it can free them.
+    """
+    task, *data = _with_data(experiment, task, session, task.device, on_setup)
+    on_setup(f"getting the engine {experiment.engine} ready for the first round")
+    shared, retries, note = engine.allocate(task, *data), experiment.process_retries, folder.event if folder else None
+    retried(
+        lambda attempt: engine.begin(task, shared, make),
+        retries,
+        lambda loss, attempt: announce(loss, attempt, retries, note),
+        "its processes have been started",
+    )
+    return task
 
 
 def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> None:
@@ -189,30 +210,6 @@ def engine_of(experiment: Experiment) -> str:
     if experiment.mode != "race":
         return experiment.engine
     return traits_of(experiment.engine).races_on or RACING  # a comparison may set engine = "serial"
-
-
-def _begin(experiment: Experiment, engine: Engine, task: RunTask, shared: SharedState, note: Note | None) -> None:
-    """Let the engine prepare the run. If a process dies, try again, up to `process_retries` times."""
-    retried(
-        lambda attempt: engine.begin(task, shared, _executor_of(experiment)),
-        experiment.process_retries,
-        lambda loss, attempt: announce(loss, attempt, experiment.process_retries, note),
-        "its processes have been started",
-    )
-
-
-def _executor_of(experiment: Experiment) -> type[Executor]:
-    return Simulation if experiment.in_rounds else Executor
-
-
-@contextlib.contextmanager
-def _explained_oom(task: RunTask, processes: int) -> Iterator[None]:
-    """Return a context that turns an out-of-memory error into an ExperimentError with a remedy."""
-    try:
-        with explain_oom(task, processes):
-            yield
-    except torch.OutOfMemoryError as error:
-        raise ExperimentError(f"device = {show(str(task.device))}: {error}") from error
 
 
 def processes_of(experiment: Experiment, device: torch.device) -> int:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.callbacks.display import announcement, columns_of
+from fedsim.callbacks.display import announcement
 from fedsim.errors import show
 from fedsim.records.history import RACE_LOG
+from fedsim.records.round_table import columns_of
 
 POLICIES = {
     "fedasync": {},

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from fedsim.callbacks import checkpoints
-from fedsim.callbacks.checkpoints import FIRST_COST, SHARE, CheckpointFolder
 from fedsim.core.snapshot import Snapshot
 from fedsim.errors import RecordError
+from fedsim.records import checkpoints
+from fedsim.records.checkpoints import FIRST_COST, SHARE, CheckpointFolder
 
 
 def state(value=1.0):

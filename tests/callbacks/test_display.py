@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 import fedsim
-from fedsim.callbacks.display import Display, announcement, columns_of, table_header, table_line
-from fedsim.callbacks.records import draw_curve
+from fedsim.callbacks.display import Display, announcement
 from fedsim.comparison import displays as of_comparisons
+from fedsim.records.figures import draw_curve
 from fedsim.records.record import RoundRecord
+from fedsim.records.round_table import columns_of, table_header, table_line
 from tests.commands import ended, start
 
 SYNCHRONOUS = "round  accuracy  test loss  train loss  pull_down s   train s  aggregate s    test s"

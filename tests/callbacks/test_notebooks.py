@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 import fedsim
-from fedsim.callbacks import notebook
-from fedsim.callbacks.notebook import in_notebook
+from fedsim.core import notebook
+from fedsim.core.notebook import in_notebook
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.ipynb"))
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from fedsim.callbacks.records import draw_curve
 from fedsim.comparison import ComparisonSettings
 from fedsim.comparison.on_paper import (
     MOST_PANELS,
@@ -24,7 +23,9 @@ from fedsim.comparison.tables import summary_text
 from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import encode
 from fedsim.data import draw_partition
-from fedsim.records.worker_results import WorkerResults, draw_workers, workers_csv
+from fedsim.records.figures import draw_curve, draw_workers
+from fedsim.records.worker_results import workers_csv
+from fedsim.rounds.worker_evaluation import WorkerResults
 from tests.comparison.made_up import compared, comparison_of, on_the_clock, results_of
 
 RULES, ATTACKS = ["mean", "median", "krum"], ["none", "alie"]

@@ -16,7 +16,7 @@ from fedsim.core.learning_task import Classification, NextToken, regression
 from fedsim.core.metrics import r2
 from fedsim.core.randomness import batch_order
 from fedsim.records.record import metrics_in
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import begun
 from tests.components import tiny
 from tests.matrix import in_turn
 from tests.other_tasks import NEXT_TOKEN, PADDING, REGRESSION, Bigrams, counting, planes
@@ -271,7 +271,7 @@ def test_the_joint_loss_of_a_data_set_is_that_of_all_its_samples(monkeypatch):
     tables = {**SHORT, "task": nn.CrossEntropyLoss(weight=WEIGHT), "data": three_classes, "precision": "float64"}
     tables |= {"model": linear, "rounds": 1, "workers": 1, "data.local_test_fraction": 0.5, "local": {"lr": 1e-300}}
     result = fedsim.run({**tables, "data.validation_fraction": 0.3, "worker_evaluation": {"every": 1}})
-    with fedsim.Session() as session, prepare(result.experiment, session) as (_, engine):
+    with fedsim.Session() as session, begun(result.experiment, session) as (_, engine):
         data = engine.shared.data
         parts = {
             "test": data.test.gather(torch.arange(len(data.test))),
@@ -549,6 +549,6 @@ def squeezed(outputs, targets):
 def test_a_loss_of_samples_that_squeezes_a_single_sample_is_not_joint(tiny_experiment):
     with (
         fedsim.Session() as session,
-        prepare(fedsim.Experiment(**tiny_experiment, task=squeezed), session) as (task, _),
+        begun(fedsim.Experiment(**tiny_experiment, task=squeezed), session) as (task, _),
     ):
         assert not task.learning_task.is_joint(torch.zeros(1, 3), torch.zeros(1, dtype=torch.long))

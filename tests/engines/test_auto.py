@@ -14,7 +14,7 @@ from fedsim.engines import AutoEngine, auto, base
 from fedsim.engines.auto import FlopCount
 from fedsim.errors import FedsimWarning
 from fedsim.models import CharLSTM
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import begun
 from fedsim.training.probe import StackingProbe
 from fedsim.training.stacked import StackTrainer
 from tests.engines.in_process import InProcessPool
@@ -71,7 +71,7 @@ def test_the_choice_for_the_models_here_is_what_was_measured_to_be_faster(model,
     wanted = fedsim.Experiment(
         model=model, workers=10, rounds=1, local=local, data="tests.components:tiny", engine="serial"
     )
-    with fedsim.Session() as session, prepare(wanted, session) as (task, engine):
+    with fedsim.Session() as session, begun(wanted, session) as (task, engine):
         assert AutoEngine(1, 1, 60.0, "spawn").choose(task, engine.shared).stacked == stacked
 
 
@@ -103,7 +103,7 @@ def test_activations_may_be_larger_where_a_stack_writes_no_gradients_of_linear_l
 )
 def test_only_gradients_that_a_stack_leaves_count_as_spared(kind, precision, values):
     wanted = fedsim.Experiment(**{**experiment(kind), "precision": precision, "engine": "batched", "processes": 1})
-    with fedsim.Session() as session, prepare(wanted, session) as (task, engine):
+    with fedsim.Session() as session, begun(wanted, session) as (task, engine):
         assert StackingProbe.of(task, engine.shared).matrix_bytes == values * task.dtype.itemsize
 
 

@@ -123,7 +123,7 @@ class Perturbed(fedsim.Callback):
         self._generator = torch.Generator().manual_seed(seed)
 
     def on_start(self, run: Any) -> None:
-        row = run.rounds.engine.shared.server.row
+        row = run.engine.shared.server.row
         noise = torch.randn(row.shape, generator=self._generator, dtype=row.dtype)
         row.mul_(1 + PERTURBATION * noise).add_(noise, alpha=PERTURBATION)
 
@@ -457,10 +457,10 @@ class Rows(fedsim.Callback):
     """Keeps the global model before the first round and after each round."""
 
     def on_start(self, run: Any) -> None:
-        self._run, self.rows = run, [run.rounds.global_row]
+        self._run, self.rows = run, [run.global_row]
 
     def on_round(self, record: Any) -> None:
-        self.rows.append(self._run.rounds.global_row)
+        self.rows.append(self._run.global_row)
 
 
 @named("epsilon")
@@ -473,7 +473,7 @@ def epsilon(lab: Lab, settings: Settings) -> str | None:
 
     class Shards(fedsim.Callback):
         def on_start(self, run: Any) -> None:
-            shards.update({k: run.rounds.engine.shared.data.shards.of(k).tolist() for k in range(experiment.workers)})
+            shards.update({k: run.engine.shared.data.shards.of(k).tolist() for k in range(experiment.workers)})
 
     result = result_of({"engine": "serial", **settings}, callbacks=[Shards()])
     counts: dict[Any, int] = {}

@@ -10,9 +10,9 @@ import pytest
 
 import fedsim
 from fedsim.core.snapshot import Snapshot
-from fedsim.runs.loops.loop import loop_of
+from fedsim.runs.live_run import loop_of
 from fedsim.runs.resume import UNFIT
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import begun
 from tests.hostile.mutations import EXTREMES, fuzz, mutated, mutations
 
 TIMED = {"mode": "clock", "clock": {"slowdown": "lognormal"}}
@@ -34,8 +34,8 @@ def loop(request):
         **{"local": {"batch_size": 16, "steps": 2}, **KINDS[request.param]},
     }
     experiment = fedsim.Experiment(**tables)
-    with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
-        loop = loop_of(experiment, task, engine)
+    with fedsim.Session() as session, begun(experiment, session) as (task, engine):
+        loop = loop_of(task, engine)
         loop.run_round(1), loop.run_round(2)
         state = loop.state()
         state.facts = json.loads(json.dumps(state.facts))

@@ -10,8 +10,8 @@ import pytest
 import tomli_w
 
 import fedsim
-from fedsim.callbacks import checkpoints
 from fedsim.errors import FedsimError
+from fedsim.records import checkpoints
 from tests.hostile.mutations import LONGEST_LINE
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\r\n" + "long" * 2000

@@ -21,7 +21,7 @@ import fedsim
 from fedsim.config.load import load_experiment
 from fedsim.engines import DistributedEngine
 from fedsim.processes.process_group import RankGroup
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import begun
 from fedsim.training.parallel_trainer import ParallelTrainer
 from tests.engines.torch_post_local import post_local_row
 
@@ -65,7 +65,7 @@ def outcome(tables: dict, folder: Path, measured: bool) -> dict:
 def shapes(tables: dict, session: fedsim.Session) -> dict[str, list[int]]:
     """Return the shapes of a rank's rows and server state in a run of this experiment."""
     experiment = load_experiment(tables)
-    with DistributedEngine.joined(experiment.resolved()), prepare(experiment, session) as (_, engine):
+    with DistributedEngine.joined(experiment.resolved()), begun(experiment, session) as (_, engine):
         states = engine.shared.server.states.values()
         return {
             "rows": list(engine.shared.cohort.rows.shape),

@@ -12,9 +12,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fedsim
-from fedsim.callbacks.display import columns_of, table_header, table_line
 from fedsim.data import partition_shards
 from fedsim.errors import RecordError
+from fedsim.records.round_table import columns_of, table_header, table_line
 from fedsim.records.run_folder import RunFolder, new_folder
 from tests.components import tiny
 

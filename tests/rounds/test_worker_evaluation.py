@@ -20,7 +20,7 @@ from fedsim.data import ListedShards, hold_out
 from fedsim.data.partitions import partition_shards
 from fedsim.records.reader import Run
 from fedsim.records.worker_results import describe
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import begun
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def test_personal_models_are_tested_with_the_buffers_of_their_workers(tables, tm
     tables |= {"buffers": "local", "worker_evaluation": {}}
     fedsim.run(tables, tmp_path / "run")
     read = Run.read(tmp_path / "run").workers
-    with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (task, engine):
+    with fedsim.Session() as session, begun(fedsim.Experiment(**tables), session) as (task, engine):
         data, model = engine.shared.data, task.new_module()
     for worker in range(3):
         trained = fine_tuned(model, data.train, data.shards.of(worker), worker).eval()

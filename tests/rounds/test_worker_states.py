@@ -16,7 +16,7 @@ from fedsim.clients import SGD, OuterProductGrad, as_algorithm, step_along
 from fedsim.errors import RecordError
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.runs.loops.synchronous import SynchronousLoop
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import begun
 from fedsim.training.batches import WorkItems
 from tests.lethal import order
 
@@ -139,7 +139,7 @@ def test_tensors_that_do_not_fit_are_refused(change):
 def run_rounds(tables):
     """Run an experiment and return its records, the worker states and the server state."""
     experiment = fedsim.Experiment(**tables)
-    with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
+    with fedsim.Session() as session, begun(experiment, session) as (task, engine):
         loop = SynchronousLoop(task, engine)
         records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
         return (
@@ -167,7 +167,7 @@ def test_workers_count_their_rounds_and_the_server_all_of_them(engine, tiny_expe
 def test_memory_follows_the_workers_that_have_taken_part(tiny_experiment):
     tables = {**tiny_experiment, "workers": 10**6, "cohort": 100, "rounds": 2, "model": "logistic"}
     tables |= {"partition": {"name": "virtual", "samples": 20}, "local": {**COUNTING, "steps": 1}}
-    with fedsim.Session() as session, prepare(fedsim.Experiment(**tables), session) as (task, engine):
+    with fedsim.Session() as session, begun(fedsim.Experiment(**tables), session) as (task, engine):
         loop = SynchronousLoop(task, engine)
         cohorts = [loop.run_round(round).cohort for round in (1, 2)]
         worker_states = engine.states

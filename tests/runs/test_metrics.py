@@ -8,10 +8,10 @@ import json
 import pytest
 
 import fedsim
-from fedsim.callbacks.display import columns_of, table_header
 from fedsim.callbacks.loggers import scalars
 from fedsim.comparison.results import read_records
 from fedsim.records.record import RoundRecord, metrics_in
+from fedsim.records.round_table import columns_of, table_header
 from fedsim.report.on_page import run_curves
 from fedsim.report.run_page import rounds_table
 

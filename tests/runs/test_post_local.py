@@ -12,7 +12,7 @@ import fedsim
 from fedsim.cli.rule_replay import load_round
 from fedsim.core.rows import Layout
 from fedsim.runs.loops.synchronous import SynchronousLoop
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import begun
 from fedsim.server import ServerStep
 from tests.matrix import in_turn
 from tests.textbook import small_two_nn, start_of
@@ -63,7 +63,7 @@ def world(engine):
 
 def worlds(tables, session):
     """Return the state after each round of a run."""
-    with prepare(fedsim.Experiment(**tables), session) as (task, engine):
+    with begun(fedsim.Experiment(**tables), session) as (task, engine):
         loop, after = SynchronousLoop(task, engine), []
         for round in range(1, task.experiment.rounds + 1):
             loop.run_round(round)
@@ -74,7 +74,7 @@ def worlds(tables, session):
 def continued(tables, start, session):
     """Return the states after each round since the switch, for a sync = "parameters" run that starts from `start`."""
     experiment, after = fedsim.Experiment(**tables), []
-    with prepare(experiment, session) as (task, engine):
+    with begun(experiment, session) as (task, engine):
         shared = engine.shared
         rows, worker_states = start
         for tensor, value in zip((shared.server.row, shared.server.buffers), rows, strict=True):

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save
 
 import fedsim
 from fedsim.asynchronous.policies import policy
-from fedsim.callbacks import checkpoints
 from fedsim.errors import FedsimWarning
+from fedsim.records import checkpoints
 from fedsim.runs.resume import _warn_of_other_rounding
 from tests.commands import assert_none_left, read_until, start
 from tests.matrix import in_turn

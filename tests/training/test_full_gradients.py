@@ -10,7 +10,7 @@ from torch import nn
 import fedsim
 from fedsim.core.learning_task import learning_task
 from fedsim.runs.loops.synchronous import SynchronousLoop
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import begun
 from tests.matrix import in_turn
 from tests.other_tasks import NEXT_TOKEN, PADDING, REGRESSION, counting, planes
 
@@ -55,7 +55,7 @@ def test_every_task_is_tested():
 def mean_of_full_gradients(tables, key):
     """Return a state of the server after one round, and the initial model."""
     experiment = fedsim.Experiment(**tables)
-    with fedsim.Session() as session, prepare(experiment, session) as (task, engine):
+    with fedsim.Session() as session, begun(experiment, session) as (task, engine):
         model = task.new_module()
         SynchronousLoop(task, engine).run_round(1)
         return engine.shared.server.algorithm[key].clone(), model

@@ -11,7 +11,7 @@ from torch import nn
 
 import fedsim
 from fedsim.models import model as models
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import begun
 from fedsim.training.probe import TOLERANCE, StackingProbe, Trials
 from tests.engines.test_contract import ROUNDING, assert_close
 from tests.engines.zoo import PICTURES, REFUSED, TEXTS, experiment
@@ -24,7 +24,7 @@ def dry_run():
 
     def probe(tables):
         wanted = fedsim.Experiment(**{**tables, "engine": "serial"})
-        with fedsim.Session() as session, prepare(wanted, session) as (task, engine):
+        with fedsim.Session() as session, begun(wanted, session) as (task, engine):
             return StackingProbe.of(task, engine.shared)
 
     return probe
@@ -162,7 +162,7 @@ def test_a_probe_changes_neither_the_random_state_nor_the_rows(dry_run):
     before = torch.get_rng_state()
     with fedsim.Session() as session:
         tables = fedsim.Experiment(**experiment("BatchNorm and dropout"), engine="serial")
-        with prepare(tables, session) as (task, engine):
+        with begun(tables, session) as (task, engine):
             shared = engine.shared
             copies = [tensor.clone() for tensor in (shared.server.row, shared.cohort.rows, shared.cohort.buffers)]
             StackingProbe.of(task, shared)

@@ -13,7 +13,6 @@ from fedsim.asynchronous.race.log import read_log
 from fedsim.asynchronous.race.replay import LoggedOrder
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
-from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine, RunTask
@@ -21,16 +20,17 @@ from fedsim.records.record import AsyncRecord, RoundRecord
 from fedsim.rounds.evaluation import EvaluationResult
 from fedsim.rounds.executor import Executor
 from fedsim.rounds.round_clock import delays_of
+from fedsim.runs.loops.loop import Loop
 from fedsim.system.precision import full_precision
 from fedsim.training.batches import WorkItem
 from fedsim.training.memory import buffer_bytes, personal_bytes
 from fedsim.training.shared_state import message_bytes
 
 
-class ClockLoop:
-    """Runs the rounds of an asynchronous experiment on a virtual clock. The methods are those of `Loop`."""
+class ClockLoop(Loop):
+    """Runs the rounds of an asynchronous experiment on a virtual clock."""
 
-    def __init__(self, experiment: Experiment, task: RunTask, engine: Engine) -> None:
+    def __init__(self, task: RunTask, engine: Engine) -> None:
         shared = engine.shared
         self._task, self._engine = task, engine
         self._policy, self._timer = task.experiment.policy.component, PhaseTimer()
@@ -39,10 +39,7 @@ class ClockLoop:
         received, sent = message_bytes(task, shared)
         self._bytes_up, self._bytes_down = model_bytes + sent, model_bytes + received
         train = partial(_train, engine, self._timer)  # a bound method would be a reference cycle that keeps the rows
-        self._source = _source_of(experiment, task, self._server, scheduler, train, self._bytes_up, self._bytes_down)
-
-    def prepare(self) -> None:
-        """Do nothing: the processes are ready as soon as the engine has begun the task."""
+        self._source = _source_of(task, self._server, scheduler, train, self._bytes_up, self._bytes_down)
 
     def run_round(self, round: int) -> RoundRecord:
         timer, source, policy = self._timer, self._source, self._policy
@@ -78,13 +75,6 @@ class ClockLoop:
         state.put_back(self._engine.shared.state_dict() | self._server.tensors)
         self._engine.states.resume(state.under("worker_state."))
         self._source.resume(state.facts["clock"])
-
-    def test_workers(self, round: int) -> dict[str, float]:
-        """Return an empty dict, because asynchronous runs have no tests of individual workers."""
-        return {}
-
-    def finish(self) -> None:
-        """Do nothing: there is nothing to do after the last round."""
 
 
 def work_of(stats: RoundStats, bytes_up: int, bytes_down: int) -> dict[str, Any]:
@@ -125,7 +115,6 @@ def _train(engine: Engine, timer: PhaseTimer, items: Sequence[WorkItem]) -> None
 
 
 def _source_of(
-    experiment: Experiment,
     task: RunTask,
     server: ServerState,
     scheduler: Scheduler,
@@ -134,12 +123,12 @@ def _source_of(
     bytes_down: int,
 ) -> VirtualClock | LoggedOrder:
     """Return the object that determines the order in which workers finish: a virtual clock or a race's log."""
-    clock = experiment.clock
+    experiment, clock = task.experiment, task.experiment.clock
     if clock.replay_log is not None:
         return LoggedOrder(
             read_log(clock.replay_log, experiment.resolved()), clock.replay_log, server, scheduler, train
         )
-    delays, departures = delays_of(task.experiment), {int(worker): at for worker, at in clock.departures.items()}
+    delays, departures = delays_of(experiment), {int(worker): at for worker, at in clock.departures.items()}
     if experiment.cohort_size == experiment.workers:
         server.step_seconds.copy_(torch.from_numpy(delays.base * delays.slowdowns))
 

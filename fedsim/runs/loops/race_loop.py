@@ -20,7 +20,6 @@ from fedsim.asynchronous.race.log import to_csv
 from fedsim.asynchronous.race.state import Measures, RaceState
 from fedsim.asynchronous.race.worker import LockedRaceWorker, ProcessResult, RaceWorker
 from fedsim.asynchronous.server_state import ServerState, tables_of
-from fedsim.config.experiment import Experiment
 from fedsim.core.confidence import estimate
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
@@ -31,6 +30,7 @@ from fedsim.records.record import AsyncRecord, RaceRecord, RoundRecord
 from fedsim.rounds.evaluation import EvaluationResult
 from fedsim.rounds.executor import Executor
 from fedsim.runs.loops.clock_loop import async_record, work_of
+from fedsim.runs.loops.loop import Loop
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision
 from fedsim.training.memory import buffer_bytes
@@ -55,27 +55,26 @@ class RaceRoundResult:
     test: EvaluationResult
 
 
-class RaceLoop:
-    """Runs the rounds of a race, in which processes train at the same time. The methods are those of `Loop`.
+class RaceLoop(Loop):
+    """Runs the rounds of a race, in which processes train at the same time.
 
     A race is repeated `race.runs` times. In each round, all repetitions are run one after another.
 
     Args:
-        experiment: experiment with `mode = "race"`.
-        task: description of the run.
+        task: description of the run, whose experiment has `mode = "race"`.
         engine: engine that is ready for the first round.
         keep_log: function that receives the contents of the log, a CSV file, after the last round; None to keep no log.
     """
 
-    def __init__(self, experiment: Experiment, task: RunTask, engine: Engine, keep_log: KeepLog | None = None) -> None:
-        self._experiment, self._task, self._engine, self._shared = experiment, task, engine, engine.shared
+    def __init__(self, task: RunTask, engine: Engine, keep_log: KeepLog | None = None) -> None:
+        self._task, self._engine, self._shared = task, engine, engine.shared
         self._policy, self._timer = task.experiment.policy.component, PhaseTimer()
         self._server = ServerState(task, engine.shared, engine.states)
         if self._policy.locking == "nothing":
             self._server.tables = tables_of(task.new_module(), self._server.stepper)
         self._server.share()
         self._race_state = RaceState(self._server.n, engine.shared.server.row.device)
-        self._runs = experiment.race.runs
+        self._runs = task.experiment.race.runs
         copies = self._runs if self._runs > 1 else 0
         self._states = [[tensor.clone() for tensor in self._tensors().values()] for _ in range(copies)]
         self._current = 0  # index of the run whose state the shared tensors contain
@@ -125,15 +124,11 @@ class RaceLoop:
         entries = state.under("log.")
         self._log = [(run, round, entries[str(k)].numpy()) for k, (run, round) in enumerate(state.facts["log"])]
 
-    def test_workers(self, round: int) -> dict[str, float]:
-        """Return an empty dict, because races have no tests of individual workers."""
-        return {}
-
     def finish(self) -> None:
         """Load the result of the race's first repetition, and pass the log to `keep_log`."""
         self._switch_to(0)
         if self._keep_log:
-            self._keep_log(to_csv(self._experiment.resolved(), self._log))
+            self._keep_log(to_csv(self._task.experiment.resolved(), self._log))
 
     def _run_round(self, run: int, round: int) -> RaceRoundResult:
         """Run one round of one repetition of the race.

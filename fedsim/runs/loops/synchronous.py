@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,28 +15,22 @@ from fedsim.records.worker_results import WorkerResults
 from fedsim.rounds.private_rounds import PrivacyState
 from fedsim.rounds.round_clock import RoundClockState
 from fedsim.rounds.simulation import Simulation, metrics_of
+from fedsim.runs.loops.loop import Loop
 
 
-class SynchronousLoop:
+class SynchronousLoop(Loop):
     """Runs the rounds of a synchronous experiment.
 
     Args:
         task: description of the run.
         engine: engine that is ready for the first round.
-        keep_results: function that receives the results of tests of individual workers; None to keep none.
     """
 
-    def __init__(
-        self, task: RunTask, engine: Engine, keep_results: Callable[[WorkerResults], object] | None = None
-    ) -> None:
-        self._task, self._engine, self._keep_results = task, engine, keep_results
+    def __init__(self, task: RunTask, engine: Engine) -> None:
+        self._task, self._engine = task, engine
         self._warned = False
 
-    def prepare(self) -> None:
-        """Do nothing: the processes are ready as soon as the engine has begun the task."""
-
     def run_round(self, round: int) -> RoundRecord:
-        """Run one round, counted from 1, and return its record."""
         finished = self._engine.run(Simulation.run_round, round)[0]
         assert finished is not None
         record, results = finished
@@ -47,12 +40,10 @@ class SynchronousLoop:
         return record
 
     def test_workers(self, round: int) -> dict[str, float]:
-        """Test the models of individual workers after `round`, and return the metrics by name."""
         return self._keep(self._engine.run(_evaluate_now, round)[0])
 
     def _keep(self, results: WorkerResults | None) -> dict[str, float]:
-        if results and self._keep_results:
-            self._keep_results(results)
+        self.tests = results or self.tests
         return metrics_of(results)
 
     def state(self) -> Snapshot:
@@ -101,9 +92,6 @@ class SynchronousLoop:
                 FedsimWarning,
                 stacklevel=3,
             )
-
-    def finish(self) -> None:
-        """Do nothing: there is nothing to do after the last round."""
 
 
 def _evaluate_now(simulation: Simulation, round: int) -> WorkerResults | None:

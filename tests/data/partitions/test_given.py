@@ -12,7 +12,7 @@ import fedsim
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
 from fedsim.runs.session import Session
-from fedsim.runs.setup import prepare
+from fedsim.runs.setup import begun
 from tests import components
 
 OWNERS = {"writer": np.repeat(["ann", "bob", "cy"], 50), "session": np.arange(150) // 25}
@@ -73,7 +73,7 @@ def trained_on(tables, lists, fraction, train):
     experiment = fedsim.Experiment(
         **{**tables, "partition": lists, "data": {"name": (train, train), "validation_fraction": fraction}}
     )
-    with Session() as session, prepare(experiment, session) as (_, engine):
+    with Session() as session, begun(experiment, session) as (_, engine):
         shared = engine.shared.data
         inputs = [shared.train.gather(shared.shards.of(k))[0] for k in range(experiment.workers)]
         assert len(shared.validation) == round(fraction * len(train))

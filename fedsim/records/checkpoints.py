@@ -20,10 +20,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from fedsim.callbacks.callback import Callback, CurrentRun
 from fedsim.core.snapshot import Snapshot
 from fedsim.errors import RecordError, show
-from fedsim.records.record import RoundRecord
 from fedsim.system.devices import free_memory
 from fedsim.system.files import is_outside, read_bounded, unwritable_error, write_atomically
 from fedsim.version import __version__
@@ -32,23 +30,6 @@ FOLDER, FORMAT = "checkpoints", 2
 NAME = re.compile(r"round-(\d{5,18})\.json")
 SHARE = 0.01  # maximum share of the run time for checkpoints if `checkpoint.every` is not set
 FIRST_COST = 0.05  # assumed duration of the first checkpoint in seconds
-
-
-class Checkpoints(Callback):
-    """Callback that writes checkpoints during a run. All ranks must use it."""
-
-    def __init__(self, run: CurrentRun, checkpoints: CheckpointFolder) -> None:
-        self._run, self._checkpoints = run, checkpoints
-
-    def on_round(self, record: RoundRecord) -> None:
-        run, round = self._run, record.round
-        if record.diverged is not None or not run.recorded:
-            return
-        last = round if run.stopped else run.experiment.rounds
-        if run.rounds.engine.broadcast(self._checkpoints.due(round, last, paused=run.on_request)):
-            if run.folder:
-                run.folder.settle()
-            self._checkpoints.write(round, run.rounds.loop.state, way=rounding_of(run.facts.how))
 
 
 def rounding_of(how: Mapping[str, Any]) -> dict[str, Any]:
