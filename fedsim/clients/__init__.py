@@ -2,16 +2,7 @@
 
 from fedsim.clients.adapters import KeptState, as_algorithm
 from fedsim.clients.adaptive import Adagrad, Adam, AdamW
-from fedsim.clients.algorithm import (
-    ClientAlgorithm,
-    GradientAt,
-    SampleNoise,
-    WorkerFacts,
-    WorkerRound,
-    exchanges,
-    needs_local_steps,
-    step_along,
-)
+from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, SampleNoise, WorkerFacts, WorkerRound, exchanges
 from fedsim.clients.base import (
     Decay,
     NonNegative,
@@ -20,7 +11,15 @@ from fedsim.clients.base import (
     RowOptimizer,
     State,
     Stepper,
+)
+from fedsim.clients.capabilities import (
+    CohortGradient,
+    FeatureLoss,
+    GradientMessage,
+    PersonalModel,
+    UpdateCorrection,
     client_algorithm,
+    needs_local_steps,
 )
 from fedsim.clients.corrections import FedDyn, FedNova, Mime, MimeLite, Scaffold
 from fedsim.clients.lr_schedules import LRSchedule, lr_schedule
@@ -36,8 +35,10 @@ __all__ = [
     "Adam",
     "AdamW",
     "ClientAlgorithm",
+    "CohortGradient",
     "Decay",
     "Ditto",
+    "FeatureLoss",
     "FedBN",
     "FedDyn",
     "FedNova",
@@ -46,6 +47,7 @@ __all__ = [
     "FedRep",
     "FedSAM",
     "GradientAt",
+    "GradientMessage",
     "KeptState",
     "LGFedAvg",
     "LRSchedule",
@@ -58,12 +60,14 @@ __all__ = [
     "OuterProductGrad",
     "PFedMe",
     "PerFedAvg",
+    "PersonalModel",
     "Positive",
     "RowOptimizer",
     "SampleNoise",
     "Scaffold",
     "State",
     "Stepper",
+    "UpdateCorrection",
     "WorkerFacts",
     "WorkerRound",
     "as_algorithm",
@@ -71,5 +75,4 @@ __all__ = [
     "exchanges",
     "lr_schedule",
     "needs_local_steps",
-    "step_along",
 ]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm
-from fedsim.clients.base import Decay, NonNegative, Positive, State, client_algorithm
+from fedsim.clients.base import Decay, NonNegative, Positive, State
+from fedsim.clients.capabilities import client_algorithm
 
 
 @client_algorithm("adam")

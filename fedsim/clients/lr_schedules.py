@@ -17,6 +17,7 @@ from pydantic import Field
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from fedsim.clients.base import NonNegative, Positive
 from fedsim.core.registry import Registration, Registry
 from fedsim.errors import ExperimentError, one_line
 
@@ -25,8 +26,6 @@ LARGEST_RATE = torch.finfo(torch.float32).max  # optimizers fail with larger lea
 lr_schedule = Registry("learning-rate schedule", inputs=("optimizer", "length"))
 
 Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
