@@ -11,30 +11,18 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
 
 from fedsim.asynchronous.policies.policy import Arrival, Work
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.clients import ClientAlgorithm
 from fedsim.clients.schedule import Schedule
 from fedsim.core.randomness import numpy_generator
+from fedsim.core.snapshot import CheckpointModel, Counts, Number
 from fedsim.errors import DivergedError
 from fedsim.training.batches import WorkItem
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
-
-# Types of checkpoints
-Number = Annotated[int, Field(ge=0, lt=2**53)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Counts = list[tuple[Number, Number]]  # (worker, count)
-
-
-class CheckpointModel(BaseModel):
-    """Base class for data that is stored in checkpoints. Wrong types and unknown keys raise an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class SchedulerState(CheckpointModel):

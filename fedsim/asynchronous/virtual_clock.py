@@ -13,17 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import Any
 
-from fedsim.asynchronous.dispatch import (
-    CheckpointModel,
-    Counts,
-    Dispatcher,
-    DispatcherState,
-    Number,
-    Scheduler,
-    Seconds,
-    Train,
-)
+from fedsim.asynchronous.dispatch import Dispatcher, DispatcherState, Scheduler, Train
 from fedsim.asynchronous.server_state import ServerState
+from fedsim.core.snapshot import CheckpointModel, Counts, Number, Seconds
 from fedsim.errors import ExperimentError
 from fedsim.training.batches import WorkItem
 

@@ -23,8 +23,9 @@ from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, RecordError, cut, show
 from fedsim.records.formatting import label
 from fedsim.records.run_folder import EXPERIMENT
-from fedsim.rounds.aggregator import inputs_of, weights_for_rule
+from fedsim.rounds.aggregator import inputs_of
 from fedsim.system.files import is_file, require_regular, to_json
+from fedsim.training.weights import weights_for_rule
 
 FILE = re.compile(r"updates-(\d+)\.safetensors$")
 MOST_BYTES = 2**40  # maximum size of a file of updates, which is memory-mapped

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from fedsim.core.learning_task import described
 from fedsim.errors import RecordError
 from fedsim.system.devices import has_room
+
+# Types of checkpoints
+Number = Annotated[int, Field(ge=0, lt=2**53)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Counts = list[tuple[Number, Number]]  # (worker, count)
+
+
+class CheckpointModel(BaseModel):
+    """Base class for data that is stored in checkpoints. Wrong types and unknown keys raise an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 @dataclass

@@ -24,8 +24,7 @@ from fedsim.records.numbers import Progress, best_score, byzantine_weight, progr
 from fedsim.records.record import Count, RoundRecord
 from fedsim.records.rows import NO_SETTINGS, SETTINGS, ComparisonSettings, canonical
 from fedsim.records.run_folder import ENVIRONMENT, ERROR, EXPERIMENT, MODEL, PARTITION
-from fedsim.records.worker_results import newest_table, read_csv
-from fedsim.rounds.worker_evaluation import WorkerResults
+from fedsim.records.worker_results import WorkerResults, newest_table, read_csv
 from fedsim.system.files import is_file
 
 COMPARISON = "comparison.json"

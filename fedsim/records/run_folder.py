@@ -27,8 +27,7 @@ from fedsim.config.files import to_toml
 from fedsim.errors import FedsimError, RecordError
 from fedsim.records.history import EVENTS, EXPERIMENT, METRICS, PATTERNS, read_object, to_line
 from fedsim.records.record import RoundRecord
-from fedsim.records.worker_results import workers_csv
-from fedsim.rounds.worker_evaluation import WorkerResults
+from fedsim.records.worker_results import WorkerResults, workers_csv
 from fedsim.system.files import (
     PART,
     append_atomically,

@@ -31,8 +31,7 @@ from fedsim.records.numbers import LAST_ROUND, SCALES, best_score, mean_or_none
 from fedsim.records.reader import Run, StoredPartition
 from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
 from fedsim.records.rows import MeanCurve, Row, numeric_axes, score_of
-from fedsim.records.worker_results import LABELS
-from fedsim.rounds.worker_evaluation import WorkerResults
+from fedsim.records.worker_results import LABELS, WorkerResults
 
 ROUNDS = "round"
 ON_CLOCK = ("virtual_seconds", "updates", "arrivals")  # x axes of asynchronous runs, in addition to rounds

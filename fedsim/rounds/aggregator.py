@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,79 +21,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.aggregation import AggregationInputs, Gram, Pipeline, column_blocks, screened
+from fedsim.aggregation import AggregationInputs, Gram, column_blocks, screened
 from fedsim.aggregation.numerics.columns import NonfiniteError, Reduce, bad_rows, combine, keep_own, reading
 from fedsim.aggregation.rules.averages import mean
 from fedsim.clients import UpdateCorrection
-from fedsim.errors import DivergedError
 from fedsim.processes.group import Group, rows_at
 from fedsim.processing import apply_chain
-from fedsim.rounds.round_stats import AggregationContext, AggregationStats
+from fedsim.rounds.round_stats import AggregationStats
 from fedsim.system.devices import synchronize, to_device
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask, Sync
+from fedsim.training.weights import AggregationContext, linear_shares, screen, spoil
 
 if TYPE_CHECKING:
     from fedsim.config.experiment import Experiment
-
-
-def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:
-    """Store the weights of a round's workers in `shared`.
-
-    Args:
-        shared: tensors of the run, changed in place.
-        weights: 1 / (probability of being drawn) for each worker of the round, by worker ID.
-    """
-    workers, n = sorted(weights), len(weights)
-    shared.cohort.workers.fill_(torch.iinfo(torch.int64).max)
-    shared.cohort.workers[:n] = torch.tensor(workers)
-    shared.cohort.weights[:n] = torch.tensor([weights[worker] for worker in workers], dtype=torch.double)
-
-
-def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tensor:
-    """Return the weight 1 / (probability of being drawn) of each of n `workers`, as a tensor [n]."""
-    wanted = torch.tensor(workers)
-    places = torch.searchsorted(shared.cohort.workers, wanted).clamp_(max=len(shared.cohort.workers) - 1)
-    return torch.where(shared.cohort.workers[places] == wanted, shared.cohort.weights[places], 1.0)
-
-
-def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:
-    """Return the weight of each of n workers in the aggregation, as a tensor [n] on the CPU; None for equal weights.
-
-    Args:
-        task, shared: run and its tensors.
-        workers: IDs of the workers.
-        samples: number of samples of each worker.
-    """
-    by_probability = partial(weights_by_probability, shared, workers)
-    return weights_for_rule(task.experiment, task.experiment.rule, workers, samples, by_probability)
-
-
-def weights_for_rule(
-    experiment: Experiment,
-    rule: Pipeline,
-    workers: Sequence[int],
-    samples: Sequence[int],
-    by_probability: Callable[[], Tensor],
-) -> Tensor | None:
-    """Return the weight of each of n workers if `rule` aggregates, as a tensor [n] on the CPU; None for equal weights.
-
-    Args:
-        experiment: experiment of the run.
-        rule: rule of the experiment, or another one that is applied to the same updates.
-        workers: IDs of the workers.
-        samples: number of samples of each worker.
-        by_probability: function that returns the weights [n] of `aggregate.weights = "inverse_probability"`.
-    """
-    kind, needed = experiment.weights_for(rule), rule.needs_weights or experiment.weight_total is not None
-    if not rule.accepts_weights or (kind == "uniform" and not needed):
-        return None
-    if kind == "inverse_probability":
-        return by_probability()
-    values: Sequence[float] = samples
-    if kind != "samples":
-        values = [1.0] * len(workers) if kind == "uniform" else [kind[worker] for worker in workers]
-    return torch.as_tensor(values, dtype=torch.double)
 
 
 def inputs_of(
@@ -126,40 +67,6 @@ def inputs_of(
         weight_total=experiment.weight_total,
         **more,
     )
-
-
-def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
-    """Set a worker's row to NaN, in place, if the worker's row in `of_workers` contains NaN or infinity.
-
-    The worker is then excluded from the aggregation. With `nonfinite = "keep"`, nothing changes.
-
-    Args:
-        task: run to compute.
-        rows: updates or gradients of several workers, [..., d], modified in place.
-        of_workers: what the same workers send or keep in addition, such as a control variate, [..., width].
-    """
-    if task.experiment.nonfinite != "keep":
-        rows += (of_workers * 0).sum(-1, keepdim=True).to(rows.dtype)
-
-
-def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | None:
-    """Return the coefficients [n] of n workers' updates in the result of a linear aggregation rule.
-
-    Returns None if the rule is not linear. `weights` [n] are the workers' weights; None for equal weights.
-    """
-    inputs = AggregationInputs(torch.empty(n, 0), weights, weight_total=task.experiment.weight_total)
-    return task.experiment.rule.shares(inputs)
-
-
-def screen(task: RunTask, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> AggregationInputs:
-    """Return the inputs of the aggregation rule without the rows at positions `bad`, which contain NaN or infinity.
-
-    Raises DivergedError if such rows are not allowed, or if no row is left.
-    """
-    try:
-        return screened(inputs, task.experiment.nonfinite, bad)[0]
-    except DivergedError as error:
-        raise DivergedError(error.problem, error.remedy, context.moment[0]) from None
 
 
 class DeferredCheck:
@@ -435,7 +342,7 @@ class Aggregator:
                     bad = [] if are_finite else bad_rows(inputs.updates)
                     self._workers -= len(bad)
                 if outcome is None or bad:
-                    inputs = screen(self._task, context, self._inputs(context, rows), bad)
+                    inputs = screen(self._task, context.moment[0], self._inputs(context, rows), bad)
                     outcome = rule(inputs)
                 self._state, self._result = outcome.state, [(slice(0, len(outcome.update)), outcome.update)]
                 stats = _stats(context, bad, outcome.shares, inputs)
@@ -453,7 +360,7 @@ class Aggregator:
         rule, group, start = self._task.experiment.rule, self._group, self._columns.start
         rows = group.columns_of(self._shared.cohort.rows, context.slots)
         inputs = self._inputs(context, rows, group.reduce)
-        inputs = screen(self._task, context, inputs, bad)
+        inputs = screen(self._task, context.moment[0], inputs, bad)
         if rule.columnwise:
             lazy, shares = inputs.rows(), self._shares(context, inputs, bad)
             self._result = [
@@ -500,7 +407,7 @@ class Aggregator:
             bad: positions of the updates with NaN or infinity, which are excluded.
         """
         no_columns = self._shared.cohort.rows.new_empty(len(self._shared.cohort.workers), 0)
-        inputs = screen(self._task, context, self._inputs(context, no_columns), bad)
+        inputs = screen(self._task, context.moment[0], self._inputs(context, no_columns), bad)
         stats = _stats(context, bad, self._shares(context, inputs, bad), inputs)
         assert stats.shares is not None
         self._workers = len(inputs.updates)

@@ -14,8 +14,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.asynchronous.dispatch import CheckpointModel
 from fedsim.core.randomness import Draws
+from fedsim.core.snapshot import CheckpointModel
 from fedsim.privacy import clip_update
 from fedsim.processes.group import Group
 from fedsim.rounds.participants import releases_of

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedsim.asynchronous.dispatch import CheckpointModel, Counts, Seconds
 from fedsim.asynchronous.policies.delays import Delays
 from fedsim.config.experiment import Experiment
+from fedsim.core.snapshot import CheckpointModel, Counts, Seconds
 from fedsim.training.memory import buffer_bytes, personal_bytes
 from fedsim.training.shared_state import SharedState, message_bytes
 from fedsim.training.task import RunTask

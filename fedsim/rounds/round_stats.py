@@ -1,4 +1,4 @@
-"""Inputs and statistics of the aggregations of a round."""
+"""Statistics of the aggregations of a round."""
 
 from __future__ import annotations
 
@@ -10,24 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class AggregationContext:
-    """Workers whose updates are aggregated together, and their weights.
-
-    Attributes:
-        slots: position of each worker in the cohort.
-        workers: ID of each worker.
-        samples: number of samples of each worker in this aggregation.
-        weights: weight of each of the n workers, [n], float64 on the CPU; None for equal weights.
-        moment: (round,), or (round, step) if every step aggregates gradients. Random numbers depend on `moment`.
-    """
-
-    slots: Sequence[int]
-    workers: list[int]
-    samples: list[int]
-    weights: Tensor | None
-    moment: tuple[int, ...]
+from fedsim.training.weights import AggregationContext
 
 
 class MetricLog(dict[str, list[float | Tensor]]):

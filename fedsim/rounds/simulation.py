@@ -22,14 +22,15 @@ from fedsim.errors import ExperimentError, show
 from fedsim.processes.group import Group
 from fedsim.processing import apply_chain
 from fedsim.records.record import MOST_NAMES, RoundRecord
-from fedsim.rounds.aggregator import Aggregator, DeferredCheck, set_cohort_weights, weights_of
+from fedsim.records.worker_results import Tested, WorkerResults
+from fedsim.rounds.aggregator import Aggregator, DeferredCheck
 from fedsim.rounds.evaluation import EvaluationResult
 from fedsim.rounds.executor import Executor, MakeTrainer
 from fedsim.rounds.participants import ReportCheck, cohorts_of
 from fedsim.rounds.private_rounds import PrivateRounds
 from fedsim.rounds.round_clock import RoundClock
-from fedsim.rounds.round_stats import AggregationContext, AggregationStats, GradientRoundStats, MetricLog, SentUpdates
-from fedsim.rounds.worker_evaluation import Tested, WorkerResults, WorkerTests
+from fedsim.rounds.round_stats import AggregationStats, GradientRoundStats, MetricLog, SentUpdates
+from fedsim.rounds.worker_evaluation import WorkerTests
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.server import Cohort
 from fedsim.system.devices import synchronize
@@ -38,6 +39,7 @@ from fedsim.training.memory import buffer_bytes, personal_bytes
 from fedsim.training.parallel_trainer import ParallelTrainer
 from fedsim.training.shared_state import SharedState, message_bytes
 from fedsim.training.task import RunTask
+from fedsim.training.weights import AggregationContext, set_cohort_weights, weights_of
 
 Round = tuple[RoundRecord, WorkerResults | None]  # record of a round, and tests of single workers, if any
 
@@ -214,7 +216,7 @@ class Simulation(Executor):
         for step, context in enumerate(self.contexts_of_steps(work)):
             if isinstance(self.trainer, ParallelTrainer):  # stores no per-worker gradients
                 of_round.sent.add(context.workers, self.shared.server.row.nbytes)
-                of_round.add(context, self.trainer.step_along_mean(step, context))
+                of_round.add(context, AggregationStats(self.trainer.step_along_mean(step, context)))
                 continue
             with self.in_precision():
                 self.trainer.gradients(step)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,95 +11,13 @@ from fedsim.clients.capabilities import PersonalModel, personal_model
 from fedsim.core.learning_task import Correct, correct_of, counts_of, joint_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import MetricSums, test
+from fedsim.records.worker_results import Tested
 from fedsim.training.batches import Batches, BatchSource, WorkItem
 from fedsim.training.row_module import RowModule
 from fedsim.training.shared_state import SharedState, test_batch_size
 from fedsim.training.task import RunTask
 
 GLOBAL, PERSONAL, FINE_TUNED = "global", "personal", "fine_tuned"
-WORST = 0.1  # fraction of workers in the mean over the worst workers
-
-Tested = dict[str, tuple[float, float | None]]  # loss and accuracy by model; accuracy None if the task has none
-
-
-@dataclass(frozen=True)
-class WorkerResults:
-    """Test results of each worker after one round.
-
-    Attributes:
-        round: number of the round.
-        workers: IDs of the tested workers.
-        samples: number of test samples of each worker.
-        loss, accuracy: for each tested model ("global", "personal" or "fine_tuned"), a list with one value per worker.
-            `accuracy` is empty if the task has no accuracy.
-    """
-
-    round: int
-    workers: list[int]
-    samples: list[int]
-    loss: dict[str, list[float]]
-    accuracy: dict[str, list[float]]
-
-    @classmethod
-    def of(cls, round: int, samples: dict[int, int], tested: dict[int, Tested]) -> WorkerResults:
-        """Create a WorkerResults from the results of a round.
-
-        Args:
-            round: number of the round.
-            samples: number of test samples by worker ID.
-            tested: for each worker ID, the loss and accuracy of each tested model.
-        """
-        workers = sorted(tested)
-        models = list(tested[workers[0]]) if workers else []
-        loss = {model: [tested[worker][model][0] for worker in workers] for model in models}
-        accuracies = {model: [tested[worker][model][1] for worker in workers] for model in models}
-        known = {model: [value for value in values if value is not None] for model, values in accuracies.items()}
-        accuracy = {model: values for model, values in known.items() if values}
-        return cls(round, workers, [samples[worker] for worker in workers], loss, accuracy)
-
-    @property
-    def score_name(self) -> Literal["accuracy", "loss"]:
-        """Name of the metric by which workers are compared: "accuracy", or "loss" if the task has no accuracy."""
-        return "accuracy" if self.accuracy else "loss"
-
-    @property
-    def scores(self) -> dict[str, list[float]]:
-        """Accuracy of each worker (or loss, if the task has no accuracy), as a list for each tested model."""
-        return self.accuracy or self.loss
-
-    def metrics(self) -> dict[str, float]:
-        """Return statistics of the workers' scores by metric name, such as `global_worker_accuracy_gini`.
-
-        The statistics of each tested model are the mean, the standard deviation, the mean of the worst 10 percent and
-        the Gini coefficient.
-        """
-        return {
-            f"{model}_worker_{self.score_name}_{name}": value
-            for model, values in self.scores.items()
-            for name, value in describe(values, lower_is_better=self.score_name == "loss").items()
-        }
-
-
-def describe(values: Sequence[float], *, lower_is_better: bool = False) -> dict[str, float]:
-    """Return mean, standard deviation, mean of the worst 10 percent and Gini coefficient of per-worker values.
-
-    All workers have equal weight. The worst 10 percent (at least one worker) have the lowest values, or the highest if
-    `lower_is_better` is true. The Gini coefficient is the mean absolute difference between two values, over all pairs,
-    divided by twice the mean. It is 0 if all values are equal.
-
-    >>> from fedsim.rounds.worker_evaluation import describe
-    >>> {name: round(value, 3) for name, value in describe([0.5, 1.0]).items()}
-    {'mean': 0.75, 'std': 0.25, 'worst10': 0.5, 'gini': 0.167}
-    """
-    ascending = np.sort(np.asarray(values, dtype=np.float64))
-    n, mean = len(ascending), float(ascending.mean())
-    pairs = float((2 * np.arange(1, n + 1) - n - 1) @ ascending)  # half the sum of all differences
-    return {
-        "mean": mean,
-        "std": float(ascending.std()),
-        "worst10": float((ascending[::-1] if lower_is_better else ascending)[: max(1, round(WORST * n))].mean()),
-        "gini": pairs / (n * n * mean) if mean else 0.0,
-    }
 
 
 class WorkerTests:

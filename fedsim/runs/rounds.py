@@ -15,16 +15,16 @@ from fedsim.engines import Engine, RunTask
 from fedsim.errors import DivergedError
 from fedsim.processes.retry import Note
 from fedsim.records.record import RoundRecord
-from fedsim.rounds.aggregator import weights_by_probability
+from fedsim.records.worker_results import WorkerResults
 from fedsim.rounds.evaluation import EvaluationResult
 from fedsim.rounds.executor import Executor
 from fedsim.rounds.simulation import Simulation
-from fedsim.rounds.worker_evaluation import WorkerResults
 from fedsim.runs.facts import RunFacts
 from fedsim.runs.loops.loop import Loop, loop_of
 from fedsim.runs.recovery import STARTED, recovering, repeated
 from fedsim.runs.session import Session
 from fedsim.runs.setup import prepare
+from fedsim.training.weights import weights_by_probability
 
 
 class Rounds:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fedsim.clients import ClientAlgorithm, GradientMessage, State, WorkerFacts, WorkerRound
 from fedsim.clients.algorithm import PERSONAL_BUFFERS
-from fedsim.rounds.aggregator import spoil, weights_of
 from fedsim.training.batches import BatchSource, WorkItem
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
+from fedsim.training.weights import spoil, weights_of
 
 Index = int | slice | Tensor  # selects rows in the `SharedState`: one slot, or the rows of a stack
 

@@ -23,12 +23,11 @@ from fedsim.core.rows import Layout
 from fedsim.errors import DivergedError
 from fedsim.processes.hooks import Bucket, Mean
 from fedsim.processes.process_group import RankGroup
-from fedsim.rounds.aggregator import linear_shares, screen
-from fedsim.rounds.round_stats import AggregationContext, AggregationStats
 from fedsim.system.devices import synchronize
 from fedsim.training.batches import WorkItem
 from fedsim.training.row_module import RowModule
 from fedsim.training.sequential import RowTrainer, SyncParticipant
+from fedsim.training.weights import AggregationContext, linear_shares, screen
 
 BUCKET = 25 * 2**20  # bytes; default of DistributedDataParallel
 
@@ -121,10 +120,10 @@ class ParallelTrainer(RowTrainer):
             self._participants.append(self._participant(member, module))
         return self._participants
 
-    def step_along_mean(self, step: int, context: AggregationContext) -> AggregationStats:
+    def step_along_mean(self, step: int, context: AggregationContext) -> list[float]:
         """Average the gradients of all workers, and update the global parameters with the mean.
 
-        Returns statistics of the aggregation. Raises DivergedError if the mean contains NaN or infinity.
+        Returns the coefficient of each worker's gradient. Raises DivergedError if the mean contains NaN or infinity.
 
         Args:
             step: number of the step in the round, from 0.
@@ -138,7 +137,7 @@ class ParallelTrainer(RowTrainer):
                 self._refuse(step, context)
         task.algorithm_at(*context.moment).step(self._shared.server.row, mean, self._shared.server.states["gradients"])
         synchronize(task.device)
-        return AggregationStats(shares.tolist())
+        return shares.tolist()
 
     def _mean_gradient(self, step: int, shares: Mapping[int, float]) -> Tensor:
         """Return the weighted mean gradient [d] of all workers of all ranks. It is the same in all ranks.
@@ -176,7 +175,7 @@ class ParallelTrainer(RowTrainer):
             bad[context.workers.index(participant.member.worker)] = not self._gradient.isfinite().all()
         positions = self._ranks.all_reduce(bad).nonzero().flatten().tolist()
         inputs = AggregationInputs(bad[:, None], context.weights, workers=context.workers)
-        screen(self._task, context, inputs, positions)
+        screen(self._task, context.moment[0], inputs, positions)
         assert self._task.experiment.gradient_hook is not None
         hook = f'distributed.hook = "{self._task.experiment.gradient_hook.name}"'
         message = f"{hook}: the mean gradient is not finite, although each gradient is"

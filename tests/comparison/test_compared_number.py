@@ -22,8 +22,8 @@ from fedsim.config.schema import DIRECTIONS
 from fedsim.core.metrics import metric
 from fedsim.errors import ExperimentError
 from fedsim.records.record import METRICS, OF_COMPONENTS, metric_called
+from fedsim.records.worker_results import WorkerResults
 from fedsim.report.comparison_page import comparison_page
-from fedsim.rounds.worker_evaluation import WorkerResults
 from tests.comparison.made_up import compared
 
 AXES = {"aggregate.rule": ["mean", "median"], "attack.name": ["none", "ipm"], "seed": [0, 1, 2]}

@@ -24,8 +24,7 @@ from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import encode
 from fedsim.data import draw_partition
 from fedsim.records.rows import numeric_axes
-from fedsim.records.worker_results import draw_workers, workers_csv
-from fedsim.rounds.worker_evaluation import WorkerResults
+from fedsim.records.worker_results import WorkerResults, draw_workers, workers_csv
 from tests.comparison.made_up import compared, comparison_of, on_the_clock, results_of
 
 RULES, ATTACKS = ["mean", "median", "krum"], ["none", "alie"]

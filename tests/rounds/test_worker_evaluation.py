@@ -19,7 +19,7 @@ from fedsim.core.randomness import draw_key
 from fedsim.data import ListedShards, hold_out
 from fedsim.data.partitions import partition_shards
 from fedsim.records.reader import Run
-from fedsim.rounds.worker_evaluation import describe
+from fedsim.records.worker_results import describe
 from fedsim.runs.setup import prepare
 
 

@@ -9,7 +9,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines import Engine, RunTask, SpawnEngine
 from fedsim.records.record import RoundRecord
-from fedsim.rounds.worker_evaluation import WorkerResults
+from fedsim.records.worker_results import WorkerResults
 from fedsim.runs.loops.clock_loop import ClockLoop
 from fedsim.runs.loops.race_loop import RaceLoop
 from fedsim.runs.loops.synchronous import SynchronousLoop

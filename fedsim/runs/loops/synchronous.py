@@ -12,10 +12,10 @@ from fedsim.core.snapshot import Snapshot
 from fedsim.engines import Engine, RunTask
 from fedsim.errors import FedsimWarning, show
 from fedsim.records.record import RoundRecord
+from fedsim.records.worker_results import WorkerResults
 from fedsim.rounds.private_rounds import PrivacyState
 from fedsim.rounds.round_clock import RoundClockState
 from fedsim.rounds.simulation import Simulation, metrics_of
-from fedsim.rounds.worker_evaluation import WorkerResults
 
 
 class SynchronousLoop:
