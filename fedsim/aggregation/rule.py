@@ -45,7 +45,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from fedsim.core.registry import Component, Registration, Registry
@@ -56,8 +56,8 @@ GIVEN = (
     *("metrics", "weight_total"),
 )
 
-Count = Annotated[int, Field(ge=0, examples=[1])]  # f, the number of Byzantine rows that a rule must tolerate
-Positive = Annotated[float, Field(gt=0)]
+# f, the number of Byzantine rows that a rule must tolerate
+ByzantineCount = Annotated[NonNegativeInt, Field(examples=[1])]
 
 
 # A rule that is given as "package.module:function" sets the traits as attributes of the function.

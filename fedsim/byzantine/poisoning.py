@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedsim.byzantine.base import attack_strategy
+from fedsim.core.numbers import PositiveFraction
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
 
@@ -76,7 +77,7 @@ class Backdoor:
     value: float = 1.0
     corner: Literal["top_left", "top_right", "bottom_left", "bottom_right"] = "bottom_right"
     target: NonNegativeInt = 0
-    poisoned: Annotated[float, Field(gt=0, le=1)] = 0.5
+    poisoned: PositiveFraction = 0.5
     gamma: PositiveFloat = 1.0
 
     @property

@@ -4,10 +4,7 @@ from fedsim.clients.adapters import KeptState, as_algorithm
 from fedsim.clients.adaptive import Adagrad, Adam, AdamW
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, SampleNoise, WorkerFacts, WorkerRound, exchanges
 from fedsim.clients.base import (
-    Decay,
-    NonNegative,
     OuterProductGrad,
-    Positive,
     RowOptimizer,
     State,
     Stepper,
@@ -36,7 +33,6 @@ __all__ = [
     "AdamW",
     "ClientAlgorithm",
     "CohortGradient",
-    "Decay",
     "Ditto",
     "FeatureLoss",
     "FedBN",
@@ -56,12 +52,10 @@ __all__ = [
     "Mime",
     "MimeLite",
     "Moon",
-    "NonNegative",
     "OuterProductGrad",
     "PFedMe",
     "PerFedAvg",
     "PersonalModel",
-    "Positive",
     "RowOptimizer",
     "SampleNoise",
     "Scaffold",

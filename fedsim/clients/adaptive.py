@@ -10,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm
-from fedsim.clients.base import Decay, NonNegative, Positive, State
+from fedsim.clients.base import State
 from fedsim.clients.capabilities import client_algorithm
+from fedsim.core.numbers import FractionBelowOne
 
 
 @client_algorithm("adam")
@@ -45,11 +47,11 @@ class Adam(ClientAlgorithm):
     tensor([0.9000])
     """
 
-    lr: NonNegative = 1e-3
-    beta1: Decay = 0.9
-    beta2: Decay = 0.999
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.0
+    lr: NonNegativeFloat = 1e-3
+    beta1: FractionBelowOne = 0.9
+    beta2: FractionBelowOne = 0.999
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
     amsgrad: bool = False
 
     def start(self, rows: Tensor) -> State:
@@ -95,7 +97,7 @@ class AdamW(Adam):
     tensor([0.8000])
     """
 
-    weight_decay: NonNegative = 1e-2
+    weight_decay: NonNegativeFloat = 1e-2
 
     def decay(self, rows: Tensor, gradients: Tensor) -> None:
         rows.mul_(1 - self.lr * self.weight_decay)
@@ -135,11 +137,11 @@ class Adagrad(ClientAlgorithm):
     tensor([0.9000])
     """
 
-    lr: NonNegative = 1e-2
-    lr_decay: NonNegative = 0.0
-    weight_decay: NonNegative = 0.0
-    initial_accumulator_value: NonNegative = 0.0
-    eps: Positive = 1e-10
+    lr: NonNegativeFloat = 1e-2
+    lr_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    initial_accumulator_value: NonNegativeFloat = 0.0
+    eps: PositiveFloat = 1e-10
 
     def start(self, rows: Tensor) -> State:
         state = {"sum": torch.full_like(rows, self.initial_accumulator_value)}

@@ -8,15 +8,10 @@ starts with a new state.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from pydantic import Field
 from torch import Tensor
-
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
 
 State = dict[str, Tensor]
 

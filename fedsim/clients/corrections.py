@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
-from fedsim.clients.base import Decay, NonNegative, OuterProductGrad, Positive, State
+from fedsim.clients.base import OuterProductGrad, State
 from fedsim.clients.capabilities import CohortGradient, UpdateCorrection, client_algorithm
 from fedsim.clients.sgd import LocalSGD
+from fedsim.core.numbers import FractionBelowOne
 
 
 @client_algorithm("feddyn")
@@ -48,7 +50,7 @@ class FedDyn(LocalSGD, UpdateCorrection):
     (tensor([1.5000]), {'h': tensor([-0.2500])})
     """
 
-    alpha: Positive = 0.01
+    alpha: PositiveFloat = 0.01
     uses_start_row: ClassVar[bool] = True
 
     def worker_state(self, row: Tensor) -> State:
@@ -165,8 +167,8 @@ class MimeLite(ClientAlgorithm):
     tensor([1.])
     """
 
-    lr: NonNegative = 0.05
-    beta: Decay = 0.9
+    lr: NonNegativeFloat = 0.05
+    beta: FractionBelowOne = 0.9
     full_gradient: ClassVar[bool] = True
 
     def server_state(self, row: Tensor) -> State:
@@ -288,8 +290,8 @@ class Scaffold(ClientAlgorithm):
     (3, 3)
     """
 
-    lr: Positive = 0.05
-    weight_decay: NonNegative = 0.0
+    lr: PositiveFloat = 0.05
+    weight_decay: NonNegativeFloat = 0.0
     option: Literal[1, 2] = 2
 
     @property

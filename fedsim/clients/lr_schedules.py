@@ -13,11 +13,11 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from fedsim.clients.base import NonNegative, Positive
+from fedsim.core.numbers import Fraction, PositiveFraction
 from fedsim.core.registry import Registration, Registry
 from fedsim.errors import ExperimentError, one_line
 
@@ -25,14 +25,9 @@ LARGEST_RATE = torch.finfo(torch.float32).max  # optimizers fail with larger lea
 
 lr_schedule = Registry("learning-rate schedule", inputs=("optimizer", "length"))
 
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-
 
 @lr_schedule("constant")
-def constant(
-    optimizer: Optimizer, *, factor: Fraction = 1.0, total_iters: Annotated[int, Field(ge=0)] = 0
-) -> LRScheduler:
+def constant(optimizer: Optimizer, *, factor: PositiveFraction = 1.0, total_iters: NonNegativeInt = 0) -> LRScheduler:
     """Multiply the learning rate by `factor` in the first `total_iters` rounds, as PyTorch's `ConstantLR`.
 
     A `factor` below 1 requires `total_iters` >= 1.
@@ -46,7 +41,7 @@ def constant(
 
 @lr_schedule("step")
 def step(
-    optimizer: Optimizer, *, step_size: Annotated[Count, Field(examples=[10])], gamma: Positive = 0.1
+    optimizer: Optimizer, *, step_size: Annotated[PositiveInt, Field(examples=[10])], gamma: PositiveFloat = 0.1
 ) -> LRScheduler:
     """Multiply the learning rate by `gamma` after every `step_size` rounds, as PyTorch's `StepLR`."""
     return lr_scheduler.StepLR(optimizer, step_size, gamma)
@@ -54,14 +49,17 @@ def step(
 
 @lr_schedule("multi_step")
 def multi_step(
-    optimizer: Optimizer, *, milestones: Annotated[list[Count], Field(examples=[[10, 20]])], gamma: Positive = 0.1
+    optimizer: Optimizer,
+    *,
+    milestones: Annotated[list[PositiveInt], Field(examples=[[10, 20]])],
+    gamma: PositiveFloat = 0.1,
 ) -> LRScheduler:
     """Multiply the learning rate by `gamma` after each of the rounds `milestones`, as PyTorch's `MultiStepLR`."""
     return lr_scheduler.MultiStepLR(optimizer, milestones, gamma)
 
 
 @lr_schedule("exponential")
-def exponential(optimizer: Optimizer, *, gamma: Annotated[Positive, Field(examples=[0.99])]) -> LRScheduler:
+def exponential(optimizer: Optimizer, *, gamma: Annotated[PositiveFloat, Field(examples=[0.99])]) -> LRScheduler:
     """Multiply the learning rate by `gamma` after each round, as PyTorch's `ExponentialLR`."""
     return lr_scheduler.ExponentialLR(optimizer, gamma)
 
@@ -70,9 +68,9 @@ def exponential(optimizer: Optimizer, *, gamma: Annotated[Positive, Field(exampl
 def linear(
     optimizer: Optimizer,
     *,
-    start_factor: Fraction = 1 / 3,
-    end_factor: Annotated[float, Field(ge=0, le=1)] = 1.0,
-    total_iters: Count = 5,
+    start_factor: PositiveFraction = 1 / 3,
+    end_factor: Fraction = 1.0,
+    total_iters: PositiveInt = 5,
 ) -> LRScheduler:
     """Change the learning rate linearly in `total_iters` rounds, as PyTorch's `LinearLR`.
 
@@ -86,8 +84,8 @@ def cosine(
     optimizer: Optimizer,
     length: int | None,
     *,
-    T_max: Count | None = None,  # noqa: N803
-    eta_min: NonNegative = 0.0,
+    T_max: PositiveInt | None = None,  # noqa: N803
+    eta_min: NonNegativeFloat = 0.0,
 ) -> LRScheduler:
     """Decay the learning rate to `eta_min` along a cosine, as PyTorch's `CosineAnnealingLR`.
 
@@ -103,11 +101,11 @@ def one_cycle(
     optimizer: Optimizer,
     length: int | None,
     *,
-    total_steps: Count | None = None,
-    pct_start: Annotated[float, Field(ge=0, le=1)] = 0.3,
+    total_steps: PositiveInt | None = None,
+    pct_start: Fraction = 0.3,
     anneal_strategy: Literal["cos", "linear"] = "cos",
-    div_factor: Positive = 25.0,
-    final_div_factor: Positive = 1e4,
+    div_factor: PositiveFloat = 25.0,
+    final_div_factor: PositiveFloat = 1e4,
     three_phase: bool = False,
 ) -> LRScheduler:
     """Raise the learning rate to its maximum and lower it again, as PyTorch's `OneCycleLR`.

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
@@ -25,8 +25,6 @@ from fedsim.clients.sgd import LocalSGD
 from fedsim.core.name_patterns import matches, matching
 from fedsim.core.rows import ColumnSpans, Layout
 from fedsim.errors import ExperimentError, show
-
-Amount = Annotated[int, Field(gt=0)]
 
 NORMALISATION_LAYERS: tuple[Any, ...] = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
@@ -166,8 +164,8 @@ class FedRep(FedPer):
 
     element_wise: ClassVar[bool] = False
 
-    head_epochs: Amount | None = None
-    head_steps: Amount | None = None
+    head_epochs: PositiveInt | None = None
+    head_steps: PositiveInt | None = None
 
     def check_work(self, schedule: Schedule, sizes: Mapping[int, int]) -> None:
         epochs, steps = schedule.least

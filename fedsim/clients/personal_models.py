@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
-from fedsim.clients.base import NonNegative, State
+from fedsim.clients.base import State
 from fedsim.clients.capabilities import PersonalModel, UpdateCorrection, client_algorithm
 from fedsim.clients.schedule import Schedule
 from fedsim.clients.sgd import LocalSGD
+from fedsim.core.numbers import Fraction
 from fedsim.core.rows import Layout
 from fedsim.errors import ExperimentError
 
@@ -45,7 +46,7 @@ class APFL(LocalSGD, PersonalModel):
     (tensor([0.5000]), tensor([2.5000]))
     """
 
-    alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+    alpha: Fraction = 0.5
     adaptive: bool = False
     element_wise: ClassVar[bool] = False
     personal_beside: ClassVar[bool] = True
@@ -107,8 +108,8 @@ class Ditto(LocalSGD, PersonalModel):
     (tensor([0.]), tensor([2.]))
     """
 
-    lam: NonNegative = 0.1
-    personal_steps: Annotated[int, Field(gt=0)] | None = None
+    lam: NonNegativeFloat = 0.1
+    personal_steps: PositiveInt | None = None
     element_wise: ClassVar[bool] = False
     personal_beside: ClassVar[bool] = True
     gradients_per_step: ClassVar[int] = 2
@@ -176,8 +177,8 @@ class PerFedAvg(ClientAlgorithm):
     tensor([0.5000])
     """
 
-    lr: NonNegative = 0.05
-    inner_lr: NonNegative = 0.01
+    lr: NonNegativeFloat = 0.05
+    inner_lr: NonNegativeFloat = 0.01
     element_wise: ClassVar[bool] = False
 
     def start(self, rows: Tensor) -> State:
@@ -244,11 +245,11 @@ class PFedMe(PersonalModel, UpdateCorrection):
     (tensor([1.5000]), tensor([1.]))
     """
 
-    lr: NonNegative = 0.05
-    eta: NonNegative = 0.005
-    lam: NonNegative = 15.0
-    inner_steps: Annotated[int, Field(gt=0)] = 5
-    beta: NonNegative = 1.0
+    lr: NonNegativeFloat = 0.05
+    eta: NonNegativeFloat = 0.005
+    lam: NonNegativeFloat = 15.0
+    inner_steps: PositiveInt = 5
+    beta: NonNegativeFloat = 1.0
     element_wise: ClassVar[bool] = False
     personal_beside: ClassVar[bool] = True
     starts_from_current: ClassVar[bool] = True

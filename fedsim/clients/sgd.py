@@ -8,11 +8,13 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, SampleNoise, WorkerRound
-from fedsim.clients.base import Decay, NonNegative, OuterProductGrad, Positive, State
+from fedsim.clients.base import OuterProductGrad, State
 from fedsim.clients.capabilities import FeatureLoss, GradientMessage, client_algorithm
+from fedsim.core.numbers import FractionBelowOne
 from fedsim.errors import ExperimentError
 
 
@@ -20,11 +22,11 @@ from fedsim.errors import ExperimentError
 class LocalSGD(ClientAlgorithm):
     """Base class of client algorithms whose local steps are those of SGD with momentum."""
 
-    lr: NonNegative = 0.05
-    momentum: Decay = 0.0
-    weight_decay: NonNegative = 0.0
+    lr: NonNegativeFloat = 0.05
+    momentum: FractionBelowOne = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     nesterov: bool = False
-    dampening: Decay = field(default=0.0, kw_only=True)
+    dampening: FractionBelowOne = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         for key, is_set in (("nesterov = true", self.nesterov), (f"dampening = {self.dampening}", self.dampening)):
@@ -174,8 +176,8 @@ class DPSGD(LocalSGD):
     SampleNoise(clip=1.0, noise=1.1)
     """
 
-    clip: Positive = field(default=1.0, kw_only=True)
-    noise: NonNegative = field(default=1.0, kw_only=True)
+    clip: PositiveFloat = field(default=1.0, kw_only=True)
+    noise: NonNegativeFloat = field(default=1.0, kw_only=True)
 
     @property
     def sample_noise(self) -> SampleNoise:  # type: ignore[override]
@@ -205,7 +207,7 @@ class FedProx(LocalSGD):
     tensor([0.2500])
     """
 
-    mu: NonNegative = 0.01
+    mu: NonNegativeFloat = 0.01
     uses_start_row: ClassVar[bool] = True
 
     @property
@@ -236,7 +238,7 @@ class FedSAM(LocalSGD):
     tensor([-0.6000, -0.8000])
     """
 
-    rho: NonNegative = 0.05
+    rho: NonNegativeFloat = 0.05
     element_wise: ClassVar[bool] = False
 
     @property
@@ -282,8 +284,8 @@ class Moon(LocalSGD, FeatureLoss):
     tensor([0.0181])
     """
 
-    mu: NonNegative = 1.0
-    temperature: Positive = 0.5
+    mu: NonNegativeFloat = 1.0
+    temperature: PositiveFloat = 0.5
     uses_start_row: ClassVar[bool] = True
 
     def worker_state(self, row: Tensor) -> State:

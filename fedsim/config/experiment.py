@@ -22,12 +22,13 @@ from fedsim.byzantine.base import draw_attackers
 from fedsim.clients import LRSchedule
 from fedsim.config import schema
 from fedsim.config.overrides import DEFAULT_ENGINE
-from fedsim.config.schema import Amount, Count, matching
+from fedsim.config.schema import matching
 from fedsim.config.source_catalog import keys_of_tables
 from fedsim.config.validation import problems_with, what_needs_rows
 from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.import_policy import is_untrusted
 from fedsim.core.input_limits import problem_with_words
+from fedsim.core.numbers import Count, PositiveCount
 from fedsim.core.objects import Name, own_copy, plain
 from fedsim.core.validation_errors import explain
 from fedsim.data.formats.images import lacks_files
@@ -59,13 +60,13 @@ class Experiment(Table):
 
     name: Annotated[str, matching(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}", FOLDER_NAME)] = ""
     """Name of the run folder. Default: model, data, and rule or policy, as in `net-mnist5k-weighted_mean`."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Count = 0
     """Seed of all random draws."""
-    rounds: Amount = 10
+    rounds: PositiveCount = 10
     """Number of rounds."""
-    workers: Amount = 4
+    workers: PositiveCount = 4
     """Number of workers. Unset with a partition by owners (`natural`) or a given one (`given`): one for each shard."""
-    cohort: Amount | None = None
+    cohort: PositiveCount | None = None
     """Number of workers that take part in each round. Unset: all workers."""
     engine: Name = DEFAULT_ENGINE
     """How workers are trained: one after another (`serial`), in several processes (`spawn`), stacked into batched
@@ -84,7 +85,7 @@ class Experiment(Table):
     """Seconds without a training step after which a process counts as lost."""
     process_retries: Count = 2
     """Maximum number of times that a round is repeated with new processes after a process was lost. 0: the run ends."""
-    worker_state_memory: Amount = 4_000_000_000
+    worker_state_memory: PositiveCount = 4_000_000_000
     """Maximum size in bytes of the state that workers keep in memory between rounds. Larger state is stored in a
     temporary file."""
     device: str = "auto"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import nn
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
@@ -23,6 +23,7 @@ from fedsim.clients.adapters import TrainFunction
 from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.learning_task import LearningTask, LossTask, learning_task
 from fedsim.core.metrics import OutputMetric, metric
+from fedsim.core.numbers import Count, FractionBelowOne, PositiveCount, ProperFraction
 from fedsim.core.objects import Name
 from fedsim.core.registry import Registration
 from fedsim.core.suggestions import nearest
@@ -35,10 +36,6 @@ from fedsim.privacy import Mechanism, privacy_mechanism
 from fedsim.processes.hooks import hook
 from fedsim.processing import UpdateProcessor, processor
 from fedsim.server import sampling_strategy, server_optimizer
-
-Amount = Annotated[int, Field(gt=0, lt=2**63)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-NonNegative = Annotated[float, Field(ge=0)]
 
 DIRECTIONS: dict[str, Literal["min", "max"]] = {
     "validation_accuracy": "max",
@@ -162,11 +159,11 @@ class Data(ComponentTable):
     name: Name = "mnist5k"
     root: Annotated[str | None, BeforeValidator(lambda root: str(root) if isinstance(root, Path) else root)] = None
     """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, or `~/.cache/fedsim/data`."""
-    local_test_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    local_test_fraction: FractionBelowOne = 0.0
     """Fraction of each worker's samples that is used for tests and not for training."""
     augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])
     """Augmentations of training batches: names or tables, applied in this order."""
-    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    validation_fraction: FractionBelowOne = 0.0
     """Fraction of the training samples that no worker trains on. Each round records `validation_loss` and
     `validation_accuracy` on these samples."""
 
@@ -206,7 +203,7 @@ class Sampling(ComponentTable):
     place, named_by, registry = "sampling", "name", sampling_strategy
 
     name: Name = "uniform"
-    client_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    client_dropout: FractionBelowOne = 0.0
     """Probability that a chosen worker drops out and its update is lost."""
 
 
@@ -274,12 +271,12 @@ class Local(ComponentTable):
     """Number of epochs over the worker's shard in each round. Unset: 1, unless `steps` is set."""
     steps: LocalWork | None = None
     """Number of steps of the client algorithm in each round, instead of epochs."""
-    batch_size: Amount = 10
+    batch_size: PositiveCount = 10
     """Number of samples in a batch."""
     drop_last: bool = False
     """Whether to drop the last batch of an epoch if it is smaller than `batch_size`. A shard that is smaller than one
     batch is still used as one batch."""
-    accumulate: Amount = 1
+    accumulate: PositiveCount = 1
     """Number of batches whose mean gradient is used for one step. The last step of a round may use fewer batches."""
     clip_norm: PositiveFloat | None = None
     """Maximum L2 norm of a worker's gradient. Larger gradients are scaled down before weight decay and momentum. Unset:
@@ -324,7 +321,7 @@ class Attack(ComponentTable):
     alternatives = ("fraction", "workers")
 
     name: Name = "none"
-    fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    fraction: FractionBelowOne = 0.0
     """Fraction of Byzantine workers, which are drawn at random."""
     workers: list[Count] | None = None
     """List of Byzantine workers, instead of a fraction."""
@@ -332,7 +329,7 @@ class Attack(ComponentTable):
     """Whether the Byzantine workers are drawn again in each round."""
     by_class: Count | None = None
     """Class label. The Byzantine workers are those with the most samples of this class."""
-    start_round: Amount = 1
+    start_round: PositiveCount = 1
     """First round with an attack. In earlier rounds the Byzantine workers follow the protocol."""
     compressed: bool = False
     """Whether the attackers' updates pass through `processors` like those of honest workers. Otherwise attackers see
@@ -358,7 +355,7 @@ class Aggregate(ComponentTable):
     """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}."""
     f: Count | None = None
     """Number of Byzantine updates that the rule must tolerate, for rules with this parameter. Unset: true number."""
-    weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegative] | None = None
+    weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegativeFloat] | None = None
     """Weights of the workers: equal (`uniform`), proportional to sample counts (`samples`), sample fractions divided by
     the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` for
     rules that require weights, otherwise `uniform`, also with noise of the server (`privacy.mechanism`)."""
@@ -368,7 +365,7 @@ class Aggregate(ComponentTable):
     secure: bool = False
     """Whether the experiment is restricted to what secure aggregation allows: the server learns only the sum of the
     updates. Secure aggregation itself is not simulated."""
-    root_samples: Amount = 100
+    root_samples: PositiveCount = 100
     """Number of training samples that the server holds, for rules that use its gradient (`fltrust`)."""
 
     @classmethod
@@ -436,7 +433,7 @@ class Privacy(ComponentTable):
     place, named_by, registry = "privacy", "mechanism", privacy_mechanism
 
     mechanism: Name = "none"
-    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    delta: ProperFraction = 1e-5
     """Delta of (epsilon, delta)-differential privacy. Choose a delta below 1 / (number of workers). With `dp_sgd`,
     choose it below 1 / (number of samples)."""
     accountant: Literal["rdp", "pld"] = "rdp"
@@ -475,7 +472,7 @@ class Server(ComponentTable):
 class Batched(Table):
     """Settings of the engine `batched`."""
 
-    max_rows: Amount | None = None
+    max_rows: PositiveCount | None = None
     """Maximum number of workers in a stack. Unset: depends on the model and the cohort, and on a GPU on its memory."""
 
 
@@ -548,11 +545,11 @@ class Clock(Table):
     """Factor on each worker's computing time: 2 means twice as slow."""
     noise: Noise = Noise()
     """Random variation of computing times."""
-    latency: NonNegative = 0.0
+    latency: NonNegativeFloat = 0.0
     """Latency of the communication of one work item, in seconds, for both directions together."""
     bandwidth: PositiveFloat | None = None
     """Bandwidth in bytes per second. Unset: infinite."""
-    departures: dict[str, NonNegative] = Field(default={})
+    departures: dict[str, NonNegativeFloat] = Field(default={})
     """Time in seconds at which workers leave: `{3 = 100.0}`."""
     replay_log: str | None = None
     """Run folder of a race, or its race.csv. The clock repeats the order of events in the race."""
@@ -568,9 +565,9 @@ class Race(Table):
 class WorkerEvaluation(Table):
     """Tests of individual workers on their own test samples, which need `data.local_test_fraction`."""
 
-    every: Amount = 10
+    every: PositiveCount = 10
     """Number of rounds between two tests. The last round is also tested."""
-    workers: Amount = 100
+    workers: PositiveCount = 100
     """Maximum number of tested workers, drawn once at random. Byzantine workers are never tested."""
     fine_tune: Count = 0
     """Number of epochs for which each worker trains the global model before a second test. 0: no second test."""
@@ -588,9 +585,9 @@ class Stop(Table):
     `metrics.NAME`."""
     mode: Literal["min", "max"] | None = None
     """Whether lower (`min`) or higher (`max`) values are better. Unset: `min` for losses and `max` for accuracies."""
-    patience: Annotated[int, Field(gt=0, lt=2**63)] | None = None
+    patience: PositiveCount | None = None
     """Number of rounds without an improvement after which the run ends. Unset: no limit."""
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    min_delta: NonNegativeFloat = 0.0
     """Minimum difference from the best value so far that counts as an improvement."""
     target: float | None = None
     """Value of the metric at which the run ends. Unset: no target."""
@@ -611,7 +608,7 @@ class Checkpoint(Table):
 
     every: Count | None = None
     """Number of rounds between two checkpoints. 0: no checkpoints. Unset: as often as 1 % of the run time allows."""
-    keep: Amount = 2
+    keep: PositiveCount = 2
     """Number of newest checkpoints to keep."""
 
 
@@ -626,7 +623,7 @@ class Logger(ComponentTable):
 class Records(Table):
     """Optional files in the run folder, and loggers for the numbers of each round."""
 
-    updates: list[Amount] = Field(default=[])
+    updates: list[PositiveCount] = Field(default=[])
     """Rounds whose updates are recorded for `fedsim replay`."""
     model: bool = True
     """Whether to save the trained model."""

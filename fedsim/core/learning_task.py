@@ -8,12 +8,12 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import PositiveFloat
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
@@ -258,9 +258,7 @@ class Regression:
 
 @learning_task("regression")
 @learning_task("mse")
-def regression(
-    *, loss: Literal["mse", "l1", "huber"] = "mse", delta: Annotated[float, Field(gt=0)] = 1.0
-) -> Regression:
+def regression(*, loss: Literal["mse", "l1", "huber"] = "mse", delta: PositiveFloat = 1.0) -> Regression:
     """Return a regression task for numerical targets: mean squared, absolute or Huber error, without accuracy.
 
     Outputs have the shape of the targets, [batch] or [batch, outputs]. Outputs [batch, 1] are accepted for targets

@@ -16,13 +16,14 @@ Augmentations must not normalise, because they change only the training images. 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 from torch import Tensor
 
+from fedsim.core.numbers import Fraction
 from fedsim.core.randomness import Draws
 from fedsim.core.registry import Registry, taken_by_name
 from fedsim.errors import ExperimentError
@@ -30,8 +31,6 @@ from fedsim.errors import ExperimentError
 GIVEN = "images", "draws", "generator"
 
 augmentation = Registry("augmentation", inputs=(*GIVEN, "normalisation"))
-
-Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 class ImageTransform(NamedTuple):
@@ -63,7 +62,7 @@ class ImageTransform(NamedTuple):
 
 
 @augmentation("flip")
-def flip(images: Tensor, draws: Draws, *, probability: Probability = 0.5) -> Tensor:
+def flip(images: Tensor, draws: Draws, *, probability: Fraction = 0.5) -> Tensor:
     """Mirror each image left to right, independently, with probability `probability`.
 
     Args:

@@ -7,10 +7,9 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.suggestions import nearest
@@ -26,7 +25,6 @@ PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # columns in which pandas sto
 TRAIN_PARTS = ("train", "training")
 TEST_PARTS = ("test", "testing"), ("validation", "valid", "val")  # in order of preference
 MISSING = "na", "n/a", "nan", "null", "none", "?"
-Fraction = Annotated[float, Field(gt=0, lt=1)]
 Columns = Mapping[str, Any]
 
 

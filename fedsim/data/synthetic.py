@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 
-NonNegative = Annotated[float, Field(ge=0)]
 FEATURES, CLASSES = 60, 10
 
 
 @dataset("synthetic")
 def synthetic(
     *,
-    alpha: NonNegative = 1.0,
-    beta: NonNegative = 1.0,
+    alpha: NonNegativeFloat = 1.0,
+    beta: NonNegativeFloat = 1.0,
     users: PositiveInt = 30,
     iid: bool = False,
     seed: int = 0,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
 from torch import nn
 
 from fedsim.core.registry import Registry
 
-Probability = Annotated[float, Field(ge=0, lt=1)]
 Norm = Literal["batch", "group", "none"]
 
 # The trait `stacked` says how the engine `batched` computes the rows of a model with its default parameters: "merged"

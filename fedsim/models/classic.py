@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
+from fedsim.core.numbers import FractionBelowOne
 from fedsim.errors import ExperimentError
-from fedsim.models.base import Probability, model
+from fedsim.models.base import model
 
 
 @model("net", stacked="merged")
@@ -28,7 +29,9 @@ class Net(nn.Module):
     torch.Size([3, 10])
     """
 
-    def __init__(self, *, dropout: Probability = 0.5, channels: PositiveInt = 1, classes: PositiveInt = 10) -> None:
+    def __init__(
+        self, *, dropout: FractionBelowOne = 0.5, channels: PositiveInt = 1, classes: PositiveInt = 10
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, 10, kernel_size=5)
         self.conv2 = nn.Conv2d(10, 20, kernel_size=5)

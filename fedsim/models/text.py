@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
+from fedsim.core.numbers import FractionBelowOne
 from fedsim.errors import ExperimentError
-from fedsim.models.base import Probability, model
+from fedsim.models.base import model
 
 
 class LSTM(nn.Module):
@@ -130,7 +131,7 @@ class GPT(nn.Module):
         width: PositiveInt = 128,
         context: PositiveInt = 80,
         classes: PositiveInt = 90,
-        dropout: Probability = 0.0,
+        dropout: FractionBelowOne = 0.0,
     ) -> None:
         if width % heads:
             raise ExperimentError(f"model.heads = {heads}: must divide model.width = {width}")

@@ -11,18 +11,17 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
+from fedsim.core.numbers import ProperFraction
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.registry import Registry
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype
 
-NonNegative = Annotated[float, Field(ge=0)]
-Norm = Annotated[float, Field(gt=0, examples=[1.0])]
-Noise = Annotated[float, Field(ge=0, examples=[1.0])]
-Share = Annotated[float, Field(gt=0, lt=1)]
+Norm = Annotated[PositiveFloat, Field(examples=[1.0])]
+Noise = Annotated[NonNegativeFloat, Field(examples=[1.0])]
 
 MARGIN = 1e-5  # relative distance of a clipped norm from C, more than the rounding of float32
 MOST_LOG = 60.0  # bound of |ln C| with adaptive clipping, so that C stays positive and finite in float32
@@ -146,7 +145,7 @@ class AdaptiveCentralPrivacy(CentralPrivacy):
 
     adapts: ClassVar[bool] = True
 
-    quantile: Share = 0.5
+    quantile: ProperFraction = 0.5
     lr: Norm = 0.2
     count_noise: Norm | None = None
 

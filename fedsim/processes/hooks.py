@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -27,9 +27,6 @@ from fedsim.core.registry import Component, Registry
 from fedsim.errors import ExperimentError
 
 Mean = torch.futures.Future[Tensor]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0)]
 
 
 class Bucket:
@@ -138,12 +135,12 @@ class PowerSGD:
     compression rate c. Constraint: start_powerSGD_iter >= 2 with error feedback or a warm start.
     """
 
-    matrix_approximation_rank: Positive = 1
-    start_powerSGD_iter: Count = 1_000  # noqa: N815
-    min_compression_rate: NonNegative = 2.0
+    matrix_approximation_rank: PositiveInt = 1
+    start_powerSGD_iter: NonNegativeInt = 1_000  # noqa: N815
+    min_compression_rate: NonNegativeFloat = 2.0
     use_error_feedback: bool = True
     warm_start: bool = True
-    orthogonalization_epsilon: NonNegative = 0.0
+    orthogonalization_epsilon: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         if self.start_powerSGD_iter < 2 and (self.use_error_feedback or self.warm_start):

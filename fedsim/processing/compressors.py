@@ -15,6 +15,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
+from fedsim.core.numbers import PositiveFraction
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
 from fedsim.processing.codec import Compressor, Format, Packet, Sender, Spec
@@ -32,7 +33,7 @@ class Sparsifier(Compressor):
     """Base class of compressors that keep k of d coordinates."""
 
     stage: ClassVar[int] = 0
-    ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    ratio: PositiveFraction | None = None
     k: PositiveInt | None = None
 
     def __post_init__(self) -> None:

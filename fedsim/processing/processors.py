@@ -24,7 +24,7 @@ from itertools import count, pairwise
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.core.randomness import Draws
@@ -180,7 +180,7 @@ def _codec(chain: Sequence[UpdateProcessor], places: Sequence[int], row: Tensor,
 
 
 @processor("clip")
-def clip(update: Tensor, metrics: dict[str, Any], *, max_norm: Annotated[float, Field(gt=0)] = 1.0) -> Tensor:
+def clip(update: Tensor, metrics: dict[str, Any], *, max_norm: PositiveFloat = 1.0) -> Tensor:
     """Clip an update x to an L2 norm of at most max_norm: x min(1, max_norm / |x|) (McMahan et al. 2018).
 
     Args:
@@ -203,7 +203,7 @@ clip.compresses = False  # error feedback is not allowed, because it would add a
 
 @processor("gaussian_noise")
 def gaussian_noise(
-    update: Tensor, draws: Draws, *, std: Annotated[float, Field(ge=0, examples=[0.01])]
+    update: Tensor, draws: Draws, *, std: Annotated[NonNegativeFloat, Field(examples=[0.01])]
 ) -> tuple[Tensor, int]:
     """Add independent Gaussian noise to each number of an update (Gaussian mechanism, Dwork and Roth 2014).
 

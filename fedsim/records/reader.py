@@ -16,12 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from fedsim.config.files import read_toml
 from fedsim.core.input_limits import problem_with_words
+from fedsim.core.numbers import Count
 from fedsim.core.objects import ObjectName, with_objects
 from fedsim.errors import RecordError, cut, printable
 from fedsim.records.early_stopping import stop_reason, stored_stop
 from fedsim.records.history import METRICS, first_problem, noted_stop, read_file, read_metrics, read_object
 from fedsim.records.numbers import Progress, best_score, byzantine_weight, progress_of, run_metrics
-from fedsim.records.record import Count, RoundRecord
+from fedsim.records.record import RoundRecord
 from fedsim.records.rows import NO_SETTINGS, SETTINGS, ComparisonSettings, canonical
 from fedsim.records.run_folder import ENVIRONMENT, ERROR, EXPERIMENT, MODEL, PARTITION
 from fedsim.records.worker_results import WorkerResults, newest_table, read_csv

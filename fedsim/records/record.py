@@ -16,6 +16,7 @@ from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringCons
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from fedsim.core.equality import same
+from fedsim.core.numbers import Count
 from fedsim.errors import ExperimentError, cut
 
 LARGEST = 1e145  # largest number that is read from a file; a sum of squares of such numbers is finite
@@ -113,7 +114,6 @@ def _drop_huge(value: float | None, info: ValidationInfo) -> float | None:
     return None if value is not None and info.mode == "json" and not abs(value) <= LARGEST else value
 
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float | None, AfterValidator(_drop_huge)]
 Text = Annotated[str, AfterValidator(cut)]
 Named = Annotated[dict[Text, Number], Field(max_length=MOST_NAMES)]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 from torch import Tensor
 
 from fedsim.core.randomness import Draws
@@ -27,7 +27,7 @@ from fedsim.training.task import RunTask
 class PrivacyState(CheckpointModel):
     """State of `PrivateRounds` in a checkpoint."""
 
-    clip: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    clip: Annotated[PositiveFloat, Field(allow_inf_nan=False)]
 
 
 class PrivateRounds:

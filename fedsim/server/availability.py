@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, PositiveFloat
 
+from fedsim.core.numbers import PositiveFraction
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.errors import ExperimentError, show
 from fedsim.server.cohort import Chosen, sampling_strategy
@@ -117,7 +118,7 @@ class Daily:
     """
 
     period: PositiveFloat = 24.0
-    online: Annotated[float, Field(gt=0, le=1)] = 0.5
+    online: PositiveFraction = 0.5
 
     def __call__(
         self, n_workers: int, size: int, now: float, seed: int, rng: np.random.Generator, metrics: dict[str, Any]

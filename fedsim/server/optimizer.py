@@ -12,10 +12,12 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from fedsim.clients import Decay, NonNegative, Positive, State
+from fedsim.clients import State
 from fedsim.clients.adaptive import averaged_weight
+from fedsim.core.numbers import FractionBelowOne
 from fedsim.core.registry import Registry
 from fedsim.errors import ExperimentError
 
@@ -65,7 +67,7 @@ class ServerSGD(ServerStep):
     tensor([3.])
     """
 
-    lr: NonNegative = 1.0
+    lr: NonNegativeFloat = 1.0
 
     def step(self, rows: Tensor, update: Tensor, state: State) -> None:
         rows.add_(update, alpha=self.lr)
@@ -110,8 +112,8 @@ class ServerMomentum(MomentumStep):
     tensor([3.])
     """
 
-    lr: NonNegative = 1.0
-    beta: Decay = 0.9
+    lr: NonNegativeFloat = 1.0
+    beta: FractionBelowOne = 0.9
     nesterov: bool = False
 
 
@@ -133,8 +135,8 @@ class ServerDiLoCo(MomentumStep):
     tensor([3.])
     """
 
-    lr: NonNegative = 0.7
-    beta: Decay = 0.9
+    lr: NonNegativeFloat = 0.7
+    beta: FractionBelowOne = 0.9
     nesterov = True  # no annotation, so it is not a parameter
 
 
@@ -158,9 +160,9 @@ class ServerSlowMo(ServerStep):
     tensor([2.])
     """
 
-    alpha: NonNegative = 1.0
-    beta: Decay = 0.5
-    lr: Positive = 1.0
+    alpha: NonNegativeFloat = 1.0
+    beta: FractionBelowOne = 0.5
+    lr: PositiveFloat = 1.0
 
     def start(self, rows: Tensor) -> State:
         return {"u": torch.zeros_like(rows)}
@@ -191,8 +193,8 @@ class ServerBMUF(ServerStep):
     (tensor([2.]), tensor([3.]))
     """
 
-    bm: Decay = 0.9
-    zeta: NonNegative = 1.0
+    bm: FractionBelowOne = 0.9
+    zeta: NonNegativeFloat = 1.0
     nesterov: bool = False
 
     def start(self, rows: Tensor) -> State:
@@ -225,11 +227,11 @@ class AdaptiveStep(ServerStep):
             as in the original Adam, but not in the paper.
     """
 
-    lr: NonNegative = 0.1
-    beta1: Decay = 0.9
+    lr: NonNegativeFloat = 0.1
+    beta1: FractionBelowOne = 0.9
     _: KW_ONLY  # so that beta2 of a subclass follows beta1
-    tau: Positive = 1e-3
-    v0: NonNegative | Literal["tau^2"] = 0.0
+    tau: PositiveFloat = 1e-3
+    v0: NonNegativeFloat | Literal["tau^2"] = 0.0
     bias_correction: bool = False
 
     def start(self, rows: Tensor) -> State:
@@ -262,8 +264,8 @@ class AdaptiveStep(ServerStep):
 class DecayingStep(AdaptiveStep):
     """Base class of `adam` and `yogi`, which gradually forget old squared updates."""
 
-    lr: NonNegative = 0.03
-    beta2: Decay = 0.99
+    lr: NonNegativeFloat = 0.03
+    beta2: FractionBelowOne = 0.99
 
     def __post_init__(self) -> None:
         if self.bias_correction and self.v0 != 0:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
-from pydantic import Field
+from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import squared_norms
 from fedsim.aggregation.numerics.threads import alone_if_few
-from fedsim.aggregation.rule import LinearCombination, Positive, rule
+from fedsim.aggregation.rule import LinearCombination, rule
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import to_device
 
@@ -72,8 +70,8 @@ def qfedavg(
     local_lr: float | None,
     sync: str,
     *,
-    q: Annotated[float, Field(ge=0)] = 1.0,
-    lr: Positive | None = None,
+    q: NonNegativeFloat = 1.0,
+    lr: PositiveFloat | None = None,
 ) -> LinearCombination:
     """Average the updates with higher weights for workers with a higher loss (q-FedAvg, Li et al. 2020).
 

@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import distances_to, norms
 from fedsim.aggregation.numerics.gram import Gram, times
 from fedsim.aggregation.numerics.lazy_rows import LazyRows
-from fedsim.aggregation.rule import Count, LinearCombination, Positive, pre_aggregator, require, rule
+from fedsim.aggregation.rule import ByzantineCount, LinearCombination, pre_aggregator, require, rule
 from fedsim.errors import ExperimentError
 
 
@@ -37,7 +37,7 @@ def _clipped_share(factors: Tensor) -> float:
 @rule("norm_clipping")
 @pre_aggregator("norm_clipping")
 def norm_clipping(
-    updates: Tensor, metrics: dict[str, Any], *, c: Annotated[Positive, Field(examples=[1.0])]
+    updates: Tensor, metrics: dict[str, Any], *, c: Annotated[PositiveFloat, Field(examples=[1.0])]
 ) -> LinearCombination:
     """Clip each update x to norm c: x min(1, c / |x|) (Sun et al. 2019). As a rule, return the mean of the results.
 
@@ -63,7 +63,7 @@ def norm_clipping(
 
 @rule("arc")
 @pre_aggregator("arc")
-def arc(updates: Tensor, *, f: Count) -> LinearCombination:
+def arc(updates: Tensor, *, f: ByzantineCount) -> LinearCombination:
     """Clip the updates with the largest norms (adaptive robust clipping, Allouah et al. 2025).
 
     The k = floor(2f (n - f) / n) updates with the largest norms are scaled down to the (k + 1)-th largest norm.
@@ -93,7 +93,7 @@ def centered_clipping(
     last: Tensor | None,
     metrics: dict[str, Any],
     *,
-    tau: Positive = 10.0,
+    tau: PositiveFloat = 10.0,
     iterations: PositiveInt = 1,
     start: Literal["zeros", "mean"] = "zeros",
 ) -> LinearCombination:
@@ -134,9 +134,9 @@ def geometric_median(
     metrics: dict[str, Any],
     weights: Tensor | None = None,
     *,
-    nu: Positive = 1e-6,
+    nu: PositiveFloat = 1e-6,
     iterations: PositiveInt = 1_000,
-    tol: Annotated[float, Field(ge=0)] = 1e-10,
+    tol: NonNegativeFloat = 1e-10,
     start: Literal["mean", "zeros"] = "mean",
 ) -> LinearCombination:
     """Return the geometric median of the updates, computed as in RFA (smoothed Weiszfeld, Pillutla et al. 2022).

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import map_columns
 from fedsim.aggregation.numerics.sorting import map_sorted_columns, mean_nearest, middle, middle_places
-from fedsim.aggregation.rule import Count, require, rule
+from fedsim.aggregation.rule import ByzantineCount, require, rule
 
 
 @rule("median", columnwise=True)
@@ -25,7 +25,7 @@ def median(updates: Tensor) -> Tensor:
 
 
 @rule("trimmed_mean", columnwise=True)
-def trimmed_mean(updates: Tensor, *, f: Count) -> Tensor:
+def trimmed_mean(updates: Tensor, *, f: ByzantineCount) -> Tensor:
     """Return the mean of each coordinate without its f largest and f smallest values (Yin et al. 2018).
 
     Args:
@@ -43,7 +43,7 @@ def trimmed_mean(updates: Tensor, *, f: Count) -> Tensor:
 
 
 @rule("meamed", columnwise=True)
-def meamed(updates: Tensor, *, f: Count) -> Tensor:
+def meamed(updates: Tensor, *, f: ByzantineCount) -> Tensor:
     """Return the mean of the n - f values nearest the median, for each coordinate (Xie et al. 2018).
 
     Of equally near values, those in the first rows are chosen.
@@ -65,7 +65,7 @@ def meamed(updates: Tensor, *, f: Count) -> Tensor:
 
 
 @rule("phocas", columnwise=True)
-def phocas(updates: Tensor, *, f: Count) -> Tensor:
+def phocas(updates: Tensor, *, f: ByzantineCount) -> Tensor:
     """Return the mean of the n - f values nearest the f-trimmed mean, for each coordinate (Xie et al. 2018, "Phocas").
 
     Of equally near values, those in the first rows are chosen.

@@ -7,11 +7,11 @@ import torch
 from pydantic import PositiveInt
 
 from fedsim.aggregation.numerics.gram import Gram, stable_order
-from fedsim.aggregation.rule import Count, LinearCombination, pre_aggregator, require
+from fedsim.aggregation.rule import ByzantineCount, LinearCombination, pre_aggregator, require
 
 
 @pre_aggregator("nnm")
-def nnm(gram: Gram, *, f: Count) -> LinearCombination:
+def nnm(gram: Gram, *, f: ByzantineCount) -> LinearCombination:
     """Replace each update by the mean of its n - f nearest updates (nearest-neighbour mixing, Allouah et al. 2023).
 
     The nearest updates include the update itself. Of equally near updates, those of the first workers are chosen.

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import distances_to, norms
 from fedsim.aggregation.numerics.gram import TIED, Gram, stable_order
 from fedsim.aggregation.numerics.sorting import mean_nearest, middle, sorted_columns
 from fedsim.aggregation.numerics.subset_search import least_covariance, least_diameter
-from fedsim.aggregation.rule import Count, LinearCombination, average_of, require, require_finite, rule
+from fedsim.aggregation.rule import ByzantineCount, LinearCombination, average_of, require, require_finite, rule
 from fedsim.aggregation.rules.order_statistics import median
 from fedsim.errors import ExperimentError
 
 
 @rule("krum")
-def krum(gram: Gram, *, f: Count) -> LinearCombination:
+def krum(gram: Gram, *, f: ByzantineCount) -> LinearCombination:
     """Select the update with the smallest Krum score (Blanchard et al. 2017).
 
     The Krum score of an update is the sum of its squared distances to the n - f - 2 nearest other updates. Of equal
@@ -41,7 +40,7 @@ def krum(gram: Gram, *, f: Count) -> LinearCombination:
 
 
 @rule("multi_krum")
-def multi_krum(gram: Gram, *, f: Count, m: Annotated[int, Field(ge=1)] | None = None) -> LinearCombination:
+def multi_krum(gram: Gram, *, f: ByzantineCount, m: PositiveInt | None = None) -> LinearCombination:
     """Average the m updates with the smallest Krum scores (Blanchard et al. 2017).
 
     The Krum score of an update is the sum of its squared distances to the n - f - 2 nearest other updates.
@@ -78,7 +77,7 @@ def krum_scores(squared_distances: Tensor, f: int) -> Tensor:
 
 
 @rule("bulyan")
-def bulyan(gram: Gram, *, f: Count) -> LinearCombination:
+def bulyan(gram: Gram, *, f: ByzantineCount) -> LinearCombination:
     """Select updates with repeated Krum, then average each coordinate around its median (El Mhamdi et al. 2018).
 
     Krum selects theta = n - 2f updates one after another. When n' updates are left, a Krum score is the sum of squared
@@ -123,7 +122,7 @@ def _picked_by_krum(squared_distances: Tensor, f: int, count: int) -> Tensor:
 
 
 @rule("mda")
-def mda(gram: Gram, *, f: Count) -> LinearCombination:
+def mda(gram: Gram, *, f: ByzantineCount) -> LinearCombination:
     """Average the set of n - f updates with the smallest diameter (minimum-diameter averaging, El Mhamdi et al. 2021).
 
     The diameter of a set is its largest pairwise distance. Of sets with equal diameters, the lexicographically first
@@ -145,7 +144,7 @@ def mda(gram: Gram, *, f: Count) -> LinearCombination:
 
 
 @rule("smea")
-def smea(gram: Gram, *, f: Count) -> LinearCombination:
+def smea(gram: Gram, *, f: ByzantineCount) -> LinearCombination:
     """Average the set of n - f updates with the smallest maximal variance in any direction (Allouah et al. 2023).
 
     Smallest maximum eigenvalue averaging (SMEA) chooses the set whose empirical covariance has the smallest maximal
@@ -193,7 +192,7 @@ def medoid(gram: Gram) -> LinearCombination:
 
 
 @rule("cge")
-def cge(updates: Tensor, *, f: Count) -> LinearCombination:
+def cge(updates: Tensor, *, f: ByzantineCount) -> LinearCombination:
     """Average the n - f updates with the smallest norms (comparative gradient elimination, Gupta et al. 2021).
 
     Of equal norms, those of the first workers are chosen.
@@ -213,7 +212,7 @@ def cge(updates: Tensor, *, f: Count) -> LinearCombination:
 
 
 @rule("aksel")
-def aksel(updates: Tensor, *, f: Count) -> LinearCombination:
+def aksel(updates: Tensor, *, f: ByzantineCount) -> LinearCombination:
     """Average the n - f updates nearest the coordinate-wise median (Boussetta et al. 2021).
 
     Of equally near updates, those of the first workers are chosen.
@@ -233,7 +232,7 @@ def aksel(updates: Tensor, *, f: Count) -> LinearCombination:
 
 
 @rule("monna")
-def monna(updates: Tensor, workers: list[int], *, f: Count, row: Annotated[int, Field(ge=0)] = 0) -> LinearCombination:
+def monna(updates: Tensor, workers: list[int], *, f: ByzantineCount, row: NonNegativeInt = 0) -> LinearCombination:
     """Average a trusted worker's update and the n - f - 1 updates nearest to it (Farhadkhani et al. 2023).
 
     Of equally near updates, those of the first workers are chosen.

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedsim.aggregation.mean_shift import bandwidth_of, mean_shift
 from fedsim.aggregation.numerics.columns import distances_on_device, most_columns, on_host
 from fedsim.aggregation.numerics.gram import TIED, Gram, require_no_overflow
-from fedsim.aggregation.rule import Count, LinearCombination, Positive, average_of, require, require_finite, rule
+from fedsim.aggregation.rule import ByzantineCount, LinearCombination, average_of, require, require_finite, rule
 from fedsim.aggregation.rules.clipping import clip_factors
+from fedsim.core.numbers import PositiveFraction
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype
@@ -27,7 +27,7 @@ NORM_RANGE = (0.1, 3.0)  # norms that pass SignGuard's filter, relative to the m
 
 
 @rule("caf")
-def caf(gram: Gram, *, f: Count) -> LinearCombination:
+def caf(gram: Gram, *, f: ByzantineCount) -> LinearCombination:
     """Average the updates after lowering the weights of outliers step by step (CAF, Allouah et al. 2025).
 
     The covariance-bound agnostic filter starts with weight c_k = 1 for each update x_k. Each step computes the top
@@ -75,9 +75,9 @@ def dnc(
     updates: Tensor,
     draws: Draws,
     *,
-    f: Count,
+    f: ByzantineCount,
     b: PositiveInt = 10_000,
-    c: Positive = 1.0,
+    c: PositiveFloat = 1.0,
     iterations: PositiveInt = 1,
 ) -> LinearCombination:
     """Average the updates except those farthest along the top singular vector (DnC, Shejwalkar and Houmansadr 2021).
@@ -153,9 +153,7 @@ def _ascending(along: Tensor) -> Tensor:
 
 
 @rule("signguard")
-def signguard(
-    updates: Tensor, draws: Draws, *, fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
-) -> LinearCombination:
+def signguard(updates: Tensor, draws: Draws, *, fraction: PositiveFraction = 0.1) -> LinearCombination:
     """Average the updates with typical norms and signs, clipped to the median norm (SignGuard, Xu et al. 2022).
 
     An update passes the norm filter if its norm is between 0.1 and 3 times the median norm. The sign filter counts

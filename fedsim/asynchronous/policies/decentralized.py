@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
 from fedsim.asynchronous.policies.policy import Arrival, Policy, StateScope, policy
 from fedsim.clients import State
+from fedsim.core.numbers import Fraction
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
 
@@ -49,7 +50,7 @@ class ElasticAveraging(OwnModels):
     (1, 1)
     """
 
-    alpha: Annotated[float, Field(ge=0, le=1)] | None = None
+    alpha: Fraction | None = None
     period: PositiveInt = 10
     synchronous: bool = False
 

@@ -32,6 +32,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, PositiveFloat
 
+from fedsim.core.numbers import Fraction
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.registry import Component, Registry
 from fedsim.errors import ExperimentError, plural, show
@@ -179,7 +180,7 @@ def stragglers(
     n_workers: int,
     rng: np.random.Generator,
     *,
-    fraction: Annotated[float, Field(ge=0, le=1)] = 0.1,
+    fraction: Fraction = 0.1,
     factor: PositiveFloat = 10.0,
 ) -> np.ndarray:
     """Return slowdown factor `factor` for randomly drawn workers (stragglers), and 1 for all other workers.
@@ -245,9 +246,7 @@ def constant(size: int) -> np.ndarray:
 
 
 @noise("shifted_exponential")
-def shifted_exponential(
-    rng: np.random.Generator, size: int, *, shift: Annotated[float, Field(ge=0, le=1)] = 0.0
-) -> np.ndarray:
+def shifted_exponential(rng: np.random.Generator, size: int, *, shift: Fraction = 0.0) -> np.ndarray:
     """Draw shifted exponential noise factors with mean 1: shift + (1 - shift) E with E ~ Exp(1).
 
     This is the straggler model of Lee et al. 2018 and Dutta et al. 2018. With shift 0, durations are exponential. The

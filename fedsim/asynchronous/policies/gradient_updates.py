@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policies.policy import Arrival, Locking, Policy, StateScope, policy
-from fedsim.clients import Decay, NonNegative, State
+from fedsim.clients import State
+from fedsim.core.numbers import FractionBelowOne
 from fedsim.errors import ExperimentError
 
 if TYPE_CHECKING:
@@ -172,9 +173,9 @@ class DelayCompensated(Policy):
     fedsim.errors.ExperimentError: policy.m = 0.5: is only used with policy.adaptive = true; set this or remove policy.m
     """
 
-    lam: NonNegative = 0.04
+    lam: NonNegativeFloat = 0.04
     adaptive: bool = False
-    m: Decay = 0.95
+    m: FractionBelowOne = 0.95
 
     def __post_init__(self) -> None:
         if not self.adaptive and self.m != DelayCompensated.m:

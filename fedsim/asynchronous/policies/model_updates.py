@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from fedsim.asynchronous.policies.policy import Arrival, Policy, policy
-from fedsim.clients import Decay, NonNegative, State
+from fedsim.clients import State
+from fedsim.core.numbers import FractionBelowOne, PositiveFraction
 from fedsim.errors import ExperimentError
 
 if TYPE_CHECKING:
     from fedsim.asynchronous.server_state import ServerState
 
-Fraction = Annotated[float, Field(gt=0, le=1)]
 
 WEIGHTINGS: dict[str, Callable[[int, float, int], float]] = {
     "constant": lambda tau, a, b: 1.0,
@@ -44,9 +44,9 @@ class FedAsync(Policy):
 
     work, allows_sampling = "model", True
 
-    alpha: Fraction = 0.6
+    alpha: PositiveFraction = 0.6
     staleness: Literal["constant", "hinge", "polynomial"] = "polynomial"
-    a: NonNegative = 0.5
+    a: NonNegativeFloat = 0.5
     b: NonNegativeInt = 4
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class FedBuff(Policy):
     work, allows_sampling, uses_server_optimizer = "model", True, True
 
     k: PositiveInt | None = None
-    exponent: NonNegative = 0.5
+    exponent: NonNegativeFloat = 0.5
 
     def start(self, server: ServerState) -> State:
         wide = server.shared.cohort.buffers.dtype
@@ -146,10 +146,10 @@ class AsyncLocalSGD(Policy):
 
     work = "model"
 
-    lr: NonNegative = 0.7
-    beta: Decay = 0.9
+    lr: NonNegativeFloat = 0.7
+    beta: FractionBelowOne = 0.9
     n: PositiveInt | None = None
-    c: NonNegative = 0.0
+    c: NonNegativeFloat = 0.0
     dylu: bool = False
 
     def check(self, n_workers: int) -> None:

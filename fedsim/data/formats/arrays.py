@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fedsim.core.numbers import ProperFraction
 from fedsim.data.columns import (
-    Fraction,
     data_path,
     require_finite,
     samples_of,
@@ -31,7 +31,7 @@ NAMES = {  # accepted names of each array
 
 @dataset("npz")
 @dataset("safetensors")
-def arrays(*, path: str, test_fraction: Fraction = 0.2) -> tuple[TensorData, TensorData]:
+def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorData, TensorData]:
     """Arrays in a `.npz` file, or tensors in a `.safetensors` file.
 
     The arrays are `inputs` [n, ...], `targets` [n, ...] and, if the file has test samples, `test_inputs` and

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedsim.data.columns import Fraction, data_path, parts_of, train_and_test
+from fedsim.core.numbers import ProperFraction
+from fedsim.data.columns import data_path, parts_of, train_and_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, one_line, show
@@ -28,7 +29,7 @@ def huggingface(
     target: str | None = None,
     inputs: list[str] | None = None,
     ids: list[str] | None = None,
-    test_fraction: Fraction = 0.2,
+    test_fraction: ProperFraction = 0.2,
 ) -> tuple[TensorData, TensorData]:
     """A Hugging Face data set, from the hub or from a folder that `save_to_disk` wrote (needs the extra `huggingface`).
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from pydantic import PositiveInt
 
-from fedsim.data.columns import TEST_PARTS, Fraction, part_like, parts_of, split_test, warn_of_unlikely_classes
+from fedsim.core.numbers import ProperFraction
+from fedsim.data.columns import TEST_PARTS, part_like, parts_of, split_test, warn_of_unlikely_classes
 from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
@@ -25,7 +26,7 @@ def image_folder(
     path: str,
     size: PositiveInt | None = None,
     grey: bool = False,
-    test_fraction: Fraction = 0.2,
+    test_fraction: ProperFraction = 0.2,
 ) -> tuple[TensorData, TensorData]:
     """Image files `PATH/train/CLASS/IMAGE` and `PATH/test/CLASS/IMAGE`, or `PATH/CLASS/IMAGE` without a test part.
 

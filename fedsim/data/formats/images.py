@@ -11,11 +11,11 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedsim.core.suggestions import closest
@@ -202,7 +202,7 @@ def read_images(
     *,
     image_size: PositiveInt | None = None,
     mean: Sequence[float] | None = None,
-    std: Sequence[Annotated[float, Field(gt=0)]] | None = None,
+    std: Sequence[PositiveFloat] | None = None,
     **arguments: Any,
 ) -> tuple[TensorData, TensorData]:
     """Return the training and test images of a class of torchvision.datasets. Missing files are downloaded.

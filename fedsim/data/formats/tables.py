@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.data.columns import Fraction, data_path, is_nameless, train_and_test, unreadable
+from fedsim.core.numbers import ProperFraction
+from fedsim.data.columns import data_path, is_nameless, train_and_test, unreadable
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, show
@@ -23,7 +24,7 @@ def table(
     target: str | None = None,
     inputs: list[str] | None = None,
     ids: list[str] | None = None,
-    test_fraction: Fraction = 0.2,
+    test_fraction: ProperFraction = 0.2,
 ) -> tuple[TensorData, TensorData]:
     """Table in a CSV or Parquet file, one sample per line, read by PyArrow (`pip install 'fedsim-sgd[tables]'`).
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from pydantic import Field, PositiveInt
 
-from fedsim.data.columns import Fraction
+from fedsim.core.numbers import ProperFraction
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, show
@@ -37,7 +37,7 @@ def shakespeare(
     stride: PositiveInt | None = None,
     targets: Targets = "all",
     min_characters: PositiveInt = 1000,
-    test_fraction: Fraction = 0.2,
+    test_fraction: ProperFraction = 0.2,
     test_windows: PositiveInt | None = None,
 ) -> tuple[TensorData, TensorData]:
     """The 37 plays of Shakespeare, which come with fedsim: windows of characters, for the task next_token.
@@ -95,7 +95,7 @@ def text(
     length: PositiveInt = 80,
     stride: PositiveInt | None = None,
     targets: Targets = "all",
-    test_fraction: Fraction = 0.2,
+    test_fraction: ProperFraction = 0.2,
     test_windows: PositiveInt | None = None,
 ) -> tuple[TensorData, TensorData]:
     """Text files in UTF-8: windows of characters or byte-pair tokens, for the task next_token.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
+from fedsim.core.numbers import Fraction
 from fedsim.data.partitions.allocation import assign_samples, by_label, even_sizes
 from fedsim.data.partitions.base import partition_strategy
 from fedsim.errors import ExperimentError
@@ -110,7 +110,7 @@ def similarity(
     n_workers: int,
     rng: np.random.Generator,
     *,
-    gamma: Annotated[float, Field(ge=0, le=1)] = 0.1,
+    gamma: Fraction = 0.1,
 ) -> list[np.ndarray]:
     """Distribute a fraction gamma of the samples at random, and the rest, sorted by label, in one piece per worker.
 
