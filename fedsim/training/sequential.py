@@ -22,7 +22,7 @@ from fedsim.processes.process_context import ProcessContext
 from fedsim.system.devices import wide_dtype
 from fedsim.training.batches import Batches, BatchSource, WorkItem
 from fedsim.training.client_rounds import ClientRounds
-from fedsim.training.dropout import RoundDropout, RowDropout
+from fedsim.training.forward_functions import RoundDropout, RowDropout
 from fedsim.training.row_module import RowModule
 from fedsim.training.sample_gradients import SampleGradients
 from fedsim.training.shared_state import SharedState

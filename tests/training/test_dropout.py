@@ -17,7 +17,7 @@ from fedsim.core.philox import blocks
 from fedsim.core.randomness import draw_key
 from fedsim.training import sequential
 from fedsim.training.batches import BatchSource
-from fedsim.training.dropout import (
+from fedsim.training.forward_functions import (
     Dropout,
     FactorsAhead,
     RowDropout,
@@ -313,7 +313,7 @@ def test_a_full_device_is_not_taken_for_a_model_without_dropout(prepared, monkey
     def full(loss):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("fedsim.training.dropout._backward_under_modes", full)
+    monkeypatch.setattr("fedsim.training.forward_functions._backward_under_modes", full)
     task, shared = prepared("dropout")
     with pytest.raises(torch.OutOfMemoryError):
         RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
