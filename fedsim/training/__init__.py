@@ -6,6 +6,6 @@
 - operations, stacked_module, sample_gradients: one module that computes the models of several workers at once.
 - stack, stack_step, probe: workers that are trained together, one step of theirs, and which models allow it.
 - capture, cuda_graphs: steps that are replayed as CUDA graphs.
-- sequential, parallel_trainer, stacked: trainers that train one worker after another, average gradients over ranks during
+- sequential, parallel_trainer, stacked: trainers that train one worker after another, average gradients over ranks in
   the backward pass, and train several workers at once.
 """
