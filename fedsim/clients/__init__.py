@@ -2,22 +2,21 @@
 
 from fedsim.clients.adapters import KeptState, as_algorithm
 from fedsim.clients.adaptive import Adagrad, Adam, AdamW
-from fedsim.clients.algorithm import (
-    ClientAlgorithm,
-    GradientAt,
-    SampleNoise,
-    WorkerFacts,
-    WorkerRound,
-    exchanges,
-    needs_local_steps,
-    step_along,
-)
+from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, SampleNoise, WorkerFacts, WorkerRound, exchanges
 from fedsim.clients.base import (
     OuterProductGrad,
     RowOptimizer,
     State,
     Stepper,
+)
+from fedsim.clients.capabilities import (
+    CohortGradient,
+    FeatureLoss,
+    GradientMessage,
+    PersonalModel,
+    UpdateCorrection,
     client_algorithm,
+    needs_local_steps,
 )
 from fedsim.clients.corrections import FedDyn, FedNova, Mime, MimeLite, Scaffold
 from fedsim.clients.lr_schedules import LRSchedule, lr_schedule
@@ -33,7 +32,9 @@ __all__ = [
     "Adam",
     "AdamW",
     "ClientAlgorithm",
+    "CohortGradient",
     "Ditto",
+    "FeatureLoss",
     "FedBN",
     "FedDyn",
     "FedNova",
@@ -42,6 +43,7 @@ __all__ = [
     "FedRep",
     "FedSAM",
     "GradientAt",
+    "GradientMessage",
     "KeptState",
     "LGFedAvg",
     "LRSchedule",
@@ -53,11 +55,13 @@ __all__ = [
     "OuterProductGrad",
     "PFedMe",
     "PerFedAvg",
+    "PersonalModel",
     "RowOptimizer",
     "SampleNoise",
     "Scaffold",
     "State",
     "Stepper",
+    "UpdateCorrection",
     "WorkerFacts",
     "WorkerRound",
     "as_algorithm",
@@ -65,5 +69,4 @@ __all__ = [
     "exchanges",
     "lr_schedule",
     "needs_local_steps",
-    "step_along",
 ]

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.algorithm import ClientAlgorithm, SampleNoise, WorkerRound, exchanges
+from fedsim.clients.algorithm import ClientAlgorithm, WorkerRound, exchanges
 from fedsim.clients.base import OuterProductGrad, State, Stepper
+from fedsim.clients.capabilities import UpdateCorrection
 from fedsim.core.registry import Registration
 from fedsim.errors import ExperimentError, show
 
@@ -59,11 +60,15 @@ class KeptState(ClientAlgorithm):
     {'momentum': tensor([0., 0.])}
     """
 
+    setting = "local.keep_state = true"
+
     def __init__(self, algorithm: ClientAlgorithm) -> None:
         self.algorithm = algorithm
         self.gradients_per_step = algorithm.gradients_per_step  # type: ignore[misc]
-        unsupported = ("start_round", "step_rows", "finish", "correct")
-        if any(algorithm.has(method) for method in unsupported) or algorithm.uses_start_row or exchanges(algorithm):
+        self.sample_noise = algorithm.sample_noise  # type: ignore[misc]
+        rounds = [(cls.start_round, cls.finish) for cls in (type(algorithm), ClientAlgorithm)]
+        unsupported = rounds[0] != rounds[1] or not algorithm.element_wise or isinstance(algorithm, UpdateCorrection)
+        if unsupported or algorithm.uses_start_row or exchanges(algorithm):
             raise ExperimentError(
                 "local.keep_state = true: only works with client algorithms such as sgd and adam; omit it"
             )
@@ -72,14 +77,6 @@ class KeptState(ClientAlgorithm):
                 "local.keep_state = true: the client algorithm has no state (such as momentum) with the given "
                 "parameters; omit it"
             )
-
-    @property
-    def sample_noise(self) -> SampleNoise | None:
-        return self.algorithm.sample_noise
-
-    @property
-    def setting(self) -> str:
-        return "local.keep_state = true"
 
     def worker_state(self, row: Tensor) -> State:
         return self.algorithm.start(row)

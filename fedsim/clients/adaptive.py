@@ -14,7 +14,8 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm
-from fedsim.clients.base import State, client_algorithm
+from fedsim.clients.base import State
+from fedsim.clients.capabilities import client_algorithm
 from fedsim.core.numbers import FractionBelowOne
 
 

@@ -1,4 +1,4 @@
-"""Base class of client algorithms: what a worker does in a round, keeps between rounds, and exchanges with the server.
+"""Client algorithms: what a worker does in a round, keeps between rounds, and exchanges with the server.
 
     server                                              worker k
     send(server state)               -- received -->    start_round(rows, worker) -> state of the steps
@@ -15,15 +15,17 @@ per step, sets `element_wise = False` and defines `step_rows` instead.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedsim.clients.base import OuterProductGrad, State
+from fedsim.clients.schedule import Schedule
 from fedsim.core.rows import ColumnSpans
 from fedsim.system.devices import to_device
 
@@ -43,23 +45,23 @@ class SampleNoise(NamedTuple):
 
 
 class WorkerFacts(NamedTuple):
-    """Facts about one round of one worker.
+    """Facts about one round of k workers, as arrays [k] on the CPU, int64 except for `weights`.
 
     Attributes:
-        worker: ID of the worker.
-        round: number of the round, from 1.
+        workers: IDs of the workers.
+        rounds: number of each worker's round, from 1.
         steps: number of local steps in the round.
         steps_per_epoch: number of steps in one pass over the worker's samples.
         samples: number of the worker's samples.
-        weight: weight of the worker in the aggregation, before normalisation.
+        weights: weight of the worker in the aggregation, before normalisation, float64.
     """
 
-    worker: int
-    round: int
-    steps: int
-    steps_per_epoch: int
-    samples: int
-    weight: float
+    workers: np.ndarray
+    rounds: np.ndarray
+    steps: np.ndarray
+    steps_per_epoch: np.ndarray
+    samples: np.ndarray
+    weights: np.ndarray
 
 
 @dataclass
@@ -70,7 +72,7 @@ class WorkerRound:
         received: what the server sent besides the global model: tensors by name.
         kept: state that the workers keep between rounds: tensors by name. `finish` may change it, `start_round` must
             not.
-        facts: facts about the round, for each worker.
+        read_facts: function that returns facts about the round of each worker, called when they are read first.
         rows: models of the workers, [d] or [k, d].
         full_gradient: gradient over all samples of each worker at the model that it received, [..., d]. None unless the
             algorithm sets `full_gradient`.
@@ -80,39 +82,43 @@ class WorkerRound:
 
     received: State
     kept: State
-    facts: Sequence[WorkerFacts]
+    read_facts: Callable[[], WorkerFacts]
     rows: Tensor
     full_gradient: Tensor | None = None
     only_tested: bool = False
 
     @cached_property
+    def facts(self) -> WorkerFacts:
+        """Facts about the round of each worker."""
+        return self.read_facts()
+
+    @cached_property
     def workers(self) -> Tensor:
         """IDs of the workers, int64 [..., 1]."""
-        return self._column([fact.worker for fact in self.facts])
+        return self._column(self.facts.workers)
 
     @cached_property
     def rounds(self) -> Tensor:
         """Number of each worker's round, from 1, int64 [..., 1]."""
-        return self._column([fact.round for fact in self.facts])
+        return self._column(self.facts.rounds)
 
     @cached_property
     def steps(self) -> Tensor:
         """Number of local steps in each worker's round, int64 [..., 1]."""
-        return self._column([fact.steps for fact in self.facts])
+        return self._column(self.facts.steps)
 
     @cached_property
     def steps_per_epoch(self) -> Tensor:
         """Number of steps in one pass over each worker's samples, int64 [..., 1]."""
-        return self._column([fact.steps_per_epoch for fact in self.facts])
+        return self._column(self.facts.steps_per_epoch)
 
     @cached_property
     def weights(self) -> Tensor:
         """Weights of the workers in the aggregation, [..., 1], with the dtype of the rows."""
-        return self._column([fact.weight for fact in self.facts]).to(self.rows.dtype)
+        return self._column(self.facts.weights).to(self.rows.dtype)
 
-    def _column(self, values: Sequence[float]) -> Tensor:
-        dtype = torch.float64 if any(isinstance(value, float) for value in values) else torch.int64
-        return to_device(torch.tensor(values, dtype=dtype).view(*self.rows.shape[:-1], 1), self.rows.device)
+    def _column(self, values: np.ndarray) -> Tensor:
+        return to_device(torch.from_numpy(values).view(*self.rows.shape[:-1], 1), self.rows.device)
 
 
 class ClientAlgorithm:
@@ -133,6 +139,13 @@ class ClientAlgorithm:
             current global model instead of the initial one. Requires synchronous rounds.
         gradients_per_step: number of gradients that a local step computes, which determines its simulated duration.
         sample_noise: clipping and noise of the gradients that `step` receives, or None for ordinary gradients.
+        full_gradient: whether each worker computes the gradient over all its samples at the start of a round. This
+            costs one pass over the samples.
+        alters_gradients: whether workers send something other than their gradients if `sync = "gradients"`.
+        setting: the setting to blame in error messages about incompatible settings. "" stands for `local.algorithm`.
+
+    A few algorithms need more methods, each with a base class of its own, from which they derive instead or as well:
+    `UpdateCorrection`, `CohortGradient`, `GradientMessage`, `FeatureLoss` and `PersonalModel`.
 
     Cost: each row in `worker_state` takes d numbers for each worker that has taken part.
 
@@ -148,23 +161,10 @@ class ClientAlgorithm:
     personal_beside: ClassVar[bool] = False
     starts_from_current: ClassVar[bool] = False
     gradients_per_step: ClassVar[int] = 1
-
-    @property
-    def sample_noise(self) -> SampleNoise | None:
-        return None
-
-    @property
-    def setting(self) -> str:
-        """The setting to blame in error messages about incompatible settings. "" stands for `local.algorithm`."""
-        return ""
-
-    @property
-    def full_gradient(self) -> bool:
-        """Whether each worker computes the gradient over all its samples at the start of a round.
-
-        This costs one pass over the samples. Subclasses may set `full_gradient: ClassVar[bool] = True`.
-        """
-        return False
+    sample_noise: ClassVar[SampleNoise | None] = None
+    full_gradient: ClassVar[bool] = False
+    alters_gradients: ClassVar[bool] = False
+    setting: ClassVar[str] = ""
 
     def gradients(self, steps: int, batches: int) -> int:
         """Return how many mini-batch gradients a worker computes in a round, which determines its simulated duration.
@@ -175,16 +175,13 @@ class ClientAlgorithm:
         """
         return steps * self.gradients_per_step + (batches if self.full_gradient else 0)
 
-    def check_work(self, epochs: int | None, steps: int | None) -> None:
+    def check_work(self, schedule: Schedule, sizes: Mapping[int, int]) -> None:
         """Raise ExperimentError if rounds are too short for the algorithm.
 
         Args:
-            epochs: smallest number of epochs in a round. None if `steps` is given.
-            steps: smallest number of local steps in a round. None if `epochs` is given.
+            schedule: how much each worker trains in a round.
+            sizes: number of training samples of each worker, by ID.
         """
-
-    def check_steps(self, worker: int, steps: int) -> None:
-        """Raise ExperimentError if `steps` local steps of a worker in a round are too few for the algorithm."""
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
         """Return the algorithm for a model. Algorithms that depend on the model's layers return a changed copy."""
@@ -259,19 +256,6 @@ class ClientAlgorithm:
         """
         raise NotImplementedError(f"{type(self).__name__} must define `step_rows`")
 
-    def feature_points(self, state: State) -> Sequence[Tensor]:
-        """Return the models [..., d] whose hidden features `feature_loss` needs. () if there is no feature loss."""
-        return ()
-
-    def feature_loss(self, features: Tensor, at_points: Sequence[Tensor]) -> Tensor:
-        """Return a term that is added to the loss of each sample, [..., batch].
-
-        Args:
-            features: the f hidden features of each sample in the workers' models, [..., batch, f].
-            at_points: features of the same samples in each model that `feature_points` returns, without gradients.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must define `feature_loss`")
-
     def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
         """End a round, and return what the workers send besides their updates, with the same names as in `message`.
 
@@ -289,54 +273,11 @@ class ClientAlgorithm:
             population: number of all workers in the experiment.
         """
 
-    def receive_gradients(self, server: State, mean: Tensor) -> None:
-        """Update the server's state before a round, in place.
-
-        `mean` [d] is the mean of the full gradients of the workers that take part. Called only if the algorithm sets
-        `full_gradient`.
-        """
-
-    def correct(self, update: Tensor, server: State, workers: float, population: int) -> None:
-        """Correct the aggregated update in place, before it changes the global model.
-
-        The method must treat each column separately.
-
-        Args:
-            update: some columns of the aggregated update, [columns].
-            server: state of the server: the same columns of tensors [d], which may be changed, and tensors [1], which
-                must not be changed.
-            workers: number of workers whose updates were aggregated. With central differential privacy, which hides
-                this number, the expected number.
-            population: number of all workers in the experiment.
-        """
-
-    def send_gradients(self, gradients: Tensor, worker_state: State) -> None:
-        """Change the gradients [..., d] that workers send if `sync = "gradients"`, in place.
-
-        `worker_state` may be changed too.
-        """
-
-    def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
-        """Return the personal models [..., d] of workers.
-
-        Each of the `rows` [..., d] is a copy of the global model. `worker_state` is the state that the workers keep.
-        """
-        return rows
-
     def _copy(self, **changes: Any) -> ClientAlgorithm:
         """Return a copy of the algorithm with changed attributes."""
         copied = copy.copy(self)
         vars(copied).update(changes)
         return copied
-
-    def has(self, method: str) -> bool:
-        """Whether the algorithm overrides the optional method called `method`."""
-        return getattr(type(self), method) is not getattr(ClientAlgorithm, method)
-
-    @property
-    def alters_gradients(self) -> bool:
-        """Whether workers send something other than their gradients if `sync = "gradients"`."""
-        return self.has("send_gradients")
 
     def numbers_sent(self, d: int) -> tuple[int, int]:
         """Return how many numbers a worker receives besides the model, and sends besides its update, in a round.
@@ -354,23 +295,6 @@ def exchanges(algorithm: ClientAlgorithm) -> bool:
     return any((algorithm.worker_state(row), algorithm.server_state(row), algorithm.message(row)))
 
 
-def needs_local_steps(algorithm: ClientAlgorithm) -> bool:
-    """Whether an algorithm needs several local steps per round, so that `sync = "gradients"` is impossible."""
-    row = torch.zeros(2)
-    needs = [algorithm.uses_start_row, not algorithm.element_wise, algorithm.full_gradient, algorithm.has("correct")]
-    needs.append(algorithm.sample_noise is not None)
-    state = algorithm.worker_state(row) and not algorithm.alters_gradients
-    return any(needs) or any((state, algorithm.server_state(row), algorithm.message(row)))
-
-
-def step_along(algorithm: ClientAlgorithm, rows: Tensor, gradients: Tensor | OuterProductGrad, state: State) -> None:
-    """Move models by one step of a client algorithm, in place."""
-    if isinstance(gradients, Tensor):
-        algorithm.step(rows, gradients, state)
-    else:
-        algorithm.step_fused(rows, gradients, state)
-
-
 PERSONAL_BUFFERS = "personal.buffers"  # name of the personal buffers in a worker state
 
 
@@ -384,21 +308,3 @@ def state_at_first(algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor) -> 
     """
     personal = algorithm.buffers_kept(len(buffers)).of(buffers)
     return ({PERSONAL_BUFFERS: personal} if len(personal) else {}) | algorithm.worker_state(row)
-
-
-def personal_model(
-    algorithm: ClientAlgorithm, row: Tensor, buffers: Tensor, worker_state: State
-) -> tuple[Tensor, Tensor]:
-    """Return the parameters [d] and the buffers [b] of a worker's personal model.
-
-    Args:
-        algorithm: client algorithm.
-        row: parameters of the global model, [d].
-        buffers: buffers of the global model, [b].
-        worker_state: state that the worker keeps between rounds.
-    """
-    of_algorithm = {name: tensor for name, tensor in worker_state.items() if name != PERSONAL_BUFFERS}
-    if PERSONAL_BUFFERS in worker_state:
-        buffers = buffers.clone()
-        algorithm.buffers_kept(len(buffers)).write(buffers, worker_state[PERSONAL_BUFFERS])
-    return algorithm.personal_rows(row, of_algorithm), buffers

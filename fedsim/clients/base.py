@@ -1,4 +1,4 @@
-"""The registry of client algorithms, and the interface of their optimizer: the methods `start` and `step`.
+"""Types of client algorithms, and the interface of their optimizer: the methods `start` and `step`.
 
 A client algorithm is a frozen dataclass whose fields are its configuration. `start` returns the optimizer state, and
 `step` moves rows in place. Both are element-wise over tensors of any shape [..., d], so the same code works on one row,
@@ -8,45 +8,10 @@ starts with a new state.
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import is_dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-
-from fedsim.core.registry import Registration, Registry
-from fedsim.core.suggestions import nearest
-
-GIVEN = ("model", "batches", "worker")  # inputs of functions that train a model
-
-
-class ClientAlgorithmRegistry(Registry):
-    """Registry of client algorithms, which are classes or functions `train(model, batches, ...)`."""
-
-    def _registration(self, name: str, target: Any) -> Registration:
-        if isinstance(target, type) and issubclass(target, Optimizer):
-            hint = nearest(target.__name__.lower(), self.names())
-            raise TypeError(
-                "the class is a PyTorch optimizer, but a client algorithm must update the models of many workers at "
-                f"once; {hint}"
-            )
-        registration = super()._registration(name, target)
-        if is_dataclass(target):
-            return registration
-        parameters = () if isinstance(target, type) else inspect.signature(target).parameters
-        if not {"model", "batches"}.issubset(parameters):
-            raise TypeError(
-                "a client algorithm must be a dataclass that derives from fedsim.clients.ClientAlgorithm, or a "
-                "function with the parameters model and batches, such as train(model, batches, lr); see "
-                "docs/how-to/own-client-algorithm.md"
-            )
-        return replace(registration, takes={name: True for name in GIVEN if name in parameters})
-
-
-client_algorithm = ClientAlgorithmRegistry("client algorithm")
-
 
 State = dict[str, Tensor]
 

@@ -14,14 +14,15 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
-from fedsim.clients.base import OuterProductGrad, State, client_algorithm
+from fedsim.clients.base import OuterProductGrad, State
+from fedsim.clients.capabilities import CohortGradient, UpdateCorrection, client_algorithm
 from fedsim.clients.sgd import LocalSGD
 from fedsim.core.numbers import FractionBelowOne
 
 
 @client_algorithm("feddyn")
 @dataclass(frozen=True)
-class FedDyn(LocalSGD):
+class FedDyn(LocalSGD, UpdateCorrection):
     """FedDyn: SGD on the loss plus a dynamic regulariser, - <h_k, x_k> + alpha / 2 |x_k - w|^2 (Acar et al. 2021).
 
     Algorithm 1 of the paper, where w is the global model, x_k the model of worker k, and h and h_k start at 0:
@@ -84,7 +85,7 @@ class FedDyn(LocalSGD):
 
 @client_algorithm("fednova")
 @dataclass(frozen=True)
-class FedNova(LocalSGD):
+class FedNova(LocalSGD, UpdateCorrection):
     """FedNova: federated averaging of updates that are normalised by the amount of local work (Wang et al. 2020).
 
     Section 4 of the paper, where x is the global model:
@@ -199,7 +200,7 @@ class MimeLite(ClientAlgorithm):
 
 @client_algorithm("mime")
 @dataclass(frozen=True)
-class Mime(MimeLite):
+class Mime(MimeLite, CohortGradient, UpdateCorrection):
     """Mime: `mimelite` with gradients that are corrected as in SVRG (Karimireddy et al. 2020).
 
     Each step replaces the batch's gradient at x by (gradient at x) - (gradient at w) + c. w is the model that the
@@ -294,7 +295,7 @@ class Scaffold(ClientAlgorithm):
     option: Literal[1, 2] = 2
 
     @property
-    def full_gradient(self) -> bool:
+    def full_gradient(self) -> bool:  # type: ignore[override]
         return self.option == 1
 
     def worker_state(self, row: Tensor) -> State:

@@ -8,7 +8,7 @@ setting `buffers` is.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Any, ClassVar
@@ -18,7 +18,9 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
-from fedsim.clients.base import State, client_algorithm
+from fedsim.clients.base import State
+from fedsim.clients.capabilities import PersonalModel, client_algorithm
+from fedsim.clients.schedule import Schedule
 from fedsim.clients.sgd import LocalSGD
 from fedsim.core.name_patterns import matches, matching
 from fedsim.core.rows import ColumnSpans, Layout
@@ -30,7 +32,7 @@ NORMALISATION_LAYERS: tuple[Any, ...] = (
 )
 
 
-class PersonalSGD(LocalSGD):
+class PersonalSGD(LocalSGD, PersonalModel):
     """Base class of SGD in which some parameters are personal: each worker keeps its own and does not send them."""
 
     def personal_names(self, module: nn.Module) -> Collection[str]:
@@ -165,7 +167,8 @@ class FedRep(FedPer):
     head_epochs: PositiveInt | None = None
     head_steps: PositiveInt | None = None
 
-    def check_work(self, epochs: int | None, steps: int | None) -> None:
+    def check_work(self, schedule: Schedule, sizes: Mapping[int, int]) -> None:
+        epochs, steps = schedule.least
         key, minimum = ("epochs", epochs) if steps is None else ("steps", steps)
         unused_key = "head_steps" if steps is None else "head_epochs"
         if getattr(self, unused_key) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +11,9 @@ from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
-from fedsim.clients.base import State, client_algorithm
+from fedsim.clients.base import State
+from fedsim.clients.capabilities import PersonalModel, UpdateCorrection, client_algorithm
+from fedsim.clients.schedule import Schedule
 from fedsim.clients.sgd import LocalSGD
 from fedsim.core.numbers import Fraction
 from fedsim.core.rows import Layout
@@ -19,7 +22,7 @@ from fedsim.errors import ExperimentError
 
 @client_algorithm("apfl")
 @dataclass(frozen=True)
-class APFL(LocalSGD):
+class APFL(LocalSGD, PersonalModel):
     """Adaptive personalized federated learning (APFL): a mixture of a local and the global model (Deng et al. 2020).
 
     The worker's copy x of the global model takes the steps of `sgd`. The worker also keeps a local model v between
@@ -82,7 +85,7 @@ class APFL(LocalSGD):
 
 @client_algorithm("ditto")
 @dataclass(frozen=True)
-class Ditto(LocalSGD):
+class Ditto(LocalSGD, PersonalModel):
     """Ditto: federated averaging, and a personal model that is pulled towards the global model (Li et al. 2021).
 
     The worker's copy of the global model takes the steps of `sgd`. At each step the worker's personal model v takes a
@@ -181,7 +184,11 @@ class PerFedAvg(ClientAlgorithm):
     def start(self, rows: Tensor) -> State:
         return {"x": rows.clone(), "is_inner": torch.zeros_like(rows[..., :1], dtype=torch.bool)}
 
-    def check_steps(self, worker: int, steps: int) -> None:
+    def check_work(self, schedule: Schedule, sizes: Mapping[int, int]) -> None:
+        for worker, size in sizes.items():
+            self._check_steps(worker, schedule.local_steps(schedule.shortest(worker).steps_for(size)))
+
+    def _check_steps(self, worker: int, steps: int) -> None:
         if steps < 2:
             raise ExperimentError(
                 'local.algorithm = "per_fedavg": needs two local steps per round, but worker '
@@ -190,8 +197,9 @@ class PerFedAvg(ClientAlgorithm):
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
         # The check before the run covers only a sample of a virtual population, and policies may choose the steps.
-        for fact in worker.facts if not worker.only_tested else ():
-            self.check_steps(fact.worker, fact.steps)
+        if not worker.only_tested:
+            for k, steps in zip(worker.facts.workers.tolist(), worker.facts.steps.tolist(), strict=True):
+                self._check_steps(k, steps)
         return self.start(rows)
 
     def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
@@ -208,7 +216,7 @@ class PerFedAvg(ClientAlgorithm):
 
 @client_algorithm("pfedme")
 @dataclass(frozen=True)
-class PFedMe(ClientAlgorithm):
+class PFedMe(PersonalModel, UpdateCorrection):
     """pFedMe: each step finds a personal model near the worker's model, and moves towards it (Dinh et al. 2020).
 
     The worker's copy x of the global model w takes local steps with a personal model theta. Each step uses one batch:

@@ -12,7 +12,8 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, SampleNoise, WorkerRound
-from fedsim.clients.base import OuterProductGrad, State, client_algorithm
+from fedsim.clients.base import OuterProductGrad, State
+from fedsim.clients.capabilities import FeatureLoss, GradientMessage, client_algorithm
 from fedsim.core.numbers import FractionBelowOne
 from fedsim.errors import ExperimentError
 
@@ -79,7 +80,7 @@ class LocalSGD(ClientAlgorithm):
 
 @client_algorithm("sgd")
 @dataclass(frozen=True)
-class SGD(LocalSGD):
+class SGD(LocalSGD, GradientMessage):
     """Stochastic gradient descent with optional momentum and weight decay, as in `torch.optim.SGD`.
 
     Each step moves the weights w (Robbins and Monro 1951):
@@ -128,11 +129,11 @@ class SGD(LocalSGD):
             raise ExperimentError("local.nesterov = true: needs local.momentum_at=server")
 
     @property
-    def setting(self) -> str:
+    def setting(self) -> str:  # type: ignore[override]
         return 'local.momentum_at = "worker"' if self.alters_gradients else ""
 
     @property
-    def alters_gradients(self) -> bool:
+    def alters_gradients(self) -> bool:  # type: ignore[override]
         return self.momentum_at == "worker"
 
     def worker_state(self, row: Tensor) -> State:
@@ -179,7 +180,7 @@ class DPSGD(LocalSGD):
     noise: NonNegativeFloat = field(default=1.0, kw_only=True)
 
     @property
-    def sample_noise(self) -> SampleNoise | None:
+    def sample_noise(self) -> SampleNoise:  # type: ignore[override]
         return SampleNoise(self.clip, self.noise)
 
 
@@ -254,7 +255,7 @@ class FedSAM(LocalSGD):
 
 @client_algorithm("moon")
 @dataclass(frozen=True)
-class Moon(LocalSGD):
+class Moon(LocalSGD, FeatureLoss):
     """MOON: SGD on the loss plus mu times a contrastive loss between features of three models (Li et al. 2021).
 
     The contrastive loss of a sample, with the cosine similarity `sim`, is

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fedsim.clients import PersonalModel
 from fedsim.comparison.axes import (
     Axes,
     apply_words,
@@ -399,7 +400,7 @@ def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
     for experiment in experiments:
         tables = experiment.resolved()
         key = canonical([tables["model"], tables["local"]])
-        if key in seen or not experiment.local.component.has("for_model"):
+        if key in seen or not isinstance(experiment.local.component, PersonalModel):
             continue
         seen.add(key)
         if task_of(experiment, torch.device("cpu")).algorithm.personal_columns.width:

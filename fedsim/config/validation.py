@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fedsim.asynchronous.policies import Policy
-from fedsim.clients import LRSchedule, exchanges, needs_local_steps
+from fedsim.clients import CohortGradient, LRSchedule, UpdateCorrection, exchanges, needs_local_steps
 from fedsim.clients.adapters import TrainFunction
 from fedsim.config.engines import traits_of
 from fedsim.config.schema import DIRECTIONS, Clock
@@ -278,7 +278,7 @@ def _check_worker_tests(experiment: Experiment) -> Iterator[str]:
 
 def _check_sync(experiment: Experiment) -> Iterator[str]:
     sync, count, algorithm = experiment.sync, experiment.gradient_rounds, experiment.local.component
-    if experiment.aggregate.nonfinite == "exclude" and algorithm.has("receive_gradients"):
+    if experiment.aggregate.nonfinite == "exclude" and isinstance(algorithm, CohortGradient):
         yield (
             f"{experiment.local.setting}: averages the gradients of all workers before any worker can be excluded, so "
             'aggregate.nonfinite = "exclude" is not supported; use aggregate.nonfinite = "error", or another client '
@@ -445,7 +445,7 @@ def _check_privacy(experiment: Experiment) -> Iterator[str]:
         yield f"{where}: protects updates, but with sync={experiment.sync} workers send gradients; use sync=parameters"
     if private and by_samples:
         yield f"{where}: protects workers, but {experiment.local.setting} protects samples; use only one of the two"
-    if private and (algorithm.message(torch.zeros(2)) or algorithm.has("receive_gradients")):
+    if private and (algorithm.message(torch.zeros(2)) or isinstance(algorithm, CohortGradient)):
         yield (
             f"{experiment.local.setting}: workers send more than their updates, which {where} does not protect; use "
             "another client algorithm, such as sgd"
@@ -543,7 +543,7 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
         )
     if experiment.cohort_size < experiment.workers and not (policy.allows_sampling and experiment.mode == "clock"):
         yield f"cohort = {experiment.cohort}: with mode={experiment.mode} and {where} all workers take part; omit it"
-    if algorithm.has("correct") or algorithm.has("receive_gradients") or algorithm.starts_from_current:
+    if isinstance(algorithm, (UpdateCorrection, CohortGradient)) or algorithm.starts_from_current:
         yield (
             f"{experiment.local.setting}: needs rounds that aggregate a cohort, which {where} does not have; use "
             "policy=sync"

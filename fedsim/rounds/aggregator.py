@@ -24,6 +24,7 @@ from torch import Tensor
 from fedsim.aggregation import AggregationInputs, Gram, column_blocks, screened
 from fedsim.aggregation.numerics.columns import NonfiniteError, Reduce, bad_rows, combine, keep_own, reading
 from fedsim.aggregation.rules.averages import mean
+from fedsim.clients import UpdateCorrection
 from fedsim.processes.group import Group, rows_at
 from fedsim.processing import apply_chain
 from fedsim.rounds.round_stats import AggregationStats
@@ -427,16 +428,16 @@ class Aggregator:
         """Update the global model with the result of `aggregate`."""
         task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
         sync, algorithm = task.sync_in(self._moment[0]), task.algorithm_at(*self._moment)
-        corrects = sync == "parameters" and algorithm.has("correct")
+        correction = algorithm if sync == "parameters" and isinstance(algorithm, UpdateCorrection) else None
         hides_cohort = task.experiment.privacy.component.at_server  # its actual size would not be covered by epsilon
         counted = task.experiment.expected_updates if hides_cohort else self._workers
-        row_state = {name: row for name, row in server.algorithm.items() if corrects and len(row) == len(server.row)}
+        row_state = {name: row for name, row in server.algorithm.items() if correction and len(row) == len(server.row)}
         for block, update in self._result:
             if task.keeps_last:
                 server.last[block] = update
-            if corrects:
+            if correction:
                 columns = {name: row[block] for name, row in row_state.items()}
-                algorithm.correct(update, server.algorithm | columns, counted, workers)
+                correction.correct(update, server.algorithm | columns, counted, workers)
             task.stepper_at(self._moment).step(server.row[block], update, self._state_of(sync, block))
         for row in (server.row, *[server.last] * task.keeps_last, *row_state.values()) if not self._complete else ():
             self._group.complete(row)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.clients import CohortGradient, PersonalModel
 from fedsim.clients.algorithm import state_at_first
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.rows import index_of, pull_down
@@ -298,7 +299,7 @@ class Simulation(Executor):
         if algorithm.full_gradient:
             with self.in_precision():
                 self.trainer.full_gradients(mine)
-            if algorithm.has("receive_gradients"):
+            if isinstance(algorithm, CohortGradient):
                 self.group.barrier()
                 if self.group.computes:
                     total = self.group.sum_of(shared.cohort.full_gradients, range(len(cohort)))
@@ -470,7 +471,7 @@ class Simulation(Executor):
             if task.experiment.buffers != "local":
                 shared.cohort.buffers[member.slot] = shared.server.buffers
         if fine_tune:
-            ends = task.algorithm.has("personal_rows")  # the worker state is part of the personal model
+            ends = isinstance(task.algorithm, PersonalModel)  # the worker state is part of the personal model
             members = replace(members, steps=fine_tune * task.schedule.batches_per_epoch(members.sizes), ends=ends)
             self.train(members)
             for member in members:

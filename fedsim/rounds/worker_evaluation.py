@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsim.clients.algorithm import personal_model
+from fedsim.clients.capabilities import PersonalModel, personal_model
 from fedsim.core.learning_task import Correct, correct_of, counts_of, joint_of
 from fedsim.core.randomness import seed_everything
 from fedsim.core.training import MetricSums, test
@@ -55,7 +55,7 @@ class WorkerTests:
         """
         shared = self._shared
         tested = {GLOBAL: self._test(shared.server.row, shared.server.buffers, member)}
-        if self._task.algorithm.has("personal_rows"):
+        if isinstance(self._task.algorithm, PersonalModel):
             local_buffers = self._task.experiment.buffers == "local"
             buffers = shared.cohort.buffers[member.slot] if local_buffers else shared.server.buffers
             tested[PERSONAL] = self._test(*self._personal(shared.server.row, buffers, member), member)

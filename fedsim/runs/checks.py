@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.clients import FeatureLoss
 from fedsim.config.experiment import Experiment
 from fedsim.config.schema import Server
 from fedsim.core.learning_task import correct_of, described, predicts_classes, predicts_numbers
@@ -109,7 +110,6 @@ def check_sample_gradients(task: RunTask, train: TensorData) -> None:
 def check_client_algorithm(task: RunTask) -> None:
     """Raise ExperimentError if the client algorithm cannot be combined with another setting."""
     experiment = task.experiment
-    task.algorithm.check_work(*task.schedule.least)
     algorithm, layout = experiment.local.setting, Layout.of(task.new_module())
     sampling = experiment.sampling.component
     if "losses" in sampling.accepts and task.algorithm.personal_columns.width:
@@ -362,7 +362,7 @@ def _check_outputs_in_training(task: RunTask, inputs: Tensor, outputs: object) -
 
 def _check_features(task: RunTask, inputs: Tensor) -> None:
     """Raise ExperimentError if the client algorithm needs hidden features that the model does not have."""
-    if not task.algorithm.has("feature_loss"):
+    if not isinstance(task.algorithm, FeatureLoss):
         return
     module = task.new_module().eval()
     with torch.no_grad(), recorded_features(module) as recorded:
@@ -389,7 +389,7 @@ def check_local_work(task: RunTask, sizes: Mapping[int, int]) -> None:
 
     `sizes` contains the number of training samples of each worker, by ID.
     """
-    _check_steps(task, sizes)
+    task.algorithm.check_work(task.schedule, sizes)
     _check_lr_schedules(task, sizes)
     _check_last_step(task, sizes)
 
@@ -429,13 +429,6 @@ def check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, i
     with _errors_of_user_code(line), preserve_random_state(task.device):
         sample = train.to(task.device, task.dtype).gather(torch.arange(1))
         task.objective(task.new_module().train(), *sample)
-
-
-def _check_steps(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Raise ExperimentError if a worker takes too few steps in a round for the client algorithm."""
-    for worker, size in sizes.items() if task.algorithm.has("check_steps") else ():
-        steps = task.schedule.shortest(worker).steps_for(size)
-        task.algorithm.check_steps(worker, task.schedule.local_steps(steps))
 
 
 def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, islice, starmap
 from typing import Any, NamedTuple
 
@@ -319,47 +318,32 @@ class BatchSource:
 
         Different names `purpose` give different random numbers.
         """
-        return _altered(self.shard(worker).batches(batch_size), self.alteration_of_view(worker, round, purpose))
+        return _altered(self.shard(worker).batches(batch_size), self.alteration(worker, round, purpose))
 
     def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
         """Yield batches of a worker's local test samples."""
         samples = CustomSubset(self._shared.data.train, self._shared.data.worker_tests.of(worker))
-        return _altered(samples.batches(batch_size), self.alteration_of_view(worker, round, "local_test_fraction"))
+        return _altered(samples.batches(batch_size), self.alteration(worker, round, "local_test_fraction"))
 
     def alterations(self, work: WorkItems, purpose: str | None = None) -> list[Alteration | None]:
-        """Return the result of `alteration` for each worker, or that of `alteration_of_view` if `purpose` is given.
-
-        The list is empty if no batch changes.
-        """
+        """Return the result of `alteration` for each worker. The list is empty if no batch changes."""
         task, augments = self._task, purpose is None and bool(self._task.experiment.data.transforms)
         poisons = bool(task.byzantine) and task.experiment.attack.component.poison is not None
         if not augments and not poisons and task.transforms is None:
             return []
-        alteration = self.alteration if purpose is None else partial(self.alteration_of_view, purpose=purpose)
-        return [alteration(member.worker, member.round) for member in work]
+        return [self.alteration(member.worker, member.round, purpose) for member in work]
 
-    def alteration(self, worker: int, round: int) -> Alteration | None:
-        """Return the function that augments and poisons a worker's training batches; None if they do not change."""
-        return self._alteration(worker, round, self._task.experiment.data.transforms, ("augment", "poison"))
-
-    def alteration_of_view(self, worker: int, round: int, purpose: str) -> Alteration | None:
-        """Return the function that transforms and poisons a worker's batches, without augmentation.
-
-        Returns None if the batches do not change. Different names `purpose` give different random numbers.
-        """
-        return self._alteration(worker, round, (), (f"{purpose}_view", f"{purpose}_poison"))
-
-    def _alteration(
-        self, worker: int, round: int, augment: Sequence[ImageTransform], purposes: tuple[str, str]
-    ) -> Alteration | None:
-        """Return the function that transforms, augments and poisons a worker's batches; None if there is nothing to do.
+    def alteration(self, worker: int, round: int, purpose: str | None = None) -> Alteration | None:
+        """Return the function that transforms, augments and poisons a worker's batches; None if they do not change.
 
         Args:
             worker: worker ID.
             round: number of the round.
-            augment: augmentations to apply.
-            purposes: two names that select the random numbers of the transforms and of the poisoning.
+            purpose: what the batches are used for, if not for training. They are then not augmented. Different names
+                give different random numbers.
         """
+        augment = self._task.experiment.data.transforms if purpose is None else []
+        purposes = ("augment", "poison") if purpose is None else (f"{purpose}_view", f"{purpose}_poison")
         task, attack, classes = self._task, self._task.experiment.attack.component, self._shared.data.classes
         view = task.transforms[worker] if task.transforms is not None and worker != self.root else None
         poison = attack.poison if worker in task.byzantine.in_round(round) else None

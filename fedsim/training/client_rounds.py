@@ -5,14 +5,13 @@ At the start, the worker loads its state and the server's message. At the end, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from torch import Tensor
 
-from fedsim.clients import State, WorkerFacts, WorkerRound
+from fedsim.clients import ClientAlgorithm, GradientMessage, State, WorkerFacts, WorkerRound
 from fedsim.clients.algorithm import PERSONAL_BUFFERS
 from fedsim.training.batches import BatchSource, WorkItem
 from fedsim.training.shared_state import SharedState
@@ -20,22 +19,6 @@ from fedsim.training.task import RunTask
 from fedsim.training.weights import spoil, weights_of
 
 Index = int | slice | Tensor  # selects rows in the `SharedState`: one slot, or the rows of a stack
-
-
-class FactsWhenRead(Sequence[WorkerFacts]):
-    """Facts about the rounds of several workers, which are computed when they are read for the first time."""
-
-    def __init__(self, facts: Callable[[], list[WorkerFacts]]) -> None:
-        self._facts = lru_cache(1)(facts)
-
-    def __len__(self) -> int:
-        return len(self._facts())
-
-    def __getitem__(self, number: Any) -> Any:
-        return self._facts()[number]
-
-    def __iter__(self) -> Iterator[WorkerFacts]:
-        return iter(self._facts())
 
 
 class ClientRounds:
@@ -57,10 +40,9 @@ class ClientRounds:
             buffers = shared.cohort.buffers[index]
             columns.write(buffers, shared.cohort.kept[PERSONAL_BUFFERS][index])
             shared.cohort.buffers[index] = buffers
-        algorithm = self._task.algorithm_at(members[0].round)
-        if not algorithm.has("start_round"):
-            return algorithm.start(rows)
-        return algorithm.start_round(rows, self._round_of(rows, index, members))
+        first = members[0]
+        algorithm = self._task.algorithm_at(first.round)
+        return algorithm.start_round(rows, self._round_of(algorithm, rows, index, members, only_tested=not first.ends))
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
         """End local training: store what the workers send and what they keep. The method may change `rows`.
@@ -71,15 +53,14 @@ class ClientRounds:
             index: index of the workers in the tensors of the cohort.
             members: the workers, each as a `WorkItem`.
         """
-        if not members[0].ends:
+        first = members[0]
+        if not first.ends:
             return
         columns = self._algorithm.personal_buffers
         if columns.width:
             self._shared.cohort.kept[PERSONAL_BUFFERS][index] = columns.of(self._shared.cohort.buffers[index])
-        algorithm = self._task.algorithm_at(members[0].round)
-        if not algorithm.has("finish"):
-            return
-        worker = self._round_of(rows, index, members)
+        algorithm = self._task.algorithm_at(first.round)
+        worker = self._round_of(algorithm, rows, index, members, only_tested=False)
         for name, message in algorithm.finish(rows, state, worker).items():
             self._shared.cohort.messages[name][index] = message.to(self._shared.cohort.messages[name].dtype)
             spoil(self._task, rows, message)
@@ -96,7 +77,7 @@ class ClientRounds:
 
         `index` selects the workers in the tensors of the cohort.
         """
-        if not self._algorithm.alters_gradients:
+        if not (isinstance(self._algorithm, GradientMessage) and self._algorithm.alters_gradients):
             return
         rows, worker_state = self._shared.cohort.rows[index], self._kept(index)
         self._algorithm.send_gradients(rows, worker_state)
@@ -111,16 +92,17 @@ class ClientRounds:
         for name, tensor in worker_state.items():
             self._shared.cohort.kept[name][index] = tensor
 
-    def _round_of(self, rows: Tensor, index: Index, members: Sequence[WorkItem]) -> WorkerRound:
+    def _round_of(
+        self, algorithm: ClientAlgorithm, rows: Tensor, index: Index, members: Sequence[WorkItem], *, only_tested: bool
+    ) -> WorkerRound:
         shared = self._shared
         received = {name: sent[index] for name, sent in shared.cohort.received.items()}
         if not received:  # every worker of a round receives the same message
-            received = self._task.algorithm_at(members[0].round).send(shared.server.algorithm)
+            received = algorithm.send(shared.server.algorithm)
         full_gradient = shared.cohort.full_gradients[index] if self._algorithm.full_gradient else None
-        facts, only_tested = FactsWhenRead(partial(self._facts, members)), not members[0].ends
-        return WorkerRound(received, self._kept(index), facts, rows, full_gradient, only_tested)
+        return WorkerRound(received, self._kept(index), partial(self._facts, members), rows, full_gradient, only_tested)
 
-    def _facts(self, members: Sequence[WorkItem]) -> list[WorkerFacts]:
+    def _facts(self, members: Sequence[WorkItem]) -> WorkerFacts:
         """Return facts about the rounds of several workers."""
         task, work = self._task, self._batch_source.work(members)
         weights, has_weight = np.ones(len(work)), work.workers < len(self._shared.data.shards)  # the server has none
@@ -129,5 +111,4 @@ class ClientRounds:
             weights[has_weight] = of_workers.numpy()
         steps = task.schedule.local_steps(work.steps)
         steps_per_epoch = task.schedule.local_steps(task.schedule.batches_per_epoch(work.sizes))
-        columns = work.workers, work.rounds, steps, steps_per_epoch, work.sizes, weights
-        return [WorkerFacts(*facts) for facts in zip(*(column.tolist() for column in columns), strict=True)]
+        return WorkerFacts(work.workers, work.rounds, steps, steps_per_epoch, work.sizes, weights)

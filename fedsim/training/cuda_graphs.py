@@ -22,7 +22,7 @@ from fedsim.errors import ExperimentError, FedsimWarning, one_line
 from fedsim.system.devices import to_device
 from fedsim.training.capture import GraphPool, Run, can_capture
 from fedsim.training.client_rounds import ClientRounds
-from fedsim.training.dropout import Dropout, FactorsAhead
+from fedsim.training.forward_functions import Dropout, FactorsAhead
 from fedsim.training.probe import StackingProbe
 from fedsim.training.shared_state import SharedState
 from fedsim.training.stack import Stack, StepBatch

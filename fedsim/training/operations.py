@@ -21,7 +21,7 @@ from fedsim.clients import OuterProductGrad
 from fedsim.errors import ExperimentError, first_line
 from fedsim.system.precision import cast_for_autocast
 from fedsim.training.capture import OperationCheck, depends_on_values
-from fedsim.training.dropout import Dropout, DropoutMode
+from fedsim.training.forward_functions import Dropout, ForwardFunctions
 
 Convolution = Callable[..., Tensor]
 DROPOUT_CALLS_VARY = "the model's dropout calls differ between forward passes"
@@ -51,7 +51,7 @@ VALUE_READS = {
 SAME_FOR_ROWS = {Tensor.dtype.__get__, Tensor.device.__get__, Tensor.is_cuda.__get__}  # type: ignore[attr-defined]
 
 
-class PreparedDropout(DropoutMode):
+class PreparedDropout(ForwardFunctions):
     """Context in which dropout uses the given masks.
 
     Args:
@@ -124,14 +124,9 @@ def _vmapped_embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
     return options.without_gradient_at_padding(F.embedding(input, weight), input, len(weight))
 
 
-def _vmapped_group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute F.group_norm under vmap. Unlike in PyTorch, inputs may be channels_last."""
-    return F.group_norm(input.contiguous(), *args, **kwargs)
-
-
-def _vmapped_average_pool(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute F.adaptive_avg_pool2d under vmap. Unlike PyTorch, this is also fast for channels_last inputs."""
-    return F.adaptive_avg_pool2d(input.contiguous(), *args, **kwargs)
+def _vmapped_contiguous(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute a function that PyTorch refuses or that is slow under vmap for channels_last inputs."""
+    return function(input.contiguous(), *args, **kwargs)
 
 
 def _vmapped_batch_norm(
@@ -146,8 +141,8 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: _vmapped_linear,
     F.embedding: _vmapped_embedding,
     F.batch_norm: _vmapped_batch_norm,
-    F.group_norm: _vmapped_group_norm,
-    F.adaptive_avg_pool2d: _vmapped_average_pool,
+    F.group_norm: partial(_vmapped_contiguous, F.group_norm),
+    F.adaptive_avg_pool2d: partial(_vmapped_contiguous, F.adaptive_avg_pool2d),
 }
 
 
@@ -247,32 +242,14 @@ class Options(NamedTuple):
         return Options(stride, padding, dilation, self.groups)
 
 
-def stacked_convolution(
-    convolution: Convolution,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: Options,
-    *,
-    turns: bool = False,
-) -> Tensor:
-    """Convolve each model's samples with the model's own kernels, for k models at once.
+def way_for(weight: Tensor, groups: int = 1, *, turns: bool) -> str:
+    """Return the name in `WAYS` of the implementation for these arguments.
 
     Args:
-        convolution: F.conv1d, F.conv2d or F.conv3d.
-        input: samples of the k models, [k * batch, c, ...], with c channels.
-        weight: kernels of the k models, [k, o, c / groups, ...], for o output channels.
-        bias: biases of the k models, [k, o], or None.
-        options: stride, padding, dilation and groups.
+        weight: kernels of the k models, [k, o, c / groups, ...], for c input and o output channels.
+        groups: number of groups of channels.
         turns: whether the way "turned" may be used on a GPU.
-
-    Returns the output, [k * batch, o, ...].
     """
-    return WAYS[way_for(weight, options.groups, turns=turns)](convolution, input, weight, bias, options)
-
-
-def way_for(weight: Tensor, groups: int = 1, *, turns: bool) -> str:
-    """Return the name in `WAYS` of the implementation that `stacked_convolution` uses for these arguments."""
     if len(weight) == 1 or weight.device.type == "cpu":
         return "one by one"
     products = math.prod(weight.shape[3:]) * weight.shape[1] // groups
@@ -283,7 +260,17 @@ def way_for(weight: Tensor, groups: int = 1, *, turns: bool) -> str:
 def one_by_one(
     convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> Tensor:
-    """Compute `stacked_convolution` by one convolution per model."""
+    """Convolve each model's samples with the model's own kernels, by one convolution per model.
+
+    Args:
+        convolution: F.conv1d, F.conv2d or F.conv3d.
+        input: samples of the k models, [k * batch, c, ...], with c channels.
+        weight: kernels of the k models, [k, o, c / groups, ...], for o output channels.
+        bias: biases of the k models, [k, o], or None.
+        options: stride, padding, dilation and groups.
+
+    Returns the output, [k * batch, o, ...].
+    """
     biases = [None] * len(weight) if bias is None else bias.unbind()
     parts = zip(input.chunk(len(weight)), weight.unbind(), biases, strict=True)
     outputs = [convolution(part, kernels, offsets, *options) for part, kernels, offsets in parts]
@@ -291,7 +278,7 @@ def one_by_one(
 
 
 def grouped(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    """Compute `stacked_convolution` by one grouped convolution over the concatenated channels of all models."""
+    """Compute `one_by_one` by one grouped convolution over the concatenated channels of all models."""
     k = len(weight)
     side_by_side = input.unflatten(0, (k, -1)).transpose(0, 1).flatten(1, 2)
     offsets = None if bias is None else bias.flatten()
@@ -382,7 +369,7 @@ class MergedBatch(PreparedDropout):
         size: total number of samples, k * batch.
         products: for each tensor in `stacks`, a list to which the backward pass appends the tensor's gradient as an
             OuterProductGrad. None instead of a list: the tensor gets an ordinary gradient.
-        turns: argument of `stacked_convolution`.
+        turns: argument of `way_for`.
     """
 
     def __init__(
@@ -457,7 +444,8 @@ def _convolution(
 ) -> Tensor:
     batch.require(input.ndim == weight.ndim - 1)
     batch.require_stacks(input, weight, bias)
-    return stacked_convolution(convolution, input, weight, bias, Options(*args, **kwargs), turns=batch.turns)
+    options = Options(*args, **kwargs)
+    return WAYS[way_for(weight, options.groups, turns=batch.turns)](convolution, input, weight, bias, options)
 
 
 def _embedding(batch: MergedBatch, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -20,7 +20,7 @@ from fedsim.core.training import Objective
 from fedsim.data import TensorData
 from fedsim.errors import ExperimentError, FedsimWarning, one_line, show
 from fedsim.system.precision import FULL, Precision, full_precision
-from fedsim.training.dropout import Dropout, Recording
+from fedsim.training.forward_functions import Dropout, Recording
 from fedsim.training.operations import DROPOUT_CALLS_VARY, DataDependenceCheck, not_stackable, reason_of
 from fedsim.training.row_module import differ
 from fedsim.training.shared_state import SharedState
@@ -47,7 +47,7 @@ class StackingProbe:
         matrix_bytes: bytes of a model's parameters whose gradients a stack does not compute, but leaves as an
             OuterProductGrad: weights of linear layers that are called once in a forward pass.
         turns: whether convolutions with turned kernels give the gradients of the ordinary ones on a GPU; see
-            `stacked_convolution`.
+            `way_for`.
     """
 
     dropouts: tuple[Dropout, ...]
@@ -261,7 +261,7 @@ class Trials:
     def can_turn(self, dropouts: tuple[Dropout, ...]) -> bool:
         """Whether the model has kernels that can be turned on this GPU without changing gradients.
 
-        See `stacked_convolution`. If the gradients differ, this function warns. The forward pass is the same with and
+        See `way_for`. If the gradients differ, this function warns. The forward pass is the same with and
         without turned kernels, so rounding cannot change the sign of an input of ReLU.
         """
         task, dtype = self._task, self._task.dtype
@@ -317,7 +317,7 @@ class Trials:
         merged: bool,
         turns: bool = False,
     ) -> tuple[list[Tensor], Tensor]:
-        """Compute two models together; see `compare_gradients` and `stacked_convolution`.
+        """Compute two models together; see `compare_gradients` and `way_for`.
 
         Returns the gradients of each parameter, [2, ...], and the buffers of both models after the forward pass.
         """

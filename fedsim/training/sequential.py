@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients import State
+from fedsim.clients import FeatureLoss, State
 from fedsim.clients.adapters import TrainFunction
 from fedsim.core.randomness import seed_everything
 from fedsim.core.recorded_features import recorded_features
@@ -22,7 +22,7 @@ from fedsim.processes.process_context import ProcessContext
 from fedsim.system.devices import wide_dtype
 from fedsim.training.batches import Batches, BatchSource, WorkItem
 from fedsim.training.client_rounds import ClientRounds
-from fedsim.training.dropout import RoundDropout, RowDropout
+from fedsim.training.forward_functions import RoundDropout, RowDropout
 from fedsim.training.row_module import RowModule
 from fedsim.training.sample_gradients import SampleGradients
 from fedsim.training.shared_state import SharedState
@@ -324,7 +324,8 @@ class LocalSteps:
     accumulated: int = 0
 
     def __post_init__(self) -> None:
-        self._objective, self._feature_points = self.task.objective, self.task.algorithm.feature_points(self.state)
+        self._objective, algorithm = self.task.objective, self.task.algorithm
+        self._feature_points = algorithm.feature_points(self.state) if isinstance(algorithm, FeatureLoss) else ()
         self._batch_number = self.member.step or 0  # number of the current batch in the worker's round
 
     def zero_grad(self) -> None:
@@ -340,7 +341,7 @@ class LocalSteps:
         if self.samples is not None:
             return self._add_private_gradient(self.samples, inputs, targets)
         masks = partial(self.dropout.at, self._batch_number, len(inputs))
-        if self._feature_points:
+        if isinstance(self.task.algorithm, FeatureLoss) and self._feature_points:
             at_points = [self._features_at(place, masks) for place in range(len(self._feature_points))]
             with recorded_features(model) as recorded, masks():
                 value = self._objective(model, inputs, targets)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedsim.core.rows import index_of
 from fedsim.system.devices import to_device, wide_dtype
 from fedsim.training.batches import SAMPLES_AT_ONCE, Alteration, BatchSource, WorkItems
-from fedsim.training.dropout import Dropout, FactorsAhead, layer_keys
+from fedsim.training.forward_functions import Dropout, FactorsAhead, layer_keys
 from fedsim.training.task import RunTask
 
 SAMPLES_AT_ONCE_ON_GPU = 2**20  # maximum number of samples in a table of batches on a GPU: 12 MB

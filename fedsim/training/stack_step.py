@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fedsim.clients import ClientAlgorithm, OuterProductGrad, State, step_along
+from fedsim.clients import ClientAlgorithm, FeatureLoss, OuterProductGrad, State
 from fedsim.core.rows import Entry, clip_rows
 from fedsim.data import TensorData
 from fedsim.errors import ExperimentError
@@ -282,6 +282,8 @@ class StackStep:
 
     def _feature_term(self, state: StackState) -> FeatureTerm | None:
         algorithm = self._task.algorithm
+        if not isinstance(algorithm, FeatureLoss):
+            return None
         points = algorithm.feature_points(state.algorithm_state)
         return FeatureTerm(points, algorithm.feature_loss) if points else None
 
@@ -320,12 +322,16 @@ def move(algorithm: ClientAlgorithm, state: StackState, parts: Sequence[Part], m
         parts: pairs (columns in the rows, gradient of these columns).
         moving: bool [m], true for the workers that may change; None for all.
     """
-    step = partial(step_along, algorithm) if moving is None else partial(step_where, moving, algorithm)
     new = list[tuple[str, Entry, Tensor]]()
     for entry, gradient in parts:
         rows, column_state = state.part(entry)
         before = dict(column_state)
-        step(rows, gradient, column_state)
+        if isinstance(gradient, OuterProductGrad):
+            algorithm.step_fused(rows, gradient, column_state)
+        elif moving is None:
+            algorithm.step(rows, gradient, column_state)
+        else:
+            step_where(moving, algorithm, rows, gradient, column_state)
         new += [(name, entry, tensor) for name, tensor in column_state.items() if tensor is not before.get(name)]
     # Some client algorithms replace the tensors of their state, or add tensors in the first step.
     for name, entry, tensor in new:

@@ -18,7 +18,7 @@ from fedsim.system.devices import to_device, total_memory_of
 from fedsim.training.batches import Alteration, BatchSource, WorkItem
 from fedsim.training.client_rounds import ClientRounds
 from fedsim.training.cuda_graphs import CapturedSteps, CUDAGraphCache, sizes_of_stacks, unsafe
-from fedsim.training.dropout import FactorsAhead
+from fedsim.training.forward_functions import FactorsAhead
 from fedsim.training.probe import StackingProbe
 from fedsim.training.sample_gradients import Moment
 from fedsim.training.shared_state import SharedState

@@ -48,7 +48,7 @@ class StackedModule:
         objective: loss function, and precision of the forward pass.
         merged: whether to merge the batches of all models into one batch, which is faster but not always possible;
             otherwise `torch.func.vmap` is used.
-        turns: argument of `stacked_convolution`, which merged batches use.
+        turns: argument of `way_for`, for convolutions of merged batches.
     """
 
     def __init__(

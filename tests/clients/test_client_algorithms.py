@@ -1,16 +1,14 @@
-"""Client algorithms in whole runs: plain loops, a known optimum, special cases, resumed runs and refusals."""
+"""Client algorithms in whole runs: plain loops, special cases and refusals."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import fedsim
 from fedsim.clients import client_algorithm
 from fedsim.config.components import describe_component
 from fedsim.core.randomness import sample_cohort
-from fedsim.data import TensorData
 from fedsim.records.reader import Run
 from fedsim.runs.setup import check_run
 from tests.clients import plain_loops
@@ -136,62 +134,3 @@ def test_per_fedavg_refuses_a_round_that_a_policy_shortens_to_one_step():
 def test_a_race_trains_rows_by_whole_row_steps():
     tables = tables_of("per_fedavg", {}, mode="race", policy="fedasync", cohort=None, rounds=1, engine="spawn")
     assert fedsim.run(tables).global_row.isfinite().all()
-
-
-N, SAMPLES, D = 4, 6, 3  # workers, samples per worker, input features
-
-
-def data(root):
-    """Return the samples of four workers, one worker after another. Their inputs and targets differ."""
-    generator = torch.Generator().manual_seed(3)
-    inputs = torch.randn(N, SAMPLES, D, generator=generator, dtype=torch.double)
-    inputs *= torch.tensor([0.5, 1.0, 1.5, 2.0]).view(-1, 1, 1)
-    targets = torch.randint(0, 10, (N, SAMPLES), generator=generator).float()
-    train = TensorData(inputs.flatten(0, 1).float(), targets.flatten())
-    return train, train
-
-
-class Line(nn.Linear):
-    """A linear model without bias whose weights are initially 0."""
-
-    def __init__(self) -> None:
-        super().__init__(D, 1, bias=False)
-        nn.init.zeros_(self.weight)
-
-
-REGRESSIONS = {  # loss: half the squared error; each step uses all samples of a worker
-    **{"task": {"name": "regression", "loss": "huber", "delta": 1e9}, "model": f"{__name__}:Line"},
-    **{"data": f"{__name__}:data", "partition": "tests.components:in_blocks", "workers": N, "aggregate": "mean"},
-    **{"precision": "float64", "engine": "serial"},
-}
-
-
-def distance(local, **changes):
-    """Return the distance of the final row from the minimum of the workers' mean loss."""
-    train, _ = data(None)
-    inputs, targets = train.inputs.double(), train.targets.double()
-    optimum = torch.linalg.lstsq(inputs, targets.unsqueeze(1)).solution.squeeze(1)
-    local = {"batch_size": SAMPLES, "steps": 10, "lr": 0.1, **local}
-    return (fedsim.run({**REGRESSIONS, "local": local, **changes}).global_row - optimum).norm().item()
-
-
-@pytest.mark.parametrize(
-    ("local", "rounds", "most"),
-    [
-        ({"algorithm": "scaffold"}, 40, 2e-4),
-        pytest.param({"algorithm": "feddyn", "alpha": 1.0}, 40, 2e-4, marks=pytest.mark.slow),
-        pytest.param({"algorithm": "mime", "beta": 0.5, "lr": 0.02}, 60, 1e-6, marks=pytest.mark.slow),
-        pytest.param({"algorithm": "scaffold", "option": 1, "lr": 0.05}, 100, 1e-8, marks=pytest.mark.slow),
-    ],
-)
-def test_corrected_steps_approach_the_optimum(local, rounds, most):
-    assert distance(local, rounds=rounds) < most
-
-
-@pytest.mark.parametrize(
-    ("local", "rounds"),
-    [({"algorithm": "scaffold", "lr": 0.05}, 60), ({"algorithm": "feddyn", "alpha": 1.0, "lr": 0.05}, 300)],
-)
-@pytest.mark.slow
-def test_corrected_steps_reach_the_optimum_with_partial_cohorts(local, rounds):
-    assert distance(local, cohort=2, rounds=rounds) < 1e-3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -137,9 +138,8 @@ def test_fedprox_is_sgd_on_the_loss_with_the_proximal_term(params, dtype):
 def test_a_worker_that_takes_no_step_keeps_its_control_variate():
     """With option 2, (x - y) / (K lr) would be 0 / 0 for this worker, as it is for a learning rate of 0."""
     worker_states, control = {"c_k": torch.full((2, 3), 5.0)}, torch.ones(3)
-    facts = [WorkerFacts(worker=k, round=1, steps=k, steps_per_epoch=k, samples=k, weight=1.0) for k in (0, 2)]
     algorithm, rows = Scaffold(lr=0.5), torch.zeros(2, 3)
-    worker = WorkerRound({"c": control}, worker_states, facts, rows)
+    worker = WorkerRound({"c": control}, worker_states, lambda: WorkerFacts(*[np.array([0, 2])] * 6), rows)
     state = algorithm.start_round(rows, worker)
     rows[1] -= 4
     assert algorithm.finish(rows, state, worker)["change"].tolist() == [[0, 0, 0], [3, 3, 3]]
@@ -150,8 +150,7 @@ def test_a_worker_that_takes_no_step_keeps_its_control_variate():
 
 
 def test_the_update_of_a_worker_that_takes_no_step_is_zero_in_fednova():
-    facts = [WorkerFacts(worker=0, round=1, steps=0, steps_per_epoch=0, samples=0, weight=2.0)]
-    rows = torch.ones(1, 3)
-    messages = FedNova().finish(rows, {"start": torch.ones(1, 3)}, WorkerRound({}, {}, facts, rows))
+    rows, facts = torch.ones(1, 3), WorkerFacts(*np.zeros((5, 1), dtype=np.int64), np.array([2.0]))
+    messages = FedNova().finish(rows, {"start": torch.ones(1, 3)}, WorkerRound({}, {}, lambda: facts, rows))
     assert rows.tolist() == [[1, 1, 1]]
     assert [message.item() for message in messages.values()] == [2, 0]

@@ -86,12 +86,6 @@ def assert_is(reference_of, tables):
     return run
 
 
-@pytest.mark.parametrize(("algorithm", "layer"), [("fedper", "2."), ("lg_fedavg", "1.")])
-def test_matching_parameters_stay_with_the_workers(algorithm, layer, tables):
-    tables["local"] |= {"algorithm": algorithm, "personal": [f"{layer}*"]}
-    assert_is(reference(lambda: models.sized(hidden=(8,)), lambda name: name.startswith(layer)), tables)
-
-
 @pytest.mark.parametrize(("params", "epochs", "first"), [({}, 2, 1), ({"head_epochs": 2}, 3, 2)])
 def test_fedrep_trains_the_head_and_then_the_rest(params, epochs, first, tables):
     def phases(names, epoch_steps, steps):

@@ -103,3 +103,16 @@ def test_what_has_no_meaning_is_refused_in_one_line(tables, line):
         fedsim.Experiment(**{"workers": 4, "rounds": 6, **tables})
     assert line in str(caught.value)
     assert len(caught.value.lines) == 1
+
+
+@dataclass(frozen=True)
+class Correcting(fedsim.clients.SGD):
+    def correct(self, update, server, workers, population):
+        update.mul_(2)
+
+
+def test_a_class_that_defines_a_method_without_its_base_class_is_refused_in_one_line():
+    line = "the class defines correct; derive it from fedsim.clients.UpdateCorrection$"
+    with pytest.raises(fedsim.ExperimentError, match=line) as caught:
+        fedsim.Experiment(local={"algorithm": Correcting})
+    assert len(caught.value.lines) == 1

@@ -101,13 +101,6 @@ def of_other_names(net, loader):
     """A function without the parameters `model` and `batches`."""
 
 
-def costly(model, batches):
-    """A function that declares three gradients per batch."""
-
-
-costly.gradients_per_step = 3
-
-
 def costing(gradients):
     def function(model, batches):
         """A function that declares `gradients` gradients per batch."""
@@ -194,7 +187,7 @@ def test_a_stop_by_a_loss_that_a_function_does_not_return_gives_a_one_line_error
 def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
     """Each worker passes twice over 8 samples in batches of 3."""
     tables = {"mode": "clock", "data": {"name": "tests.components:tiny", "train": 8}, "workers": 1}
-    for function, seconds in ((silent, 6), (costly, 18)):
+    for function, seconds in ((silent, 6), (costing(3), 18)):
         done = without_lr(function, local={"batch_size": 3}, **tables)
         assert done.history[0]["virtual_seconds"] == seconds
 

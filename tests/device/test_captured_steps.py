@@ -35,37 +35,22 @@ from tests.device.agreement import (
 from tests.device.pretend import download, upload
 from tests.device.pretend.counting import LAUNCH
 from tests.device.test_bounds import ORDERS
-from tests.real_models import CHAR_LSTM, GPT
+from tests.engines.test_contract import ALL_CASES
 
 UNEVEN = {"partition": "tests.components:uneven"}
 CASES = {
-    "even shards": {},
-    "uneven shards, short batches": {"partition": "tests.components:uneven"},
-    "local steps": {"local": {"steps": 5, "batch_size": 16, "momentum": 0.9}},
-    "weight decay": {
-        "partition": "tests.components:uneven",
-        "local": {"epochs": 2, "batch_size": 16, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    **{
+        name: ALL_CASES[name]
+        for name in (
+            *("plain averaging", "uneven shards", "local steps", "momentum, weight decay", "worker state and messages"),
+            *("gradients first, then parameters", "dropout", "a rule with data of the server's own"),
+            *("a character LSTM", "a transformer with dropout"),
+        )
     },
-    "worker state and messages": {
-        **{
-            "local": {"algorithm": "tests.components:Counting", "batch_size": 16},
-            "partition": "tests.components:uneven",
-        },
-        **{"workers": 5, "cohort": 3, "rounds": 3},
-    },
-    "rounds after rounds of gradients": {"sync": "post_local", "gradient_rounds": 1, "rounds": 3},
-    "a convolutional network with dropout": {"model": "net", "partition": "tests.components:uneven"},
-    "a server that trains along": {"aggregate": {"rule": "fltrust", "root_samples": 20}},
     "drop_last": {**UNEVEN, "local": {"batch_size": 16, "drop_last": True, "epochs": 2}},
     "more members than the width": {**UNEVEN, "workers": 5, "batched": {"max_rows": 3}},
-    "a model with buffers": {"model": "tests.device.test_captured_steps:Counting", **UNEVEN},
-    "dropout": {
-        "model": "tests.device.test_captured_steps:Dropping",
-        **UNEVEN,
-        "local": {"steps": 19, "batch_size": 8},
-    },
-    "a character LSTM": {**CHAR_LSTM, **UNEVEN},
-    "a transformer": {**GPT, **UNEVEN},
+    "a model with buffers": {"model": f"{__name__}:Counting", **UNEVEN},
+    "dropout of many steps": {"model": f"{__name__}:Dropping", **UNEVEN, "local": {"steps": 19, "batch_size": 8}},
     "rounds on the clock": {"mode": "clock", "policy": "fedasync", "rounds": 2, **UNEVEN},
 }
 
@@ -142,7 +127,7 @@ def differing(actual, expected):
 
 TOLERANCES = {"float64": 1e-9, "tf32": 2e-2, "bf16": 2e-2} if REAL else {"float64": 1e-12, "tf32": 1e-5, "bf16": 2e-2}
 # On the pretend GPU, the operations of the other cases are the same in every precision.
-DIFFERENT = "a model with buffers", "a character LSTM", "a transformer"
+DIFFERENT = "a model with buffers", "a character LSTM", "a transformer with dropout"
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from fedsim.byzantine import attack_strategy
 from fedsim.core.randomness import Draws, global_states, seed_globally
 from fedsim.data.augmentation import augmentation
 from fedsim.data.partitions.features import GaussianNoise
-from fedsim.training.dropout import Dropout, dropout_factors
+from fedsim.training.forward_functions import Dropout, dropout_factors
 from tests.data.partitions.test_features import PIXELS, TRANSFORMS, applied
 from tests.device.agreement import REAL, some_gpu, to_gpu
 from tests.device.pretend import GPU, download, upload

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import fedsim
 from fedsim.errors import FedsimWarning
 from fedsim.training import operations
-from fedsim.training.operations import WAYS, Options, one_by_one, stacked_convolution
+from fedsim.training.operations import WAYS, Options, one_by_one, way_for
 from fedsim.training.probe import SAMPLES, StackingProbe
 from tests.device.agreement import ENGINES, TINY, assert_same_results, run_on_cpu, run_on_gpu, some_gpu, to_gpu
 from tests.device.pretend import upload
@@ -38,7 +38,7 @@ def test_a_gpu_gives_the_outputs_and_derivatives_of_one_row_after_another(k, tur
     expected = outputs_and_derivatives(one_by_one, tensors(k))
     with some_gpu():
         on_gpu = [to_gpu(tensor) for tensor in tensors(k)]
-        actual = outputs_and_derivatives(partial(stacked_convolution, turns=turns), on_gpu)
+        actual = outputs_and_derivatives(WAYS[way_for(on_gpu[1], turns=turns)], on_gpu)
     for ours, theirs in zip(actual, expected, strict=True):
         assert torch.allclose(ours.cpu(), theirs, rtol=0, atol=1e-9 * float(theirs.abs().max()))
 
@@ -49,7 +49,7 @@ def test_launches_do_not_grow_with_the_rows(k, turns, most, gpu):
     """Turned kernels take two more copies, and the gradient of the inputs a call of its own."""
     leaves = [upload(tensor).requires_grad_() for tensor in tensors(k)]
     with gpu.counting() as forward:
-        outputs = stacked_convolution(F.conv2d, *leaves, Options(padding=1), turns=turns)
+        outputs = WAYS[way_for(leaves[1], turns=turns)](F.conv2d, *leaves, Options(padding=1))
     ones = torch.ones_like(outputs)
     with gpu.counting() as backward:
         torch.autograd.grad(outputs, leaves, ones)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import fedsim
 from fedsim.cli.rule_replay import load_round, replay, stored_rounds
+from fedsim.clients import UpdateCorrection
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.core.randomness import batch_order, draw_key
@@ -446,7 +447,7 @@ def replayed(lab: Lab, settings: Settings) -> str | None:
                 f"worker {worker} has weight {share:.6g} in the run and {answer.shares.get(worker):.6g} in the replay"
             )
     plain = experiment.server == type(experiment.server)() and not experiment.privacy.component.active
-    if plain and not experiment.rounds_of_gradients and not experiment.local.component.has("correct"):
+    if plain and not experiment.rounds_of_gradients and not isinstance(experiment.local.component, UpdateCorrection):
         apart = distance(rows.rows[-1] - rows.rows[-2], answer.update)
         if apart > 1e-5:
             return f"the update of the run and that of the replay differ by {apart:.3g}"

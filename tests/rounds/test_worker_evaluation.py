@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fedsim
-from fedsim.clients import SGD
+from fedsim.clients import SGD, PersonalModel
 from fedsim.core.philox import Stream, shuffles
 from fedsim.core.randomness import draw_key
 from fedsim.data import ListedShards, hold_out
@@ -24,7 +24,7 @@ from fedsim.runs.setup import begun
 
 
 @dataclass(frozen=True)
-class KeepsItsRow(SGD):
+class KeepsItsRow(SGD, PersonalModel):
     """SGD in which each worker keeps its last trained row as its personal model."""
 
     def worker_state(self, row):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.clients import SGD, OuterProductGrad, as_algorithm, step_along
+from fedsim.clients import SGD, OuterProductGrad, as_algorithm
 from fedsim.errors import RecordError
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.runs.loops.synchronous import SynchronousLoop
@@ -222,7 +222,7 @@ def test_an_algorithm_with_start_and_step_is_a_client_algorithm():
 
     algorithm, row, weights = as_algorithm(Plain()), torch.ones(2), torch.zeros(1, 1, 3)
     algorithm.step(row, torch.ones(2), algorithm.start(row))
-    step_along(algorithm, weights, OuterProductGrad(torch.ones(1, 2, 1), torch.ones(1, 2, 3)), {})
+    algorithm.step_fused(weights, OuterProductGrad(torch.ones(1, 2, 1), torch.ones(1, 2, 3)), {})
     assert row.tolist() == [0, 0]
     assert weights.tolist() == [[[-2, -2, -2]]]
     assert algorithm.numbers_sent(5) == (0, 0)

@@ -18,7 +18,6 @@ BATCH = 4
 ROOT = {"aggregate": {"rule": "fltrust", "root_samples": 7}}
 NOISE = {"name": "feature_noise", "sigma": 1.0}
 BACKDOOR = {"name": "backdoor", "workers": [2, 4], "value": 9.0, "size": 2, "target": 1}
-FLIPPING = {"name": "label_flipping", "workers": [2, 4]}
 AUGMENT = {"name": "tests.engines.zoo:pictures", "augment": ["flip", {"name": "shift", "pixels": 1}]}
 
 
@@ -46,22 +45,6 @@ def test_positions_are_the_shard_in_a_new_order_for_each_epoch(worker, prepared)
     for epoch in range(3):
         seen = [position for batch in positions[epoch * steps : (epoch + 1) * steps] for position in batch]
         assert sorted(seen) == sorted(shared.data.shards.of(worker).tolist()), "each sample is used exactly once"
-
-
-def test_orders_differ_by_epoch_round_worker_and_seed(prepared):
-    batch_source, other_source = (
-        BatchSource(*prepared(seed=seed, partition="contiguous", workers=3)) for seed in (0, 1)
-    )
-    first, second = islice(batch_source.epochs(1, 1), 2)
-    orders = [
-        first,
-        second,
-        *(next(batch_source.epochs(*of)) for of in ((1, 2), (2, 1))),
-        next(other_source.epochs(1, 1)),
-    ]
-    places = [order - order.min() for order in orders]
-    assert len({tuple(order.tolist()) for order in places}) == len(orders)
-    assert torch.equal(first, next(batch_source.epochs(1, 1)))
 
 
 def test_orders_drawn_for_several_workers_at_once_are_those_drawn_alone(prepared, monkeypatch):
@@ -95,16 +78,6 @@ def test_the_server_is_one_more_worker_again_after_rounds_of_gradients(prepared)
     assert [BatchSource(task, shared).steps(5, round) > 10**9 for round in range(1, 5)] == [True, True, False, False]
 
 
-def test_only_byzantine_workers_see_poison(prepared):
-    task, shared = prepared(attack=FLIPPING)
-    batch_source = BatchSource(task, shared)
-    for worker in range(5):
-        (inputs, targets), positions = next(batch_source.batches(worker, 1)), next(batch_source.positions(worker, 1))
-        right = shared.data.train.targets[positions]
-        assert torch.equal(targets, 2 - right if worker in (2, 4) else right)
-        assert torch.equal(inputs, shared.data.train.inputs[positions].double())
-
-
 def test_a_worker_s_view_comes_before_augmentation_and_that_before_poison(prepared):
     """View and augmentations draw in turn from the stream of this worker, round and step."""
     task, shared = prepared(seed=5, partition=NOISE, data=AUGMENT, attack=BACKDOOR)
@@ -134,29 +107,21 @@ def test_components_of_users_may_draw_from_generators_of_the_step(prepared):
         assert batch[1].tolist() == [numpy_generator(5, "poison", 3, 2, step).integers(3)] * len(positions)
 
 
-def test_samples_as_they_are_looked_at_before_training_draw_for_themselves(prepared):
-    """These draws differ from those for the same batch in training."""
-    task, shared = prepared(partition=NOISE, attack=BACKDOOR)
-    batch_source = BatchSource(task, shared)
-    seen = list(batch_source.samples_seen(4, 3, 7))
-    view, poison = (Draws.of(0, purpose, 3, 4).steps() for purpose in ("losses_view", "losses_poison"))
-    for number, ((inputs, targets), plain) in enumerate(zip(seen, batch_source.shard(4).batches(7), strict=True)):
-        expected = task.transforms[4](images=plain[0], draws=view(number))
-        expected, labels = task.experiment.attack.component.poison(expected, plain[1], 3, poison(number))
+@pytest.mark.parametrize("purpose", ["losses", "local_test_fraction"])
+def test_samples_outside_of_training_are_seen_through_their_view_with_draws_of_their_own(purpose, prepared):
+    """They are poisoned too, but not augmented."""
+    data = {"name": "tests.engines.zoo:pictures", "augment": ["flip"], "local_test_fraction": 0.5}
+    task, shared = prepared(partition=NOISE, data=data, attack=BACKDOOR)
+    batch_source, train, tested = BatchSource(task, shared), shared.data.train, purpose != "losses"
+    positions = shared.data.worker_tests.of(4) if tested else batch_source.shard(4).indices
+    seen = list((batch_source.test_samples if tested else batch_source.samples_seen)(4, 3, 2))
+    view, poison = (Draws.of(0, f"{purpose}_{kind}", 3, 4).steps() for kind in ("view", "poison"))
+    assert len(seen) == len(positions.split(2)) > 1
+    for number, ((inputs, targets), batch) in enumerate(zip(seen, positions.split(2), strict=True)):
+        expected = task.transforms[4](images=train.inputs[batch].double(), draws=view(number))
+        expected, labels = task.experiment.attack.component.poison(expected, train.targets[batch], 3, poison(number))
         assert torch.equal(inputs, expected)
         assert torch.equal(targets, labels)
-
-
-def test_local_test_samples_are_seen_through_the_view_of_their_worker_without_augmentation(prepared):
-    data = {"name": "tests.engines.zoo:pictures", "augment": ["flip"], "local_test_fraction": 0.5}
-    task, shared = prepared(partition=NOISE, data=data)
-    train, positions = shared.data.train, shared.data.worker_tests.of(4)
-    view, batches = Draws.of(0, "local_test_fraction_view", 3, 4).steps(), positions.split(2)
-    seen = list(BatchSource(task, shared).test_samples(4, 3, 2))
-    assert len(seen) == len(batches) > 1
-    for number, ((inputs, targets), batch) in enumerate(zip(seen, batches, strict=True)):
-        assert torch.equal(inputs, task.transforms[4](images=train.inputs[batch].double(), draws=view(number)))
-        assert torch.equal(targets, train.targets[batch])
 
 
 def test_altered_images_lie_in_memory_as_the_others_do(prepared):

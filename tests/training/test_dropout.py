@@ -17,7 +17,7 @@ from fedsim.core.philox import blocks
 from fedsim.core.randomness import draw_key
 from fedsim.training import sequential
 from fedsim.training.batches import BatchSource
-from fedsim.training.dropout import (
+from fedsim.training.forward_functions import (
     Dropout,
     FactorsAhead,
     RowDropout,
@@ -110,6 +110,19 @@ def test_the_generator_that_layers_draw_from_has_another_key(monkeypatch):
     assert keys.isdisjoint({draw_key(3, "layers", 1, worker) for worker in range(2)})
 
 
+@pytest.fixture
+def row_dropout(prepared):
+    """Return a function that returns the RowDropout of a small experiment with a model."""
+
+    def of(model):
+        task, shared = prepared(model if isinstance(model, str) else "dropout")
+        if not isinstance(model, str):
+            task.experiment.model.__dict__["component"] = model
+        return RowDropout(task, shared, BatchSource(task, shared))
+
+    return of
+
+
 IMAGES = (3, 4, 6, 5)
 CALLS = {
     "elements": (F.dropout, torch.rand(IMAGES), IMAGES[1:]),
@@ -127,40 +140,34 @@ CALLS = {
 @pytest.mark.parametrize("p", [0.4, 1.0])
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, prepared):
+def test_a_call_multiplies_its_inputs_by_its_factors(name, inplace, p, row_dropout):
     function, inputs, shape = CALLS[name]
-    task, shared = prepared("dropout")
-    task.experiment.model.__dict__["component"] = lambda: Mixed(functional=True)  # in place of the experiment's model
-    dropout = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
+    dropout = row_dropout(partial(Mixed, True)).of(worker=4, round=2)
     passed = inputs.clone(memory_format=torch.preserve_format)
     with dropout.at(3, len(inputs)):
         outputs = function(passed, p, True, inplace)
     wanted = Dropout.of(function, inputs.shape, p)
     assert wanted.shape == shape
-    key = torch.tensor([draw_key(task.experiment.seed, "layers", 2, 4)])
+    key = torch.tensor([draw_key(0, "layers", 2, 4)])
     (factors,) = dropout_factors(key, 3, 1, len(inputs), [wanted], torch.double)
     assert torch.allclose(outputs, inputs * factors[0, 0].float())
     assert (outputs is passed) == inplace
 
 
-def test_calls_that_were_not_recorded_have_the_masks_of_their_position_in_the_forward_pass(prepared):
+def test_calls_that_were_not_recorded_have_the_masks_of_their_position_in_the_forward_pass(row_dropout):
     """The recorded calls are two, with other probabilities."""
-    task, shared = prepared("dropout")
-    task.experiment.model.__dict__["component"] = lambda: Mixed(functional=True)  # in place of the experiment's model
-    dropout, ones = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2), torch.ones(3, 7)
+    dropout, ones = row_dropout(partial(Mixed, True)).of(worker=4, round=2), torch.ones(3, 7)
     with dropout.at(3, len(ones)):
         outputs = [F.dropout(ones, 0.5) for _ in range(3)]
-    key = torch.tensor([draw_key(task.experiment.seed, "layers", 2, 4)])
+    key = torch.tensor([draw_key(0, "layers", 2, 4)])
     factors = dropout_factors(key, 3, 1, len(ones), [Dropout.of(F.dropout, ones.shape, 0.5)] * 3, torch.float32)
     assert [output.tolist() for output in outputs] == [of_layer[0, 0].tolist() for of_layer in factors]
     assert not torch.equal(outputs[1], outputs[0])
 
 
 @pytest.mark.parametrize("p", [1.5, -0.5])
-def test_a_wrong_probability_is_refused_as_pytorch_refuses_it(p, prepared):
-    task, shared = prepared("dropout")
-    task.experiment.model.__dict__["component"] = lambda: Mixed(functional=True)  # in place of the experiment's model
-    dropout = RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
+def test_a_wrong_probability_is_refused_as_pytorch_refuses_it(p, row_dropout):
+    dropout = row_dropout(partial(Mixed, True)).of(worker=4, round=2)
     with pytest.raises(ValueError, match="has to be between 0 and 1"), dropout.at(0, 4):
         F.dropout(torch.ones(4, 5), p)
 
@@ -224,16 +231,13 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "count"), [("dropout twice", 2), ("convolution", 0), ("alpha dropout", 0)])
-def test_calls_are_recorded_where_masks_can_be_drawn(kind, count, prepared):
-    task, shared = prepared(kind)
-    assert len(RowDropout(task, shared, BatchSource(task, shared)).calls) == count
+def test_calls_are_recorded_where_masks_can_be_drawn(kind, count, row_dropout):
+    assert len(row_dropout(kind).calls) == count
 
 
 @pytest.mark.parametrize("functional", [False, True])
-def test_dropout_modules_ask_for_their_factors_where_they_make_all_calls(functional, prepared):
-    task, shared = prepared("dropout")
-    task.experiment.model.__dict__["component"] = lambda: Mixed(functional)  # in place of the experiment's model
-    dropout, images = RowDropout(task, shared, BatchSource(task, shared)), torch.ones(4, 2, 8, 8, dtype=torch.double)
+def test_dropout_modules_ask_for_their_factors_where_they_make_all_calls(functional, row_dropout):
+    dropout, images = row_dropout(partial(Mixed, functional)), torch.ones(4, 2, 8, 8, dtype=torch.double)
     assert (len(dropout.calls), dropout.by_modules) == (1 + functional, not functional)
     model, of_round = dropout.new_module().train(), dropout.of(worker=4, round=2)
     called = []
@@ -271,11 +275,9 @@ def recorded(pooled):
 
 
 @pytest.mark.parametrize(("p", "functional"), [(None, False), (0.5, False), (0.5, True)])
-def test_the_gradient_of_max_pooling_keeps_the_memory_format_of_the_images(p, functional, prepared):
+def test_the_gradient_of_max_pooling_keeps_the_memory_format_of_the_images(p, functional, row_dropout):
     """A functional max pooling is only seen in models that call dropout as a function."""
-    task, shared = prepared("dropout")
-    task.experiment.model.__dict__["component"] = partial(Pooling, p, functional)  # in place of the experiment's model
-    dropout = RowDropout(task, shared, BatchSource(task, shared))
+    dropout = row_dropout(partial(Pooling, p, functional))
     model, plain = dropout.new_module().train(), Pooling(p, functional).double()
     plain.load_state_dict(model.state_dict())
     images = torch.randn(4, 2, 8, 8, dtype=torch.double, generator=torch.Generator().manual_seed(1))
@@ -294,11 +296,9 @@ def test_the_gradient_of_max_pooling_keeps_the_memory_format_of_the_images(p, fu
 
 
 @pytest.mark.parametrize("transformed", [torch.func.jacrev, lambda f: torch.func.vmap(torch.func.grad(f))])
-def test_max_pooling_can_be_differentiated_by_torch_func(transformed, prepared):
+def test_max_pooling_can_be_differentiated_by_torch_func(transformed, row_dropout):
     """A model may do so in its forward pass, and a training function of one's own for the gradient of each sample."""
-    task, shared = prepared("dropout")
-    task.experiment.model.__dict__["component"] = partial(Pooling, None, False)
-    pool = RowDropout(task, shared, BatchSource(task, shared)).new_module().pool
+    pool = row_dropout(partial(Pooling, None, False)).new_module().pool
     images = torch.randn(5, 1, 2, 6, 6, generator=torch.Generator().manual_seed(1))
     images = images.flatten(0, 1).contiguous(memory_format=torch.channels_last)
     batches = images if transformed is torch.func.jacrev else images.unsqueeze(1)
@@ -309,11 +309,10 @@ def test_max_pooling_can_be_differentiated_by_torch_func(transformed, prepared):
     assert torch.equal(*(transformed(sums(of))(batches) for of in (pool, partial(F.max_pool2d, kernel_size=2))))
 
 
-def test_a_full_device_is_not_taken_for_a_model_without_dropout(prepared, monkeypatch):
+def test_a_full_device_is_not_taken_for_a_model_without_dropout(row_dropout, monkeypatch):
     def full(loss):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("fedsim.training.dropout._backward_under_modes", full)
-    task, shared = prepared("dropout")
+    monkeypatch.setattr("fedsim.training.forward_functions._backward_under_modes", full)
     with pytest.raises(torch.OutOfMemoryError):
-        RowDropout(task, shared, BatchSource(task, shared)).of(worker=4, round=2)
+        row_dropout("dropout").of(worker=4, round=2)

@@ -196,15 +196,6 @@ class Decaying(Normalised):
         rows -= self.lr / state["steps"] * gradients
 
 
-@dataclass(frozen=True)
-class Replacing(Normalised):
-    """A client algorithm that replaces the tensors of its state in each step."""
-
-    def step(self, rows, gradients, state):
-        state["velocity"] = 0.9 * state.get("velocity", 0.0) + gradients
-        rows -= self.lr * state["velocity"]
-
-
 @pytest.mark.parametrize(
     ("algorithm", "reason"),
     [("Normalised", "local.algorithm is not element-wise"), ("Decaying", "a step of local.algorithm fails")],
@@ -217,7 +208,8 @@ def test_an_algorithm_that_is_not_element_wise_is_refused(algorithm, reason, dry
 
 @pytest.mark.parametrize("kind", ["convolution", "BatchNorm"])  # members side by side, and members picked by an index
 def test_an_algorithm_may_replace_what_it_keeps(kind):
-    tables = {**experiment(kind), "local": {"algorithm": f"{__name__}:Replacing", "batch_size": 4}}
+    local = {"algorithm": "tests.device.test_captured_steps:Replacing", "late": True, "batch_size": 4}
+    tables = {**experiment(kind), "local": local}
     serial = fedsim.run({**tables, "engine": "serial"})
     assert_close(serial, fedsim.run({**tables, "engine": "batched", "processes": 1}), ROUNDING)
 

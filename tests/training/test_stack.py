@@ -12,7 +12,7 @@ from fedsim.core.randomness import Draws, draw_key
 from fedsim.data.augmentation import flip
 from fedsim.training import stack as stack_module
 from fedsim.training.batches import BatchSource, WorkItem
-from fedsim.training.dropout import Dropout, dropout_factors
+from fedsim.training.forward_functions import Dropout, dropout_factors
 from fedsim.training.stack import Stacks
 from fedsim.training.stack_step import gather
 

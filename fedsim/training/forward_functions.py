@@ -1,9 +1,10 @@
-"""Dropout with counter-based random numbers: a mask is a function of (seed, round, worker, step, layer).
+"""Functions that replace PyTorch's own in a forward pass: dropout, and max pooling with a faster gradient.
 
-Masks therefore do not depend on the engine. The Philox key is derived from (seed, "layers", round, worker). The counter
-contains the step in the worker's round and the number of the dropout call in the forward pass (the layer). The elements
-of all samples of a batch are numbered consecutively. Each element has a random 32-bit word, and is kept if this word is
-below round((1 - p) * 2^32). See `fedsim.core.philox`.
+Dropout has counter-based random numbers: a mask is a function of (seed, round, worker, step, layer). Masks therefore
+do not depend on the engine. The Philox key is derived from (seed, "layers", round, worker). The counter contains the
+step in the worker's round and the number of the dropout call in the forward pass (the layer). The elements of all
+samples of a batch are numbered consecutively. Each element has a random 32-bit word, and is kept if this word is below
+round((1 - p) * 2^32). See `fedsim.core.philox`.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Dropout:
         return cls(function, p, shape)
 
 
-class DropoutMode(TorchFunctionMode):
-    """Context that replaces each dropout call by a multiplication with a scaled mask, called factors.
+class ForwardFunctions(TorchFunctionMode):
+    """Context that replaces dropout by a multiplication with a scaled mask, called factors, and speeds up max pooling.
 
     The scaled mask has the values 0 and 1 / (1 - p).
 
@@ -95,7 +96,7 @@ class DropoutMode(TorchFunctionMode):
         return with_gradient_in_order(result) if function is F.max_pool2d else result
 
 
-class Recording(DropoutMode):
+class Recording(ForwardFunctions):
     """Context that omits dropout, and records each dropout call and its number of samples."""
 
     def __init__(self) -> None:
@@ -308,7 +309,7 @@ class RoundDropout:
     def _at(self, step: int, samples: int) -> Iterator[None]:
         self._step, self._layer, self._factors = step, 0, self.factors(step, samples)
         if not self._of_rows.by_modules:
-            with DropoutMode(self.factors_of):
+            with ForwardFunctions(self.factors_of):
                 yield
             return
         self._of_rows.round = self
