@@ -124,17 +124,17 @@ def run_on_a_terminal(*words, cwd):
     return out, "".join(shown)
 
 
+def stat_of(pid):
+    """Return the figures of a living process in /proc/PID/stat, from its state on. [] for a process that has ended."""
+    with contextlib.suppress(OSError):
+        figures = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return figures if figures[0] != "Z" else []
+    return []
+
+
 def processes_of_group(group):
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    members = []
-    for pid in pids:
-        try:
-            fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            members.append(pid)
-    return members
+    return [pid for pid in pids if stat_of(pid)[2:3] == [str(group)]]
 
 
 def assert_none_left(group):
