@@ -19,28 +19,29 @@ from tests.forking import Program
 ROOT = Path(__file__).parents[1]
 
 
-def _environment(**more):
+def environment(**more):
+    """Return the environment of a program that uses this copy of fedsim."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
 def run_python(*words, timeout=300, **options):
     """Run `python *words` to its end and return the completed process."""
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=_environment(), **options
+        [sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=environment(), **options
     )
 
 
-def start(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment):
+def start(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more):
     """Start `python *words` in a new process group. The process is forked from a server that has imported fedsim."""
-    return Program(words, cwd=cwd, environment=_environment(**environment), stdout=stdout, stderr=stderr)
+    return Program(words, cwd=cwd, environment=environment(**more), stdout=stdout, stderr=stderr)
 
 
-def start_python(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment):
+def start_python(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more):
     """Start `python *words` in a new interpreter, which spawns its processes."""
     return subprocess.Popen(
         [sys.executable, *words],
         cwd=cwd,
-        env=_environment(**environment),
+        env=environment(**more),
         stdout=stdout,
         stderr=stderr,
         text=True,
