@@ -8,15 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-import fedsim
 from benchmarks.gpu import __main__ as check
 from benchmarks.gpu.goals import GOALS
 from benchmarks.gpu.profiling import summarize as summarize_events
 from benchmarks.gpu.report import MOST_FAILURES, WIDTH, Results, summarize
 from tests.commands import stat_of
-from tests.device.pretend import pretend_gpu
 
 ROOT = Path(__file__).parents[2]
 FAILING = """
@@ -179,16 +176,6 @@ def test_a_measurement_on_the_cpu(monkeypatch):
     monkeypatch.setitem(measure.WORKLOADS, "w3", (*measure.WORKLOADS["w3"], "cohort=3"))
     assert measure.MEASUREMENTS["node of a graph"]()["us"] > 0
     assert measure.MEASUREMENTS["w3, batched"]()["round_ms"] > 0
-
-
-def test_the_bare_loop_runs_on_a_device_without_a_number(tiny_experiment):
-    from benchmarks.gpu.measure import bare_loop
-
-    experiment = fedsim.Experiment(**{**tiny_experiment, "local": {"batch_size": 16, "lr": 0.05}, "rounds": 1})
-    with pretend_gpu() as gpu:
-        bare = bare_loop(experiment, torch.device("cuda"))
-    assert gpu.launches
-    assert bare.accuracy == bare_loop(experiment).accuracy
 
 
 @pytest.mark.parametrize(
