@@ -19,28 +19,29 @@ from tests.forking import Program
 ROOT = Path(__file__).parents[1]
 
 
-def _environment(**more):
+def environment(**more):
+    """Return the environment of a program that uses this copy of fedsim."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
 def run_python(*words, timeout=300, **options):
     """Run `python *words` to its end and return the completed process."""
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=_environment(), **options
+        [sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=environment(), **options
     )
 
 
-def start(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment):
+def start(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more):
     """Start `python *words` in a new process group. The process is forked from a server that has imported fedsim."""
-    return Program(words, cwd=cwd, environment=_environment(**environment), stdout=stdout, stderr=stderr)
+    return Program(words, cwd=cwd, environment=environment(**more), stdout=stdout, stderr=stderr)
 
 
-def start_python(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **environment):
+def start_python(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more):
     """Start `python *words` in a new interpreter, which spawns its processes."""
     return subprocess.Popen(
         [sys.executable, *words],
         cwd=cwd,
-        env=_environment(**environment),
+        env=environment(**more),
         stdout=stdout,
         stderr=stderr,
         text=True,
@@ -124,17 +125,17 @@ def run_on_a_terminal(*words, cwd):
     return out, "".join(shown)
 
 
+def stat_of(pid):
+    """Return the figures of a living process in /proc/PID/stat, from its state on. [] for a process that has ended."""
+    with contextlib.suppress(OSError):
+        figures = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return figures if figures[0] != "Z" else []
+    return []
+
+
 def processes_of_group(group):
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    members = []
-    for pid in pids:
-        try:
-            fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            members.append(pid)
-    return members
+    return [pid for pid in pids if stat_of(pid)[2:3] == [str(group)]]
 
 
 def assert_none_left(group):

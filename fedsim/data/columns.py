@@ -66,16 +66,9 @@ def train_and_test(
         if not len(columns[target]):
             raise DataError(f"{place}: has no samples")
     targets = [_values(columns[target], f"{place}: column {show(target)}") for columns, place in parts]
-    if named := any(values.dtype.kind == "U" for values in targets):
-        targets = [values.astype(str) for values in targets]
-        classes = np.unique(targets[0])
-        warn_of_unlikely_classes(classes.tolist(), f"{places[0]}: column {show(target)}")
-        for values, (_, place) in zip(targets, parts, strict=True):
-            if len(unknown := np.setdiff1d(values, classes)):
-                raise DataError(
-                    f"{place}: column {show(target)}: the class {show(str(unknown[0]))} has no training samples"
-                )
-        targets = [np.searchsorted(classes, values) for values in targets]
+    named = any(values.dtype.kind == "U" for values in targets)
+    if named:
+        targets = _numbered(targets, [f"{place}: column {show(target)}" for _, place in parts])
     samples = []
     for (columns, place), values in zip(parts, targets, strict=True):
         arrays = {name: _numbers(columns[name], f"{place}: column {show(name)}") for name in inputs}
@@ -85,6 +78,17 @@ def train_and_test(
     if test is not None:
         return samples[0], samples[1]
     return split_test(samples[0], test_fraction, places[0], are_classes=named)
+
+
+def _numbered(columns: Sequence[np.ndarray], places: Sequence[str]) -> list[np.ndarray]:
+    """Return the class labels of columns of text, of which the first has the training samples, in sorted order."""
+    names = [values.astype(str) for values in columns]
+    classes = np.unique(names[0])
+    warn_of_unlikely_classes(classes.tolist(), places[0])
+    for values, place in zip(names, places, strict=True):
+        if len(unknown := np.setdiff1d(values, classes)):
+            raise DataError(f"{place}: the class {show(str(unknown[0]))} has no training samples")
+    return [np.searchsorted(classes, values) for values in names]
 
 
 def is_table(data: Any) -> bool:
@@ -178,13 +182,11 @@ def split_test(
     else:
         chosen[order[:held_out]] = True
         if data.has_labels and (untrained := np.setdiff1d(targets[chosen], targets[~chosen])).size:
-            warnings.warn(
+            warn(
                 f"{place}: the targets are integers of more different values than the {held_out} test samples drawn, "
                 f"so the draw is not stratified, and {untrained.size} values, such as {untrained[0]}, have no training "
                 "samples; if the targets are classes, give a separate test part, and if not, write them as "
                 "floating-point numbers",
-                FedsimWarning,
-                stacklevel=2,
             )
     return data.take(np.flatnonzero(~chosen)), data.take(np.flatnonzero(chosen))
 
@@ -200,6 +202,11 @@ def _stratified(sizes: np.ndarray, total: int) -> np.ndarray:
         may_grow = np.flatnonzero(counts < sizes - 1)
         counts[may_grow[np.argsort(-remainders[may_grow], kind="stable")][:left]] += 1
     return counts
+
+
+def warn(message: str) -> None:
+    """Issue a FedsimWarning about data."""
+    warnings.warn(message, FedsimWarning, stacklevel=3)
 
 
 def data_path(path: str) -> str:
@@ -326,11 +333,9 @@ def _input_columns(columns: Columns, index: Collection[str], place: str) -> list
         elif folded in RESET_INDEX and _are_different_integers(values):
             is_index |= (np.min(values), np.max(values)) == (0, len(values) - 1)
         if is_index:
-            warnings.warn(
+            warn(
                 f"{place}: column {show(name)} is the index of a data frame, and is not an input; to use it, set "
                 "`inputs` or `ids`",
-                FedsimWarning,
-                stacklevel=2,
             )
             continue
         if is_nameless(name):
@@ -339,11 +344,9 @@ def _input_columns(columns: Columns, index: Collection[str], place: str) -> list
                 "it, or set `inputs` to the columns of inputs"
             )
         if folded in ("id", *RESET_INDEX) and _are_different_integers(values):
-            warnings.warn(
+            warn(
                 f"{place}: column {show(name)}, which contains a different integer in each row, is used as an input; "
                 "if it only numbers the rows, remove it, or set `inputs` to the columns of inputs",
-                FedsimWarning,
-                stacklevel=2,
             )
         inputs.append(name)
     return inputs
@@ -372,7 +375,7 @@ def warn_of_unlikely_classes(classes: Sequence[str], place: str) -> None:
             problem = f"{show(name)} is a class; if it is a missing value, remove its samples"
         else:
             continue
-        warnings.warn(f"{place}: {problem}", FedsimWarning, stacklevel=2)
+        warn(f"{place}: {problem}")
 
 
 def without_spaces(values: np.ndarray, place: str) -> np.ndarray:
@@ -386,11 +389,9 @@ def without_spaces(values: np.ndarray, place: str) -> np.ndarray:
     if len(empty := np.flatnonzero(stripped == "")):
         raise DataError(f"{place}: has no value in row {empty[0]}; remove such rows or fill in the values")
     if len(changed := np.flatnonzero(stripped != values)):
-        warnings.warn(
+        warn(
             f"{place}: spaces around {len(changed)} of {len(values)} values are removed, such as in "
             f"{show(str(values[changed[0]]))}",
-            FedsimWarning,
-            stacklevel=2,
         )
     return stripped
 
@@ -415,9 +416,7 @@ def parts_of(names: Collection[str], place: str) -> tuple[str | None, str | None
         parts.append(matching[0] if matching else None)
     train, test, validation = parts
     if test is not None and validation is not None:
-        warnings.warn(
-            f"{place}: {validation} is not used, because {test} is the test part", FedsimWarning, stacklevel=2
-        )
+        warn(f"{place}: {validation} is not used, because {test} is the test part")
     return train, validation if test is None else test
 
 

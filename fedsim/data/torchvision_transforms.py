@@ -76,18 +76,14 @@ def torchvision_transform(name: str) -> Any:
     if name not in classes:
         hints = [f"; did you mean {show(key)}?" for key in closest(name, classes)]
         raise LookupError("no such random transform in torchvision.transforms.v2" + "".join(hints[:1]))
-    parameters = list(inspect.signature(classes[name], eval_str=True).parameters.values())
-    fields = [
-        (p.name, Any if p.annotation is p.empty else p.annotation, dataclasses.field(**_default(p))) for p in parameters
-    ]
+    fields = []
+    for p in inspect.signature(classes[name], eval_str=True).parameters.values():
+        default = dataclasses.field() if p.default is p.empty else dataclasses.field(default=p.default)
+        fields.append((p.name, Any if p.annotation is p.empty else p.annotation, default))
     namespace = {"made_by": classes[name], "name": name, "__doc__": torchvision_transform.__doc__}
     return dataclasses.make_dataclass(
         name, fields, bases=(BatchTransform,), namespace=namespace, kw_only=True, eq=False
     )
-
-
-def _default(parameter: inspect.Parameter) -> dict[str, Any]:
-    return {} if parameter.default is parameter.empty else {"default": parameter.default}
 
 
 def _made(name: str, arguments: dict[str, Any]) -> BatchTransform:

@@ -8,14 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-import fedsim
 from benchmarks.gpu import __main__ as check
 from benchmarks.gpu.goals import GOALS
 from benchmarks.gpu.profiling import summarize as summarize_events
 from benchmarks.gpu.report import MOST_FAILURES, WIDTH, Results, summarize
-from tests.device.pretend import pretend_gpu
+from tests.commands import stat_of
 
 ROOT = Path(__file__).parents[2]
 FAILING = """
@@ -52,11 +50,6 @@ def results_of(tmp_path, text, seconds, test_seconds):
     return results
 
 
-def lives(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def outcomes(results):
     return {name.rpartition("::")[2]: test["outcome"] for name, test in results.tests.items()}
 
@@ -73,7 +66,7 @@ def test_a_test_that_fails_or_hangs_stops_no_other(tmp_path, monkeypatch):
     assert "time.sleep" not in (tmp_path / "lines.jsonl").read_text()
     assert "test_hangs" in (tmp_path / "lines.jsonl.stacks").read_text()
     child, deadline = int((tmp_path / "child").read_text()), time.monotonic() + 5
-    while (running := lives(child)) and time.monotonic() < deadline:
+    while (running := stat_of(child)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not running, "the child is killed with its process group"
     assert not results.complete
@@ -157,17 +150,15 @@ def test_the_summary_says_for_each_goal_whether_it_is_met(results):
     assert results.as_json()["goals"] == []
 
 
-def test_a_device_that_does_not_compute_is_a_failure(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(check, "machine", lambda environment: {"error": "no device"})
+@pytest.mark.parametrize(
+    ("machine", "line"),
+    [({"error": "no device"}, "no device"), ({"device": "cpu"}, "PyTorch finds no GPU; see `fedsim doctor`, or try")],
+)
+def test_a_machine_without_a_working_gpu_is_a_failure(machine, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check, "machine", lambda environment: machine)
     assert check.main(["--out", str(tmp_path)]) == 1
-    assert "FAILED machine: no device" in capsys.readouterr().out
-    assert json.loads((tmp_path / "results.json").read_text())["failures"] == {"machine": "no device"}
-
-
-def test_a_machine_without_a_gpu_is_a_failure_that_names_the_trial(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(check, "machine", lambda environment: {"device": "cpu"})
-    assert check.main(["--out", str(tmp_path)]) == 1
-    assert "FAILED machine: PyTorch finds no GPU; see `fedsim doctor`, or try" in capsys.readouterr().out
+    assert f"FAILED machine: {line}" in capsys.readouterr().out
+    assert json.loads((tmp_path / "results.json").read_text())["failures"]["machine"].startswith(line)
 
 
 def test_a_device_is_busy_while_a_kernel_runs():
@@ -185,16 +176,6 @@ def test_a_measurement_on_the_cpu(monkeypatch):
     monkeypatch.setitem(measure.WORKLOADS, "w3", (*measure.WORKLOADS["w3"], "cohort=3"))
     assert measure.MEASUREMENTS["node of a graph"]()["us"] > 0
     assert measure.MEASUREMENTS["w3, batched"]()["round_ms"] > 0
-
-
-def test_the_bare_loop_runs_on_a_device_without_a_number(tiny_experiment):
-    from benchmarks.gpu.measure import bare_loop
-
-    experiment = fedsim.Experiment(**{**tiny_experiment, "local": {"batch_size": 16, "lr": 0.05}, "rounds": 1})
-    with pretend_gpu() as gpu:
-        bare = bare_loop(experiment, torch.device("cuda"))
-    assert gpu.launches
-    assert bare.accuracy == bare_loop(experiment).accuracy
 
 
 @pytest.mark.parametrize(

@@ -65,17 +65,6 @@ def test_targets_that_are_not_classes_are_drawn_without_strata():
         assert test.inputs.flatten().tolist() == sorted(order[:8].tolist())
 
 
-def test_a_rare_class_keeps_a_training_sample(tmp_path):
-    """For every place of the rare row, a class of one sample is in the training part."""
-    pytest.importorskip("pyarrow")
-    for row in (*range(0, 200, 29), 199):
-        names = ["often"] * 200
-        names[row] = "rare"
-        (tmp_path / "t.csv").write_text("x,y\n" + "".join(f"{k},{name}\n" for k, name in enumerate(names)))
-        train, test = fedsim.load_dataset("csv", path=str(tmp_path / "t.csv"))
-        assert (train.targets.tolist().count(1), len(test)) == (1, 40)
-
-
 def test_a_draw_that_leaves_a_class_without_training_samples_is_an_error(tmp_path):
     pytest.importorskip("pyarrow")
     (tmp_path / "t.csv").write_text("x,y\n0.5,a\n1,b\n2,c\n3,d\n4,a\n")

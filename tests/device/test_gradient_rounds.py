@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-import torch
 from torch import nn
 
 import fedsim
-from tests.device.agreement import ROUNDING, some_gpu
+from tests.device.agreement import ENGINES, assert_agrees_with_the_cpu, run_on_cpu, run_on_gpu
 from tests.device.pretend.counting import LAUNCH, WAITS
 
 BASE = {
     "rounds": 2,
     "workers": 3,
-    "engine": "serial",
     "model": "logistic",
     "sync": "gradients",
     "precision": "float64",
     "partition": "tests.components:in_blocks",
     "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
 }
-SOUND, BROKEN = "tests.components:tiny", "tests.components:with_a_hole"
+BROKEN = "tests.components:with_a_hole"
 
 
 class Strict(nn.Linear):
@@ -35,10 +35,6 @@ class Strict(nn.Linear):
         return super().forward(images.flatten(1))
 
 
-def run(change, device):
-    return fedsim.run({**BASE, **change, "device": device})
-
-
 UNDER_ATTACK = {"workers": 7, "attack": {"name": "opt_ipm", "fraction": 0.2, "evaluations": 4}}
 CASES = {
     "a mean": {},
@@ -50,7 +46,7 @@ CASES = {
     "a rule that reads nothing": {"workers": 5, "aggregate": {"rule": ["bucketing", "median"]}},
     "krum under attack": {**UNDER_ATTACK, "aggregate": {"rule": "krum", "f": 1}},
     "caf under attack": {**UNDER_ATTACK, "aggregate": {"rule": "caf"}},  # its eigenvalues of NaN would be an error
-    "batched": {"engine": "batched", "processes": 1, "data": "tests.components:with_a_hole_at_the_end"},
+    "batched": {"data": "tests.components:with_a_hole_at_the_end"},
     "buffers": {"model": "tests.models:Normalised"},
     "own buffers": {"model": "tests.models:Normalised", "buffers": "local"},
     "a model that refuses NaN": {"model": "tests.device.test_gradient_rounds:Strict"},
@@ -62,30 +58,22 @@ CASES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_a_worker_whose_gradients_are_not_finite_is_excluded_as_on_a_cpu(case):
-    change = {"data": BROKEN, **CASES[case]}
-    change["aggregate"] = {"nonfinite": "exclude", **change.get("aggregate", {})}
-    expected = run(change, "cpu")
-    with some_gpu():
-        actual = run(change, "cuda")
-    assert torch.allclose(actual.global_row.cpu(), expected.global_row, rtol=0, atol=ROUNDING)
-    assert [record["excluded"] for record in actual.history] == [record["excluded"] for record in expected.history]
-    assert any(record["excluded"] for record in actual.history)
+    tables = {**BASE, "data": BROKEN, **CASES[case]}
+    tables["aggregate"] = {"nonfinite": "exclude", **tables.get("aggregate", {})}
+    assert_agrees_with_the_cpu(tables, "batched" if case == "batched" else "serial")
+    assert any(record["excluded"] for record in run_on_cpu(tables).history)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", ["uniform", [0.0, 1.0, 1.0]])
-def test_a_gradient_that_is_not_finite_stops_the_run_if_it_counts(weights):
-    change = {"data": BROKEN, "aggregate": {"weights": weights}}
-    if weights != "uniform":
-        expected = run(change, "cpu").global_row
-        with some_gpu():
-            assert torch.allclose(run(change, "cuda").global_row.cpu(), expected, rtol=0, atol=ROUNDING)
-        return
-    with pytest.raises(fedsim.ExperimentError) as expected:
-        run(change, "cpu")
-    with some_gpu(), pytest.raises(fedsim.ExperimentError) as gpu_error:
-        run(change, "cuda")
-    assert str(gpu_error.value) == str(expected.value)
+def test_a_gradient_that_is_not_finite_stops_the_run_if_it_counts():
+    tables = {**BASE, "data": BROKEN}
+    assert_agrees_with_the_cpu({**tables, "aggregate": {"weights": [0.0, 1.0, 1.0]}}, "serial")
+    errors = []
+    for run in (run_on_cpu, partial(run_on_gpu, **ENGINES["serial"])):
+        with pytest.raises(fedsim.ExperimentError) as caught:
+            run(tables)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
 
 
 STEPS = 5  # of a round of BASE
@@ -99,7 +87,8 @@ STEPS = 5  # of a round of BASE
 def test_no_check_for_nan_waits_in_each_step(rule, waits, launches, gpu):
     """Updates are checked once at the end of a round, or by the distances that the rule reads in each step."""
     with gpu.counting() as counts:
-        result = run({"data": SOUND, "rounds": 1, "aggregate": rule}, "cuda")
+        tables = {**BASE, "data": "tests.components:tiny", "rounds": 1, "aggregate": rule, "device": "cuda"}
+        result = fedsim.run({**tables, **ENGINES["serial"]})
     assert result.test_accuracy > 0.1
     places = ("aggregation/", "rounds/aggregator.py")
     here = [(kind, count) for (kind, _, line), count in counts.events.items() if line.startswith(places)]

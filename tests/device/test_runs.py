@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -112,11 +109,6 @@ def test_a_local_algorithm(registration, engine):
     assert_agrees_with_the_cpu(with_algorithm(registration), engine)
 
 
-@every(server_optimizer)
-def test_a_server_optimizer(registration):
-    assert_agrees_with_the_cpu(with_server_optimizer(registration), "serial")
-
-
 # Adaptive algorithms divide by the root of mean squared gradients plus eps. With the default of 1e-8, rounding errors
 # of gradients near zero would become steps of the size of lr. With this eps, such steps are less than 1e-6.
 EPS = 1e-3
@@ -154,19 +146,10 @@ def test_a_rule_that_finds_updates_that_are_not_finite_counts_the_other_workers(
     assert_agrees_with_the_cpu(tables, "serial")
 
 
-@with_engines("registration", partition_strategy)
-def test_a_partition(registration, engine):
+@with_engines("registration", [each for each in partition_strategy if hasattr(each.target, "transforms")])
+def test_a_partition_that_changes_samples(registration, engine):
     settings = settings_of(registration)
-    tables = {**TINY, "partition": {"name": settings.pop("name"), **settings}}
-    if registration.name == "natural":
-        tables["data"] = f"{__name__}:with_writers"
-    assert_agrees_with_the_cpu(tables, engine)
-
-
-def with_writers(root):
-    """A data set of a few images by three writers."""
-    train, test = components.tiny(root, train=SAMPLES)
-    return dataclasses.replace(train, ids={"writer": np.arange(SAMPLES) // 20}), test
+    assert_agrees_with_the_cpu({**TINY, "partition": {"name": settings.pop("name"), **settings}}, engine)
 
 
 @with_engines("registration", augmentation)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import resource
 import shlex
 import shutil
@@ -14,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.commands import ROOT
+from tests.commands import environment
 
 NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # the second one works without root
 NOBODY = 64_999  # ID of a user without processes
@@ -59,15 +58,10 @@ def outcomes(*commands, mounts, cwd):
         text=True,
         timeout=120,
         cwd=cwd,
-        env=surroundings(OMP_NUM_THREADS="1"),
+        env=environment(OMP_NUM_THREADS="1"),
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def surroundings(**more):
-    """Return the environment of a program that uses this copy of fedsim."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
 @contextlib.contextmanager
@@ -91,8 +85,3 @@ def as_somebody_else():
     if subprocess.run([*words, sys.executable, "-c", ""], capture_output=True).returncode:
         pytest.skip("needs the right to become another user (run as root)")
     return words
-
-
-def one_line_of_error(text):
-    """Whether `text` is a single error line."""
-    return text.startswith("error: ") and text.count("\n") == 1

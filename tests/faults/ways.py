@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.processes.process_pool import START_TIMEOUT
-from tests.commands import ROOT, processes_of_group, start, start_python, start_ranks
+from tests.commands import ROOT, processes_of_group, start, start_python, start_ranks, stat_of
 from tests.runs.test_resuming import assert_the_same
 
 EXPERIMENT = """
@@ -214,7 +214,7 @@ def _marked(folder: Path) -> set[int]:
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (path / "environ").read_bytes().split(b"\0"):
-                pids |= {int(path.name)} if (path / "stat").read_text().rpartition(")")[2].split()[0] != "Z" else set()
+                pids |= {int(path.name)} if stat_of(path.name) else set()
         except OSError:  # the process has ended or belongs to another user
             continue
     return pids

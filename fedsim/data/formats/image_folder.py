@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +10,11 @@ import torch
 from pydantic import PositiveInt
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import TEST_PARTS, part_like, parts_of, split_test, warn_of_unlikely_classes
+from fedsim.data.columns import TEST_PARTS, part_like, parts_of, split_test, warn, warn_of_unlikely_classes
 from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
-from fedsim.errors import DataError, FedsimWarning, cut, one_line
+from fedsim.errors import DataError, cut, one_line
 
 SUFFIXES = ".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"
 
@@ -121,9 +120,7 @@ def _warn_of_unread(folder: Path, kinds: str, entries: Sequence[Path]) -> None:
     """Warn in one line that these files and folders are not read, unless all are hidden."""
     if shown := [entry for entry in entries if not entry.name.startswith(".")]:
         first = cut(str(shown[0].relative_to(folder)))
-        warnings.warn(
-            f"{folder}: {kinds} are not read, such as {first} ({len(shown)} in all)", FedsimWarning, stacklevel=2
-        )
+        warn(f"{folder}: {kinds} are not read, such as {first} ({len(shown)} in all)")
 
 
 def _listed(folder: Path) -> tuple[list[Path], list[Path]]:

@@ -57,6 +57,7 @@ STATISTICS = {  # published mean and standard deviation of the training pixels p
 TEST_SPLITS = dict.fromkeys(("CLEVRClassification", "ImageNet", "Imagenette", "Places365"), "val")  # others: "test"
 WITHOUT_LABELS = "CelebA", "Cityscapes", "Kitti", "LFWPairs", "WIDERFace"  # one integer label per image
 SET_BY_FEDSIM = "root", "download", "loader", "transform", "target_transform", "transforms"
+OF_FEDSIM = "image_size", "mean", "std"  # parameters of read_images
 COLOURS = 1, 3  # channels
 
 Parts = tuple[dict[str, Any], dict[str, Any]]  # arguments of a torchvision class for the training and the test images
@@ -68,7 +69,8 @@ def lacks_files(name: str, root: str | Path, **params: Any) -> bool:
     if class_name == name:
         lacks = getattr(dataset.get(name).target, "lacks_files", None) if name in dataset.names() else None
         return lacks is not None and lacks(Path(root), **params)
-    root, arguments = Path(os.path.expanduser(root)), _arguments(params)
+    root = Path(os.path.expanduser(root))
+    arguments = {key: value for key, value in params.items() if key not in OF_FEDSIM}  # that torchvision's class has
     if files := _files(class_name, **arguments):
         return not all(is_file(root / file) for file in files)
     try:
@@ -236,11 +238,6 @@ def read_images(
     mean, std = mean or known[0], std or known[1]
     train, test = (TensorData.of_images(images, labels, mean, std) for images, labels in parts)
     return train, test
-
-
-def _arguments(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only those parameters of a data set that torchvision's class accepts."""
-    return {key: value for key, value in params.items() if key not in ("image_size", "mean", "std")}
 
 
 def _files(class_name: str, *, split: str = "balanced", **arguments: Any) -> list[str]:

@@ -22,7 +22,7 @@ A strategy that determines the number of workers, if the experiment does not set
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -110,39 +110,22 @@ def partition_shards(
     registration = partition_strategy.get(strategy, "partition.name")
     params = registration.check(params, "partition", beside=["name"])
     virtual = "worker" in registration.takes
-    labels = labels.cpu() if isinstance(labels, Tensor) else labels
-    _check_input(np.asarray(labels), n_workers, virtual)
-    ids = id_columns(ids)
-    for column in ids.values():
-        if len(column) != len(labels) or column.ndim != 1:
-            raise ExperimentError(
-                f"ids: must be one-dimensional with one id per sample, [{len(labels)}]; got shape {column.shape}"
-            )
-    if not ids and registration.takes.get("ids"):
-        raise ExperimentError(
-            f'partition.name = "{strategy}": needs the writer or user of each sample, which this data set does not '
-            "contain; use another partition, or pass `ids`"
-        )
-    if registration.takes.get("by_class") and not has_classes(np.asarray(labels)):
-        raise ExperimentError(
-            f'partition.name = "{strategy}": needs one class label per sample, but the targets are '
-            f"{described(np.asarray(labels))}; use a strategy that ignores the targets, such as iid or contiguous"
-        )
+    labels = labels.cpu() if isinstance(labels, Tensor) else np.asarray(labels)
+    targets, ids = np.asarray(labels), id_columns(ids)
+    _check_input(targets, n_workers, virtual)
+    _check_needs(strategy, registration.takes, targets, ids)
     if virtual:
-        label_array = labels if isinstance(labels, Tensor) else np.asarray(labels)
-        return DrawnShards(strategy, registration.bind(params), registration.takes, n_workers, seed, label_array, ids)
-    labels = np.asarray(labels)
-    values = {"labels": labels, "n_workers": n_workers, "rng": numpy_generator(seed, "partition"), "ids": ids}
+        return DrawnShards(strategy, registration.bind(params), registration.takes, n_workers, seed, labels, ids)
+    values = {"labels": targets, "n_workers": n_workers, "rng": numpy_generator(seed, "partition"), "ids": ids}
     if "by_class" in registration.takes:
-        values["by_class"] = samples_by_class(labels) if has_classes(labels) else None
+        values["by_class"] = samples_by_class(targets) if has_classes(targets) else None
     shards = registration.bind(params)(**registration.select_inputs(**values))
     shards = [as_indices(shard, worker, strategy) for worker, shard in enumerate(shards)]
-    covers, whole = getattr(registration.target, "covers", True), getattr(registration.target, "whole", False)
-    if index_of is None or not whole:
-        _check_shards(shards, len(labels), n_workers, strategy, covers=covers)
-        return ListedShards.of_arrays(shards)
-    _check_shards(shards, len(index_of), n_workers, strategy, covers=covers)
-    return ListedShards.of_arrays(_without_held_out(shards, index_of, strategy))
+    if not getattr(registration.target, "whole", False):
+        index_of = None
+    n = len(targets) if index_of is None else len(index_of)
+    _check_shards(shards, n, n_workers, strategy, covers=getattr(registration.target, "covers", True))
+    return ListedShards.of_arrays(shards if index_of is None else _without_held_out(shards, index_of, strategy))
 
 
 def _without_held_out(shards: list[np.ndarray], index_of: np.ndarray, strategy: str) -> list[np.ndarray]:
@@ -193,6 +176,25 @@ def _check_input(labels: np.ndarray, n_workers: int, virtual: bool) -> None:
         raise ExperimentError(f"workers = {n_workers}: must be between 1 and the number of samples, {len(labels)}")
 
 
+def _check_needs(strategy: str, takes: Mapping[str, bool], targets: np.ndarray, ids: Mapping[str, np.ndarray]) -> None:
+    """Raise ExperimentError if the strategy needs owners or class labels that the data set does not have."""
+    for column in ids.values():
+        if column.shape != (len(targets),):
+            raise ExperimentError(
+                f"ids: must be one-dimensional with one id per sample, [{len(targets)}]; got shape {column.shape}"
+            )
+    if not ids and takes.get("ids"):
+        raise ExperimentError(
+            f'partition.name = "{strategy}": needs the writer or user of each sample, which this data set does not '
+            "contain; use another partition, or pass `ids`"
+        )
+    if takes.get("by_class") and not has_classes(targets):
+        raise ExperimentError(
+            f'partition.name = "{strategy}": needs one class label per sample, but the targets are '
+            f"{described(targets)}; use a strategy that ignores the targets, such as iid or contiguous"
+        )
+
+
 def _check_shards(shards: list[np.ndarray], n_samples: int, n_workers: int, strategy: str, *, covers: bool) -> None:
     """Raise ExperimentError unless the shards are disjoint and not empty, and cover all samples if `covers` is true."""
     where = f'partition.name = "{strategy}"'
@@ -201,16 +203,14 @@ def _check_shards(shards: list[np.ndarray], n_samples: int, n_workers: int, stra
             f"{where}: the strategy returned {len(shards)} shards for {n_workers} workers; it must return one shard "
             "per worker"
         )
-    empty = [worker for worker, shard in enumerate(shards) if not len(shard)]
-    if empty:
+    if empty := [worker for worker, shard in enumerate(shards) if not len(shard)]:
         raise ExperimentError(
             f"{where}: worker {empty[0]} got no samples (number of workers without samples: {len(empty)}); "
             "every worker needs at least one"
         )
     assigned = np.concatenate(shards)
-    if assigned.min() < 0 or assigned.max() >= n_samples:
-        wrong = assigned[(assigned < 0) | (assigned >= n_samples)][0]
-        raise ExperimentError(f"{where}: returned index {wrong}; valid indices are 0 to {n_samples - 1}")
+    if len(wrong := assigned[(assigned < 0) | (assigned >= n_samples)]):
+        raise ExperimentError(f"{where}: returned index {wrong[0]}; valid indices are 0 to {n_samples - 1}")
     distinct = len(np.unique(assigned))
     if distinct < len(assigned) or (covers and distinct < n_samples):
         raise ExperimentError(

@@ -139,10 +139,9 @@ class DrawnShards(Shards):
         self._name, self._strategy, self._takes = name, strategy, frozenset(takes)
         self._n_workers, self._seed, self._labels = n_workers, seed, labels
         self._ids = ids if "ids" in takes else None
-        self._has_classes = "by_class" in takes and has_classes(np.asarray(labels))
-        by_class = samples_by_class(np.asarray(labels)) if self._has_classes else []
-        self._sorted = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *by_class]))
-        self._class_ends = np.cumsum([len(samples) for samples in by_class]).tolist()
+        targets, self._by_class = np.asarray(labels), None
+        if "by_class" in takes and has_classes(targets):
+            self._by_class = ListedShards.of_arrays(samples_by_class(targets))  # each class as a shard
         self.equal_sizes = getattr(strategy, "equal_sizes", False)
         self._kept: dict[int, Tensor] = {}  # cached shards, the least recently used first
 
@@ -167,29 +166,27 @@ class DrawnShards(Shards):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self._sorted, *([self._labels] if isinstance(self._labels, Tensor) else [])]
+        of_classes = self._by_class.tensors if self._by_class else []
+        return [*of_classes, *([self._labels] if isinstance(self._labels, Tensor) else [])]
 
     def _declared_size(self, worker: int) -> int | None:
         size = getattr(self._strategy, "size", None)
         return None if size is None else int(size(worker))
 
     def _draw(self, worker: int) -> np.ndarray:
+        classes = self._by_class
         values = {
             "labels": np.asarray(self._labels),  # converted on each draw, since sharing a tensor moves its memory
             "n_workers": self._n_workers,
             "rng": numpy_generator(self._seed, "partition", worker),
             "ids": self._ids,
             "worker": worker,
-            "by_class": self._by_class() if self._has_classes else None,
+            "by_class": classes and [classes.of(number).numpy() for number in range(len(classes))],
         }
         drawn = self._strategy(**{name: values[name] for name in self._takes})
         shard = as_indices(drawn, worker, self._name)
         self._check(worker, shard)
         return shard
-
-    def _by_class(self) -> list[np.ndarray]:
-        samples = self._sorted.numpy()
-        return [samples[start:end] for start, end in zip([0, *self._class_ends], self._class_ends, strict=False)]
 
     def _check(self, worker: int, shard: np.ndarray) -> None:
         where = f'partition.name = "{self._name}"'
@@ -199,10 +196,9 @@ class DrawnShards(Shards):
                 f"{where}: must return a non-empty one-dimensional index array for each worker; the array for worker "
                 f"{worker} has shape {shard.shape}"
             )
-        if shard.min() < 0 or shard.max() >= n:
-            wrong = shard[(shard < 0) | (shard >= n)][0]
+        if len(wrong := shard[(shard < 0) | (shard >= n)]):
             raise ExperimentError(
-                f"{where}: returned index {wrong} for worker {worker}; valid indices are 0 to {n - 1}"
+                f"{where}: returned index {wrong[0]} for worker {worker}; valid indices are 0 to {n - 1}"
             )
         declared = self._declared_size(worker)
         if declared not in (None, len(shard)):

@@ -63,20 +63,6 @@ class TestTables:
         assert train.targets.tolist() == np.array([1, 0, 2, 0])[LABELS].tolist()
         assert len(test) == 3
 
-    def test_the_draw_of_the_test_rows_does_not_depend_on_the_seed(self, tmp_path):
-        path = write_table(tmp_path / "t.csv")
-        first, again = (fedsim.load_dataset("csv", path=path, ids=["user"])[1].inputs for _ in range(2))
-        assert torch.equal(first, again)
-
-    def test_a_run_by_owner(self, tmp_path):
-        path = write_table(tmp_path / "t.csv", targets=INPUTS @ [1.0, 2.0, 3.0])
-        result = fedsim.run(
-            data={"name": "csv", "path": path, "ids": ["user"]}, partition="natural", engine="serial", rounds=2,
-            task="regression", model="tests.data.formats.test_formats:Line", local={"lr": 0.1},
-        )  # fmt: skip
-        assert result.experiment.workers == 4
-        assert result.history[1].test_loss < result.history[0].test_loss
-
     @pytest.mark.parametrize(
         ("change", "params", "match"),
         [
@@ -132,11 +118,6 @@ class TestTables:
             (tmp_path / "test.csv").write_text(f"a,y\n1,{label}\n")
             match = f'test.csv: column "y": the class "{label}" has no training samples'
             refused("csv", match, path=str(tmp_path / "train.csv"), test_path=str(tmp_path / "test.csv"))
-
-
-class Line(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(3, 1)
 
 
 FRAME = {"a": INPUTS[:, 0], "b": INPUTS[:, 1], "label": np.array(["no", "yes", "no", "maybe"])[LABELS]}

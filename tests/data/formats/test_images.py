@@ -320,15 +320,6 @@ def test_a_missing_package_is_one_line(svhn, monkeypatch):
         fedsim.load_dataset("svhn", svhn)
 
 
-def test_a_run_on_colour_images(cifar10, data_root):
-    settings = {"workers": 2, "rounds": 1, "local": {"batch_size": 4}, "model": {"name": "2nn", "inputs": 3072}}
-    results = [
-        fedsim.run(data={"name": name, "root": str(data_root)}, **settings)
-        for name in ("cifar10", "torchvision:CIFAR10")
-    ]
-    assert torch.equal(results[0].global_row, results[1].global_row)
-
-
 @pytest.mark.skipif(not DEBIAN.exists(), reason="needs the Debian package dataset-fashion-mnist")
 def test_real_images_of_fashion_mnist(data_root):
     folder = data_root / "FashionMNIST" / "raw"

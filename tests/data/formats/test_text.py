@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import fedsim
-from benchmarks.make_shakespeare import speeches_of
 from fedsim.data.formats.text import SHAKESPEARE_FILE
 from fedsim.data.subsets import split_validation, targets_of
 from fedsim.errors import DataError, ExperimentError, MissingPackageError
@@ -260,45 +259,3 @@ def test_a_wrong_task_names_the_right_one(tables, error, line):
     with pytest.raises(error, match=line) as caught:
         fedsim.run({"rounds": 1, **tables})
     assert "\n" not in str(caught.value)
-
-
-PLAY = """THE PLAY
-
-PERSONS REPRESENTED.
-
-KING, a man.
-He rules.
-
-ACT I.
-
-SCENE I. A room.
-
-[Enter KING and FIRST LORD.]
-
-KING.
-Good  morrow, [Aside.] all.
-[Rises.]
-Sit.
-
-FIRST LORD. [Kneeling.]
-My liege!
-
-[Exit.]
-
-Come hither, sir.
-These are his words.
-
-KING.
-Away.
-"""
-
-
-def test_speeches_are_parsed():
-    assert list(speeches_of(PLAY, False)) == [
-        ("KING", "Good morrow, all.\nSit."),
-        ("FIRST LORD", "My liege!"),
-        ("KING", "Away."),
-    ]
-    without_stops = PLAY.replace("KING.\n", "KING\n")
-    assert [role for role, _ in speeches_of(without_stops, True)] == ["KING", "FIRST LORD", "KING"]
-    assert [role for role, _ in speeches_of(without_stops, False)] == ["FIRST LORD"]

@@ -221,20 +221,14 @@ def plain_shard(labels, worker, seed, samples, alpha):
 @pytest.mark.parametrize("alpha", [None, 100.0, 1.0, 0.05])
 @pytest.mark.parametrize("samples", [1, 60, 500])
 def test_virtual_matches_its_definition(alpha, samples):
-    """With 500 of 500 samples, classes run out."""
+    """With 500 of 500 samples, classes run out. The number of workers and the order of the calls do not matter."""
     parameters = {} if alpha is None else {"alpha": alpha}
-    shards = fedsim.partition(FEW_LABELS, 5, "virtual", seed=3, samples=samples, **parameters)
-    for worker, shard in enumerate(shards):
+    shards = partition_shards(FEW_LABELS, 10**6, "virtual", seed=3, samples=samples, **parameters)
+    for worker in (999_999, *reversed(range(4))):
+        shard = shards.of(worker).numpy()
         assert np.array_equal(shard, plain_shard(FEW_LABELS, worker, 3, samples, alpha))
         assert len(set(shard.tolist())) == samples
         assert shard.dtype == np.int64
-
-
-def test_a_shard_depends_only_on_seed_and_worker():
-    few, many = (partition_shards(FEW_LABELS, n, "virtual", seed=1, alpha=0.5) for n in (10, 10**6))
-    assert all(np.array_equal(few.of(worker), many.of(worker)) for worker in reversed(range(10)))
-    assert not np.array_equal(few.of(0), few.of(1))
-    assert not np.array_equal(few.of(0), partition_shards(FEW_LABELS, 10, "virtual", seed=2, alpha=0.5).of(0))
 
 
 def test_an_infinite_alpha_means_no_skew():
@@ -302,9 +296,3 @@ def test_what_is_impossible_is_an_error(labels, workers, strategy, params, messa
     if strategy == "feature_rotation":
         with pytest.raises(ExperimentError, match=f"^{message}"):
             fedsim.partition_transforms(workers, strategy, **params)
-
-
-@pytest.mark.parametrize("gamma", [0.5, 1.0])
-def test_strategies_that_sort_by_target_refuse_targets_of_several_numbers(gamma):
-    with pytest.raises(fedsim.ExperimentError, match="each target has 6 numbers instead of one; use a strategy"):
-        fedsim.partition(np.zeros((10, 6), int), 2, "similarity", gamma=gamma)

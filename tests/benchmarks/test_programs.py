@@ -1,7 +1,8 @@
-"""benchmarks/cross_device.py with few workers and images."""
+"""Programs of benchmarks/ with few workers, rounds and images."""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,20 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def cross_device(monkeypatch):
+def program(monkeypatch):
+    """Return a function that imports a program."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return __import__("cross_device")
+    return importlib.import_module
 
 
 @pytest.fixture
-def bare_loop(cross_device):
-    return __import__("bare_loop").bare_loop
+def cross_device(program):
+    return program("cross_device")
+
+
+@pytest.fixture
+def scaling(program):
+    return program("scaling")
 
 
 def test_w4_is_the_network_and_the_work_of_the_benchmark_of_pfl(cross_device):
@@ -35,16 +42,38 @@ def test_w4_is_the_network_and_the_work_of_the_benchmark_of_pfl(cross_device):
 
 
 @pytest.mark.parametrize("engine", ["serial", "batched"])
-def test_w4_and_the_bare_loop_do_the_same_work(engine, cross_device, bare_loop, tmp_path):
+def test_w4_and_the_bare_loop_do_the_same_work(engine, cross_device, program, tmp_path):
     words = cross_device.WORKLOADS["w4"]
     changes = ("rounds=1", "workers=8", "cohort=4", "data.train=48", "data.test=10", f"data.root={tmp_path}")
     exact = ("precision=float64", "model.dropout=0.0", f"engine={engine}", "processes=1")
     experiment = fedsim.load_experiment(words[0], [*words[1:], *changes, *exact])
     threads = torch.get_num_threads()
     try:
-        bare = bare_loop(experiment)
+        bare = program("bare_loop").bare_loop(experiment)
     finally:
         torch.set_num_threads(threads)
     state = fedsim.run(experiment).model.state_dict()
     move = cross_device.norm_of_difference(bare.start, bare.first)
     assert cross_device.norm_of_difference(state, bare.first) < 1e-9 * move
+
+
+def test_the_timed_engine_gives_the_rows_of_serial(scaling):
+    assert scaling.check_work(population=10**6, cohort=3, rounds=2) <= 1e-9
+
+
+def test_different_rows_are_an_error(scaling, monkeypatch):
+    monkeypatch.setattr(scaling, "TOLERANCE", -1.0)
+    with pytest.raises(AssertionError, match="100 workers: rows differ by"):
+        scaling.check_work(population=100, cohort=2, rounds=1)
+
+
+@pytest.mark.slow
+def test_the_figures_are_drawn(scaling, tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "PICTURE", tmp_path / "scaling.png")
+    with fedsim.Session() as session:
+        assert scaling.round_seconds(10**6, 2, 3, session) > 0
+        assert scaling.start_seconds(10**6, session) > 0
+    points = {"populations": (10, 100), "cohorts": (1, 2)}
+    curves = {f"{name}_{what}": [1, 2] for name in ("population", "cohort") for what in ("seconds", "peak_mb")}
+    scaling.draw({**points, **curves})
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
