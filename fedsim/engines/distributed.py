@@ -19,7 +19,7 @@ from fedsim.processes.group import Group
 from fedsim.processes.process_group import RankGroup, no_heartbeats
 from fedsim.processes.rendezvous import RankInfo
 from fedsim.processes.watchdog import TERMINATED
-from fedsim.rounds.executor import Executor, MakeExecutor, MakeTrainer
+from fedsim.rounds.executor import MakeTrainer
 from fedsim.rounds.worker_states import WorkerStates, initial_worker_state
 from fedsim.training.parallel_trainer import ParallelTrainer
 from fedsim.training.probe import StackingProbe
@@ -104,13 +104,13 @@ class DistributedEngine(Engine):
     def allocate(self, task: RunTask, *data: Any) -> SharedState:
         return SharedState.allocate(task, *data, ranks=self._group.count)
 
-    def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
+    def begin(self, task: RunTask, shared: SharedState) -> None:
         assert self._preflight is not None
         self._task = task
         self._preflight.settle(shared.data.train, shared.data.test)
         for row in (shared.server.row, shared.server.buffers):  # machines may initialise a model differently
             self._group.broadcast(row)
-        super().begin(task, shared, make)
+        super().begin(task, shared)
 
     def facts(self) -> dict[str, Any]:
         facts, task = {**super().facts(), **self._group.facts()}, self._task

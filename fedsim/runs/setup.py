@@ -27,7 +27,6 @@ from fedsim.engines.named import RACING
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.privacy import Releases
 from fedsim.processes.retry import Note, announce, retried
-from fedsim.rounds.executor import Executor
 from fedsim.rounds.participants import (
     attackers_of,
     cohorts_of,
@@ -36,7 +35,6 @@ from fedsim.rounds.participants import (
     shards_of,
     workers_to_describe,
 )
-from fedsim.rounds.simulation import Simulation
 from fedsim.runs import checks
 from fedsim.runs.session import Session
 from fedsim.system.c_libraries import warn_if_threads_spin
@@ -80,7 +78,7 @@ def prepare(
         session.engine(engine_name, device, processes, threads, experiment.timeout, experiment.start_method) as engine,
         contextlib.ExitStack() as stack,
     ):
-        engine.prepare(device, _executor_of(experiment))
+        engine.prepare(device)
         on_setup(f"making the model {show(experiment.model.name)}")
         task = replace(task_of(experiment, device), scratch_folder=scratch)
         stack.enter_context(_explained_oom(task, processes))
@@ -194,15 +192,11 @@ def engine_of(experiment: Experiment) -> str:
 def _begin(experiment: Experiment, engine: Engine, task: RunTask, shared: SharedState, note: Note | None) -> None:
     """Let the engine prepare the run. If a process dies, try again, up to `process_retries` times."""
     retried(
-        lambda attempt: engine.begin(task, shared, _executor_of(experiment)),
+        lambda attempt: engine.begin(task, shared),
         experiment.process_retries,
         lambda loss, attempt: announce(loss, attempt, experiment.process_retries, note),
         "its processes have been started",
     )
-
-
-def _executor_of(experiment: Experiment) -> type[Executor]:
-    return Simulation if experiment.in_rounds else Executor
 
 
 @contextlib.contextmanager
