@@ -232,14 +232,13 @@ class Engine:
         synchronize(self.shared.server.row.device)
         return self._pool.call(function, *arguments)
 
-    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+    def round_rows(self, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """Return the workers' updates in the latest aggregation, and the workers' losses before training.
 
         Both tensors have one entry per worker, in the order of `cohort`. Ranks other than rank 0 return None.
 
         Args:
-            cohort: IDs of the workers of the round.
-            round: number of the latest round.
+            cohort: IDs of the workers of the latest round.
         """
         return self.shared.cohort.rows, self.shared.cohort.losses
 

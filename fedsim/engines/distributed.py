@@ -120,8 +120,8 @@ class DistributedEngine(Engine):
             facts["gradients"] = f"stored per worker, because of the rule: {task.experiment.needs_rows}"
         return facts
 
-    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
-        return self.run(_gathered_rows, cohort, round)[0]
+    def round_rows(self, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+        return self.run(_gathered_rows, cohort)[0]
 
     def leave(self) -> None:
         self._group.heartbeats = no_heartbeats
@@ -151,7 +151,7 @@ def _report_error(error: FedsimError, group: RankGroup, preflight: Preflight) ->
         group.give_up(line if isinstance(error, WorkerError) else f"rank {group.index}: {line}")
 
 
-def _gathered_rows(simulation: Any, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+def _gathered_rows(simulation: Any, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:
     aggregator = simulation.aggregator
     rows = aggregator.gathered(range(len(cohort)))
     losses = simulation.group.of_all(simulation.shared.cohort.losses, range(len(cohort)))

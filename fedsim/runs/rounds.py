@@ -98,7 +98,7 @@ class Rounds:
             record: record of the latest round.
         """
         shared, task, cohort = self.engine.shared, self._task, record.cohort
-        gathered = self.engine.round_rows(cohort, record.round)
+        gathered = self.engine.round_rows(cohort)
         if gathered is None:
             return {}
         (rows, losses), (context, last) = gathered, self.engine.run(Simulation.latest_aggregation)[0]
