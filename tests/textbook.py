@@ -101,7 +101,7 @@ def finished(tables):
         workers = saved.pop("workers").tolist() if saved else []
         rows = {name.removeprefix("rows."): tensor.clone() for name, tensor in saved.items()}
         states = {worker: {name: rows[name][place] for name in rows} for place, worker in enumerate(workers)}
-        updates, _ = engine.round_rows(records[-1].cohort, experiment.rounds)
+        updates, _ = engine.round_rows(records[-1].cohort)
         return SimpleNamespace(
             **{"start": start, "row": engine.shared.server.row.clone(), "records": records, "updates": updates.clone()},
             **{"algorithm": task.algorithm, "states": states, "initial": engine.states.initial},

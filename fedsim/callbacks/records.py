@@ -84,7 +84,7 @@ def latest_updates(task: RunTask, engine: Engine, record: RoundRecord) -> dict[s
         engine: engine that computes the run.
         record: record of the latest round.
     """
-    gathered = engine.round_rows(record.cohort, record.round)
+    gathered = engine.round_rows(record.cohort)
     if gathered is None:
         return {}
     (rows, losses), (context, last) = gathered, engine.run(Simulation.latest_aggregation)[0]

@@ -26,7 +26,7 @@ from fedsim.engines.base import Engine
 from fedsim.engines.named import stacked
 from fedsim.errors import ExperimentError, FedsimWarning, first_line
 from fedsim.processes.child_process import can_fork
-from fedsim.rounds.executor import Executor, MakeExecutor, MakeTrainer
+from fedsim.rounds.executor import MakeTrainer
 from fedsim.system.devices import release_memory
 from fedsim.training.capture import OperationCheck
 from fedsim.training.probe import StackingProbe
@@ -180,12 +180,12 @@ class AutoEngine(Engine):
             return super().trainers(task, shared)
         return stacked(task, shared, self.processes, self._threads, self._plan.probe)
 
-    def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
+    def begin(self, task: RunTask, shared: SharedState) -> None:
         self.leave()
         self._plan = self.choose(task, shared)
         self._in_pool = self._plan.processes > 1
         try:
-            super().begin(task, shared, make)
+            super().begin(task, shared)
         except Exception as error:
             if not self._in_pool:
                 raise
@@ -195,7 +195,7 @@ class AutoEngine(Engine):
             release_memory(task.device)
             self._in_pool = False
             self._plan = Plan(1, self._plan.probe, first_line(error))
-            super().begin(task, shared, make)
+            super().begin(task, shared)
             warnings.warn(f"one process trains all workers: {self._plan.reason}", FedsimWarning, stacklevel=2)
 
     def choose(self, task: RunTask, shared: SharedState) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ from fedsim.processes.group import Group, new_mailbox
 from fedsim.processes.process_context import ProcessContext
 from fedsim.processes.process_pool import ProcessPool
 from fedsim.processes.shared_memory import share
-from fedsim.rounds.executor import Executor, MakeExecutor, MakeTrainer
+from fedsim.rounds.executor import Executor, MakeTrainer
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.system.devices import release_memory, resolve_device, synchronize
 from fedsim.system.limits import format_failure
@@ -116,23 +117,17 @@ class Engine:
         """
         return SharedState.allocate(task, *data)
 
-    def prepare(self, device: torch.device, make: MakeExecutor) -> None:
-        """Make child processes import modules and initialise `device` while this process prepares a task.
-
-        Args:
-            device: device of the task.
-            make: argument of `begin`.
-        """
+    def prepare(self, device: torch.device) -> None:
+        """Make child processes import modules and initialise the device of a task while this process prepares it."""
         if self._pool:
-            self._pool.prepare(_initialise, device, make)
+            self._pool.prepare(_initialise, device)
 
-    def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
+    def begin(self, task: RunTask, shared: SharedState) -> None:
         """Begin a task in every process, and release the previous task.
 
         Args:
             task: run to compute.
             shared: tensors of the task, from `allocate`.
-            make: function that creates the executor of a process, whose methods `run` calls.
 
         Raises ExperimentError if the engine cannot compute the task.
         """
@@ -141,21 +136,21 @@ class Engine:
             self._pool = self._new_pool()
         make_trainer, self._trainer_facts = self.trainers(task, shared)
         if self._in_pool:
-            self._begin_in_pool(task, shared, make_trainer, make)
+            self._begin_in_pool(task, shared, make_trainer)
             return
         self.shared = shared
         group = self.new_group(task)
         self.states, self._began = self.new_states(task, group), True
-        self._executor = make(group, task, shared, make_trainer, self.states)
+        self._executor = _new_executor(group, task, shared, make_trainer, self.states)
 
-    def _begin_in_pool(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, make: MakeExecutor) -> None:
+    def _begin_in_pool(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer) -> None:
         """Begin a task in the processes of the pool. All tensors of the run move to memory that they share."""
         self.shared, mailbox = shared.share(), new_mailbox(self.processes)
         most = min(len(shared.data.shards), task.experiment.rounds * len(shared.cohort.workers))
         self.states = WorkerStates.of(task, self.shared).share(most)
         share([mailbox, *self.states.initial.values()])
         self._began = True
-        self._work = make, task, self.shared, make_trainer, self.states, mailbox
+        self._work = mailbox, task, self.shared, make_trainer, self.states
         release_memory(task.device)  # for example the memory of a trial of the model in this process
         try:
             self._call(_make_executor, *self._work)
@@ -196,14 +191,13 @@ class Engine:
         synchronize(self.shared.server.row.device)
         return self._pool.call(function, *arguments)
 
-    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+    def round_rows(self, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """Return the workers' updates in the latest aggregation, and the workers' losses before training.
 
         Both tensors have one entry per worker, in the order of `cohort`. Ranks other than rank 0 return None.
 
         Args:
-            cohort: IDs of the workers of the round.
-            round: number of the latest round.
+            cohort: IDs of the workers of the latest round.
         """
         return self.shared.cohort.rows, self.shared.cohort.losses
 
@@ -276,8 +270,17 @@ class Engine:
         self.close()
 
 
-def _initialise(process: ProcessContext, device: torch.device, make: MakeExecutor) -> None:
-    """Create a GPU's context, and that of its library for matrix products. Unpickling `make` has imported modules."""
+def _new_executor(group: Group, task: RunTask, *arguments: Any) -> Executor:
+    """Return the executor of a process, whose methods `Engine.run` calls."""
+    from fedsim.rounds.simulation import Simulation  # imported here because it imports the experiment
+
+    make = Simulation if task.experiment.in_rounds else Executor
+    return make(group, task, *arguments)
+
+
+def _initialise(process: ProcessContext, device: torch.device) -> None:
+    """Import modules, and create a GPU's context and that of its library for matrix products."""
+    importlib.import_module("fedsim.rounds.simulation")
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
         matrix = torch.ones(8, 8, device=device)
@@ -285,19 +288,10 @@ def _initialise(process: ProcessContext, device: torch.device, make: MakeExecuto
         synchronize(device)
 
 
-def _make_executor(
-    process: ProcessContext,
-    make: MakeExecutor,
-    task: RunTask,
-    shared: SharedState,
-    make_trainer: MakeTrainer,
-    states: WorkerStates,
-    mailbox: Tensor,
-) -> None:
+def _make_executor(process: ProcessContext, mailbox: Tensor, task: RunTask, *arguments: Any) -> None:
     if task.device.type != "cpu":
         torch.get_device_module(task.device).set_device(task.device)
-    group = Group(process, task.device, mailbox)
-    process.state["executor"] = make(group, task, shared, make_trainer, states)
+    process.state["executor"] = _new_executor(Group(process, task.device, mailbox), task, *arguments)
 
 
 def _run(

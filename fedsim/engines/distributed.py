@@ -20,7 +20,7 @@ from fedsim.processes.group import Group
 from fedsim.processes.process_group import RankGroup, no_heartbeats
 from fedsim.processes.rendezvous import RankInfo
 from fedsim.processes.watchdog import TERMINATED
-from fedsim.rounds.executor import Executor, MakeExecutor, MakeTrainer
+from fedsim.rounds.executor import MakeTrainer
 from fedsim.rounds.worker_states import WorkerStates, initial_worker_state
 from fedsim.training.parallel_trainer import ParallelTrainer
 from fedsim.training.probe import StackingProbe
@@ -105,13 +105,13 @@ class DistributedEngine(Engine):
     def allocate(self, task: RunTask, *data: Any) -> SharedState:
         return SharedState.allocate(task, *data, ranks=self._group.count)
 
-    def begin(self, task: RunTask, shared: SharedState, make: MakeExecutor = Executor) -> None:
+    def begin(self, task: RunTask, shared: SharedState) -> None:
         assert self._preflight is not None
         self._task = task
         self._preflight.settle(shared.data.train, shared.data.test)
         for row in (shared.server.row, shared.server.buffers):  # machines may initialise a model differently
             self._group.broadcast(row)
-        super().begin(task, shared, make)
+        super().begin(task, shared)
 
     def facts(self) -> dict[str, Any]:
         facts, task = {**super().facts(), **self._group.facts()}, self._task
@@ -121,8 +121,8 @@ class DistributedEngine(Engine):
             facts["gradients"] = f"stored per worker, because of the rule: {task.experiment.needs_rows}"
         return facts
 
-    def round_rows(self, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
-        return self.run(_gathered_rows, cohort, round)[0]
+    def round_rows(self, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+        return self.run(_gathered_rows, cohort)[0]
 
     def leave(self) -> None:
         self._group.heartbeats = no_heartbeats
@@ -152,7 +152,7 @@ def _report_error(error: FedsimError, group: RankGroup, preflight: Preflight) ->
         group.give_up(line if isinstance(error, WorkerError) else f"rank {group.index}: {line}")
 
 
-def _gathered_rows(simulation: Any, cohort: Sequence[int], round: int) -> tuple[Tensor, Tensor] | None:
+def _gathered_rows(simulation: Any, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:
     aggregator = simulation.aggregator
     rows = aggregator.gathered(range(len(cohort)))
     losses = simulation.group.of_all(simulation.shared.cohort.losses, range(len(cohort)))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedsim.processes.process_context import ProcessContext
 from fedsim.system.devices import synchronize, to_device
-from fedsim.training.batches import WorkItems
 
 T = TypeVar("T")
 
@@ -48,13 +47,13 @@ class Group:
         self.computes, self._device = process.index == 0, device
         self._boxes = [] if mailbox is None else [box.numpy() for box in mailbox]
 
-    def assign(self, work: WorkItems, width: int | None) -> WorkItems:
+    def assign(self, work: Any, width: int | None) -> Any:
         """Divide the workers among the processes, and return those that this process trains, in stacks.
 
         The stacks do not depend on the number of processes, because stacks of different widths round differently.
 
         Args:
-            work: all workers, with their positions in the cohort as `slots`.
+            work: `WorkItems` of all workers, with their positions in the cohort as `slots`.
             width: maximum number of workers in a stack; None to train workers one by one.
         """
         stacks, costs = divide_into_stacks(work.steps, width), work.steps.tolist()
@@ -218,8 +217,8 @@ def new_mailbox(count: int) -> Tensor:
     return torch.zeros(count, SLOT, dtype=torch.uint8)
 
 
-def in_stacks(work: WorkItems, stacks: Sequence[Sequence[int]]) -> WorkItems:
-    """Return the workers of all `stacks`, one stack after another. A stack lists positions of workers in `work`."""
+def in_stacks(work: Any, stacks: Sequence[Sequence[int]]) -> Any:
+    """Return the `WorkItems` of all `stacks`, one stack after another. A stack lists positions of workers in `work`."""
     numbers = np.repeat(np.arange(len(stacks)), np.array([len(stack) for stack in stacks], dtype=np.int64))
     places = np.array([place for stack in stacks for place in stack], dtype=np.int64)
     return replace(work[places], stacks=numbers)

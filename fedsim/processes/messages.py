@@ -17,6 +17,7 @@ import contextlib
 import inspect
 import io
 import os
+import pickle
 import socket
 from collections import ChainMap
 from collections.abc import Callable, Iterator
@@ -87,7 +88,7 @@ class _Pickler(cloudpickle.Pickler):
     def __init__(self, file: io.BytesIO, reduce_tensor: Callable[[Tensor], tuple[Any, ...]]) -> None:
         self.dispatch_table = ChainMap(
             dict.fromkeys((Tensor, torch.nn.Parameter), reduce_tensor),
-            ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
+            ForkingPickler(file).dispatch_table,
             cloudpickle.Pickler.dispatch_table,
         )
         super().__init__(file)
@@ -103,7 +104,7 @@ class ReceivedMessage:
         """Unpickle and return the object that was sent, and close the message's file descriptors."""
         token = _received.set(self._descriptors)
         try:
-            return ForkingPickler.loads(self._data)
+            return pickle.loads(self._data)
         finally:
             _received.reset(token)
             while self._descriptors:

@@ -25,7 +25,6 @@ from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
 
 MakeTrainer = Callable[[ProcessContext, RunTask, SharedState, BatchSource], Trainer]
-MakeExecutor = Callable[[Group, RunTask, SharedState, MakeTrainer, WorkerStates], "Executor"]
 
 
 class Executor:

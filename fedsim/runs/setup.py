@@ -28,7 +28,6 @@ from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.privacy import Releases
 from fedsim.processes.retry import announce, retried
 from fedsim.records.run_folder import RunFolder
-from fedsim.rounds.executor import Executor
 from fedsim.rounds.participants import (
     attackers_of,
     cohorts_of,
@@ -37,7 +36,6 @@ from fedsim.rounds.participants import (
     shards_of,
     workers_to_describe,
 )
-from fedsim.rounds.simulation import Simulation
 from fedsim.runs import checks
 from fedsim.runs.session import Session
 from fedsim.system.c_libraries import warn_if_threads_spin
@@ -71,20 +69,19 @@ def begun(
     engine_name, processes = engine_of(experiment), processes_of(experiment, device)
     threads = experiment.threads_per_process
     warn_if_threads_spin(threads)
-    make = Simulation if experiment.in_rounds else Executor
     on_setup(f"starting the engine {experiment.engine}")  # its processes start while the data loads
     with (
         preserve_random_state(device),
         session.engine(engine_name, device, processes, threads, experiment.timeout, experiment.start_method) as engine,
     ):
-        engine.prepare(device, make)
+        engine.prepare(device)
         on_setup(f"making the model {show(experiment.model.name)}")
         task = replace(task_of(experiment, device), scratch_folder=str(folder.path) if folder else None)
         try:
             with explain_oom(task, processes):
                 checks.check_memory(type(engine), task, processes, recorded=folder is not None)
                 with full_precision(device):
-                    task = _begin(engine, experiment, task, make, session, folder, on_setup)
+                    task = _begin(engine, experiment, task, session, folder, on_setup)
                 yield task, engine
         except torch.OutOfMemoryError as error:
             raise ExperimentError(f"device = {show(str(task.device))}: {error}") from error
@@ -94,7 +91,6 @@ def _begin(
     engine: Engine,
     experiment: Experiment,
     task: RunTask,
-    make: type[Executor],
     session: Session,
     folder: RunFolder | None,
     on_setup: Callable[[str], object],
@@ -108,7 +104,7 @@ def _begin(
     on_setup(f"getting the engine {experiment.engine} ready for the first round")
     shared, retries, note = engine.allocate(task, *data), experiment.process_retries, folder.event if folder else None
     retried(
-        lambda attempt: engine.begin(task, shared, make),
+        lambda attempt: engine.begin(task, shared),
         retries,
         lambda loss, attempt: announce(loss, attempt, retries, note),
         "its processes have been started",

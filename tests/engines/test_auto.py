@@ -219,12 +219,6 @@ def test_too_little_main_memory_for_stacks_is_an_error_that_names_the_settings(t
         fedsim.run(tables)
 
 
-def test_what_fails_in_every_way_ends_the_run_as_it_does_with_one_process(tables, monkeypatch):
-    monkeypatch.setattr(base.Engine, "begin", fail_with(FULL))
-    with pytest.raises(fedsim.ExperimentError, match="^device = "):
-        fedsim.run(tables)
-
-
 @pytest.fixture
 def task(prepared):
     return prepared("convolution", rounds=10, workers=5, local={"batch_size": 4})

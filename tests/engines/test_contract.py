@@ -12,6 +12,16 @@ from tests.real_models import CHAR_LSTM, GPT, RESNET
 from tests.training.sampled_cases import SAMPLED
 
 ATTACKED = {"workers": 7}  # enough workers for two attackers
+UNEVEN = {"partition": "tests.components:uneven"}
+SOME = {**UNEVEN, "workers": 5, "cohort": 3}
+NORMALISED = {"model": "tests.models:Normalised"}
+NAN_LEFT_OUT = {"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfinite": "exclude"}}
+
+
+def by(algorithm, batch_size=16, **settings):
+    """Return the table `local` with a client algorithm, in an experiment."""
+    return {"local": {"algorithm": algorithm, "batch_size": batch_size, **settings}}
+
 
 CASES = {
     "one worker": {"workers": 1},  # first, because all other cases share their processes
@@ -23,47 +33,22 @@ CASES = {
     "several local epochs": {"local": {"epochs": 2, "batch_size": 50}},
     "momentum, weight decay": {"local": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}},
     "fedprox": {"local": {"algorithm": "fedprox", "mu": 1.0, "momentum": 0.5}, "partition": "tests.components:uneven"},
-    "scaffold": {
-        **{"local": {"algorithm": "scaffold", "batch_size": 16}, "partition": "tests.components:uneven"},
-        **{"workers": 5, "cohort": 3, "rounds": 3, "aggregate": "mean"},
-    },
+    "scaffold": {**SOME, **by("scaffold"), "rounds": 3, "aggregate": "mean"},
     "scaffold with full gradients": {
-        **{
-            "local": {"algorithm": "scaffold", "option": 1, "weight_decay": 0.01},
-            "partition": "tests.components:uneven",
-        },
+        **{**UNEVEN, "local": {"algorithm": "scaffold", "option": 1, "weight_decay": 0.01}},
         **{"model": "net", "workers": 4, "cohort": 3, "rounds": 3},
     },
-    "fednova": {
-        **{
-            "local": {"algorithm": "fednova", "momentum": 0.9, "batch_size": 16},
-            "partition": "tests.components:uneven",
-        },
-        **{"workers": 5, "cohort": 3},
-    },
-    "feddyn": {
-        **{"local": {"algorithm": "feddyn", "alpha": 0.1, "batch_size": 16}, "partition": "tests.components:uneven"},
-        **{"workers": 5, "cohort": 3, "rounds": 3, "aggregate": "mean"},
-    },
+    "fednova": {**SOME, **by("fednova", momentum=0.9)},
+    "feddyn": {**SOME, **by("feddyn", alpha=0.1), "rounds": 3, "aggregate": "mean"},
     "feddyn of rows left out": {
         **{**ATTACKED, "local": {"algorithm": "feddyn"}, "rounds": 3},
         **{"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"rule": "median", "nonfinite": "exclude"}},
     },
-    "adam": {
-        "local": {"algorithm": "adam", "weight_decay": 0.1, "amsgrad": True},
-        "partition": "tests.components:uneven",
-    },
-    "adamw": {"local": {"algorithm": "adamw", "batch_size": 16, "epochs": 2}},
-    "worker state and messages": {
-        **{
-            "local": {"algorithm": "tests.components:Counting", "batch_size": 16},
-            "partition": "tests.components:uneven",
-        },
-        **{"workers": 5, "cohort": 3, "rounds": 4},
-    },
+    "adam": {**UNEVEN, "local": {"algorithm": "adam", "weight_decay": 0.1, "amsgrad": True}},
+    "adamw": {**by("adamw", epochs=2)},
+    "worker state and messages": {**SOME, **by("tests.components:Counting"), "rounds": 4},
     "worker state of rows left out": {
-        **{"local": {"algorithm": "tests.components:Counting"}, "workers": 7, "rounds": 3},
-        **{"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfinite": "exclude"}},
+        **{**ATTACKED, **NAN_LEFT_OUT, "local": {"algorithm": "tests.components:Counting"}, "rounds": 3},
     },
     "adagrad": {"local": {"algorithm": "adagrad", "lr_decay": 0.1, "weight_decay": 0.1}},
     "dropout": {"model": "net", "partition": "tests.components:uneven"},
@@ -77,9 +62,7 @@ CASES = {
         "server": {"name": "momentum", "lr": 0.5},
     },
     "augmentation": {"data": {"name": "tests.components:tiny", "augment": ["flip", {"name": "shift", "pixels": 1}]}},
-    "crop and cutout": {
-        "data": {"name": "tests.components:tiny", "augment": ["crop", {"name": "cutout", "size": 8}]},
-    },
+    "crop and cutout": {"data": {"name": "tests.components:tiny", "augment": ["crop", {"name": "cutout", "size": 8}]}},
     "transforms of torchvision": {
         "data": {"name": "tests.components:tiny", "augment": ["torchvision:RandAugment", "torchvision:GaussianNoise"]},
     },
@@ -110,21 +93,15 @@ CASES = {
     },
     "an attack that draws": {**ATTACKED, "attack": {"name": "gaussian", "workers": [1, 3]}, "aggregate": "median"},
     "an attack that remembers": {
-        **ATTACKED,
-        "rounds": 3,
-        "attack": {"name": "free_rider", "what": "last", "fraction": 0.3},
+        **{**ATTACKED, "rounds": 3, "attack": {"name": "free_rider", "what": "last", "fraction": 0.3}},
     },
     "an attack on data": {**ATTACKED, "attack": {"name": "backdoor", "fraction": 0.3, "gamma": 3.0}},
-    "rows left out": {**ATTACKED, "attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfinite": "exclude"}},
+    "rows left out": {**ATTACKED, **NAN_LEFT_OUT},
     "rows left out of a rule by distances": {
-        **ATTACKED,
-        "attack": {"name": "inf", "workers": [0]},
+        **{**ATTACKED, "attack": {"name": "inf", "workers": [0]}},
         "aggregate": {"rule": "multi_krum", "nonfinite": "exclude"},
     },
-    "buffers of rows left out": {
-        **{**ATTACKED, "model": "tests.models:Normalised", "buffers": "local"},
-        **{"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfinite": "exclude"}},
-    },
+    "buffers of rows left out": {**ATTACKED, **NORMALISED, **NAN_LEFT_OUT, "buffers": "local"},
     "a server that broadcasts something else": {"server": {"name": "bmuf", "nesterov": True}, "rounds": 3},
     "an adaptive server": {"server": {"name": "adam", "bias_correction": True}, "rounds": 3},
     "virtual shards": {
@@ -188,104 +165,53 @@ TASKS = {
     "next token": {**NEXT_TOKEN, "partition": "tests.components:uneven", "metrics": ["perplexity"]},
 }
 WORK = {
-    "drawn local work": {
-        **{"local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "partition": "tests.components:uneven"},
-        **{"workers": 5, "cohort": 3, "rounds": 3},
-    },
+    "drawn local work": {**SOME, "local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "rounds": 3},
     "clipped gradients": {
-        **{"local": {"clip_norm": 0.5, "momentum": 0.5, "drop_last": True}, "partition": "tests.components:uneven"},
-        "model": "tests.models:Normalised",
+        **{**UNEVEN, **NORMALISED, "local": {"clip_norm": 0.5, "momentum": 0.5, "drop_last": True}},
     },
     "accumulated gradients": {
-        **{"local": {"accumulate": 3, "epochs": 2, "drop_last": True}, "partition": "tests.components:uneven"},
-        "model": "tests.models:Normalised",
+        **{**UNEVEN, **NORMALISED, "local": {"accumulate": 3, "epochs": 2, "drop_last": True}},
     },
     "learning rates by round": {
         **{"local": {"algorithm": "adam", "schedule": "cosine"}, "rounds": 3},
         "server": {"name": "momentum", "schedule": {"name": "exponential", "gamma": 0.5}},
     },
     "learning rates by step": {
-        "local": {"steps": 4, "momentum": 0.5, "schedule": {"name": "one_cycle", "per": "step"}},
-        "partition": "tests.components:uneven",
+        **{**UNEVEN, "local": {"steps": 4, "momentum": 0.5, "schedule": {"name": "one_cycle", "per": "step"}}},
     },
     "rows left out in turn": {
-        **{**ATTACKED, "attack": {"name": "nan", "fraction": 0.3, "resample": True}, "rounds": 3},
-        "aggregate": {"nonfinite": "exclude"},
+        **{**ATTACKED, **NAN_LEFT_OUT, "attack": {"name": "nan", "fraction": 0.3, "resample": True}, "rounds": 3},
     },
 }
 ALGORITHMS = {  # with the data that their additional gradients and full gradients must see
-    "fedsam": {"local": {"algorithm": "fedsam", "rho": 0.5, "momentum": 0.5, "batch_size": 16}, "model": "net"},
-    "clipped gradients of samples": {
-        **{"local": {"algorithm": "dp_sgd", "clip": 0.1, "noise": 0.2, "momentum": 0.5, "batch_size": 16}},
-        **{"model": "net", "partition": "tests.components:uneven", "workers": 5, "cohort": 3},
-    },
-    "mimelite, some samples left out": {
-        **{
-            "local": {"algorithm": "mimelite", "batch_size": 16, "drop_last": True},
-            "partition": "tests.components:uneven",
-        },
-        **{"workers": 5, "cohort": 3, "rounds": 3, "model": "net"},
-    },
+    "fedsam": {**by("fedsam", rho=0.5, momentum=0.5), "model": "net"},
+    "clipped gradients of samples": {**SOME, **by("dp_sgd", clip=0.1, noise=0.2, momentum=0.5), "model": "net"},
+    "mimelite, some samples left out": {**SOME, **by("mimelite", drop_last=True), "rounds": 3, "model": "net"},
     "mimelite, samples seen differently": {
-        **{"local": {"algorithm": "mimelite", "batch_size": 16}, "partition": {"name": "feature_noise", "sigma": 1.0}},
+        **{**by("mimelite"), "partition": {"name": "feature_noise", "sigma": 1.0}},
         "data": {"name": "tests.components:tiny", "augment": ["flip"]},
     },
-    "mime": {
-        **{"local": {"algorithm": "mime", "batch_size": 16}, "model": "net", "partition": "tests.components:uneven"},
-        **{"workers": 5, "cohort": 3, "rounds": 3},
-    },
-    "mime with BatchNorm": {"local": {"algorithm": "mime", "batch_size": 16}, "model": "tests.models:Normalised"},
+    "mime": {**SOME, **by("mime"), "model": "net", "rounds": 3},
+    "mime with BatchNorm": {**NORMALISED, **by("mime")},
     "ditto with BatchNorm": {
-        **{
-            "local": {"algorithm": "ditto", "personal_steps": 2, "batch_size": 16},
-            "workers": 5,
-            "cohort": 2,
-            "rounds": 4,
-        },
-        **{"model": "tests.models:Normalised", "buffers": "local", "partition": "tests.components:uneven"},
+        **{**SOME, **NORMALISED, **by("ditto", personal_steps=2), "cohort": 2, "rounds": 4, "buffers": "local"},
     },
-    "pfedme": {
-        **{
-            "local": {"algorithm": "pfedme", "inner_steps": 2, "batch_size": 16},
-            "workers": 5,
-            "cohort": 2,
-            "rounds": 4,
-        },
-        **{"model": "net", "partition": "tests.components:uneven"},
-    },
-    "apfl": {
-        **{"local": {"algorithm": "apfl", "adaptive": True, "momentum": 0.5, "batch_size": 15}, "rounds": 3},
-        **{"model": "tests.models:Normalised", "partition": "tests.components:uneven"},
-    },
-    "per_fedavg": {
-        **{
-            "local": {"algorithm": "per_fedavg", "inner_lr": 0.05, "batch_size": 16},
-            "model": "tests.models:Normalised",
-        },
-        **{"workers": 4, "partition": "tests.components:uneven"},
-    },
+    "pfedme": {**SOME, **by("pfedme", inner_steps=2), "model": "net", "cohort": 2, "rounds": 4},
+    "apfl": {**UNEVEN, **NORMALISED, **by("apfl", batch_size=15, adaptive=True, momentum=0.5), "rounds": 3},
+    "per_fedavg": {**UNEVEN, **NORMALISED, **by("per_fedavg", inner_lr=0.05), "workers": 4},
     "personal parameters": {
-        **{
-            "local": {"algorithm": "fedper", "personal": ["*.bias"], "momentum": 0.5},
-            "partition": "tests.components:uneven",
-        },
-        **{"workers": 5, "cohort": 3, "rounds": 3},
+        **{**SOME, "local": {"algorithm": "fedper", "personal": ["*.bias"], "momentum": 0.5}, "rounds": 3},
     },
     "personal parameters first": {
         "local": {"algorithm": "fedrep", "personal": ["*.bias"], "momentum": 0.5, "weight_decay": 0.1, "epochs": 3},
-        **{"partition": "tests.components:uneven", "workers": 5, "cohort": 3, "rounds": 3},
+        **{**SOME, "rounds": 3},
     },
     "personal normalisation layers": {
-        **{"local": {"algorithm": "fedbn", "batch_size": 16}, "model": "tests.models:Normalised", "buffers": "local"},
-        **{"workers": 5, "cohort": 3, "rounds": 4},
+        **{**NORMALISED, **by("fedbn"), "buffers": "local", "workers": 5, "cohort": 3, "rounds": 4},
     },
-    "features of three models": {
-        **{"local": {"algorithm": "moon", "batch_size": 16}, "model": "net", "partition": "tests.components:uneven"},
-        **{"workers": 5, "cohort": 3, "rounds": 3},
-    },
+    "features of three models": {**SOME, **by("moon"), "model": "net", "rounds": 3},
     "features of normalised models": {
-        **{"local": {"algorithm": "moon", "batch_size": 16}, "model": "tests.models:NormalisedFeatures"},
-        **{"workers": 5, "cohort": 3, "rounds": 3},
+        **{**by("moon"), "model": "tests.models:NormalisedFeatures", "workers": 5, "cohort": 3, "rounds": 3},
     },
 }
 ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK, **ALGORITHMS, **SAMPLED}

@@ -212,10 +212,6 @@ def in_training(change: Callable[[Tensor], Tensor]) -> nn.Module:
     return linear(lambda self, outputs: change(outputs) if self.training else outputs)
 
 
-def dropped(drop: nn.Module, *before: nn.Module, features: int) -> nn.Module:
-    return after(*before, drop, features=features)
-
-
 def experts() -> nn.Module:
     """Return a model whose two layers each process the samples that a mask selects."""
 
@@ -256,10 +252,10 @@ PICTURES: dict[str, Callable[[], nn.Module]] = {
     "InstanceNorm with statistics": lambda: convolved(nn.InstanceNorm2d(4, track_running_stats=True)),
     "in place": lambda: convolved(nn.Dropout(0.3, inplace=True), nn.ReLU(inplace=True)),
     "channels in place": lambda: convolved(nn.Dropout2d(0.3, inplace=True), nn.SiLU(inplace=True)),
-    "dropout": lambda: dropped(nn.Dropout(0.4), nn.Conv2d(2, 4, 3), features=144),
-    "dropout of lines": lambda: dropped(nn.Dropout1d(0.4), nn.Flatten(2), nn.Conv1d(2, 4, 3), features=248),
-    "dropout of channels": lambda: dropped(nn.Dropout2d(0.4), nn.Conv2d(2, 4, 3), features=144),
-    "dropout of volumes": lambda: dropped(nn.Dropout3d(0.4), nn.Unflatten(1, (2, 1)), features=128),
+    "dropout": lambda: after(nn.Conv2d(2, 4, 3), nn.Dropout(0.4), features=144),
+    "dropout of lines": lambda: after(nn.Flatten(2), nn.Conv1d(2, 4, 3), nn.Dropout1d(0.4), features=248),
+    "dropout of channels": lambda: after(nn.Conv2d(2, 4, 3), nn.Dropout2d(0.4), features=144),
+    "dropout of volumes": lambda: after(nn.Unflatten(1, (2, 1)), nn.Dropout3d(0.4), features=128),
     "dropout of everything": lambda: linear(lambda self, outputs: F.dropout(outputs, 1.0, self.training)),
     "dropout twice": lambda: in_training(lambda outputs: outputs + F.dropout(F.dropout(outputs, 0.3), 0.2)),
     "buffers": counting,

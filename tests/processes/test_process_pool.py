@@ -255,7 +255,7 @@ def test_a_process_prepares_by_initialising_the_gpu_of_the_task(monkeypatch):
     used = []
     with pretend_gpu() as gpu:
         monkeypatch.setattr(torch.cuda, "set_device", used.append)
-        base._initialise(None, GPU, fedsim.run)
+        base._initialise(None, GPU)
         assert gpu.launches
     assert used == [GPU]
 
@@ -280,8 +280,8 @@ def test_a_process_prepares_by_importing_all_that_a_task_needs_and_nothing_of_th
     prepared = []
     monkeypatch.setattr(InProcessPool, "prepare", lambda self, *work: prepared.append(Message(work).data))
     fedsim.run({**tiny_experiment, "engine": "spawn", "processes": 2})
-    program = f"import fedsim.processes.process_pool, pickle, sys; pickle.loads({prepared[0]!r}); print(*sys.modules)"
-    imported = set(run_python("-c", program).stdout.split())
+    program = f"import fedsim.processes.process_pool, pickle, sys; f, *a = pickle.loads({prepared[0]!r}); f(None, *a)"
+    imported = set(run_python("-c", f"{program}; print(*sys.modules)").stdout.split())
     assert needed
     assert needed <= imported
     assert not imported & set(FOREIGN)
