@@ -30,13 +30,12 @@ from fedsim.processes.retry import Note, announce, retried
 from fedsim.rounds.executor import Executor
 from fedsim.rounds.participants import (
     attackers_of,
-    cohorts_of,
     releases_of,
     server_samples,
     shards_of,
     workers_to_describe,
 )
-from fedsim.rounds.simulation import Simulation
+from fedsim.rounds.simulation import Simulation, cohorts_of
 from fedsim.runs import checks
 from fedsim.runs.session import Session
 from fedsim.system.c_libraries import warn_if_threads_spin
