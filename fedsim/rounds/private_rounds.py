@@ -62,7 +62,7 @@ class PrivateRounds:
                 noise = self._noise(self.mechanism.noise * self.clip, "local_privacy", round, member.worker)
                 self._shared.cohort.rows[member.slot] += noise
         counts = self._group.gather((int(torch.stack(clipped).sum()) if clipped else 0, len(clipped)))
-        self._count(round, *map(sum, zip(*counts, strict=True)))
+        self.count(round, *map(sum, zip(*counts, strict=True)))
         return False
 
     def as_received(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
@@ -103,15 +103,11 @@ class PrivateRounds:
         if self.mechanism.active:
             self.clip = PrivacyState.model_validate(facts["privacy"]).clip
 
-    def skip_workers(self, round: int) -> None:
-        """Begin a round in which no worker sends an update."""
-        self._count(round, 0, 0)
-
     def _clip(self, mine: WorkItems, max_norm: float) -> list[Tensor]:
         """Clip updates, one by one so that rounding does not depend on the number of processes."""
         return [clip_update(self._shared.cohort.rows[member.slot], max_norm) for member in mine]
 
-    def _count(self, round: int, clipped: int, updates: int) -> None:
+    def count(self, round: int, clipped: int = 0, updates: int = 0) -> None:
         """Note the numbers of clipped updates and of all updates, and compute the maximum norm of the next round."""
         experiment = self._task.experiment
         self._clip_of_round, self._clipped, self._updates = self.clip, clipped, updates

@@ -331,7 +331,7 @@ class Simulation(Executor):
                 "such rounds"
             )
         self.timer = PhaseTimer()
-        self.privacy.skip_workers(round)
+        self.privacy.count(round)
         if (noise := self.privacy.noise_of_mean(round)) is not None:  # nobody must learn that the cohort was empty
             self.server.step(self.server.nothing().plus(noise), (round,))
             self.group.barrier()
