@@ -76,7 +76,7 @@ def aggregate(
     Raises ExperimentError (a ValueError) for an unknown rule, an invalid parameter, shape or weight, a NaN or infinity
     in the updates (on a GPU, see `nonfinite`), a violated constraint on n and f, or updates whose form is ambiguous.
 
-    In a run: `fedsim.rounds.aggregator.Aggregator.aggregate` applies the rule.
+    In a run: `fedsim.rounds.aggregator.RuleByColumns.aggregate` applies the rule.
 
     >>> updates = torch.tensor([[1.0, 2.0], [2.0, 3.0], [3.0, 1.0], [90.0, -90.0]])
     >>> fedsim.aggregate(updates, rule="median")

@@ -153,7 +153,6 @@ def _report_error(error: FedsimError, group: RankGroup, preflight: Preflight) ->
 
 
 def _gathered_rows(simulation: Any, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-    aggregator = simulation.aggregator
-    rows = aggregator.gathered(range(len(cohort)))
+    rows = simulation.aggregator.updates.gathered(range(len(cohort)))
     losses = simulation.group.of_all(simulation.shared.cohort.losses, range(len(cohort)))
     return (rows, losses) if simulation.group.index == 0 else None

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.core.rows import index_of
 from fedsim.processes.process_context import ProcessContext
 from fedsim.system.devices import synchronize, to_device
 
@@ -117,7 +118,7 @@ class Group:
         Returns the indices of the rows that this process must overwrite, and their new values.
         """
         mine = list(slots) if self.computes else []
-        return mine, _copies_of(rows, mine)
+        return mine, rows[to_device(torch.tensor(mine, dtype=torch.int64), rows.device)]
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[list[Any]]:
@@ -260,14 +261,5 @@ def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> l
 
 
 def rows_at(rows: Tensor, slots: Sequence[int]) -> Tensor:
-    """Return the rows with the indices `slots`: a view if the indices are consecutive, otherwise a copy."""
-    numbers = np.asarray(slots, dtype=np.int64)
-    if not len(numbers):
-        return rows[:0]
-    if (np.diff(numbers) == 1).all():
-        return rows[int(numbers[0]) : int(numbers[-1]) + 1]
-    return _copies_of(rows, numbers)
-
-
-def _copies_of(rows: Tensor, slots: Sequence[int] | np.ndarray) -> Tensor:
-    return rows[to_device(torch.as_tensor(slots, dtype=torch.int64), rows.device)]
+    """Return the rows with the indices `slots`: a view if the indices are evenly spaced, otherwise a copy."""
+    return rows[index_of(slots, rows.device)]

@@ -11,7 +11,7 @@ import torch
 from fedsim.core.rows import new_rows, require_finite, require_finite_buffers
 from fedsim.processes.group import Group
 from fedsim.processes.process_context import ProcessContext
-from fedsim.rounds.evaluation import Evaluation
+from fedsim.rounds.evaluation import Evaluation, EvaluationResult, WorkerTests
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.system.c_libraries import keep_freed_memory
 from fedsim.system.devices import synchronize
@@ -60,6 +60,7 @@ class Executor:
         self._buffers_finite_at_start = buffers.isfinite()
         evaluation = partial(Evaluation, task, shared, self.module, group.index, group.count, captured=captured)
         self._evaluations = [evaluation("test"), evaluation("validation")]
+        self.worker_tests = WorkerTests(task, shared, self.module, self.gradient, self.batch_source)
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:
@@ -121,6 +122,10 @@ class Executor:
             evaluation(round, self.process.heartbeat)
             for values in evaluation.results:
                 self.group.collect(values)
+
+    def tested(self) -> EvaluationResult:
+        """Return the results of the latest test of the global model."""
+        return EvaluationResult.of(self.task, self.shared)
 
     def replay_refusal(self) -> str | None:
         """Return why this process trains without CUDA graphs; None if it uses CUDA graphs."""

@@ -1,9 +1,8 @@
-"""Participants of an experiment: samples of workers and server, attackers, and the cohort of each round."""
+"""Participants of an experiment: samples of workers and server, and attackers."""
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from fedsim.byzantine import Attackers
 from fedsim.config.experiment import Experiment
@@ -12,7 +11,6 @@ from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.data import Shards, TensorData, hold_out, partition_shards
 from fedsim.errors import ExperimentError, show
 from fedsim.privacy import Releases
-from fedsim.server import Cohort, CohortSampler
 
 MOST_SAMPLED = 1_000  # maximum number of workers whose shards are drawn to describe a virtual population
 
@@ -118,57 +116,3 @@ def releases_of(experiment: Experiment, shards: Shards, root: np.ndarray) -> Rel
         )
     holders = np.bincount(np.concatenate([*samples, root]))  # the server counts like one more worker of each round
     return experiment.releases(holders=min(int(holders.max()), experiment.largest_cohort + bool(len(root))))
-
-
-def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
-    """Return the sampler that draws the workers of each round.
-
-    Raises ExperimentError if the sampling strategy needs numbers of samples that are not known.
-    """
-    return CohortSampler(
-        strategy=experiment.sampling.component,
-        seed=experiment.seed,
-        size=experiment.cohort_size,
-        shards=shards,
-        dropout=experiment.sampling.client_dropout,
-        weighted=experiment.aggregate.weights == "inverse_probability",
-    )
-
-
-class ReportCheck:
-    """Check that the aggregation rule can aggregate the updates of a round, even if some workers have dropped out."""
-
-    def __init__(self, experiment: Experiment) -> None:
-        self._experiment = experiment
-        self._reasons: dict[tuple[int, bool], str] = {}  # by (number of rows, whether all weights are 0)
-
-    def __call__(self, round: int, cohort: Cohort) -> None:
-        """Raise ExperimentError if the rule cannot aggregate the updates of the workers that remain in `cohort`.
-
-        An empty cohort is not checked.
-        """
-        if not cohort.workers:
-            return
-        weights = self._experiment.weights if self._experiment.rule.accepts_weights else None
-        n, weightless = len(cohort.workers), isinstance(weights, list) and not any(weights[k] for k in cohort.workers)
-        if (n, weightless) not in self._reasons:
-            self._reasons[n, weightless] = self._reason(n, weightless)
-        if reason := self._reasons[n, weightless]:
-            instead = "other aggregate.weights" if weightless else "a smaller aggregate.f"
-            problem, remedy = f"the cohort has {n} workers", instead
-            if cohort.dropped:
-                dropout, chosen = self._experiment.sampling.client_dropout, n + len(cohort.dropped)
-                problem = f"sampling.client_dropout = {dropout:g} leaves {n} of {chosen} workers"
-                remedy = f"a lower sampling.client_dropout, {instead}"
-            raise ExperimentError(f"round {round}: {problem}; {reason}; use {remedy} or another aggregate.rule")
-
-    def _reason(self, n: int, weightless: bool) -> str:
-        """Return why the rule cannot aggregate the updates of n workers; "" if it can.
-
-        `weightless` says whether all of these updates have weight 0.
-        """
-        try:
-            self._experiment.rule.dry_run(n, weights=torch.zeros(n).double() if weightless else None)
-        except ExperimentError as error:
-            return str(error)
-        return ""

@@ -7,7 +7,7 @@ server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
@@ -18,10 +18,12 @@ from fedsim.core.randomness import Draws
 from fedsim.core.snapshot import CheckpointModel
 from fedsim.privacy import clip_update
 from fedsim.processes.group import Group
+from fedsim.records.round_stats import SentUpdates
 from fedsim.rounds.participants import releases_of
-from fedsim.training.batches import WorkItem
+from fedsim.training.batches import WorkItems
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
+from fedsim.training.weights import AggregationContext
 
 
 class PrivacyState(CheckpointModel):
@@ -50,27 +52,28 @@ class PrivateRounds:
         self._clip_of_round, self._clipped, self._updates = self.clip, 0, 0
         self._releases = releases_of(task.experiment, shared.data.shards, shared.data.root.numpy())
 
-    def at_workers(self, sent: Sequence[WorkItem], round: int) -> None:
-        """Clip the updates that this process's workers send, and add the noise of the workers, in place."""
+    def at_workers(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
+        """Step that clips the updates of this process's workers, and adds the noise of the workers, in place."""
         if not self.mechanism.active:
-            return
-        clipped = self._clip(sent, self.clip)
+            return False
+        clipped, round = self._clip(mine, self.clip), context.moment[0]
         if self.mechanism.at_workers:
-            for member in sent:
+            for member in mine:
                 noise = self._noise(self.mechanism.noise * self.clip, "local_privacy", round, member.worker)
                 self._shared.cohort.rows[member.slot] += noise
         counts = self._group.gather((int(torch.stack(clipped).sum()) if clipped else 0, len(clipped)))
-        self._count(round, *map(sum, zip(*counts, strict=True)))
+        self.count(round, *map(sum, zip(*counts, strict=True)))
+        return False
 
-    def as_received(self, sent: Sequence[WorkItem], round: int) -> bool:
-        """Clip the updates as the server has received them, in place, and return whether this was necessary.
+    def as_received(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
+        """Step that clips the updates as the server has received them, in place, if necessary.
 
         Attackers ignore the clipping of the workers, and processors may lengthen updates.
         """
-        experiment = self._task.experiment
+        experiment, round = self._task.experiment, context.moment[0]
         clips = self.mechanism.at_server and not experiment.aggregate.secure
         if clips := clips and bool(experiment.chain or self._task.byzantine.in_round(round)):
-            self._clip(sent, self._clip_of_round)
+            self._clip(mine, self._clip_of_round)
         return clips
 
     def noise_of_mean(self, round: int) -> Tensor | None:
@@ -100,15 +103,11 @@ class PrivateRounds:
         if self.mechanism.active:
             self.clip = PrivacyState.model_validate(facts["privacy"]).clip
 
-    def skip_workers(self, round: int) -> None:
-        """Begin a round in which no worker sends an update."""
-        self._count(round, 0, 0)
-
-    def _clip(self, sent: Sequence[WorkItem], max_norm: float) -> list[Tensor]:
+    def _clip(self, mine: WorkItems, max_norm: float) -> list[Tensor]:
         """Clip updates, one by one so that rounding does not depend on the number of processes."""
-        return [clip_update(self._shared.cohort.rows[member.slot], max_norm) for member in sent]
+        return [clip_update(self._shared.cohort.rows[member.slot], max_norm) for member in mine]
 
-    def _count(self, round: int, clipped: int, updates: int) -> None:
+    def count(self, round: int, clipped: int = 0, updates: int = 0) -> None:
         """Note the numbers of clipped updates and of all updates, and compute the maximum norm of the next round."""
         experiment = self._task.experiment
         self._clip_of_round, self._clipped, self._updates = self.clip, clipped, updates

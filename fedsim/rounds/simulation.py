@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,30 +15,26 @@ from torch import Tensor
 
 from fedsim.clients import CohortGradient, PersonalModel
 from fedsim.clients.algorithm import state_at_first
+from fedsim.config.experiment import Experiment
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.rows import index_of, pull_down
 from fedsim.core.timer import PhaseTimer
 from fedsim.data import Shards
 from fedsim.errors import ExperimentError, show
-from fedsim.processes.group import Group
-from fedsim.processing import apply_chain
 from fedsim.records.record import MOST_NAMES, RoundRecord
+from fedsim.records.round_stats import AggregationStats, GradientRoundStats, MetricLog, SentUpdates
 from fedsim.records.worker_results import Tested, WorkerResults
-from fedsim.rounds.aggregator import Aggregator, DeferredCheck
-from fedsim.rounds.evaluation import EvaluationResult
-from fedsim.rounds.executor import Executor, MakeTrainer
-from fedsim.rounds.participants import ReportCheck, cohorts_of
+from fedsim.rounds.aggregator import Aggregator, ReportCheck
+from fedsim.rounds.executor import Executor
+from fedsim.rounds.parameter_server import ParameterServer
 from fedsim.rounds.private_rounds import PrivateRounds
 from fedsim.rounds.round_clock import RoundClock
-from fedsim.rounds.round_stats import AggregationStats, GradientRoundStats, MetricLog, SentUpdates
-from fedsim.rounds.worker_evaluation import WorkerTests
-from fedsim.rounds.worker_states import WorkerStates
-from fedsim.server import Cohort
+from fedsim.rounds.update_steps import AttackStep, ProcessingStep, UpdateStep
+from fedsim.server import Cohort, CohortSampler
 from fedsim.system.devices import synchronize
 from fedsim.training.batches import WorkItems
 from fedsim.training.memory import buffer_bytes, personal_bytes
-from fedsim.training.parallel_trainer import ParallelTrainer
-from fedsim.training.shared_state import SharedState, message_bytes
+from fedsim.training.shared_state import message_bytes
 from fedsim.training.task import RunTask
 from fedsim.training.weights import AggregationContext, set_cohort_weights, weights_of
 
@@ -47,35 +44,32 @@ Round = tuple[RoundRecord, WorkerResults | None]  # record of a round, and tests
 class Simulation(Executor):
     """Synchronous rounds: in each round, some workers (the cohort) train, and the server aggregates their updates.
 
-    Every process of a run has one Simulation. All processes call the same methods at the same time.
-
-    Args:
-        group: processes that compute the run together.
-        task: run to compute.
-        shared: tensors of the run, which receive the results.
-        make_trainer: function that returns the trainer of this process.
-        states: states of the workers, kept between rounds.
+    Every process of a run has one Simulation. All processes call the same methods at the same time. The arguments are
+    those of `Executor`.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        task: RunTask,
-        shared: SharedState,
-        make_trainer: MakeTrainer,
-        states: WorkerStates,
-    ) -> None:
-        super().__init__(group, task, shared, make_trainer, states)
-        experiment, self.timer = task.experiment, PhaseTimer()
-        self.draw = cohorts_of(experiment, shared.data.shards)
-        self.clock = RoundClock.of(task, shared) if experiment.mode == "clock" else None
-        self.aggregator = Aggregator(group, task, shared)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        group, task, shared, self.timer = self.group, self.task, self.shared, PhaseTimer()
+        self.draw = cohorts_of(task.experiment, shared.data.shards)
+        self.clock = RoundClock.of(task, shared) if task.experiment.mode == "clock" else None
+        self.server = ParameterServer(group, task, shared)
+        self.aggregator = Aggregator.of(group, task, shared, self.server)
         self.privacy = PrivateRounds(group, task, shared)
+        self.attack = AttackStep(group, task, shared, self.aggregator)
+        self.steps = self.steps_on_updates()
         self.evaluated = workers_to_evaluate(task, shared.data.worker_tests)
-        self.worker_tests = WorkerTests(task, shared, self.module, self.gradient, self.batch_source)
-        self.check_reports = ReportCheck(experiment)
+        self.check_reports = ReportCheck(task.experiment)
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
         self.prepared: tuple[int, Cohort, WorkItems, WorkItems] | None = None  # the next round and its workers
+
+    def steps_on_updates(self) -> list[UpdateStep]:
+        """Return the steps between training and aggregation, in their order."""
+        processing: UpdateStep = ProcessingStep(self.group, self.task, self.shared)
+        attacks: list[UpdateStep] = [self.attack] if self.task.byzantine else []
+        # Attackers that need not compress see what the others send after compression.
+        changes = [processing, *attacks] if self.task.attackers_skip_chain else [*attacks, processing]
+        return [self.privacy.at_workers, *changes, self.privacy.as_received]
 
     def run_round(self, round: int) -> Round | None:
         """Run one round, counted from 1. Return (record of the round, test results of individual workers).
@@ -83,109 +77,107 @@ class Simulation(Executor):
         The test results are None if no workers are tested. Processes that keep no records return None instead of the
         pair.
         """
-        task, shared, group = self.task, self.shared, self.group
-        self.timer = PhaseTimer()
+        task, shared, group, self.timer = self.task, self.shared, self.group, PhaseTimer()
         with self.phase("pull_down"):
             drawn, work, mine = self.cohort_of(round)
-            cohort = drawn.workers
             self.agree_on(drawn, round)
-            if not cohort:
+            if not drawn.workers:
                 return self.skip_round(round, drawn)
             self.check_reports(round, drawn)
             whole = self.context(work)
-            self.pull_down(cohort, mine, round)
+            self.pull_down(drawn.workers, mine, round)
         if task.sync_in(round) == "parameters":
             with self.phase("train"):
-                self.train_cohort(cohort, mine, round)
+                self.train_cohort(drawn.workers, mine, round)
                 group.barrier()
             with self.phase("aggregate"):
-                sent = SentUpdates()
-                stats = self.aggregate_rows(whole, mine, sent)
+                stats = self.aggregate_rows(whole, mine)
         else:
             with self.phase("train"):
                 stats = self.aggregate_each_step(work, mine)
-                sent = stats.sent
-        stats = group.from_first(stats.on_host())  # also a barrier: all processes have written the buffers
-        if task.experiment.chain:
-            sent = SentUpdates.total(group.gather(sent.on_host()))
-        self.aggregator.combine_buffers(whole, stats.excluded)
+        stats = self.of_all_processes(stats)  # also a barrier: all processes have written the buffers
+        self.server.combine_buffers(whole, stats.excluded)
         group.barrier()
         self.require_finite(round)
         group.barrier()  # no process saves states of a round that diverges
-        self.states.save_cohort(cohort, mine, stats.excluded, shared.cohort.worker_rows)
+        self.states.save_cohort(drawn.workers, mine, stats.excluded, shared.cohort.worker_rows)
         with self.phase("test"):
             self.test(round)
-        self.pass_time(work, sent)
+        self.pass_time(work, stats.sent)
         samples = task.schedule.samples_in(work.steps, work.sizes)
         counted = np.where(np.isin(work.workers, stats.excluded), 0, samples)
         train_loss = mean_loss(group.of_all(shared.cohort.train_loss, whole.slots), counted)
         group.barrier()  # all processes have used the rows, which the tests of single workers overwrite
         with self.phase("test"):
             of_workers = self.evaluate_workers(round)
-        if not group.computes:
-            return None
-        tested = EvaluationResult.of(task, shared)
-        of_round = drawn.metrics | tested.metrics | metrics_of(of_workers) | self.privacy.metrics(round)
-        metrics = joined(means(sent.metrics, stats.metrics), of_round)
-        in_parameters = task.sync_in(round) == "parameters"
-        message_up = message_bytes(task, shared)[1] if in_parameters else 0
-        rows_down = 0 if in_parameters else sent.count * shared.server.row.nbytes  # global parameters, at each step
-        rows_down += task.experiment.workers * self.aggregator.broadcast_bytes
+        return self.record(round, drawn, stats, of_workers, samples, train_loss) if group.computes else None
+
+    def record(
+        self,
+        round: int,
+        drawn: Cohort,
+        stats: AggregationStats,
+        of_workers: WorkerResults | None,
+        samples: np.ndarray | None = None,
+        train_loss: float | None = None,
+    ) -> Round:
+        """Return (record of a round, test results of individual workers).
+
+        Args:
+            round: number of the round.
+            drawn: cohort of the round.
+            stats: statistics of all aggregations of the round.
+            of_workers: test results of individual workers; None if no workers are tested.
+            samples: number of samples that each worker processed; None if no worker has trained.
+            train_loss: mean training loss per sample; None if no worker has trained.
+        """
+        tested = self.tested()
+        of_tests = tested.metrics | metrics_of(of_workers) | self.privacy.metrics(round)
         record = RoundRecord(
             round=round,
             train_loss=train_loss,
             seconds=self.timer.seconds,
-            cohort=cohort,
+            cohort=drawn.workers,
             coefficients=stats.shares,
             excluded=stats.excluded,
             lost=drawn.dropped,
-            bytes_up=sent.nbytes + len(cohort) * (message_up + buffer_bytes(task, shared)),
-            bytes_down=len(cohort) * self.received_bytes(round) + self.bytes_to_others(round, drawn) + rows_down,
-            samples=samples.tolist(),
+            bytes_up=self.bytes_up(drawn, stats.sent, round),
+            bytes_down=self.bytes_down(drawn, stats.sent, round),
+            samples=[] if samples is None else samples.tolist(),
             virtual_seconds=self.clock.now if self.clock else None,
-            **tested.fields() | {"metrics": metrics},
+            **tested.fields() | {"metrics": joined(means(stats.sent.metrics, stats.metrics), drawn.metrics, of_tests)},
         )
         return record, of_workers
 
-    def aggregate_rows(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> AggregationStats:
+    def aggregate_rows(self, context: AggregationContext, mine: WorkItems) -> AggregationStats:
         """Aggregate the updates of the workers, and update the global model. Return statistics of the aggregation.
 
         Args:
             context: workers whose updates are aggregated, with their weights.
             mine: workers that this process trains.
-            sent: receives the sizes of the updates that the workers send.
         """
-        task, group, round = self.task, self.group, context.moment[0]
-        kept = round in task.experiment.records.updates and self.aggregator.has_last
-        self.latest = replace(context, weights=None), self.shared.server.last.cpu().numpy().copy() if kept else None
-        in_parameters, attackers = task.sync_in(round) == "parameters", task.byzantine.in_round(round)
+        round, sent = context.moment[0], SentUpdates()
+        last = self.server.last if round in self.task.experiment.records.updates else None
+        self.latest = replace(context, weights=None), None if last is None else last.cpu().numpy().copy()
         senders = mine[mine.workers < len(self.shared.data.shards)]  # without the server's own row
-        self.privacy.at_workers(senders, round)
-        # Attackers that need not compress see what the others send after compression.
-        free = attackers if task.attackers_skip_chain else ()
-        if attackers and not free:
-            self.aggregator.attack(context)
-            group.barrier()
-        if task.experiment.chain:
-            self.process_updates(mine, context, sent, free)
-            group.barrier()
-        else:
-            unsent = personal_bytes(task) if in_parameters else 0
-            sent.add(context.workers, self.shared.server.row.nbytes - unsent)
-        if free:
-            self.aggregator.attack(context)
-            group.barrier()
-        if self.privacy.as_received(senders, round):
-            self.aggregator.rows_changed(senders.slots)
-            group.barrier()
-        stats = self.aggregator.aggregate(context)
-        if (noise := self.privacy.noise_of_mean(round)) is not None:
-            self.aggregator.add_to_result(noise)
-        if self.shared.cohort.messages and in_parameters:
+        for step in self.steps:
+            if step(context, senders, sent):
+                self.aggregator.updates.changed(senders.slots)
+                self.group.barrier()
+        aggregate, stats = self.aggregator.aggregate(context)
+        if self.shared.cohort.messages and self.task.sync_in(round) == "parameters":
             self.receive_messages(context, stats.excluded)
-        self.aggregator.server_step()
-        group.barrier()
+        self.server.step(aggregate.plus(self.privacy.noise_of_mean(round)), context.moment)
+        self.group.barrier()
+        stats.sent = sent
         return stats
+
+    def of_all_processes(self, stats: AggregationStats) -> AggregationStats:
+        """Return the statistics of a round in all processes, from those of this process."""
+        sent = stats.sent
+        if self.task.experiment.chain:
+            sent = SentUpdates.total(self.group.gather(sent.on_host()))
+        return replace(self.group.from_first(replace(stats, sent=SentUpdates()).on_host()), sent=sent)
 
     def aggregate_each_step(self, work: WorkItems, mine: WorkItems) -> AggregationStats:
         """Train a round of synchronous SGD, with a single check for NaN and infinity at its end if possible.
@@ -196,9 +188,7 @@ class Simulation(Executor):
             work: all workers of the round.
             mine: workers that this process trains.
         """
-        check = self.aggregator.deferred_check
-        stats = self.steps_checked_later(work, mine, check) if check and check.usable else None
-        stats = stats or self.steps_of_round(work, mine)
+        stats = self.steps_checked_later(work, mine) or self.steps_of_round(work, mine)
         self.end_round(work.round)
         return stats
 
@@ -211,28 +201,30 @@ class Simulation(Executor):
             work: all workers of the round.
             mine: workers that this process trains.
         """
-        of_round = GradientRoundStats(len(work))
+        of_round, trainer = GradientRoundStats(len(work)), cast("Any", self.trainer)
         self.trainer.begin_gradient_round(mine)
         for step, context in enumerate(self.contexts_of_steps(work)):
-            if isinstance(self.trainer, ParallelTrainer):  # stores no per-worker gradients
-                of_round.sent.add(context.workers, self.shared.server.row.nbytes)
-                of_round.add(context, AggregationStats(self.trainer.step_along_mean(step, context)))
+            if trainer.averages:  # stores no per-worker gradients
+                sent = SentUpdates([(context.workers, self.shared.server.row.nbytes)])
+                of_round.add(context.slots, AggregationStats(trainer.step_along_mean(step, context), sent=sent))
                 continue
             with self.in_precision():
                 self.trainer.gradients(step)
-            self.aggregator.begin(work.round, mine.slots)
+            self.aggregator.updates.begin(mine.slots)
             self.group.barrier()
-            of_round.add(context, self.aggregate_rows(context, mine, of_round.sent))
+            of_round.add(context.slots, self.aggregate_rows(context, mine))
         self.trainer.end_gradient_round()
         return of_round.total()
 
-    def steps_checked_later(self, work: WorkItems, mine: WorkItems, check: DeferredCheck) -> AggregationStats | None:
+    def steps_checked_later(self, work: WorkItems, mine: WorkItems) -> AggregationStats | None:
         """Run all steps of a round of synchronous SGD, and check for NaN and infinity only at its end.
 
         Returns the statistics of all aggregations. If the check fails, or after any error, the state before the round
-        is restored, and the result is None.
+        is restored, and the result is None. The result is also None if each step must be checked.
         """
-        had_last = self.aggregator.has_last
+        check, had_last = self.aggregator.updates.deferred_check, self.server.has_last
+        if check is None or not check.usable:
+            return None
         before = {name: rows.clone() for name, rows in self.shared.cohort.worker_rows.items()}
         check.begin()
         try:
@@ -241,7 +233,7 @@ class Simulation(Executor):
             stats = None
         if check.end(failed=stats is None):
             return stats
-        self.aggregator.has_last = had_last
+        self.server.has_last = had_last
         for name, rows in before.items():
             self.shared.cohort.worker_rows[name].copy_(rows)
         return None
@@ -258,7 +250,7 @@ class Simulation(Executor):
         self.load_states(cohort, mine)
         index = index_of(mine.slots, task.device)
         if task.sync_in(round) == "parameters":
-            pull_down(self.aggregator.sent_row(round), shared.cohort.rows, index)
+            pull_down(self.server.send(round), shared.cohort.rows, index)
         if task.experiment.buffers != "local":
             pull_down(shared.server.buffers, shared.cohort.buffers, index)
 
@@ -311,40 +303,7 @@ class Simulation(Executor):
                 shared.cohort.losses[member.slot] = self.worker_tests.training_loss(*model, member.worker, round)
         with self.in_precision():
             self.trainer.train(mine, partial(self.prepare, round + 1))
-        self.aggregator.begin(round, mine.slots)
-
-    def process_updates(
-        self, mine: WorkItems, context: AggregationContext, sent: SentUpdates, free: Collection[int]
-    ) -> None:
-        """Apply compressors and other update processors to the updates of this process's workers, in place.
-
-        Args:
-            mine: workers that this process trains.
-            context: workers that take part in the aggregation. Other workers are skipped.
-            sent: receives the sizes and metrics of the processed updates.
-            free: IDs of the workers whose updates are sent unprocessed.
-        """
-        task, rows = self.task, self.shared.cohort.rows
-        sent_columns = task.algorithm.personal_columns.others(rows.shape[1])
-        personal = task.algorithm.personal_columns.width > 0
-        mine = mine[np.isin(mine.workers, context.workers)]  # the server's own row is not sent
-        for member in mine:
-            metrics: dict[str, Any] = {}
-            if member.worker in free:
-                sent.add([member.worker], sent_columns.width * rows.itemsize)
-                continue
-            with self.process.working_on(member.worker, context.moment[0]):
-                row = sent_columns.of(rows[member.slot]) if personal else rows[member.slot]
-                states = {name: values[member.slot] for name, values in self.shared.cohort.chain_states.items()}
-                chain, seed, coordinates = task.experiment.chain, task.experiment.seed, (*context.moment, member.worker)
-                nbytes = apply_chain(chain, row, seed, coordinates, metrics, states, task.shapes)
-                if task.experiment.nonfinite != "keep":
-                    for state in states.values():  # NaN that stays in a residual would enter later updates
-                        row += (state * 0).sum()
-                if personal:
-                    sent_columns.write(rows[member.slot], row)
-            sent.add([member.worker], nbytes, metrics)
-        self.aggregator.rows_changed(mine.slots)
+        self.aggregator.updates.begin(mine.slots, self.server.sent)
 
     def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:
         """Pass the sum of the workers' messages to the client algorithm's method `receive`, which runs at the server.
@@ -373,31 +332,16 @@ class Simulation(Executor):
                 "such rounds"
             )
         self.timer = PhaseTimer()
-        self.privacy.skip_workers(round)
+        self.privacy.count(round)
         if (noise := self.privacy.noise_of_mean(round)) is not None:  # nobody must learn that the cohort was empty
-            self.aggregator.aggregate_nothing(round)
-            self.aggregator.add_to_result(noise)
-            self.aggregator.server_step()
+            self.server.step(self.server.nothing().plus(noise), (round,))
             self.group.barrier()
         self.end_round(round)
         with self.phase("test"):
             self.test(round)
             self.group.barrier()
             of_workers = self.evaluate_workers(round)
-        if not self.group.computes:
-            return None
-        tested = EvaluationResult.of(self.task, self.shared)
-        record = RoundRecord(
-            round=round,
-            seconds=self.timer.seconds,
-            lost=drawn.dropped,
-            bytes_up=0,
-            bytes_down=self.bytes_to_others(round, drawn),
-            virtual_seconds=self.clock.now if self.clock else None,
-            **tested.fields()
-            | {"metrics": joined(drawn.metrics, tested.metrics | metrics_of(of_workers) | self.privacy.metrics(round))},
-        )
-        return record, of_workers
+        return self.record(round, drawn, AggregationStats(), of_workers) if self.group.computes else None
 
     def end_round(self, round: int) -> None:
         """After the last round that aggregates gradients, prepare for rounds that aggregate parameters.
@@ -405,7 +349,12 @@ class Simulation(Executor):
         This concerns only experiments with `sync = "post_local"`.
         """
         if round == self.task.experiment.rounds_of_gradients < self.task.experiment.rounds:
-            self.aggregator.begin_with_parameters()
+            self.begin_with_parameters()
+
+    def begin_with_parameters(self) -> None:
+        """Reset the states of the aggregation rule, the attack and the server optimizer."""
+        self.aggregator.state, self.attack.state = {}, {}
+        self.server.begin_with_parameters()
 
     def pass_time(self, work: WorkItems, sent: SentUpdates) -> None:
         """Advance the virtual clock until the slowest worker of the cohort has finished. Without a clock, do nothing.
@@ -423,7 +372,7 @@ class Simulation(Executor):
         batches = task.schedule.batches_of_all(work.sizes)
         columns = zip(work.workers.tolist(), work.steps.tolist(), batches.tolist(), strict=True)
         gradients = {worker: task.algorithm.gradients(steps, count) for worker, steps, count in columns}
-        self.clock.pass_round(gradients, sent.sizes(), self.aggregator.broadcast_bytes)
+        self.clock.pass_round(gradients, sent.sizes(), self.server.broadcast_bytes)
 
     def latest_aggregation(self) -> tuple[AggregationContext, np.ndarray | None]:
         """Return the latest aggregation, without weights, and the aggregated update before it, [d].
@@ -542,18 +491,24 @@ class Simulation(Executor):
                     return  # all workers that still have data have weight 0
             yield AggregationContext(active.tolist(), workers, samples, weights, (work.round, step))
 
-    def received_bytes(self, round: int) -> int:
-        """Return the number of bytes that only the workers of the cohort receive before they train in `round`."""
-        task, shared = self.task, self.shared
-        whole = task.sync_in(round) == "parameters" and not task.experiment.broadcast
-        row = shared.server.row.nbytes - personal_bytes(task) if whole else 0
-        return row + buffer_bytes(task, shared) + message_bytes(task, shared)[0]
+    def bytes_up(self, drawn: Cohort, sent: SentUpdates, round: int) -> int:
+        """Return the number of bytes that the workers send in `round`."""
+        message = message_bytes(self.task, self.shared)[1] if self.task.sync_in(round) == "parameters" else 0
+        return sent.nbytes + len(drawn.workers) * (message + buffer_bytes(self.task, self.shared))
 
-    def bytes_to_others(self, round: int, drawn: Cohort) -> int:
-        """Return the bytes received by workers that send no update in `round`, for example because they dropped out."""
+    def bytes_down(self, drawn: Cohort, sent: SentUpdates, round: int) -> int:
+        """Return the number of bytes that workers receive in `round`, also those that send no update."""
+        task, row_bytes, others = self.task, self.shared.server.row.nbytes, buffer_bytes(self.task, self.shared)
         only_loss = set(drawn.candidates) - {*drawn.workers, *drawn.dropped}
-        model_bytes = self.shared.server.row.nbytes + buffer_bytes(self.task, self.shared)
-        return len(drawn.dropped) * self.received_bytes(round) + len(only_loss) * model_bytes
+        total = len(only_loss) * (row_bytes + others)
+        start = others + message_bytes(task, self.shared)[0]
+        if task.sync_in(round) == "gradients":
+            total += sent.count * row_bytes  # global parameters, at each step
+        elif not task.experiment.broadcast:
+            start += row_bytes - personal_bytes(task)
+        elif drawn.workers:
+            total += task.experiment.workers * self.server.broadcast_bytes
+        return total + (len(drawn.workers) + len(drawn.dropped)) * start
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -569,8 +524,9 @@ class Simulation(Executor):
         the server optimizer, of which each rank has a part.
         """
         clock = {"clock": self.clock.state()} if self.clock else {}
-        rule = {name: tensor.cpu().numpy() for name, tensor in self.aggregator.rule_state().items()}
-        facts = {"has_last": self.aggregator.has_last, "syncs": list(self.shared.server.states), **clock}
+        states = self.aggregator.state | {f"attack.{name}": tensor for name, tensor in self.attack.state.items()}
+        rule = {name: tensor.clone().cpu().numpy() for name, tensor in states.items()}
+        facts = {"has_last": self.server.has_last, "syncs": list(self.shared.server.states), **clock}
         facts |= self.privacy.state()
         return facts, rule, self.group.states_by_columns()
 
@@ -584,15 +540,33 @@ class Simulation(Executor):
             workers: IDs of the workers that have a state, in the order in which these states are stored.
         """
         self.group.load_columns(columns)
-        self.aggregator.restore_rule({name: torch.from_numpy(array) for name, array in rule.items()})
-        self.aggregator.has_last = facts["has_last"]
+        self.aggregator.state, self.attack.state = {}, {}
+        for name, array in rule.items() if self.group.computes else ():
+            state = self.attack.state if name.startswith("attack.") else self.aggregator.state
+            state[name.removeprefix("attack.")] = torch.from_numpy(array).to(self.task.device, copy=True)
+        self.server.has_last = facts["has_last"]
         self.states.follow(workers)
         if self.clock:
             self.clock.resume(facts["clock"])
         self.privacy.resume(facts)
         if len(facts["syncs"]) < len(self.shared.server.states):
             # The earlier run ended with rounds of gradients, and rounds of parameters follow.
-            self.aggregator.begin_with_parameters()
+            self.begin_with_parameters()
+
+
+def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
+    """Return the sampler that draws the workers of each round.
+
+    Raises ExperimentError if the sampling strategy needs numbers of samples that are not known.
+    """
+    return CohortSampler(
+        strategy=experiment.sampling.component,
+        seed=experiment.seed,
+        size=experiment.cohort_size,
+        shards=shards,
+        dropout=experiment.sampling.client_dropout,
+        weighted=experiment.aggregate.weights == "inverse_probability",
+    )
 
 
 def workers_to_evaluate(task: RunTask, tests: Shards) -> list[int]:
@@ -632,16 +606,17 @@ def metrics_of(results: WorkerResults | None) -> dict[str, float]:
     return results.metrics() if results else {}
 
 
-def joined(of_components: dict[str, float], of_test: dict[str, float]) -> dict[str, float]:
-    """Return a dict with the metrics of components and the test metrics.
+def joined(*metrics: dict[str, float]) -> dict[str, float]:
+    """Return a dict with the metrics of components, of the cohort strategy and of tests.
 
-    Raises ExperimentError if a name is in both dicts.
+    Raises ExperimentError if a name is in several dicts.
     """
-    if duplicates := sorted(of_components.keys() & of_test.keys()):
+    counts = Counter(name for part in metrics for name in part)
+    if duplicates := sorted(name for name, count in counts.items() if count > 1):
         raise ExperimentError(
             f"metrics: a component also records a number named {show(duplicates[0])}; give the metric another label"
         )
-    return of_components | of_test
+    return {name: value for part in metrics for name, value in part.items()}
 
 
 def means(*logs: MetricLog) -> dict[str, float]:

@@ -30,12 +30,12 @@ from fedsim.processes.retry import announce, retried
 from fedsim.records.run_folder import RunFolder
 from fedsim.rounds.participants import (
     attackers_of,
-    cohorts_of,
     releases_of,
     server_samples,
     shards_of,
     workers_to_describe,
 )
+from fedsim.rounds.simulation import cohorts_of
 from fedsim.runs import checks
 from fedsim.runs.session import Session
 from fedsim.system.c_libraries import warn_if_threads_spin

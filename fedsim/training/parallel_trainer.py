@@ -96,6 +96,8 @@ class BucketSender:
 class ParallelTrainer(RowTrainer):
     """Trainer that trains a rank's workers one after another, and averages gradients during the backward pass."""
 
+    averages = True
+
     def __init__(self, *arguments: Any, ranks: RankGroup) -> None:
         super().__init__(*arguments)
         task, layout, self._ranks = self._task, self._modules[0].layout, ranks

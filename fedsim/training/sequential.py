@@ -33,7 +33,13 @@ class Trainer(Protocol):
     """Base class of trainers, which train the workers of one process.
 
     A worker's row is the flat vector of its parameters or gradients. Results are written to the `SharedState`.
+
+    Attributes:
+        averages: whether the trainer has the method `step_along_mean`, which averages gradients instead of storing the
+            gradient of each worker.
     """
+
+    averages: bool
 
     @property
     def width(self) -> int | None:
@@ -109,6 +115,7 @@ class RowTrainer:
     """Trainer that trains one worker after another with the same module."""
 
     replays = width = None
+    averages = False
 
     def __init__(self, process: ProcessContext, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._process, self._task, self._shared, self._batch_source = process, task, shared, batch_source

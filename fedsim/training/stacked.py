@@ -38,6 +38,8 @@ class StackTrainer:
     workers with equal batch sizes are computed together.
     """
 
+    averages = False
+
     def __init__(
         self,
         process: ProcessContext,

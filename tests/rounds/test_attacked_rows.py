@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from fedsim.aggregation import Gram
-from fedsim.rounds.aggregator import AttackedRows
+from fedsim.rounds.update_steps import AttackedRows
 
 
 @pytest.mark.parametrize("shape", [(3, 40), (40,)])

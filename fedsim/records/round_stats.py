@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.training.weights import AggregationContext
-
 
 class MetricLog(dict[str, list[float | Tensor]]):
     """Numbers that components, such as aggregation rules, recorded in a round: a list for each metric name."""
@@ -83,7 +81,7 @@ class SentUpdates:
 
     @classmethod
     def total(cls, parts: Iterable[SentUpdates]) -> SentUpdates:
-        """Return the updates and metrics of several processes together. Each worker belongs to one process."""
+        """Return the updates and metrics of several steps, or of processes that each train other workers, together."""
         total = cls()
         for part in parts:
             total.messages += part.messages
@@ -100,7 +98,7 @@ class AggregationStats:
             linear.
         excluded: IDs of the workers whose updates were excluded because of NaN or infinity.
         metrics: numbers that the rule recorded.
-        sent: sizes of the aggregated gradients, if every step of the round aggregates gradients.
+        sent: sizes of the aggregated updates or gradients.
     """
 
     shares: list[float] | None = None
@@ -125,24 +123,26 @@ class GradientRoundStats:
         self._excluded: set[int] = set()
         self._steps = self._with_shares = 0
         self._metrics = MetricLog()
-        self.sent = SentUpdates()
+        self._sent: list[SentUpdates] = []
 
-    def add(self, context: AggregationContext, stats: AggregationStats) -> None:
+    def add(self, slots: Sequence[int], stats: AggregationStats) -> None:
         """Add the statistics of one step's aggregation.
 
         Args:
-            context: workers whose gradients the step aggregated.
+            slots: positions in the cohort of the workers whose gradients the step aggregated.
             stats: statistics of the aggregation.
         """
         self._steps += 1
         self._excluded.update(stats.excluded)
         self._metrics.extend(stats.metrics)
+        self._sent.append(stats.sent)
         if stats.shares is not None:
             self._with_shares += 1
-            self._shares[context.slots] += stats.shares
+            self._shares[slots] += stats.shares
 
     def total(self) -> AggregationStats:
         """Return the statistics of all steps of the round."""
         linear = self._with_shares == self._steps > 0
         shares = (self._shares / self._steps).tolist() if linear else None
-        return AggregationStats(shares, sorted(self._excluded), self._metrics, self.sent).on_host()
+        sent = SentUpdates.total(self._sent)
+        return AggregationStats(shares, sorted(self._excluded), self._metrics, sent).on_host()

@@ -1,0 +1,187 @@
+"""Steps between local training and aggregation, which change the updates that the workers send."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedsim.aggregation import Gram, screened
+from fedsim.aggregation.numerics.columns import NonfiniteError, reading
+from fedsim.processes.group import Group
+from fedsim.processing import apply_chain
+from fedsim.records.round_stats import SentUpdates
+from fedsim.rounds.aggregator import Aggregator
+from fedsim.system.devices import to_device
+from fedsim.training.batches import WorkItems
+from fedsim.training.memory import personal_bytes
+from fedsim.training.shared_state import SharedState
+from fedsim.training.task import RunTask
+from fedsim.training.weights import AggregationContext, spoil
+
+# Changes updates in place, and returns whether they must be checked again for NaN and infinity. The arguments are the
+# workers whose updates are aggregated, the workers that this process trains, and an object that receives the sizes of
+# the updates.
+UpdateStep = Callable[[AggregationContext, WorkItems, SentUpdates], bool]
+
+
+class AttackedRows:
+    """Updates of all workers, for an attack that tries several values of the Byzantine updates.
+
+    Args:
+        rows: updates of all workers of the round, [n, d].
+        honest: positions of the h honest workers in `rows`.
+        attackers: for each worker, whether it is Byzantine, in the order of `rows`.
+
+    Attributes:
+        honest: updates of the honest workers, [h, d].
+    """
+
+    def __init__(self, rows: Tensor, honest: Tensor, attackers: Sequence[bool]) -> None:
+        self._attackers, h = torch.tensor(attackers), len(honest)
+        self._distinct = rows.new_empty(len(attackers), rows.shape[1])  # the honest rows, then the Byzantine rows
+        self.honest = torch.index_select(rows, 0, honest, out=self._distinct[:h])
+        self._of_honest: Gram | None = None
+
+    def gram(self, byzantine: Tensor) -> Gram:
+        """Return the inner products of all workers' updates, if the Byzantine workers send `byzantine`.
+
+        Args:
+            byzantine: one update for each of b Byzantine workers, [b, d], or a single update [d] that all of them send.
+        """
+        n, h = len(self._attackers), len(self.honest)
+        added = 1 if byzantine.ndim == 1 else n - h
+        distinct = self._distinct[: h + added]
+        distinct[h:] = byzantine
+        self._of_honest = self._of_honest or Gram(self.honest)
+        places = torch.where(self._attackers, h, self._attackers.logical_not().cumsum(0) - 1)
+        if added > 1:
+            places += torch.where(self._attackers, self._attackers.cumsum(0) - 1, 0)
+        return self._of_honest.extended(distinct).mixed(torch.eye(len(distinct), dtype=torch.double)[places])
+
+
+class AttackStep:
+    """Step that replaces the Byzantine workers' updates by those that the attack computes.
+
+    If the attack needs honest updates and there are none, nothing changes.
+
+    Args:
+        group: processes that compute together. All processes must call the step at the same time.
+        task: run to compute.
+        shared: tensors of the run.
+        aggregator: aggregator of the updates, which some attacks try with several Byzantine updates.
+
+    Attributes:
+        state: state of the attack, which it returned in the previous aggregation.
+    """
+
+    def __init__(self, group: Group, task: RunTask, shared: SharedState, aggregator: Aggregator) -> None:
+        self._group, self._task, self._shared, self._aggregator = group, task, shared, aggregator
+        self.state: dict[str, Tensor] = {}
+
+    def __call__(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
+        task, shared, group, updates = self._task, self._shared, self._group, self._aggregator.updates
+        if not (workers := task.byzantine.in_round(context.moment[0])):
+            return False
+        attackers = [worker in workers for worker in context.workers]
+        byzantine = [slot for slot, attacks in zip(context.slots, attackers, strict=True) if attacks]
+        if not byzantine or (all(attackers) and task.experiment.attack.component.needs_honest):
+            return False  # without honest rows, the Byzantine workers send their trained rows
+        updates.read_losses(context)
+        rows = updates.gathered(context.slots)
+        with group.at_first():
+            if group.index == 0:
+                self._write_byzantine(context, attackers, rows)
+        here, values = group.return_rows(rows, byzantine)
+        index = to_device(torch.tensor(here, dtype=torch.int64), task.device)
+        for message in shared.cohort.messages.values():  # an attack does not replace messages
+            spoil(task, values, message[index])
+        shared.cohort.rows[index] = values
+        updates.replaced(here, values)
+        group.barrier()
+        return False
+
+    def _write_byzantine(self, context: AggregationContext, attackers: list[bool], rows: Tensor) -> None:
+        """Compute the updates that the Byzantine workers send, and write them to `rows`.
+
+        Args:
+            context: workers of this aggregation.
+            attackers: for each worker of `context`, whether it is Byzantine.
+            rows: updates of all workers, changed in place.
+        """
+        task, aggregator, rule = self._task, self._aggregator, self._aggregator.rule
+        slots, of_attackers = torch.tensor(context.slots), torch.tensor(attackers)
+        index = to_device(slots[of_attackers], task.device)
+        attacked = AttackedRows(rows, to_device(slots[~of_attackers], task.device), attackers)
+
+        def aggregate(byzantine: Tensor) -> Tensor:
+            rows[index] = byzantine
+            if aggregator.updates.rule_checks and rule.accepts("gram"):
+                with contextlib.suppress(NonfiniteError), reading():
+                    inputs = aggregator.inputs(context, rows)
+                    inputs.gram = attacked.gram(byzantine)
+                    return rule(inputs).update
+            inputs, bad = screened(aggregator.inputs(context, rows), "exclude")
+            if not bad and rule.accepts("gram"):
+                inputs.gram = attacked.gram(byzantine)
+            return rule(inputs).update
+
+        byzantine, self.state = task.experiment.attack.component(
+            attacked.honest,
+            rows[index],
+            seed=task.experiment.seed,
+            moment=context.moment,
+            last=aggregator.server.last,
+            aggregate=aggregate,
+            workers=[worker for worker, attacks in zip(context.workers, attackers, strict=True) if not attacks],
+            state=self.state,
+        )
+        personal = task.algorithm.personal_columns
+        if personal.width:  # workers never send personal parameters
+            byzantine = byzantine.clone()
+            personal.write(byzantine, byzantine.new_zeros(personal.width))
+        rows[index] = byzantine
+
+
+class ProcessingStep:
+    """Step that applies compressors and other update processors to the updates, and counts the bytes that are sent.
+
+    Args:
+        group: group of processes, of which this process processes the updates of its own workers.
+        task: run to compute.
+        shared: tensors of the run.
+    """
+
+    def __init__(self, group: Group, task: RunTask, shared: SharedState) -> None:
+        self._group, self._task, self._shared = group, task, shared
+
+    def __call__(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
+        task, rows, round = self._task, self._shared.cohort.rows, context.moment[0]
+        if not task.experiment.chain:
+            unsent = personal_bytes(task) if task.sync_in(round) == "parameters" else 0
+            sent.add(context.workers, self._shared.server.row.nbytes - unsent)
+            return False
+        free = task.byzantine.in_round(round) if task.attackers_skip_chain else ()
+        sent_columns = task.algorithm.personal_columns.others(rows.shape[1])
+        personal = task.algorithm.personal_columns.width > 0
+        for member in mine[np.isin(mine.workers, context.workers)]:
+            metrics: dict[str, Any] = {}
+            if member.worker in free:
+                sent.add([member.worker], sent_columns.width * rows.itemsize)
+                continue
+            with self._group.process.working_on(member.worker, round):
+                row = sent_columns.of(rows[member.slot]) if personal else rows[member.slot]
+                states = {name: values[member.slot] for name, values in self._shared.cohort.chain_states.items()}
+                chain, seed, coordinates = task.experiment.chain, task.experiment.seed, (*context.moment, member.worker)
+                nbytes = apply_chain(chain, row, seed, coordinates, metrics, states, task.shapes)
+                if task.experiment.nonfinite != "keep":
+                    for state in states.values():  # NaN that stays in a residual would enter later updates
+                        row += (state * 0).sum()
+                if personal:
+                    sent_columns.write(rows[member.slot], row)
+            sent.add([member.worker], nbytes, metrics)
+        return True
