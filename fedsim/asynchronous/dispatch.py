@@ -94,11 +94,7 @@ class Scheduler:
 
     def steps(self, item: WorkItem) -> int:
         """Return the number of local steps of a work item."""
-        if item.step is not None:
-            return 1
-        if item.steps is not None:
-            return item.steps
-        return self._schedule.of(item.worker, item.round).steps_for(self._sizes(item.worker))
+        return item.steps_for(self._schedule, self._sizes(item.worker))
 
     def gradients(self, item: WorkItem, algorithm: ClientAlgorithm) -> int:
         """Return the number of mini-batch gradients that a client algorithm computes in a work item."""

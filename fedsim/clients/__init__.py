@@ -5,7 +5,6 @@ from fedsim.clients.adaptive import Adagrad, Adam, AdamW
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, SampleNoise, WorkerFacts, WorkerRound, exchanges
 from fedsim.clients.base import (
     OuterProductGrad,
-    RowOptimizer,
     State,
     Stepper,
 )
@@ -56,7 +55,6 @@ __all__ = [
     "PFedMe",
     "PerFedAvg",
     "PersonalModel",
-    "RowOptimizer",
     "SampleNoise",
     "Scaffold",
     "State",

@@ -45,26 +45,3 @@ class Stepper(Protocol):
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         """Move the models `rows` by one step, in place. `gradients` and `state` may be changed too."""
-
-
-class RowOptimizer:
-    """Optimizer, as in `torch.optim`, that trains one model with a client algorithm.
-
-    The model's parameters and gradients must be views of `row` and `gradient` (see `fedsim.core.rows.bind`).
-
-    Args:
-        algorithm: client algorithm.
-        row: parameters of the model, [d].
-        gradient: gradient of the parameters, [d].
-        state: optimizer state. None: `algorithm.start(row)`.
-    """
-
-    def __init__(self, algorithm: Stepper, row: Tensor, gradient: Tensor, state: State | None = None) -> None:
-        self._algorithm, self._row, self._gradient = algorithm, row, gradient
-        self._state = algorithm.start(row) if state is None else state
-
-    def zero_grad(self) -> None:
-        self._gradient.zero_()
-
-    def step(self) -> None:
-        self._algorithm.step(self._row, self._gradient, self._state)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.clients.schedule import Schedule
 from fedsim.core.philox import Stream, shuffles
 from fedsim.core.randomness import Draws, draw_keys, numpy_generator, torch_generator
 from fedsim.data import CustomSubset
@@ -53,6 +54,12 @@ class WorkItem(NamedTuple):
     def moment(self) -> tuple[int, ...]:
         """Key for random numbers: (round,), or (round, step) if only one step is trained."""
         return (self.round,) if self.step is None else (self.round, self.step)
+
+    def steps_for(self, schedule: Schedule, n_samples: int) -> int:
+        """Return the number of steps to train, for a worker with `n_samples` samples."""
+        if self.step is not None:
+            return 1
+        return schedule.of(self.worker, self.round).steps_for(n_samples) if self.steps is None else self.steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,9 +206,7 @@ class BatchSource:
 
     def steps_of(self, member: WorkItem) -> int:
         """Return the number of steps that `member` trains."""
-        if member.step is not None:
-            return 1
-        return self.steps(member.worker, member.round) if member.steps is None else member.steps
+        return member.steps_for(self._task.schedule, self.size(member.worker))
 
     def shard(self, worker: int) -> CustomSubset:
         """Return the training samples of a worker, in the order of the dataset."""

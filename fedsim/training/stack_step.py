@@ -168,7 +168,7 @@ class StackStep:
         if not algorithm.element_wise:
             return self._whole_rows(algorithm, state, batch)
         if self._task.experiment.local.clip_norm is not None:
-            losses, clipped = self.clipped_gradients(state, batch, active)
+            losses, clipped = self.row_gradients(state, batch, active)
             move_rows(algorithm, state, clipped, active)
             return losses
         leave_products = None
@@ -196,20 +196,21 @@ class StackStep:
             clip_rows(gradients, self._task.experiment.local.clip_norm)
             return gradients
 
-        losses, gradients = self.clipped_gradients(state, batch)
+        losses, gradients = self.row_gradients(state, batch)
         algorithm.step_rows(state.rows, gradients, state.algorithm_state, gradient_at)
         return losses
 
-    def clipped_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return losses [m] and gradients [m, d] clipped to `local.clip_norm`. Buffers are updated in place."""
-        losses, gradients = self.whole_gradients(state, batch, active)
-        clip_rows(gradients, self._task.experiment.local.clip_norm)
-        return losses, gradients
+    def row_gradients(
+        self, state: StackState, batch: Batch, active: Tensor | None = None, *, clips: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Return the losses [m] and the gradients [m, d] of m workers. Buffers are updated in place.
 
-    def whole_gradients(self, state: StackState, batch: Batch, active: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the losses [m] and the gradients [m, d] of m workers. Buffers are updated in place."""
-        losses, gradients = self.gradients(state, batch, active, leave_products=self._left_of_rows)
-        return losses, self._as_rows(gradients)
+        If `clips` is true, gradients are clipped to `local.clip_norm`.
+        """
+        losses, parts = self.gradients(state, batch, active, leave_products=self._left_of_rows)
+        gradients = self._as_rows(parts)
+        clip_rows(gradients, self._task.experiment.local.clip_norm if clips else None)
+        return losses, gradients
 
     def sum_gradients(self, state: StackState, batch: Batch, shares: Tensor) -> None:
         """Add the gradients of m workers to the state tensor "sum" [m, d]. Buffers are updated in place.

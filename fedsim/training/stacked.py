@@ -88,8 +88,7 @@ class StackTrainer:
                 ahead = stack.dropout_factors(self._probe.dropouts, after=True)
                 alterations = self._batch_source.alterations(stack.members, "full_gradient")
                 for whole in stack.full_pass():
-                    factors = ahead.of(whole.step, len(stack))
-                    for part, theirs, batch in self._parts(stack, state, whole, factors, alterations, moves=True):
+                    for part, theirs, batch in self._parts(stack, state, whole, ahead, alterations, moves=True):
                         self._step.sum_gradients(theirs, batch, part.counts / samples[part.places])
                 shared.cohort.full_gradients[stack.index] = state.algorithm_state["sum"]
 
@@ -112,9 +111,8 @@ class StackTrainer:
             if whole is None:
                 continue
             with self._process.working_on_several(stack.members.round):
-                factors = ahead.of(step, len(whole.members))
-                for part, theirs, batch in self._parts(stack, state, whole, factors):
-                    losses, gradients = self._step.clipped_gradients(theirs, batch)
+                for part, theirs, batch in self._parts(stack, state, whole, ahead):
+                    losses, gradients = self._step.row_gradients(theirs, batch)
                     index = stack.index_of(part)
                     shared.cohort.rows[index] = gradients
                     self._client_rounds.send_gradients(index)
@@ -159,18 +157,16 @@ class StackTrainer:
     def _step_by_batch(self, stack: Stack, state: StackState) -> None:
         ahead = stack.dropout_factors(self._probe.dropouts)
         for whole in stack.step_batches():
-            factors, moment = ahead.of(whole.step, len(whole.members)), (stack.members.round, whole.step)
-            for part, theirs, batch in self._parts(stack, state, whole, factors, moves=True):
-                stack.count(part, self._step(theirs, batch, moment=moment))
+            for part, theirs, batch in self._parts(stack, state, whole, ahead, moves=True):
+                stack.count(part, self._step(theirs, batch, moment=(stack.members.round, whole.step)))
 
     def _accumulate(self, stack: Stack, state: StackState) -> None:
         """Train a stack with one parameter update per `local.accumulate` batches."""
         ahead, accumulate = stack.dropout_factors(self._probe.dropouts), self._task.schedule.accumulate
         total = torch.zeros_like(state.rows)
         for whole in stack.step_batches():
-            factors = ahead.of(whole.step, len(whole.members))
-            for part, theirs, batch in self._parts(stack, state, whole, factors):
-                losses, gradients = self._step.whole_gradients(theirs, batch)
+            for part, theirs, batch in self._parts(stack, state, whole, ahead):
+                losses, gradients = self._step.row_gradients(theirs, batch, clips=False)
                 total[part.places] += gradients
                 stack.count(part, losses)
             number, count = whole.step // accumulate, whole.step % accumulate + 1
@@ -188,7 +184,7 @@ class StackTrainer:
         stack: Stack,
         state: StackState,
         whole: StepBatch,
-        factors: Sequence[Tensor],
+        ahead: FactorsAhead,
         alterations: Sequence[Alteration | None] | None = None,
         *,
         moves: bool = False,
@@ -201,11 +197,12 @@ class StackTrainer:
             stack: stack of workers.
             state: state of the whole stack.
             whole: batches of all workers of the stack that have not finished.
-            factors: scaled dropout masks for these workers, [k, batch, ...] for each dropout call.
+            ahead: dropout masks of the stack.
             alterations: for each worker of the stack, a function that alters its batch, or None to keep it. An empty
                 list keeps all batches. By default, the functions of training are used.
             moves: whether to copy back parameters and algorithm state as well as buffers.
         """
+        factors = ahead.of(whole.step, whole.members[-1] + 1)
         for part in whole.by_size() if self._probe.coupled else [whole]:
             self._process.heartbeat()
             inputs, targets = gather(self._shared.data.train, part.positions)

@@ -15,7 +15,6 @@ from fedsim.clients import (
     AdamW,
     FedNova,
     FedProx,
-    RowOptimizer,
     Scaffold,
     WorkerFacts,
     WorkerRound,
@@ -36,14 +35,12 @@ def paths(method, theirs, dtype):
     """Yield the row of a client algorithm and that of a PyTorch optimizer after each step with the same gradients."""
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(D, generator=generator, dtype=dtype)
-    parameter, gradient = torch.nn.Parameter(row.clone()), torch.zeros_like(row)
-    ours, theirs = RowOptimizer(method, row, gradient), theirs([parameter])
+    parameter, state = torch.nn.Parameter(row.clone()), method.start(row)
+    theirs = theirs([parameter])
     for _ in range(STEPS):
         scale = torch.randn(D, generator=generator, dtype=dtype).exp()  # gives each parameter its own scale
         drawn = scale * torch.randn(D, generator=generator, dtype=dtype)
-        ours.zero_grad()
-        gradient.add_(drawn)
-        ours.step()
+        method.step(row, drawn.clone(), state)
         parameter.grad = drawn
         theirs.step()
         yield row, parameter.detach()

@@ -87,13 +87,9 @@ def test_a_run_on_a_gpu_turns_kernels(engine, precision, probes, monkeypatch):
         assert_same_results(run_on_cpu(tables), actual)
 
 
-def test_a_cpu_does_not_turn_kernels(probes):
-    fedsim.run({**TWO_CONVOLUTIONS, "device": "cpu", **ENGINES["batched"]})
-    assert [probe.turns for probe in probes] == [False]
-
-
-def test_a_model_without_convolutions_is_not_tried_with_turned_kernels(gpu, probes):
-    fedsim.run({**TINY, "rounds": 1, "device": "cuda", **ENGINES["batched"]})
+@pytest.mark.parametrize(("tables", "device"), [(TWO_CONVOLUTIONS, "cpu"), (TINY, "cuda")], ids=["cpu", "linear"])
+def test_kernels_are_only_tried_on_a_gpu_where_there_are_convolutions(tables, device, gpu, probes):
+    fedsim.run({**tables, "rounds": 1, "device": device, **ENGINES["batched"]})
     assert [probe.turns for probe in probes] == [False]
 
 
