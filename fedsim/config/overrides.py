@@ -197,7 +197,7 @@ def _removed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, R
         rivals = table.alternatives if table and within[0] in table.alternatives else ()
         replacements = {key, *(f"{place}.{rival}" for rival in rivals)}
         if present.isdisjoint(replacements) and after.keys().isdisjoint(_parents(key)):
-            named_by, default = (f"{place}.{table.named_by}", table.default_name()) if table else ("", None)
+            named_by, default = (f"{place}.{table.named_by}", table.default_component()) if table else ("", None)
             removed[key] = Removed(value, place, named_by, before.get(named_by, default))
     return removed
 
@@ -276,7 +276,7 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
         table = inner
     key = keys[-1]
     if of_component and len(within) == 1:
-        if key == of_component.named_by and value != table.get(key, of_component.default_name()):
+        if key == of_component.named_by and value != table.get(key, of_component.default_component()):
             for parameter in set(table) - set(of_component.model_fields):
                 del table[parameter]
         if key in of_component.alternatives:

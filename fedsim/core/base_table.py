@@ -86,7 +86,7 @@ class ComponentTable(Table):
         return isinstance(value, tuple(getattr(kind, "__origin__", kind) for kind in kinds))
 
     @classmethod
-    def default_name(cls) -> str | None:
+    def default_component(cls) -> str | None:
         """Return the name of the component that the table selects by default, or None if the name is required."""
         default = cls.model_fields[cls.named_by].default
         return default if isinstance(default, str) else None
