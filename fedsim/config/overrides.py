@@ -12,7 +12,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.tables import component_tables
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.input_limits import MAX_BITS, MAX_DEPTH, is_harmless, leaves_of, problem_with_words, refuse_long_chains
-from fedsim.core.suggestions import both_given_error, with_key
+from fedsim.core.suggestions import with_key
 from fedsim.errors import MAX_TEXT, ExperimentError, cut, show
 
 if sys.version_info >= (3, 11):
@@ -244,7 +244,7 @@ def _refuse_alternatives(changes: Iterable[Change]) -> None:
     keys_set |= {f"{table}.{key}" for table, value in tables for key in value}
     for place, table in component_tables(Experiment).items():
         if len(keys_set & {f"{place}.{key}" for key in table.alternatives}) > 1:
-            raise ExperimentError(both_given_error(place, table.alternatives))
+            raise table.not_both()
 
 
 def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from fedsim.core.registry import Registration, Registry
-from fedsim.core.suggestions import both_given_error, with_key
+from fedsim.core.suggestions import with_key
 from fedsim.errors import ExperimentError, show
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class ComponentTable(Table):
     @classmethod
     def not_both(cls) -> ExperimentError:
         """Return the error for a table that sets more than one of the keys in the attribute `alternatives`."""
-        return ExperimentError(both_given_error(cls.place, cls.alternatives))
+        return ExperimentError(f"{cls.place}: set {' or '.join(cls.alternatives)}, not both")
 
     @model_validator(mode="after")
     def _check(self) -> ComponentTable:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from fedsim.core.suggestions import as_list, as_range, nearest_key, unknown_key_error
+from fedsim.core.suggestions import as_list, as_range, nearest_key
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, plural, show
 
 
@@ -42,7 +42,7 @@ def explain(
             table = _dotted([place, *path])
             shown = len(lines) < MAX_PROBLEMS  # a file may have very many unknown keys, and hints take time
             hint = nearest_key(str(last), _keys_at(model, path), table, None if table else elsewhere) if shown else ""
-            lines.append(unknown_key_error(where, value, hint))
+            lines.append(f"{where} = {show(value)}: unknown key; {hint}")
         elif kind == "missing":
             field = model.model_fields.get(str(last))
             example = f", such as {last} = {show(field.examples[0])}" if field and field.examples else ""
