@@ -183,14 +183,13 @@ def _api_section(path: str, target: Any) -> Iterator[str]:
     yield f"```python\n{_signature(path, target)}\n```"
     yield markdown_of(target)
     if isinstance(target, type) and not issubclass(target, BaseException):
-        methods = [
-            (name, member)
-            for kind in (*target.__bases__, target)
-            if kind is target or kind.__module__.startswith("fedsim.comparison.")
-            for name, member in vars(kind).items()
-            if not name.startswith("_") and inspect.getdoc(member)
-        ]
-        for name, member in methods:
+        package = target.__module__.rpartition(".")[0]
+        members = {}
+        for base in reversed(target.__mro__):
+            members |= vars(base) if base.__module__.startswith(package) else {}
+        for name, member in members.items():
+            if name.startswith("_") or not inspect.getdoc(member):
+                continue
             function = getattr(member, "__func__", member)
             if isinstance(member, property) or inspect.isfunction(function):
                 head = name if isinstance(member, property) else _signature(name, getattr(target, name))

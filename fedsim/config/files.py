@@ -112,18 +112,10 @@ def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
     return tables
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the tables of a YAML file. Keys may be dotted. An empty file has no tables.
+def _strict_loader(yaml: Any) -> type[Any]:
+    """Return a loader of the module `yaml` that refuses aliases, tags and repeated keys, and reads YAML 1.2 scalars."""
 
-    Aliases, tags and repeated keys are refused, so that a file cannot expand when it is read and executes nothing.
-
-    Raises ExperimentError if the file cannot be read, is not YAML, or contains values beyond the input limits. Raises
-    MissingPackageError if PyYAML is not installed.
-    """
-    yaml = import_extra("yaml", extra="yaml", purpose=f"{path}")
-    where, text = cut(str(path)), read_text(path, "YAML")
-
-    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
+    class Loader(yaml.SafeLoader):
         yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # as in PyYAML
 
         def compose_node(self, parent: Any, index: Any) -> Any:
@@ -151,8 +143,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
     for name, pattern in YAML_SCALARS.items():
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{pattern})$"), None)
+    return Loader
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the tables of a YAML file. Keys may be dotted. An empty file has no tables.
+
+    Aliases, tags and repeated keys are refused, so that a file cannot expand when it is read and executes nothing.
+
+    Raises ExperimentError if the file cannot be read, is not YAML, or contains values beyond the input limits. Raises
+    MissingPackageError if PyYAML is not installed.
+    """
+    yaml = import_extra("yaml", extra="yaml", purpose=f"{path}")
+    where, text = cut(str(path)), read_text(path, "YAML")
     try:
-        tables = yaml.load(text, Loader) or {}  # a SafeLoader
+        tables = yaml.load(text, _strict_loader(yaml)) or {}  # a SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}:" if mark else ""

@@ -12,7 +12,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.tables import component_tables
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.input_limits import MAX_BITS, MAX_DEPTH, is_harmless, leaves_of, problem_with_words, refuse_long_chains
-from fedsim.core.suggestions import both_given_error, with_key
+from fedsim.core.suggestions import with_key
 from fedsim.errors import MAX_TEXT, ExperimentError, cut, show
 
 if sys.version_info >= (3, 11):
@@ -197,7 +197,7 @@ def _removed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, R
         rivals = table.alternatives if table and within[0] in table.alternatives else ()
         replacements = {key, *(f"{place}.{rival}" for rival in rivals)}
         if present.isdisjoint(replacements) and after.keys().isdisjoint(_parents(key)):
-            named_by, default = (f"{place}.{table.named_by}", table.default_name()) if table else ("", None)
+            named_by, default = (f"{place}.{table.named_by}", table.default_component()) if table else ("", None)
             removed[key] = Removed(value, place, named_by, before.get(named_by, default))
     return removed
 
@@ -244,7 +244,7 @@ def _refuse_alternatives(changes: Iterable[Change]) -> None:
     keys_set |= {f"{table}.{key}" for table, value in tables for key in value}
     for place, table in component_tables(Experiment).items():
         if len(keys_set & {f"{place}.{key}" for key in table.alternatives}) > 1:
-            raise ExperimentError(both_given_error(place, table.alternatives))
+            raise table.not_both()
 
 
 def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
@@ -276,7 +276,7 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
         table = inner
     key = keys[-1]
     if of_component and len(within) == 1:
-        if key == of_component.named_by and value != table.get(key, of_component.default_name()):
+        if key == of_component.named_by and value != table.get(key, of_component.default_component()):
             for parameter in set(table) - set(of_component.model_fields):
                 del table[parameter]
         if key in of_component.alternatives:

@@ -301,6 +301,11 @@ class Local(ComponentTable):
         return KeptState(algorithm) if self.keep_state else algorithm
 
     @property
+    def steps_setting(self) -> str:
+        """The setting that makes workers do more than plain gradient steps, as text for error messages."""
+        return self.component.setting or self.setting
+
+    @property
     def most_work(self) -> int:
         """Largest number of epochs, or of steps, that a worker trains in a round."""
         amount: Any = self.epochs if self.steps is None else self.steps

@@ -57,7 +57,7 @@ def keys_of_tables(root: type[Table], tables: Mapping[str, Any]) -> dict[str, li
         if issubclass(table, ComponentTable):
             named = tables.get(place)
             named = named.get(table.named_by) if isinstance(named, Mapping) else named
-            chosen = named if isinstance(named, str) and named in table.registry.names() else table.default_name()
+            chosen = named if isinstance(named, str) and named in table.registry.names() else table.default_component()
             for registration in table.registry:
                 keys = with_these if registration.name == chosen else with_others
                 for key in registration.parameter_names:

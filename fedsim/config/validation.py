@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from fedsim.clients import CohortGradient, LRSchedule, UpdateCorrection, exchang
 from fedsim.clients.adapters import TrainFunction
 from fedsim.config.engines import traits_of
 from fedsim.config.schema import DIRECTIONS, Clock
+from fedsim.config.settings import Settings
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.learning_task import correct_of
 from fedsim.core.objects import ObjectName, may_change, names_in
@@ -23,9 +24,6 @@ from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
 from fedsim.processing import check_order
 from fedsim.system.devices import free_memory
-
-if TYPE_CHECKING:
-    from fedsim.config.experiment import Experiment
 
 LARGE = 1_000_000  # with more workers than this, lists of workers are compared with the free memory
 BYTES_PER_WORKER = 100  # memory per worker for such lists
@@ -45,7 +43,7 @@ TRUE_OF_ANY_ENGINE = {
 NOT_IN_ROUNDS = ("data", "partition", "model", "records")  # tables whose objects are used before the first round only
 
 
-def problems_with(experiment: Experiment) -> list[str]:
+def problems_with(experiment: Settings) -> list[str]:
     """Return one error line for each invalid combination of settings, after each table has been checked by itself."""
     policy = experiment.policy.component
     lines = [
@@ -78,7 +76,7 @@ def problems_with(experiment: Experiment) -> list[str]:
     return lines
 
 
-def warnings_about(experiment: Experiment) -> list[str]:
+def warnings_about(experiment: Settings) -> list[str]:
     """Return one line for each setting without effect, or with an effect that users rarely intend."""
     attack, lines = experiment.attack, list[str | None](settings_without_effect(experiment))
     if (
@@ -95,7 +93,7 @@ def warnings_about(experiment: Experiment) -> list[str]:
     return [line for line in lines if line]
 
 
-def warnings_about_objects(experiment: Experiment, *, resumed: bool = False) -> list[str]:
+def warnings_about_objects(experiment: Settings, *, resumed: bool = False) -> list[str]:
     """Return one line for each Python object that may keep a state between rounds, which checkpoints do not contain.
 
     `resumed`: whether the run continues after a checkpoint.
@@ -118,7 +116,7 @@ def warnings_about_objects(experiment: Experiment, *, resumed: bool = False) -> 
     ]
 
 
-def _warning_about_statistics(experiment: Experiment) -> str | None:
+def _warning_about_statistics(experiment: Settings) -> str | None:
     with preserve_random_state(torch.device("cpu")):
         names = [name for name, _ in experiment.model.component().named_buffers() if name.endswith("running_mean")]
     if not names:
@@ -130,7 +128,7 @@ def _warning_about_statistics(experiment: Experiment) -> str | None:
     )
 
 
-def settings_without_effect(experiment: Experiment) -> Iterator[str]:
+def settings_without_effect(experiment: Settings) -> Iterator[str]:
     """Yield one warning line for each key with a value other than its default that has no effect."""
     default = type(experiment)()
     for setting, keys in _unused_keys(experiment):
@@ -140,27 +138,18 @@ def settings_without_effect(experiment: Experiment) -> Iterator[str]:
                 yield f"{key} has no effect with {setting}; omit it"
 
 
-def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
+def _unused_keys(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
     """Yield each setting that makes other keys useless, with these keys."""
-    mode, sync, attack, stop = experiment.mode, experiment.sync, experiment.attack, experiment.stop
-    policy, rule, algorithm = experiment.policy.component, experiment.rule, experiment.local.component
+    mode, policy = experiment.mode, experiment.policy.component
     processes = min(experiment.processes or experiment.cohort_size, experiment.cohort_size)
     used = traits_of(experiment.engine).settings(processes)
-    yield (
-        f"engine={experiment.engine}",
-        SETTINGS_OF_ENGINES - used - {"batched" if experiment.distributed.trainer == "batched" else ""},
-    )
+    batched = {"batched"} if experiment.distributed.trainer == "batched" else set()
+    yield f"engine={experiment.engine}", SETTINGS_OF_ENGINES - used - batched
     yield f"mode={mode}", {"clock", "race"} - {mode}
     if mode == "race":
         yield "mode=race", {"batched", "worker_state_memory"}
     if experiment.in_rounds:
-        reason = experiment.needs_rows if experiment.rounds_of_gradients else f"sync={sync}"
-        if reason and "distributed" in used:
-            yield f"{reason}, because ranks do not average gradients", {"distributed.hook"}
-        yield f"sync={sync}", {"gradient_rounds"} if sync != "post_local" else ()
-        yield f"sync={sync}", {"server"} if sync == "gradients" else ()
-        rule_keys = {"aggregate.root_samples": rule.accepts("root"), "aggregate.weights": rule.accepts_weights}
-        yield f"aggregate.rule={rule.name}", {key for key, is_used in rule_keys.items() if not is_used}
+        yield from _unused_in_rounds(experiment, ranks="distributed" in used)
     else:
         yield (
             f"policy={experiment.policy.name}",
@@ -169,65 +158,62 @@ def _unused_keys(experiment: Experiment) -> Iterator[tuple[str, Iterable[str]]]:
             | {f"aggregate.{key}" for key in ("rule", "f", "weights", "root_samples")}
             | ({"server"} if not policy.uses_server_optimizer else set()),
         )
-    if experiment.protects is None:
-        yield f"privacy.mechanism={experiment.privacy.mechanism}", {"privacy.delta", "privacy.accountant"}
-    if experiment.clock.replay_log is not None:
-        yield "clock.replay_log", {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
+    yield from _unused_by_values(experiment)
+
+
+def _unused_in_rounds(experiment: Settings, *, ranks: bool) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yield each setting of synchronous rounds that makes other keys useless, with these keys.
+
+    `ranks`: whether the engine has ranks.
+    """
+    sync, rule = experiment.sync, experiment.rule
+    reason = experiment.needs_rows if experiment.rounds_of_gradients else f"sync={sync}"
+    if reason and ranks:
+        yield f"{reason}, because ranks do not average gradients", {"distributed.hook"}
+    yield f"sync={sync}", {"gradient_rounds"} if sync != "post_local" else ()
+    yield f"sync={sync}", {"server"} if sync == "gradients" else ()
+    rule_keys = {"aggregate.root_samples": rule.accepts("root"), "aggregate.weights": rule.accepts_weights}
+    yield f"aggregate.rule={rule.name}", {key for key, is_used in rule_keys.items() if not is_used}
+
+
+def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yield each setting whose value makes keys useless, with these keys."""
+    attack, stop, algorithm = experiment.attack, experiment.stop, experiment.local.component
     feedback = any(processor.error_feedback for processor in experiment.processors)
-    if not (experiment.buffers == "local" or feedback or algorithm.worker_state(torch.zeros(2))):
-        yield "workers without state", {"worker_state_memory"}
-    if isinstance(algorithm, TrainFunction):
-        function = f"local.algorithm={experiment.local.algorithm}, which performs the steps itself"
-        yield function, {"local.clip_norm", "local.accumulate", "local.schedule.per"}
-    if not attack.count(experiment.workers):
-        unused = {"attack.name", "attack.start_round", "attack.compressed"}
-        yield "no Byzantine workers (set attack.fraction or attack.workers)", unused
-    if not experiment.processors:
-        yield "processors unset", {"attack.compressed"}
-    if not attack.fraction:
-        yield "attack.fraction unset", {"attack.resample", "attack.by_class"}
-    if not experiment.model.lora.rank:
-        yield "model.lora.rank=0", {"model.lora.alpha", "model.lora.targets"}
-    if not experiment.data.local_test_fraction:
-        yield "data.local_test_fraction unset", {"worker_evaluation"}
-    if not stop.active:
-        yield "stop.patience and stop.target unset", {"stop.metric", "stop.mode"}
-    if stop.patience is None:
-        yield "stop.patience unset", {"stop.min_delta"}
-    if experiment.checkpoint.every == 0:
-        yield "checkpoint.every=0", {"checkpoint.keep"}
+    keeps_state = experiment.buffers == "local" or feedback or algorithm.worker_state(torch.zeros(2))
+    function = f"local.algorithm={experiment.local.algorithm}, which performs the steps itself"
+    by_function = {"local.clip_norm", "local.accumulate", "local.schedule.per"}
+    of_clock = {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
+    of_attack = {"attack.name", "attack.start_round", "attack.compressed"}
+    private = f"privacy.mechanism={experiment.privacy.mechanism}"
+    uses: list[tuple[Any, str, set[str]]] = [  # whether the keys are used, the setting, and the keys
+        (experiment.protects, private, {"privacy.delta", "privacy.accountant"}),
+        (experiment.clock.replay_log is None, "clock.replay_log", of_clock),
+        (keeps_state, "workers without state", {"worker_state_memory"}),
+        (not isinstance(algorithm, TrainFunction), function, by_function),
+        (
+            attack.count(experiment.workers),
+            "no Byzantine workers (set attack.fraction or attack.workers)",
+            of_attack,
+        ),
+        (experiment.processors, "processors unset", {"attack.compressed"}),
+        (attack.fraction, "attack.fraction unset", {"attack.resample", "attack.by_class"}),
+        (experiment.model.lora.rank, "model.lora.rank=0", {"model.lora.alpha", "model.lora.targets"}),
+        (experiment.data.local_test_fraction, "data.local_test_fraction unset", {"worker_evaluation"}),
+        (stop.active, "stop.patience and stop.target unset", {"stop.metric", "stop.mode"}),
+        (stop.patience is not None, "stop.patience unset", {"stop.min_delta"}),
+        (experiment.checkpoint.every != 0, "checkpoint.every=0", {"checkpoint.keep"}),
+    ]
+    yield from ((setting, keys) for used, setting, keys in uses if not used)
 
 
-def what_needs_rows(experiment: Experiment) -> str | None:
-    """Return the setting that needs each worker's own gradient, or None if averaged gradients are enough."""
-    local, aggregate, rule = experiment.local, experiment.aggregate, experiment.rule
-    settings = {
-        f"aggregate.rule = {show(rule.name)}": not rule.linear_by_weights,
-        experiment.attack.setting: experiment.attack.name != "none",
-        "processors": experiment.processors,
-        "data.local_test_fraction": experiment.data.local_test_fraction,
-        "local.clip_norm": local.clip_norm is not None,
-        _client_setting(experiment): experiment.local.component.alters_gradients,
-        'aggregate.nonfinite = "exclude"': aggregate.nonfinite == "exclude",
-        f"distributed.trainer = {show(experiment.distributed.trainer)}": experiment.distributed.trainer != "serial",
-        "records.updates": experiment.records.updates,
-    }
-    return next((setting for setting, holds in settings.items() if holds), None)
-
-
-def _client_setting(experiment: Experiment) -> str:
-    """Return the setting that makes workers do more than plain gradient steps, as text for error messages."""
-    return experiment.local.component.setting or experiment.local.setting
-
-
-def _needs_local_steps(experiment: Experiment, setting: str, instead: str) -> str:
+def _needs_local_steps(experiment: Settings, setting: str, instead: str) -> str:
     remedy = "omit it" if experiment.local.keep_state else "use another algorithm"
-    return (
-        f"{_client_setting(experiment)}: needs local steps, so it does not work with {setting}; {remedy}, or {instead}"
-    )
+    where = experiment.local.steps_setting
+    return f"{where}: needs local steps, so it does not work with {setting}; {remedy}, or {instead}"
 
 
-def _check_sizes(experiment: Experiment) -> Iterator[str]:
+def _check_sizes(experiment: Settings) -> Iterator[str]:
     workers, cohort, attack = experiment.workers, experiment.cohort_size, experiment.attack
     lists = []
     if cohort > LARGE:
@@ -246,7 +232,7 @@ def _check_sizes(experiment: Experiment) -> Iterator[str]:
         yield f"cohort = {cohort}: must be at most {workers}, the number of workers"
 
 
-def _check_engine(experiment: Experiment) -> Iterator[str]:
+def _check_engine(experiment: Settings) -> Iterator[str]:
     name, traits = show(experiment.engine), traits_of(experiment.engine)
     if traits.ranks and not experiment.in_rounds:
         yield f"{experiment.policy.setting}: the engine {name} only supports synchronous rounds; use another engine"
@@ -254,7 +240,7 @@ def _check_engine(experiment: Experiment) -> Iterator[str]:
         yield f"engine = {name}: mode=race needs engine=spawn or engine=auto"
 
 
-def _check_worker_tests(experiment: Experiment) -> Iterator[str]:
+def _check_worker_tests(experiment: Settings) -> Iterator[str]:
     every, where = (
         experiment.worker_evaluation.every,
         f"data.local_test_fraction = {experiment.data.local_test_fraction}",
@@ -276,7 +262,7 @@ def _check_worker_tests(experiment: Experiment) -> Iterator[str]:
             )
 
 
-def _check_sync(experiment: Experiment) -> Iterator[str]:
+def _check_sync(experiment: Settings) -> Iterator[str]:
     sync, count, algorithm = experiment.sync, experiment.gradient_rounds, experiment.local.component
     if experiment.aggregate.nonfinite == "exclude" and isinstance(algorithm, CohortGradient):
         yield (
@@ -296,7 +282,7 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
     if experiment.rounds_of_gradients and needs_local_steps(algorithm):
         yield _needs_local_steps(experiment, f"sync={sync}", "sync=parameters")
     if algorithm.alters_gradients:
-        setting = _client_setting(experiment)
+        setting = experiment.local.steps_setting
         if not experiment.in_rounds:
             yield f"{setting}: needs sync=gradients, which {experiment.policy.setting} does not support; omit it"
         elif sync != "gradients":
@@ -308,7 +294,7 @@ def _check_sync(experiment: Experiment) -> Iterator[str]:
             )
 
 
-def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
+def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
     local, rule, policy_setting = experiment.local, experiment.rule, experiment.policy.setting
     key = "epochs" if local.steps is None else "steps"
     amount = getattr(local, key)
@@ -342,7 +328,7 @@ def _check_local_work(experiment: Experiment, policy: Policy) -> Iterator[str]:
             yield f"{schedule.place}: does not apply to asynchronous policies, whose workers share no rounds; omit it"
 
 
-def _checks_of_schedules(experiment: Experiment) -> Iterator[Callable[[], object]]:
+def _checks_of_schedules(experiment: Settings) -> Iterator[Callable[[], object]]:
     """Yield a check for each learning-rate schedule, which raises ExperimentError if the first rate is invalid."""
     local, server = experiment.local, experiment.server
 
@@ -362,7 +348,7 @@ def _checks_of_schedules(experiment: Experiment) -> Iterator[Callable[[], object
         yield partial(check, schedule, partial(replace, server.component), server.params, owner)
 
 
-def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
+def _check_mode(experiment: Settings, policy: Policy) -> Iterator[str]:
     mode, clock, where = experiment.mode, experiment.clock, experiment.policy.setting
     if mode == "rounds" and not experiment.in_rounds:
         yield f"{where}: needs mode=clock or mode=race"
@@ -388,7 +374,7 @@ def _check_mode(experiment: Experiment, policy: Policy) -> Iterator[str]:
         )
 
 
-def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
+def _check_numbers_of_tests(experiment: Settings) -> Iterator[str]:
     """Yield an error line for each metric label that is used twice, and for each invalid setting of early stopping."""
     stop, labels = experiment.stop, [table.component.label for table in experiment.metrics]
     for label in dict.fromkeys(label for label in labels if labels.count(label) > 1):
@@ -409,7 +395,7 @@ def _check_numbers_of_tests(experiment: Experiment) -> Iterator[str]:
         yield f"{where}: needs data.validation_fraction; set it to 0.1, or use stop.metric=test_accuracy"
 
 
-def _check_workers(experiment: Experiment) -> Iterator[str]:
+def _check_workers(experiment: Settings) -> Iterator[str]:
     """Yield an error line for each invalid setting of Byzantine workers, aggregation weights and cohort sampling."""
     workers, attack, weights = experiment.workers, experiment.attack, experiment.aggregate.weights
     listed, count, strategy = attack.workers or [], attack.count(workers), experiment.sampling.component
@@ -433,7 +419,7 @@ def _check_workers(experiment: Experiment) -> Iterator[str]:
         )
 
 
-def _check_privacy(experiment: Experiment) -> Iterator[str]:
+def _check_privacy(experiment: Settings) -> Iterator[str]:
     """Yield an error line for each setting under which more than clipped updates with noise would be released."""
     mechanism, algorithm, rule = experiment.privacy.component, experiment.local.component, experiment.rule
     private, by_samples, weights = mechanism.active, algorithm.sample_noise is not None, experiment.aggregate.weights
@@ -470,7 +456,7 @@ def _check_privacy(experiment: Experiment) -> Iterator[str]:
         yield from _check_private_stops(experiment, where)
 
 
-def _check_private_stops(experiment: Experiment, where: str) -> Iterator[str]:
+def _check_private_stops(experiment: Settings, where: str) -> Iterator[str]:
     """Yield an error line for each setting under which private values of workers decide when the run ends.
 
     `where` is the setting that protects workers or their samples.
@@ -490,7 +476,7 @@ def _check_private_stops(experiment: Experiment, where: str) -> Iterator[str]:
         )
 
 
-def _check_secure(experiment: Experiment) -> Iterator[str]:
+def _check_secure(experiment: Settings) -> Iterator[str]:
     """Yield an error line for each setting that needs more than sums of updates, if `aggregate.secure` is set."""
     if not experiment.aggregate.secure:
         return
@@ -521,7 +507,7 @@ def _check_secure(experiment: Experiment) -> Iterator[str]:
         yield f"{where}: the server sees no updates to record; omit records.updates"
 
 
-def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
+def _check_policy(experiment: Settings, policy: Policy) -> Iterator[str]:
     """Yield an error line for each setting that the asynchronous `policy` does not support."""
     where, algorithm = experiment.policy.setting, experiment.local.component
     attack, bound = experiment.attack.setting, experiment.attack.component
@@ -552,7 +538,7 @@ def _check_policy(experiment: Experiment, policy: Policy) -> Iterator[str]:
         yield _needs_local_steps(experiment, where, "policy=sync")
     elif experiment.mode == "race" and exchanges(algorithm):
         yield (
-            f"{_client_setting(experiment)}: keeps worker state or exchanges more than parameters with the server, "
+            f"{experiment.local.steps_setting}: keeps worker state or exchanges more than parameters with the server, "
             "which a race does not support; use mode=clock"
         )
     if policy.needs_momentum and not algorithm.start(torch.zeros(1)):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from fedsim.core.registry import Registration, Registry
-from fedsim.core.suggestions import both_given_error, with_key
+from fedsim.core.suggestions import with_key
 from fedsim.errors import ExperimentError, show
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ComponentTable(Table):
         return isinstance(value, tuple(getattr(kind, "__origin__", kind) for kind in kinds))
 
     @classmethod
-    def default_name(cls) -> str | None:
+    def default_component(cls) -> str | None:
         """Return the name of the component that the table selects by default, or None if the name is required."""
         default = cls.model_fields[cls.named_by].default
         return default if isinstance(default, str) else None
@@ -102,7 +102,7 @@ class ComponentTable(Table):
     @classmethod
     def not_both(cls) -> ExperimentError:
         """Return the error for a table that sets more than one of the keys in the attribute `alternatives`."""
-        return ExperimentError(both_given_error(cls.place, cls.alternatives))
+        return ExperimentError(f"{cls.place}: set {' or '.join(cls.alternatives)}, not both")
 
     @model_validator(mode="after")
     def _check(self) -> ComponentTable:

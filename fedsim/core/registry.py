@@ -28,9 +28,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from fedsim.core.import_policy import ImportRefusedError, import_object
 from fedsim.core.objects import ObjectName, holds_objects, name_of, names_in, plain
-from fedsim.core.suggestions import component_name_error, parameter_errors
+from fedsim.core.suggestions import component_name_error, nearest_key
 from fedsim.core.validation_errors import explain
-from fedsim.errors import ExperimentError, cut, one_line, show
+from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, one_line, show
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -125,6 +125,40 @@ class Registration:
     def select_inputs(self, **inputs: Any) -> dict[str, Any]:
         """Return the `inputs` that this component accepts."""
         return {name: inputs[name] for name in self.takes}
+
+
+def parameter_errors(
+    values: Mapping[str, Any],
+    components: Sequence[Registration],
+    kind: str,
+    siblings: Iterable[Registration],
+    place: str = "",
+    beside: Iterable[str] = (),
+) -> list[str]:
+    """Return one error line for each unknown parameter.
+
+    Args:
+        values: parameters by name.
+        components: selected components. The parameters of any of them are known.
+        kind: kind of the components, such as `aggregation rule`.
+        siblings: all registered components of this kind, for hints.
+        place: dotted key of the table that contains the parameters.
+        beside: other keys of that table, for hints.
+    """
+    known = {name for registration in components for name in registration.parameter_names}
+    unknown = (
+        []
+        if any(registration.accepts_any for registration in components)
+        else [name for name in values if name not in known]
+    )
+    names, keys = " + ".join(registration.name for registration in components), dict.fromkeys([*beside, *sorted(known)])
+    lines = []
+    for name in unknown[:MAX_PROBLEMS]:
+        owners = sorted({registration.name for registration in siblings if name in registration.parameter_names})
+        hint = f"{name} is a parameter of {', '.join(owners)}" if owners else nearest_key(name, keys, place)
+        where = f"{place}." if place else ""
+        lines.append(f"{where}{name} = {show(values[name])}: unknown key (the {kind} is {names}); {hint}")
+    return lines
 
 
 @dataclass(frozen=True)

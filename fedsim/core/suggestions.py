@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import Any, Protocol
+from typing import Any
 
-from fedsim.errors import MAX_NAME, MAX_PROBLEMS, ExperimentError, cut, show
+from fedsim.errors import MAX_NAME, ExperimentError, cut, show
 from fedsim.synonyms import KEYS, NAMES, NOTES
 
 MOST_IN_RANGE = 100  # maximum length of a range that a hint writes out, such as 0..99
@@ -162,24 +162,6 @@ def as_list(text: str) -> str:
     return f"[{','.join(piece if piece.isdecimal() else json.dumps(piece) for piece in pieces)}]"
 
 
-class Configurable(Protocol):
-    """Interface of components in error messages: a name and the names of the parameters."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def parameter_names(self) -> Sequence[str]: ...
-
-    @property
-    def accepts_any(self) -> bool: ...
-
-
-def unknown_key_error(key: str, value: Any, hint: str) -> str:
-    """Return the error line for an unknown dotted key."""
-    return f"{key} = {show(value)}: unknown key; {hint}"
-
-
 def component_name_error(kind: str, name: str, where: str, names: Iterable[str]) -> str | None:
     """Return the error line for a name that is not registered, or None if the name is an import path.
 
@@ -202,45 +184,6 @@ def component_name_error(kind: str, name: str, where: str, names: Iterable[str])
     if hint.startswith("allowed"):
         hint = f'{hint}, or the import path of your own, "package.module:name"'
     return f"{where}: no such {kind}; {hint}"
-
-
-def parameter_errors(
-    values: Mapping[str, Any],
-    components: Sequence[Configurable],
-    kind: str,
-    siblings: Iterable[Configurable],
-    place: str = "",
-    beside: Iterable[str] = (),
-) -> list[str]:
-    """Return one error line for each unknown parameter.
-
-    Args:
-        values: parameters by name.
-        components: selected components. The parameters of any of them are known.
-        kind: kind of the components, such as `aggregation rule`.
-        siblings: all registered components of this kind, for hints.
-        place: dotted key of the table that contains the parameters.
-        beside: other keys of that table, for hints.
-    """
-    known = {name for registration in components for name in registration.parameter_names}
-    unknown = (
-        []
-        if any(registration.accepts_any for registration in components)
-        else [name for name in values if name not in known]
-    )
-    names, keys = " + ".join(registration.name for registration in components), dict.fromkeys([*beside, *sorted(known)])
-    lines = []
-    for name in unknown[:MAX_PROBLEMS]:
-        owners = sorted({registration.name for registration in siblings if name in registration.parameter_names})
-        hint = f"{name} is a parameter of {', '.join(owners)}" if owners else nearest_key(name, keys, place)
-        where = f"{place}." if place else ""
-        lines.append(f"{where}{name} = {show(values[name])}: unknown key (the {kind} is {names}); {hint}")
-    return lines
-
-
-def both_given_error(place: str, alternatives: Iterable[str]) -> str:
-    """Return the error line for a table that sets more than one of the keys `alternatives`."""
-    return f"{place}: set {' or '.join(alternatives)}, not both"
 
 
 def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]:

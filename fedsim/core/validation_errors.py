@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from fedsim.core.suggestions import as_list, as_range, nearest_key, unknown_key_error
+from fedsim.core.suggestions import as_list, as_range, nearest_key
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, plural, show
 
 
@@ -42,7 +42,7 @@ def explain(
             table = _dotted([place, *path])
             shown = len(lines) < MAX_PROBLEMS  # a file may have very many unknown keys, and hints take time
             hint = nearest_key(str(last), _keys_at(model, path), table, None if table else elsewhere) if shown else ""
-            lines.append(unknown_key_error(where, value, hint))
+            lines.append(f"{where} = {show(value)}: unknown key; {hint}")
         elif kind == "missing":
             field = model.model_fields.get(str(last))
             example = f", such as {last} = {show(field.examples[0])}" if field and field.examples else ""
@@ -51,6 +51,18 @@ def explain(
             requirements.setdefault(where, (value, []))[1].append(_requirement(problem["msg"]))
             if kind == "model_type":
                 table_keys[where] = _keys_at(model, location)
+    lines += _unmet(requirements, table_keys)
+    more = len(lines := [*dict.fromkeys(lines)]) - MAX_PROBLEMS
+    return [*lines[:MAX_PROBLEMS], *([f"and {plural(more, 'more problem')}"] if more > 0 else [])]
+
+
+def _unmet(requirements: Mapping[str, tuple[Any, list[str]]], table_keys: Mapping[str, list[str]]) -> Iterator[str]:
+    """Yield one error line for each value that has the wrong type or range.
+
+    Args:
+        requirements: by place, the value and the allowed alternatives.
+        table_keys: by place of a table, its keys.
+    """
     outer = {key[: part.start()] for key in requirements for part in re.finditer(r"[.\[]", key)}
     alike: dict[tuple[str, ...], list[str]] = {}  # places with the same requirement: a key, or elements of one list
     for where, (_, wanted) in requirements.items():
@@ -61,9 +73,7 @@ def explain(
         hint = _hint(value, wanted, in_list=where.endswith("]"))
         hint = f"; its keys are {', '.join(table_keys[where])}" if where in table_keys else hint
         also = f" (as must {plural(len(others), 'other value')})" if others else ""
-        lines.append(f"{where} = {show(value)}: must be {' or '.join(wanted)}{also}{hint}")
-    more = len(lines := [*dict.fromkeys(lines)]) - MAX_PROBLEMS
-    return [*lines[:MAX_PROBLEMS], *([f"and {plural(more, 'more problem')}"] if more > 0 else [])]
+        yield f"{where} = {show(value)}: must be {' or '.join(wanted)}{also}{hint}"
 
 
 def _hint(value: Any, wanted: Sequence[str], *, in_list: bool) -> str:

@@ -7,10 +7,9 @@ import math
 import numpy as np
 import pytest
 import scipy
-from scipy import special, stats
+from scipy import stats
 
 from fedsim.core.confidence import (
-    beta_share,
     chi_square_tail,
     estimate,
     f_tail,
@@ -83,11 +82,3 @@ def test_the_tail_of_fishers_distribution(numerator, denominator):
 def test_the_quantile_of_the_range(candidates):
     expected = stats.studentized_range.ppf(0.95, candidates, np.inf)
     assert studentized_range_quantile(candidates) == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_incomplete_beta_function():
-    rng = np.random.default_rng(0)
-    for a, b, x in zip(
-        10 ** rng.uniform(-1, 4, 300), 10 ** rng.uniform(-1, 4, 300), rng.uniform(0, 1, 300), strict=True
-    ):
-        assert beta_share(a, b, x) == pytest.approx(special.betainc(a, b, x), rel=1e-9, abs=1e-13)

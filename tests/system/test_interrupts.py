@@ -12,7 +12,7 @@ import pytest
 
 from fedsim.system import interrupts
 from fedsim.system.interrupts import Terminated, signals_as_exceptions
-from tests.commands import ROOT, assert_none_left, read_until, start, start_python
+from tests.commands import ROOT, assert_none_left, read_until, start
 
 
 @pytest.mark.parametrize(
@@ -137,14 +137,3 @@ def test_many_signals_are_one_word(seed, tmp_path):
             -signal.SIGINT,
         }  # the last two during the exit of the interpreter
         assert_none_left(process.pid)
-
-
-@pytest.mark.parametrize("begin", [start, start_python])
-def test_a_program_that_ends_before_the_expected_line_is_shown_with_its_stderr(begin, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text("import sys; print('round 1'); sys.exit('no memory')")
-    process = begin(str(program), cwd=tmp_path)
-    with pytest.raises(AssertionError, match="(?s)exit code 1 before the program printed 'round 2'; stderr:.no memory"):
-        read_until(process, "round 2")
-    assert process.stdout.closed
-    assert process.stderr.closed

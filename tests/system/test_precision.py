@@ -143,11 +143,3 @@ def test_in_bf16_stacked_rows_differ_from_serial_ones_no_more_than_from_float32(
     assert (serial - full).norm() < 0.1 * scale
     assert (stacked - serial).norm() < max(2 * (serial - full).norm(), 1e-3 * scale)
     assert (stacked - full).norm() < 0.1 * scale
-
-
-def test_processes_train_in_bf16_as_one_does(tiny_experiment):
-    serial, spawn = (
-        fedsim.run({**tiny_experiment, "precision": "bf16", "engine": engine, "processes": processes}).global_row
-        for engine, processes in (("serial", None), ("spawn", 2))
-    )
-    assert torch.equal(serial, spawn)

@@ -1,0 +1,267 @@
+"""The class `Settings`: the keys of an experiment, and what follows from their values.
+
+`schema.py` defines the tables of an experiment, and `experiment.py` adds the checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat
+
+from fedsim.aggregation import Pipeline
+from fedsim.byzantine.base import draw_attackers
+from fedsim.clients import LRSchedule
+from fedsim.config import schema
+from fedsim.config.engines import DEFAULT_ENGINE, traits_of
+from fedsim.config.schema import matching
+from fedsim.core.base_table import Table
+from fedsim.core.numbers import Count, PositiveCount
+from fedsim.core.objects import Name
+from fedsim.errors import MAX_NAME, show
+from fedsim.privacy import Releases
+from fedsim.processes.hooks import CommunicationHook
+from fedsim.processing import UpdateProcessor
+from fedsim.system.precision import PRECISIONS
+
+Weighting = Literal["uniform", "samples", "inverse_probability"] | list[float]
+
+FOLDER_NAME = f"at most {MAX_NAME} characters (a-z, A-Z, 0-9, and . _ -), starting with a letter or digit"
+Processes = Annotated[int, Field(gt=0, le=1024)]  # also for threads; more could overload the machine
+
+
+class Settings(Table):
+    """All settings of a run. Every key has a default. `Experiment` checks them."""
+
+    name: Annotated[str, matching(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}", FOLDER_NAME)] = ""
+    """Name of the run folder. Default: model, data, and rule or policy, as in `net-mnist5k-weighted_mean`."""
+    seed: Count = 0
+    """Seed of all random draws."""
+    rounds: PositiveCount = 10
+    """Number of rounds."""
+    workers: PositiveCount = 4
+    """Number of workers. Unset with a partition by owners (`natural`) or a given one (`given`): one for each shard."""
+    cohort: PositiveCount | None = None
+    """Number of workers that take part in each round. Unset: all workers."""
+    engine: Name = DEFAULT_ENGINE
+    """How workers are trained: one after another (`serial`), in several processes (`spawn`), stacked into batched
+    operations (`batched`), on the ranks of a launcher (`distributed`), or by an engine chosen for this experiment
+    (`auto`), which is `distributed` under a launcher. `fedsim list engines` describes each engine."""
+    processes: Processes | None = None
+    """Number of processes for `spawn` and `batched`, or the maximum number for `auto`. Unset: depends on cores and
+    memory."""
+    threads_per_process: Processes = 1
+    """Number of PyTorch threads in each process."""
+    start_method: Literal["fork", "spawn"] = "fork"
+    """How processes start. `fork` takes hundredths of a second. It is used only where it is safe: on Linux without a
+    GPU, with one thread per process, in a program without other threads. Otherwise, and with `spawn`, each process is a
+    new Python that imports PyTorch, which takes seconds."""
+    timeout: PositiveFloat = 300.0
+    """Seconds without a training step after which a process counts as lost."""
+    process_retries: Count = 2
+    """Maximum number of times that a round is repeated with new processes after a process was lost. 0: the run ends."""
+    worker_state_memory: PositiveCount = 4_000_000_000
+    """Maximum size in bytes of the state that workers keep in memory between rounds. Larger state is stored in a
+    temporary file."""
+    device: str = "auto"
+    """Device for training and tests: `auto`, `cpu`, `cuda`, `cuda:1`, ..."""
+    precision: Literal[tuple(PRECISIONS)] = "float32"  # type: ignore[valid-type]
+    """`float32` or `float64` for all values and arithmetic. `tf32` (on CUDA) or `bf16` (autocast) lower the precision
+    of training only. Model parameters stay float32."""
+    cuda_graphs: bool | None = None
+    """Whether `batched` on CUDA records training steps as a CUDA graph and replays the graph. Unset: where possible."""
+    mode: Literal["rounds", "clock", "race"] = "rounds"
+    """`rounds`: synchronous rounds. `clock`: virtual time. `race`: processes that train concurrently."""
+    sync: Literal["parameters", "gradients", "post_local"] = "parameters"
+    """`parameters`: workers train locally, then the server aggregates their updates. `gradients`: the server aggregates
+    the gradients of each step. `post_local`: gradients in the first `gradient_rounds` rounds, then parameters."""
+    gradient_rounds: Count | None = None
+    """Number of rounds with gradient aggregation, for `sync = "post_local"`."""
+    buffers: Literal["average", "local", "frozen", "error"] = "average"
+    """Treatment of buffers such as BatchNorm statistics. `average`: the server averages the buffers. `local`: each
+    worker keeps its own buffers, and tests use their average. `frozen`: buffers are never updated. `error`: models with
+    buffers are refused. The buffers of personal models always stay with the workers."""
+    processors: Annotated[list[schema.Processor], Field(max_length=100)] = Field(default=[])
+    """Processing steps for each update (or gradient) before aggregation: names or tables, applied in this order."""
+    broadcast: Annotated[list[schema.BroadcastProcessor], Field(max_length=100)] = Field(default=[])
+    """Processing steps for the difference of the global model to the workers' copy of it, which the server sends to all
+    workers before each round: names or tables, applied in this order. Empty: workers receive the global model."""
+    task: schema.Task = schema.Task()
+    metrics: Annotated[list[schema.EvaluationMetric], Field(max_length=20)] = Field(default=[])
+    """Numbers that each test records in addition to loss and accuracy: names or tables."""
+    model: schema.Model = schema.Model()
+    data: schema.Data = schema.Data()
+    partition: schema.Partition = schema.Partition()
+    sampling: schema.Sampling = schema.Sampling()
+    local: schema.Local = schema.Local(epochs=1)
+    batched: schema.Batched = schema.Batched()
+    distributed: schema.Distributed = schema.Distributed()
+    attack: schema.Attack = schema.Attack()
+    aggregate: schema.Aggregate = schema.Aggregate()
+    privacy: schema.Privacy = schema.Privacy()
+    server: schema.Server = schema.Server()
+    policy: schema.AsyncPolicy = schema.AsyncPolicy()
+    clock: schema.Clock = schema.Clock()
+    race: schema.Race = schema.Race()
+    worker_evaluation: schema.WorkerEvaluation = schema.WorkerEvaluation()
+    stop: schema.Stop = schema.Stop()
+    records: schema.Records = schema.Records()
+    checkpoint: schema.Checkpoint = schema.Checkpoint()
+
+    @property
+    def byzantine(self) -> list[int]:
+        """IDs of the workers that are Byzantine in all rounds, ascending.
+
+        The list is empty with `attack.resample` or `attack.by_class`.
+        """
+        attack, count = self.attack, self.attack.count(self.workers)
+        if attack.workers is not None:
+            return sorted(attack.workers)
+        if not count or attack.resample or attack.by_class is not None:
+            return []
+        return draw_attackers(self.seed, self.workers, count)
+
+    @property
+    def f(self) -> int:
+        """Number of Byzantine updates that the rule must tolerate: `aggregate.f`, or the maximum number in a cohort."""
+        most = min(self.attack.count(self.workers), self.cohort_size)
+        return most if self.aggregate.f is None else self.aggregate.f
+
+    @cached_property
+    def rule(self) -> Pipeline:
+        """Aggregation rule with its parameters."""
+        return self.aggregate.pipeline(self.f)
+
+    @property
+    def chain(self) -> list[UpdateProcessor]:
+        """Processors of updates, with their parameters."""
+        return [table.component for table in self.processors]
+
+    @property
+    def broadcast_chain(self) -> list[UpdateProcessor]:
+        """Processors of what the server sends, with their parameters."""
+        return [table.component for table in self.broadcast]
+
+    @property
+    def weights(self) -> Weighting:
+        """Aggregation weights of the workers: `aggregate.weights`, or the default ("samples" or "uniform")."""
+        return self.weights_for(self.rule)
+
+    def weights_for(self, rule: Pipeline) -> Weighting:
+        """Return the aggregation weights of the workers if `rule` were the rule of the experiment."""
+        by_samples = rule.needs_weights and not self.privacy.component.at_server
+        return self.aggregate.weights or ("samples" if by_samples else "uniform")
+
+    @property
+    def weight_total(self) -> float | None:
+        """Divisor of weighted sums of updates, or None for the sum of the weights."""
+        if self.privacy.component.at_server:
+            return self.expected_updates
+        return 1.0 if self.weights == "inverse_probability" else None
+
+    @property
+    def protects(self) -> Literal["worker", "sample"] | None:
+        """Unit of differential privacy: a worker with its updates, a sample of a worker, or None without protection."""
+        if self.privacy.component.active:
+            return "worker"
+        return None if self.local.component.sample_noise is None else "sample"
+
+    def releases(self, holders: int) -> Releases | None:
+        """Return the noisy sums of each round, for privacy accounting, or None without differential privacy.
+
+        `holders` is the maximum number of workers in a round that hold the same sample.
+        """
+        mechanism, sampling = self.privacy.component, self.sampling.registration.target
+        releases = Releases(mechanism.noise, self.workers, self.cohort_size, by_replacement=mechanism.by_replacement)
+        if mechanism.at_server:
+            return replace(releases, sampling=getattr(sampling, "amplifies", None))
+        if mechanism.active or (sample_noise := self.local.component.sample_noise) is None:
+            return releases if mechanism.active else None
+        return replace(releases, noise=sample_noise.noise, per_round=self.local.most_work, holders=holders)
+
+    @property
+    def nonfinite(self) -> Literal["error", "exclude", "keep"]:
+        """How a round treats rows with NaN or infinity: `aggregate.nonfinite`, but "error" if the setting is "stop"."""
+        return "error" if self.aggregate.nonfinite == "stop" else self.aggregate.nonfinite
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the experiment has synchronous rounds, in which all workers of a cohort start together."""
+        return self.policy.component.in_rounds
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether workers send gradients to an asynchronous policy, without local steps."""
+        return not self.in_rounds and self.policy.component.work == "gradient"
+
+    @cached_property
+    def needs_rows(self) -> str | None:
+        """The setting that needs each worker's own gradient, or None if averaged gradients are enough."""
+        settings = {
+            f"aggregate.rule = {show(self.rule.name)}": not self.rule.linear_by_weights,
+            self.attack.setting: self.attack.name != "none",
+            "processors": self.processors,
+            "data.local_test_fraction": self.data.local_test_fraction,
+            "local.clip_norm": self.local.clip_norm is not None,
+            self.local.steps_setting: self.local.component.alters_gradients,
+            'aggregate.nonfinite = "exclude"': self.aggregate.nonfinite == "exclude",
+            f"distributed.trainer = {show(self.distributed.trainer)}": self.distributed.trainer != "serial",
+            "records.updates": self.records.updates,
+        }
+        return next((setting for setting, holds in settings.items() if holds), None)
+
+    @property
+    def gradient_hook(self) -> CommunicationHook | None:
+        """Hook that averages the gradients of the ranks, or None if the rule needs each worker's gradient."""
+        averages = traits_of(self.engine).ranks and self.rounds_of_gradients > 0 and self.needs_rows is None
+        return self.distributed.hook.component if averages else None
+
+    @property
+    def local_lr(self) -> float | None:
+        """Learning rate of the client algorithm, or None if the algorithm has no parameter `lr`."""
+        return self.local.params.get("lr")
+
+    @cached_property
+    def local_schedule(self) -> LRSchedule | None:
+        """Schedule of `local_lr`, or None if the learning rate is constant."""
+        per, steps = self.local.schedule.per, self.local.steps
+        steps_of_a_round = steps if isinstance(steps, int) else None
+        return self.local.schedule.schedule(self.rounds if per == "round" else steps_of_a_round, per)
+
+    @cached_property
+    def server_schedule(self) -> LRSchedule | None:
+        """Schedule of the server optimizer's learning rate, or None if the learning rate is constant."""
+        return self.server.schedule.schedule(self.rounds)
+
+    def local_lr_at(self, round: int, step: int = 0) -> float | None:
+        """Return the learning rate of the client algorithm in a step (from 0) of a round, or None if there is none."""
+        lr, schedule = self.local_lr, self.local_schedule
+        return lr if schedule is None or lr is None else schedule.rate(lr, round, step)
+
+    @property
+    def rounds_of_gradients(self) -> int:
+        """Number of rounds, at the start of the run, in which workers send gradients instead of training locally."""
+        if not self.in_rounds:
+            return 0
+        return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
+
+    def sync_in(self, round: int) -> Literal["parameters", "gradients"]:
+        """Return "gradients" if `round` aggregates the gradients of each step, otherwise "parameters"."""
+        return "gradients" if round <= self.rounds_of_gradients else "parameters"
+
+    @property
+    def cohort_size(self) -> int:
+        """Number of workers in a cohort: `cohort`, or all workers if `cohort` is unset."""
+        return self.cohort or self.workers
+
+    @property
+    def largest_cohort(self) -> int:
+        """Maximum number of workers in a cohort, which is more than `cohort_size` with Poisson sampling."""
+        return self.sampling.component.largest(self.workers, self.cohort_size)
+
+    @property
+    def expected_updates(self) -> float:
+        """Expected number of updates in a round, from which privacy mechanisms compute the mean."""
+        return self.cohort_size * (1 - self.sampling.client_dropout)
