@@ -175,19 +175,16 @@ def run_comparison(
         raise ExperimentError(f"jobs = {jobs}: {reason}; use jobs=1")
     if jobs != 1:
         exit_if_imported_by_child()  # a child process would find the folder locked by its parent
-    runs, records = plan.runs if shard is None else shard.of(plan), ComparisonRecords(path, plan)
-    unfinished = [run for run in runs if not records.is_finished(run)]
+    unfinished = ComparisonRecords(path, plan).unfinished(shard)
     check_runs(unfinished, to_run=True, skip_invalid=bool(plan.settings.skip_invalid))  # before the folder exists
     with ComparisonFolder(path, plan) as folder, Painter() as painter:
-        plan = folder.plan
-        runs = plan.runs if shard is None else shard.of(plan)
-        todo = [run for run in runs if not folder.is_finished(run)]
+        plan, todo = folder.plan, folder.unfinished(shard)
         jobs = min(jobs or default_jobs(plan, todo), max(1, len(todo)))
         _warn(todo, plan.settings.metric, keeps_folder=keeps_folder)
         callback.on_start(plan, todo, jobs)
         _run(todo, jobs, folder, callback, one_process=jobs > 1 and not plan.engine_chosen)
         if shard is not None:
-            return Comparison(plan.name, plan.axes, list(map(folder.result, runs)), plan.settings, path)
+            return Comparison(plan.name, plan.axes, list(map(folder.result, shard.of(plan))), plan.settings, path)
         return summarised(folder, painter if keeps_folder else None)
 
 
