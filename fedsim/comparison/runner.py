@@ -30,7 +30,6 @@ from fedsim.comparison.jobs import (
     Work,
     default_jobs,
     distinct,
-    in_one_process,
     run_here,
     run_in_jobs,
     why_runs_unsendable,
@@ -255,10 +254,12 @@ def _run(
         folder.make_ready(run)
         callback.on_retry(run)
 
+    work = []
     for run in runs:
         folder.make_ready(run)
-    experiments = [in_one_process(run.experiment) if one_process else run.experiment for run in runs]
-    work = [Work(run, experiment, folder.run_folder(run)) for run, experiment in zip(runs, experiments, strict=True)]
+        # one process gives bit-identical results
+        experiment = run.experiment.model_copy(update={"processes": 1}) if one_process else run.experiment
+        work.append(Work(run, experiment, folder.run_folder(run)))
     if jobs == 1:
         run_here(work, callback.on_round, on_end)
     else:

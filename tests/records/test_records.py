@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 
 import fedsim
-from fedsim.callbacks.display import columns_of, table_header, table_line
 from fedsim.data import partition_shards
 from fedsim.errors import RecordError
 from fedsim.records.run_folder import RunFolder, new_folder
@@ -214,10 +213,3 @@ def test_new_folder_names_are_unique(tmp_path, monkeypatch):
     assert len(set(names)) == 4
     assert list(Path("runs").iterdir()) == names[:1]  # empty folders are removed
     assert all(re.match(r"x-\d{8}-\d{6}(-\d+)?$", name.name) for name in names)
-
-
-def test_the_lines_of_the_table_have_one_width(finished):
-    columns = columns_of(finished.history[0])
-    lines = [table_line(columns, record) for record in finished.history]
-    assert {len(line) for line in lines} == {len(table_header(columns))}
-    assert f"{finished.test_accuracy:.4f}" in lines[-1]
