@@ -12,7 +12,6 @@ import contextlib
 import functools
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from fedsim.system.files import (
     PART,
     is_file,
     locked,
-    remedy,
+    os_errors_as_record_errors,
     require_inside,
     to_json,
     write_atomically,
@@ -110,6 +109,11 @@ class ComparisonRecords:
         """Whether the folder contains the complete records of a run."""
         return result_in(self.run_folder(run), run).finished
 
+    def unfinished(self, shard: Shard | None) -> list[PlannedRun]:
+        """Return the runs of a part of the comparison (None: all) that the folder does not contain completely."""
+        runs = self.plan.runs if shard is None else shard.of(self.plan)
+        return [run for run in runs if not self.is_finished(run)]
+
     def comparison(self, *, keeps_folder: bool = True) -> Comparison:
         """Return the results of all runs.
 
@@ -169,7 +173,7 @@ class ComparisonFolder(ComparisonRecords):
 
     def __init__(self, path: Path, plan: ComparisonPlan) -> None:
         super().__init__(path, plan)
-        with contextlib.ExitStack() as stack, _os_errors_as_record_errors(path, "cannot be the folder of a comparison"):
+        with contextlib.ExitStack() as stack, os_errors_as_record_errors(path, "cannot be the folder of a comparison"):
             path.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(path, "another comparison"))  # before any check: a second process may write
             stored = path / COMPARISON
@@ -194,13 +198,13 @@ class ComparisonFolder(ComparisonRecords):
     def clear(self, run: PlannedRun) -> None:
         """Remove the records of a run."""
         folder = self.run_folder(run)
-        with _os_errors_as_record_errors(folder, "cannot be removed"), contextlib.suppress(FileNotFoundError):
+        with os_errors_as_record_errors(folder, "cannot be removed"), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(folder)
 
     def note_failure(self, run: PlannedRun, error: str) -> None:
         """Write the reason why a run failed to the file `error.txt` in the run's folder."""
         folder = self.run_folder(run)
-        with _os_errors_as_record_errors(folder, "cannot be created"):
+        with os_errors_as_record_errors(folder, "cannot be created"):
             folder.mkdir(parents=True, exist_ok=True)
         try:
             write_atomically(folder / ERROR, error.encode())
@@ -236,14 +240,6 @@ class ComparisonFolder(ComparisonRecords):
                     lines = [f"{run.id}: {line}" for line in _differences_of_run(there, run)]
         if lines:
             raise RecordError(f"{self.path}: holds another comparison; choose a new folder\n" + "\n".join(lines))
-
-
-@contextlib.contextmanager
-def _os_errors_as_record_errors(path: Path, problem: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RecordError(f"{path}: {problem}: {error.strerror}{remedy(path, error)}") from error
 
 
 def result_in(folder: Path, run: PlannedRun) -> Run:

@@ -87,11 +87,6 @@ def job_bytes(experiment: Experiment) -> float:
     return JOB_BYTES + ROW_COPIES * experiment.largest_cohort * row_bytes
 
 
-def in_one_process(experiment: Experiment) -> Experiment:
-    """Return a copy of the experiment that trains in a single process. The results are bit-identical."""
-    return experiment.model_copy(update={"processes": 1})
-
-
 def why_runs_unsendable(runs: Iterable[PlannedRun]) -> str | None:
     """Return an error message if the settings of these runs cannot be sent to other processes, otherwise None."""
     names = {name: name for run in runs for name in names_in(run.experiment.model_dump())}

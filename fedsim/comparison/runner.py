@@ -30,7 +30,6 @@ from fedsim.comparison.jobs import (
     Work,
     default_jobs,
     distinct,
-    in_one_process,
     run_here,
     run_in_jobs,
     why_runs_unsendable,
@@ -175,19 +174,16 @@ def run_comparison(
         raise ExperimentError(f"jobs = {jobs}: {reason}; use jobs=1")
     if jobs != 1:
         exit_if_imported_by_child()  # a child process would find the folder locked by its parent
-    runs, records = plan.runs if shard is None else shard.of(plan), ComparisonRecords(path, plan)
-    unfinished = [run for run in runs if not records.is_finished(run)]
+    unfinished = ComparisonRecords(path, plan).unfinished(shard)
     check_runs(unfinished, to_run=True, skip_invalid=bool(plan.settings.skip_invalid))  # before the folder exists
     with ComparisonFolder(path, plan) as folder, Painter() as painter:
-        plan = folder.plan
-        runs = plan.runs if shard is None else shard.of(plan)
-        todo = [run for run in runs if not folder.is_finished(run)]
+        plan, todo = folder.plan, folder.unfinished(shard)
         jobs = min(jobs or default_jobs(plan, todo), max(1, len(todo)))
         _warn(todo, plan.settings.metric, keeps_folder=keeps_folder)
         callback.on_start(plan, todo, jobs)
         _run(todo, jobs, folder, callback, one_process=jobs > 1 and not plan.engine_chosen)
         if shard is not None:
-            return Comparison(plan.name, plan.axes, list(map(folder.result, runs)), plan.settings, path)
+            return Comparison(plan.name, plan.axes, list(map(folder.result, shard.of(plan))), plan.settings, path)
         return summarised(folder, painter if keeps_folder else None)
 
 
@@ -258,10 +254,12 @@ def _run(
         folder.make_ready(run)
         callback.on_retry(run)
 
+    work = []
     for run in runs:
         folder.make_ready(run)
-    experiments = [in_one_process(run.experiment) if one_process else run.experiment for run in runs]
-    work = [Work(run, experiment, folder.run_folder(run)) for run, experiment in zip(runs, experiments, strict=True)]
+        # one process gives bit-identical results
+        experiment = run.experiment.model_copy(update={"processes": 1}) if one_process else run.experiment
+        work.append(Work(run, experiment, folder.run_folder(run)))
     if jobs == 1:
         run_here(work, callback.on_round, on_end)
     else:

@@ -31,12 +31,11 @@ from fedsim.system.files import (
     PART,
     append_atomically,
     locked,
-    remedy,
+    os_errors_as_record_errors,
     remove_parts,
     require_inside,
     require_unchanged,
     to_json,
-    unwritable_error,
     write_atomically,
 )
 from fedsim.version import __version__
@@ -46,6 +45,7 @@ ERROR = "error.txt"
 MODEL, PARTITION = "model.safetensors", "partition.json"
 WORKERS = "workers-{round:05d}.csv"
 UPDATES = "updates-{round:05d}.safetensors"
+NO_FOLDER = "cannot be a run folder"
 
 
 @contextlib.contextmanager
@@ -57,13 +57,11 @@ def new_folder(name: str) -> Iterator[Path]:
     stem = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     numbered = (stem.with_name(f"{stem.name}-{number}") for number in itertools.count(2))
     for folder in itertools.chain([stem], numbered):
-        try:
+        with os_errors_as_record_errors(folder, NO_FOLDER):
             folder.parent.mkdir(exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()
                 break
-        except OSError as error:
-            raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}{remedy(folder, error)}") from error
     try:
         yield folder
     finally:
@@ -85,18 +83,15 @@ class RunFolder:
         self._rounds = 0  # number of recorded rounds
         self._written: list[Path] = []
         self._early_events: list[tuple[str, dict[str, Any]]] = []  # events before `begin`
-        try:
+        with os_errors_as_record_errors(folder, NO_FOLDER), contextlib.ExitStack() as stack:
             self._made = [path for path in (folder, *folder.parents) if not path.exists()]  # innermost first
             folder.mkdir(parents=True, exist_ok=True)
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(locked(folder, "another run"))
-                self.resumes = self._worth_keeping = resume and (folder / EXPERIMENT).is_file()
-                if not self.resumes:
-                    _require_empty(folder)
-                remove_parts(folder, PATTERNS)
-                self._lock = stack.pop_all()
-        except OSError as error:
-            raise RecordError(f"{folder}: cannot be a run folder: {error.strerror}{remedy(folder, error)}") from error
+            stack.enter_context(locked(folder, "another run"))
+            self.resumes = self._worth_keeping = resume and (folder / EXPERIMENT).is_file()
+            if not self.resumes:
+                _require_empty(folder)
+            remove_parts(folder, PATTERNS)
+            self._lock = stack.pop_all()
 
     def begin(self, experiment: Experiment, history: Sequence[RoundRecord] = (), **facts: Any) -> None:
         """Write the experiment, facts about the machine, and the records of earlier rounds (`history`) if resumed.
@@ -111,10 +106,8 @@ class RunFolder:
         self.write(METRICS, "".join(map(to_line, history)).encode())
         with contextlib.suppress(OSError):
             (self.path / ERROR).unlink(missing_ok=True)  # written by an earlier attempt
-        try:
+        with os_errors_as_record_errors(self.path / METRICS):
             self._metrics, self._rounds = (self.path / METRICS).open("ab", buffering=0), len(history)
-        except OSError as error:
-            raise unwritable_error(self.path / METRICS, error) from error
         for kind, event in self._early_events:
             self.event(kind, **event)
 
@@ -149,10 +142,8 @@ class RunFolder:
         """Make sure that all records are on disk. Raises RecordError if another program changed the file."""
         assert self._metrics is not None
         require_unchanged(self._metrics, self.path / METRICS, f"after round {self._rounds}")
-        try:
+        with os_errors_as_record_errors(self.path / METRICS):
             os.fsync(self._metrics.fileno())
-        except OSError as error:
-            raise unwritable_error(self.path / METRICS, error) from error
 
     def event(self, kind: str, *, round: int, **facts: Any) -> None:
         """Append an event, such as a lost process, to `events.jsonl`."""
@@ -160,12 +151,10 @@ class RunFolder:
             self._early_events.append((kind, {"round": round, **facts}))
             return
         path = self.path / EVENTS
-        try:
+        with os_errors_as_record_errors(path):
             require_inside(path, self.path)  # the folder of a resumed run may contain links
             with path.open("ab", buffering=0) as file:
                 append_atomically(file, path, f"{to_json({'event': kind, 'round': round, **facts})}\n".encode())
-        except OSError as error:
-            raise unwritable_error(path, error) from error
         self._written.append(path)
 
     def partition(

@@ -96,6 +96,15 @@ def unwritable_error(path: Path, error: OSError, needed: int | None = None) -> R
     return RecordError(f"{path}: cannot be written: {error.strerror or error}{remedy(path, error, needed)}")
 
 
+@contextlib.contextmanager
+def os_errors_as_record_errors(path: Path, problem: str = "cannot be written") -> Iterator[None]:
+    """Context manager that turns an OSError into a RecordError, which names `path`, the problem and a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(f"{path}: {problem}: {error.strerror or error}{remedy(path, error)}") from error
+
+
 def remedy(path: Path, error: OSError, needed: int | None = None) -> str:
     """Return a remedy for a write error, as the end of an error line, or "" if none is known."""
     if error.errno == errno.ENOSPC:

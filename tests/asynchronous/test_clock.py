@@ -131,17 +131,6 @@ def test_virtual_seconds_by_hand():
 # Cancelled work
 
 
-def test_certainly_cancelled_work_is_not_computed():
-    run = simulate(policy_of("k_sync", k=2), delays_of([1.0, 1.5, 4.0, 5.0]))
-    for update in range(1, 6):
-        run.advance(2)
-        assert run.server.version == update
-        assert run.clock.dispatcher.stats.discarded == 2 * update
-        assert run.clock.now == 1.5 * update
-    assert [[item.worker for item in items] for items in run.trained] == [[0, 1]] * 5
-    assert run.clock.dispatcher.stats.samples == Counter({0: 18, 1: 18})
-
-
 def test_tied_arrivals_beyond_k_are_neither_taken_nor_computed():
     run = simulate(policy_of("k_sync", k=2), delays_of([1.0] * 5))
     run.advance(8)

@@ -73,13 +73,6 @@ NEUTRAL = {
 FROM_DIFFERENCES = {"fedbuff", "async_local_sgd"}  # in float64, w + (x - w) equals x only if w and x are float32 values
 
 
-@pytest.fixture(scope="module")
-def session():
-    """Yield a session that keeps the processes for all tests of this module."""
-    with fedsim.Session() as session:
-        yield session
-
-
 @pytest.fixture
 def servers(monkeypatch):
     """Return a list that collects the server of each run in a test."""

@@ -36,13 +36,6 @@ RACING = [registration.name for registration in policy if not registration.targe
 
 
 @pytest.fixture(scope="module")
-def session():
-    """Yield a session that keeps three processes, one for each of three workers."""
-    with fedsim.Session() as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
 def session_of_one():
     """Yield a session that keeps one process."""
     with fedsim.Session() as session:

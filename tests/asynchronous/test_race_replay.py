@@ -29,13 +29,6 @@ TABLES = {
 }
 
 
-@pytest.fixture(scope="module")
-def session():
-    """Yield a session that keeps three processes."""
-    with fedsim.Session() as session:
-        yield session
-
-
 def race(session, out, policy):
     return fedsim.run({**TABLES, "mode": "race", "policy": policy, "race": {"runs": 2}}, out, session=session)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,6 +38,19 @@ def results_of(plan: Comparison, accuracies: Callable[[dict], list[float] | None
         experiment = {**run.experiment, "rounds": len(history)}
         results.append(replace(run, experiment=experiment, history=history, failure=failure))
     return results
+
+
+def in_last_round(comparison: Comparison, numbers: Callable[[Run], dict]) -> Comparison:
+    """Set the numbers `numbers(run)` in the last record of each run that has one, and return the comparison."""
+    for run in comparison.runs:
+        if run.history:
+            run.history[-1] = replace(run.history[-1], **numbers(run))
+    return comparison
+
+
+def lines_of(text: str) -> list[dict[str, str]]:
+    """Return the lines of a CSV table as dicts."""
+    return list(csv.DictReader(io.StringIO(text)))
 
 
 def compared(axes: dict, accuracies: Callable[[dict], list[float] | None], **settings: Any) -> Comparison:

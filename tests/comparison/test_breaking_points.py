@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from dataclasses import replace
@@ -12,7 +10,7 @@ import fedsim
 from fedsim.comparison.results import read_records
 from fedsim.comparison.tables import MOST_LINES, breaking_points, breaking_points_csv, summary_text
 from fedsim.report.comparison_page import comparison_page
-from tests.comparison.made_up import compared
+from tests.comparison.made_up import compared, in_last_round, lines_of
 from tests.report.folders import invent_run, write_points
 
 AXES = {"aggregate.rule": ["mean", "krum", "median", "caf", "rfa"], "attack.scale": [10, 1, 0.5, 2], "seed": [0, 1]}
@@ -65,8 +63,7 @@ def points_of(accuracies, change=None, **axes):
 
 def test_a_loss_reaches_the_target_from_below():
     comparison = compared({"attack.scale": [1, 2, 5]}, lambda point: [0.5], target=0.6)
-    for run in comparison.runs:
-        run.history[-1] = replace(run.history[-1], test_accuracy=None, test_loss=run.point["attack.scale"] / 5)
+    in_last_round(comparison, lambda run: {"test_accuracy": None, "test_loss": run.point["attack.scale"] / 5})
     ((_, point),) = breaking_points(comparison)["attack.scale"]
     assert point.text == "5"
 
@@ -95,7 +92,7 @@ def test_the_table_has_the_first_breaking_points_below_it():
 def test_the_file_has_a_row_for_each_axis_of_numbers_and_line():
     axes = {"attack.scale": [1, 2, 5], "attack.name": ["ipm", "foe"], "workers": [5, 6, 7]}
     comparison = compared(axes, lambda point: [0.7 if point["attack.scale"] == 2 else 0.1], target=0.6)
-    rows = list(csv.DictReader(io.StringIO(breaking_points_csv(comparison))))
+    rows = lines_of(breaking_points_csv(comparison))
     assert [row["key"] for row in rows] == ["attack.scale"] * 6 + ["workers"] * 6
     assert list(rows[3].values()) == ["attack.scale", "", "foe", "5", "0.6", "5", "2", "1", ""]
     assert list(rows[6].values()) == ["workers", "1", "ipm", "", "0.6", "5", "", "", ""]
@@ -106,7 +103,7 @@ def test_a_comparison_writes_the_file_if_it_has_a_target(serial, tmp_path):
     for out, target in (("with", 1.0), ("without", None)):
         fedsim.compare(serial, axes, tmp_path / out, target=target)
     assert not (tmp_path / "without" / "breaking_points.csv").exists()
-    rows = list(csv.DictReader((tmp_path / "with" / "breaking_points.csv").read_text().splitlines()))
+    rows = lines_of((tmp_path / "with" / "breaking_points.csv").read_text())
     assert [(row["key"], row["target"]) for row in rows] == [("local.lr", "1.0")]
 
 

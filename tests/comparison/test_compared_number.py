@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from dataclasses import replace
@@ -24,7 +22,7 @@ from fedsim.errors import ExperimentError
 from fedsim.records.record import METRICS, OF_COMPONENTS, metric_called
 from fedsim.records.worker_results import WorkerResults
 from fedsim.report.comparison_page import comparison_page
-from tests.comparison.made_up import compared
+from tests.comparison.made_up import compared, in_last_round, lines_of
 
 AXES = {"aggregate.rule": ["mean", "median"], "attack.name": ["none", "ipm"], "seed": [0, 1, 2]}
 DRIFT = {("mean", "none"): 3.0, ("mean", "ipm"): 5.0, ("median", "none"): 2.0, ("median", "ipm"): 7.0}
@@ -53,7 +51,7 @@ def test_the_sign_of_the_name_says_which_is_better(by):
 
 def test_the_table_the_files_and_the_figures_show_the_number():
     comparison = made_up(metric="-metrics.drift")
-    (mean, median, *_) = csv.DictReader(io.StringIO(summary_csv(comparison)))
+    (mean, median, *_) = lines_of(summary_csv(comparison))
     assert (float(mean["metrics.drift"]), mean["mark"]) == (pytest.approx(3.1), "")
     assert (float(median["difference"]), median["mark"]) == (pytest.approx(-1.0), "best")
     assert float(mean["test_accuracy"]) == pytest.approx(0.8)
@@ -171,9 +169,8 @@ def test_a_number_without_a_better_value_needs_a_sign(key, serial):
 
 def test_the_best_defence_is_that_against_which_the_attack_succeeds_least():
     comparison = made_up(metric="attack_success", worst="attack.name")
-    for run in comparison.runs:
-        success = {"mean": 0.9, "median": 0.2}[run.point["aggregate.rule"]] - 0.1 * (run.point["attack.name"] == "none")
-        run.history[-1] = replace(run.history[-1], attack_success=success)
+    success = {("mean", "none"): 0.8, ("mean", "ipm"): 0.9, ("median", "none"): 0.1, ("median", "ipm"): 0.2}
+    in_last_round(comparison, lambda run: {"attack_success": success[tuple(run.point.values())[:2]]})
     rows = comparison.summary
     assert {row.point["aggregate.rule"]: row.mark for row in rows} == {"mean": "", "median": "*"}
     assert [row.chosen["attack.name"] for row in rows] == ["ipm", "ipm"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import random
 from dataclasses import replace
 from fractions import Fraction
@@ -20,7 +18,7 @@ from fedsim.core.equality import levels
 from fedsim.records.early_stopping import stop_reason
 from fedsim.records.record import RoundRecord
 from fedsim.report.on_page import best_heat_maps
-from tests.comparison.made_up import compared
+from tests.comparison.made_up import compared, in_last_round, lines_of
 
 SAMPLES = 90  # test samples of each run
 # Of these, correct with the two seeds. The means are equal, but as floats they are 0.788888888888889 for the mean and
@@ -68,13 +66,13 @@ def test_the_table_the_answer_the_files_and_the_heat_maps_name_the_same_best_rul
     best = [rule for rule in rules if rule != "rfa"]
     assert [row.point["aggregate.rule"] for row in comparison.summary if row.mark == "*"] == best * 2
     assert [row.mark for row in comparison.summary if row.point["aggregate.rule"] == "rfa"] == ["~", "~"]  # two seeds
-    lines = list(csv.DictReader(io.StringIO(summary_csv(comparison))))
+    lines = lines_of(summary_csv(comparison))
     assert [line["aggregate.rule"] for line in lines if line["mark"] == "best"] == best * 2
     assert f"{best[0]} 0.7889" in comparison.answer
     tied = f"with the same mean as {best[1]}, {best[2]}, not significantly different from rfa"
     assert tied in " ".join(comparison.answer.split())
     keys = ["attack.name", "attack.scale"]
-    cells = list(csv.DictReader(io.StringIO(heatmap_csv(comparison, keys))))
+    cells = lines_of(heatmap_csv(comparison, keys))
     assert [(cell["best aggregate.rule"], cell["tied"]) for cell in cells] == [("; ".join(best), "rfa")] * 2
     texts = [text.get_text() for text in draw_heatmap(comparison, over=keys).axes[0].texts]
     assert texts[0] == f"{best[0]}, {best[1]} and 1 more"
@@ -125,8 +123,7 @@ def test_of_equal_values_tune_and_worst_choose_the_first(order):
     rates = dict(zip((0.1, 0.2, 0.4), (RIGHT[rule] for rule in order), strict=True))
     axes = {"aggregate.rule": ["mean", "median"], "local.lr": list(rates), "seed": [0, 1]}
     plain = compared(axes, lambda point: shares(rates[point["local.lr"]])[point["seed"] : point["seed"] + 1])
-    for run in plain.runs:
-        run.history[-1] = replace(run.history[-1], validation_accuracy=run.history[-1].test_accuracy)
+    in_last_round(plain, lambda run: {"validation_accuracy": run.test_accuracy})
     for setting in ("tune", "worst"):
         comparison = replace(plain, settings=replace(plain.settings, **{setting: "local.lr"}))
         assert [row.chosen["local.lr"] for row in comparison.summary] == [0.1, 0.1]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from dataclasses import replace
-
 import pytest
 
-from fedsim.comparison import ComparisonSettings, plan_comparison
+from fedsim.comparison import plan_comparison
 from fedsim.comparison.figures import heatmap_csv
 from fedsim.comparison.on_paper import MOST_PANELS, MOST_VALUES, draw_heatmap
 from fedsim.errors import ExperimentError
-from tests.comparison.made_up import comparison_of, results_of
+from tests.comparison.made_up import compared, lines_of
 
 OVER = "partition.alpha", "attack.fraction"
 RULES = ["mean", "median", "krum"]
@@ -34,8 +30,7 @@ FINAL = {
 
 
 def made_up(failed=(), axes=AXES, **settings):
-    """Return runs with these accuracies; the attack ipm lowers each by 0.1."""
-    plan = replace(comparison_of(axes), settings=ComparisonSettings(heatmap=",".join(OVER), **settings))
+    """Return a comparison with these accuracies; the attack ipm lowers each by 0.1."""
 
     def accuracies(point):
         rule, attack, alpha, fraction, *seed = point.values()
@@ -43,11 +38,11 @@ def made_up(failed=(), axes=AXES, **settings):
             return None
         return [FINAL[alpha, fraction][rule][seed[0] if seed else 0] - 0.1 * (attack == "ipm")]
 
-    return plan, results_of(plan, accuracies)
+    return compared(axes, accuracies, heatmap=",".join(OVER), **settings)
 
 
-def rows_of(plan, runs):
-    return list(csv.DictReader(io.StringIO(heatmap_csv(replace(plan, runs=runs), OVER))))
+def rows_of(comparison):
+    return lines_of(heatmap_csv(comparison, OVER))
 
 
 def panels_of(figure):
@@ -58,8 +53,7 @@ def panels_of(figure):
 
 def equal_runs(**axes):
     """Return the heat map of runs with equal results over these axes."""
-    plan = comparison_of({**AXES, "seed": [0], **axes})
-    return draw_heatmap(replace(plan, runs=results_of(plan, lambda point: [0.5])), over=OVER)
+    return draw_heatmap(compared({**AXES, "seed": [0], **axes}, lambda point: [0.5]), over=OVER)
 
 
 @pytest.mark.parametrize(("attacks", "shape"), [(["none"], (2, 2)), (["none", "ipm"], (2, 4))])
@@ -69,7 +63,7 @@ def test_three_values_and_the_best_are_a_square_and_further_axes_have_a_row_for_
 
 
 def test_a_row_of_the_file_has_the_best_of_a_cell_and_those_that_are_tied():
-    rows = rows_of(*made_up())
+    rows = rows_of(made_up())
     assert list(rows[0]) == ["attack.name", *OVER, "best aggregate.rule", "accuracy", "accuracy_ci95", "tied"]
     assert [tuple(row.values())[:3] for row in rows[3:5]] == [("none", "10.0", "0.4"), ("ipm", "0.1", "0.2")]
     assert [(row["best aggregate.rule"], row["tied"]) for row in rows[:4]] == [
@@ -83,24 +77,23 @@ def test_a_row_of_the_file_has_the_best_of_a_cell_and_those_that_are_tied():
 
 
 def test_with_worst_only_the_worst_case_is_left():
-    rows = rows_of(*made_up(worst="attack.name"))
+    rows = rows_of(made_up(worst="attack.name"))
     cells = [(row["best aggregate.rule"], round(float(row["accuracy"]), 4)) for row in rows]
     assert cells == [("median", 0.5167), ("mean; median", 0.4), ("mean", 0.7), ("krum", 0.8)]
 
 
 def test_a_cell_in_which_every_value_has_a_failed_run_has_no_best():
     cell = ("none", 0.1, 0.2)
-    plan, runs = made_up(failed=[(rule, *cell) for rule in RULES])
-    assert (rows_of(plan, runs)[0]["best aggregate.rule"], rows_of(plan, runs)[0]["accuracy"]) == ("", "")
-    panels = panels_of(draw_heatmap(replace(plan, runs=runs), over=OVER))
+    comparison = made_up(failed=[(rule, *cell) for rule in RULES])
+    assert (rows_of(comparison)[0]["best aggregate.rule"], rows_of(comparison)[0]["accuracy"]) == ("", "")
+    panels = panels_of(draw_heatmap(comparison, over=OVER))
     assert panels["best rule, attack: none"][0] == "none is ranked"
     assert panels["rule: mean, attack: none"][0] == "failed"
-    assert rows_of(*made_up(failed=[("median", *cell)]))[0]["best aggregate.rule"] == "mean"
+    assert rows_of(made_up(failed=[("median", *cell)]))[0]["best aggregate.rule"] == "mean"
 
 
 def test_each_combination_of_the_other_axes_has_a_panel_of_the_best_and_one_of_each_value():
-    plan, runs = made_up()
-    figure = draw_heatmap(replace(plan, runs=runs), over=OVER)
+    figure = draw_heatmap(made_up(), over=OVER)
     panels = panels_of(figure)
     names = ["best rule", *(f"rule: {rule}" for rule in RULES)]
     assert list(panels) == [f"{name}, attack: {attack}" for attack in ("none", "ipm") for name in names]
@@ -119,25 +112,24 @@ def test_if_a_combination_needs_several_rows_the_panels_of_the_best_are_first():
 
 
 def test_with_one_seed_equal_values_are_all_best_and_there_is_no_interval():
-    plan, runs = made_up(axes={axis: values for axis, values in AXES.items() if axis != "seed"})
-    cells = [(row["best aggregate.rule"], row["tied"], row["accuracy_ci95"]) for row in rows_of(plan, runs)[:2]]
+    comparison = made_up(axes={axis: values for axis, values in AXES.items() if axis != "seed"})
+    cells = [(row["best aggregate.rule"], row["tied"], row["accuracy_ci95"]) for row in rows_of(comparison)[:2]]
     assert cells == [("median", "", ""), ("mean; krum", "", "")]
-    panels = panels_of(draw_heatmap(replace(plan, runs=runs), over=OVER))
+    panels = panels_of(draw_heatmap(comparison, over=OVER))
     assert panels["rule: mean, attack: none"] == ["0.5000", "0.4000", "0.8000", "0.2000"]
 
 
 def test_more_panels_or_values_than_can_be_read_are_left_out_and_the_title_says_so():
     values = [k / 100 for k in range(1, MOST_VALUES + 4)]
     axes = {"local.steps": list(range(1, MOST_PANELS + 3)), "partition.alpha": values, "attack.fraction": [0.2]}
-    plan = comparison_of(axes)
-    runs = results_of(plan, lambda point: [0.5])
-    figure = draw_heatmap(replace(plan, runs=runs), over=OVER)
+    comparison = compared(axes, lambda point: [0.5])
+    figure = draw_heatmap(comparison, over=OVER)
     shown, title = panels_of(figure), figure.get_suptitle()
     assert f"; the first {MOST_VALUES} of {MOST_VALUES + 3} values of partition alpha" in title
     assert next(iter(shown)) == "best local steps"
     assert f"; the first {len(shown)} of {MOST_PANELS + 3} panels" in title
     assert all(len(texts) == MOST_VALUES for name, texts in shown.items() if not name.startswith("best"))
-    assert len(rows_of(plan, runs)) == len(values)
+    assert len(rows_of(comparison)) == len(values)
     assert max(figure.get_size_inches()) < 70
 
 

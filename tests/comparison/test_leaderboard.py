@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from dataclasses import replace
 
@@ -19,7 +17,7 @@ from fedsim.comparison.leaderboard import (
     ranks_of,
 )
 from fedsim.comparison.on_paper import draw_leaderboard
-from tests.comparison.made_up import compared
+from tests.comparison.made_up import compared, lines_of
 
 RULES = ["mean", "median", "krum"]
 CELLS = ["none", "ipm", "alie", "gaussian", "min_max"]
@@ -119,7 +117,7 @@ def test_text_csv_and_figure():
     comparison = comparison_of()
     board = comparison.leaderboard
     assert comparison.table.endswith(leaderboard_text(board, "aggregate.rule"))
-    rows = list(csv.DictReader(io.StringIO(leaderboard_csv(board, "aggregate.rule"))))
+    rows = lines_of(leaderboard_csv(board, "aggregate.rule"))
     assert [row["aggregate.rule"] for row in rows] == ["krum", "median", "mean"]
     assert rows[1]["worst"] == ""
     labels = [each.get_text() for each in draw_leaderboard(board, "made_up").axes[0].get_yticklabels()]

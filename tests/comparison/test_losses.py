@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import replace
 
 import pytest
@@ -14,7 +12,7 @@ from fedsim.comparison.on_paper import draw_curves, draw_heatmap
 from fedsim.comparison.results import read_records
 from fedsim.comparison.tables import results_csv, summary_csv, summary_text
 from fedsim.report import comparison_page, run_page
-from tests.comparison.made_up import compared
+from tests.comparison.made_up import compared, in_last_round, lines_of
 from tests.other_tasks import REGRESSION
 
 AXES = {"aggregate.rule": ["mean", "median"], "local.lr": [0.1, 0.2], "seed": [0, 1, 2]}
@@ -34,28 +32,18 @@ def made_up(axes=AXES, target=None):
     return comparison
 
 
-def test_the_lowest_loss_is_the_best():
-    rows = {(row.point["aggregate.rule"], row.point["local.lr"]): row for row in made_up().summary}
-    best, second = rows["median", 0.1], rows["mean", 0.1]
-    assert (best.mark, second.mark) == ("*", "")
-    assert best.score.mean == pytest.approx(4e-3)
-    assert best.accuracy is None
-    assert best.difference.mean == pytest.approx(-0.3e-3)
-    assert not best.difference.includes(0)
-    assert best.metrics["best_loss"].mean == pytest.approx(4e-3)
-    assert "best_accuracy" not in best.metrics
-
-
 def test_the_table_and_the_files_name_the_loss():
     comparison = made_up(target=2.0)
     table = summary_text(comparison)
     assert "accuracy" not in table
     for words in ("test loss", "lowest", "rounds to 2", "-0.000300", "with loss of at most 2"):
         assert words in table
-    (row, *_) = csv.DictReader(io.StringIO(summary_csv(comparison)))
-    assert float(row["test_loss"]) == pytest.approx(4.3e-3)
-    assert row["reached"] == "3"
-    (first, *_) = csv.DictReader(io.StringIO(results_csv(comparison)))
+    rows = lines_of(summary_csv(comparison))
+    assert float(rows[0]["test_loss"]) == pytest.approx(4.3e-3)
+    assert [row["reached"] for row in rows] == ["3"] * 4
+    assert [row["mark"] for row in rows] == ["", "best"] * 2
+    assert comparison.summary[0].accuracy is None
+    (first, *_) = lines_of(results_csv(comparison))
     assert (float(first["best_loss"]), first["rounds_to_target"]) == (pytest.approx(3.3e-3), "2")
     figures = [draw(comparison) for draw in (draw_curves, draw_heatmap)]
     assert ["Test loss by" in figure.get_suptitle() for figure in figures] == [True, True]
@@ -66,8 +54,7 @@ def test_a_run_whose_loss_is_not_finite_has_no_mark():
     comparison = made_up()
     comparison.runs[0].history[-1] = replace(comparison.runs[0].history[-1], test_loss=float("nan"))
     assert [(row.counted, row.mark) for row in comparison.summary[:2]] == [(2, ""), (3, "*")]
-    for run in comparison.runs:
-        run.history[-1] = replace(run.history[-1], test_loss=float("nan"))
+    in_last_round(comparison, lambda run: {"test_loss": float("nan")})
     assert summary_text(replace(comparison)).count("no finite value") == 4
 
 

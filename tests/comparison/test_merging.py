@@ -9,8 +9,6 @@ import shutil
 import pytest
 
 import fedsim
-from fedsim.comparison import plan_comparison
-from fedsim.comparison.folder import Shard
 from fedsim.comparison.runner import merge
 
 WORDS = ["rounds=1", "engine=serial", "data=tests.components:tiny", "model=logistic", "local.batch_size=16"]
@@ -35,14 +33,6 @@ COMPARISON = """
 def rows(path):
     with path.open() as file:
         return [{key: row[key] for key in row if not key.startswith("seconds")} for row in csv.DictReader(file)]
-
-
-@pytest.mark.parametrize("count", [1, 3, 5])
-def test_the_shards_of_a_comparison_are_disjoint_and_cover_it(count):
-    plan = plan_comparison(None, words=[*WORDS, "aggregate.rule=mean,median,krum", "workers=4,5", "seed=0,1"])
-    parts = [Shard(index, count).of(plan) for index in range(count)]
-    assert sorted(run.id for part in parts for run in part) == sorted(run.id for run in plan.runs)
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_the_keys_of_a_table_that_an_axis_does_not_set_are_merged_too(cli, tmp_path):

@@ -193,7 +193,6 @@ def test_a_wrong_seed_is_a_problem_of_all_combinations():
             'aggregate.rule = "mean": is also set by a comparison axis; remove one of the two',
         ),
         (["server=sgd,{name='sgd'}"], "server=sgd and server=sgd: are the same experiment"),
-        (["local.lr=0.05,5e-2"], "local.lr: 0.05 is repeated"),
         (
             ["model=tests.models:Lazy,net"],
             'model=tests.models:Lazy: model.name = "tests.models:Lazy": the model cannot be created',

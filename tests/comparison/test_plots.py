@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fedsim.rounds.worker_evaluation import WorkerResults
 from matplotlib.figure import Figure
 
 from fedsim.comparison import ComparisonSettings
@@ -25,8 +26,7 @@ from fedsim.core.plotting import encode
 from fedsim.data import draw_partition
 from fedsim.records.figures import draw_curve, draw_workers
 from fedsim.records.worker_results import workers_csv
-from fedsim.rounds.worker_evaluation import WorkerResults
-from tests.comparison.made_up import compared, comparison_of, on_the_clock, results_of
+from tests.comparison.made_up import compared, comparison_of, in_last_round, on_the_clock
 
 RULES, ATTACKS = ["mean", "median", "krum"], ["none", "alie"]
 
@@ -42,16 +42,16 @@ def texts_of(figure):
 
 @pytest.mark.parametrize(("scale", "kind"), [("round", "linear"), ("virtual_seconds", "log")])
 def test_runs_of_very_different_time_have_a_logarithmic_axis_of_time(scale, kind):
-    plan = comparison_of({"aggregate.rule": RULES, "attack.name": ATTACKS, "seed": [0, 1]})
-    runs = on_the_clock(results_of(plan, rising), lambda point: 100.0 if point["aggregate.rule"] == "krum" else 1.0)
-    assert {panel.get_xscale() for panel in draw_curves(replace(plan, runs=runs), scale).axes} == {kind}
+    comparison = compared({"aggregate.rule": RULES, "attack.name": ATTACKS, "seed": [0, 1]}, rising)
+    on_the_clock(comparison.runs, lambda point: 100.0 if point["aggregate.rule"] == "krum" else 1.0)
+    assert {panel.get_xscale() for panel in draw_curves(comparison, scale).axes} == {kind}
 
 
 def test_panels_grow_with_the_comparison_up_to_a_limit():
     sizes = []
     for count in (1, 2, 4, MOST_PANELS + 5):
-        plan = comparison_of({"aggregate.rule": ["mean"], "local.lr": [k / 100 for k in range(1, count + 1)]})
-        figure = draw_curves(replace(plan, runs=results_of(plan, rising)))
+        axes = {"aggregate.rule": ["mean"], "local.lr": [k / 100 for k in range(1, count + 1)]}
+        figure = draw_curves(compared(axes, rising))
         assert len([panel for panel in figure.axes if panel.lines]) == min(count, MOST_PANELS)
         sizes.append(figure.get_size_inches())
     assert sizes[0][0] < sizes[1][0]
@@ -65,22 +65,18 @@ DOLLARS = ["$x^{$", "$5 and $6", r"\alpha$"]
 
 def test_labels_and_names_are_not_shown_as_formulas():
     """Matplotlib would raise an error for the first name and show the second one as a formula."""
-    plan = comparison_of(
-        {"aggregate.rule": DOLLARS, "attack.name": DOLLARS, "local.lr": [0.1, 0.2, 0.3], "seed": [0, 1]}
-    )
-    plan = replace(plan, name="$x^{$")
-    runs = results_of(plan, lambda point: [0.5])
-    for run in runs:
-        run.history[-1] = replace(run.history[-1], metrics={"$x^{$": 1.0}, validation_accuracy=0.5)
-    tuned = replace(plan, settings=ComparisonSettings(metric="metrics.$x^{$", tune="local.lr"))
+    axes = {"aggregate.rule": DOLLARS, "attack.name": DOLLARS, "local.lr": [0.1, 0.2, 0.3], "seed": [0, 1]}
+    plain = replace(compared(axes, lambda point: [0.5]), name="$x^{$")
+    in_last_round(plain, lambda run: {"metrics": {"$x^{$": 1.0}, "validation_accuracy": 0.5})
+    tuned = replace(plain, settings=ComparisonSettings(metric="metrics.$x^{$", tune="local.lr"))
     figures = [
-        draw_curves(replace(tuned, runs=runs)),
-        draw_heatmap(replace(plan, runs=runs), over=("attack.name", "local.lr")),
-        draw_values(replace(plan, runs=runs), "local.lr"),
-        draw_tuning(replace(tuned, runs=runs)),
-        draw_leaderboard(replace(plan, runs=runs).leaderboard, plan.name),
-        draw_curve(runs[0].history, plan.name),
-        draw_workers(WorkerResults(1, [0], [3], {"global": [0.5]}, {}), plan.name),
+        draw_curves(tuned),
+        draw_heatmap(plain, over=("attack.name", "local.lr")),
+        draw_values(plain, "local.lr"),
+        draw_tuning(tuned),
+        draw_leaderboard(plain.leaderboard, plain.name),
+        draw_curve(plain.runs[0].history, plain.name),
+        draw_workers(WorkerResults(1, [0], [3], {"global": [0.5]}, {}), plain.name),
     ]
     assert all(encode(figure, "png") for figure in figures)
     shown = encode(figures[0], "svg").decode()
@@ -99,44 +95,34 @@ def test_numbers_at_ticks_stay_formulas():
 
 
 def test_curves_that_hide_each_other_are_named():
-    plan = comparison_of({"aggregate.rule": RULES, "attack.name": ATTACKS, "local.lr": [0.1, 0.2, 0.3]})
+    axes = {"aggregate.rule": RULES, "attack.name": ATTACKS, "local.lr": [0.1, 0.2, 0.3]}
     accuracy = {"mean": 0.5, "median": 0.8, "krum": 0.5}
-    runs = results_of(plan, lambda point: [0.1, accuracy[point["aggregate.rule"]]])
-    for figure in (draw_curves(replace(plan, runs=runs)), draw_values(replace(plan, runs=runs), "local.lr")):
+    comparison = compared(axes, lambda point: [0.1, accuracy[point["aggregate.rule"]]])
+    for figure in (draw_curves(comparison), draw_values(comparison, "local.lr")):
         assert texts_of(figure) == ["coincide: mean, krum"]
-    apart = results_of(plan, lambda point: [0.1, 0.1 * len(point["aggregate.rule"])])
-    assert (
-        texts_of(draw_curves(replace(plan, runs=[run for run in apart if run.point["aggregate.rule"] != "krum"]))) == []
-    )
+    apart = {**axes, "aggregate.rule": ["mean", "median"]}
+    assert texts_of(draw_curves(compared(apart, lambda point: [0.1, 0.1 * len(point["aggregate.rule"])]))) == []
 
 
 def test_a_run_that_failed_or_has_no_clock_has_no_line():
-    plan = comparison_of({"aggregate.rule": RULES, "seed": [0, 1]})
-    runs = results_of(plan, lambda point: None if point["aggregate.rule"] == "krum" else rising(point))
-    figure = draw_curves(replace(plan, runs=runs))
+    axes = {"aggregate.rule": RULES, "seed": [0, 1]}
+    figure = draw_curves(compared(axes, lambda point: None if point["aggregate.rule"] == "krum" else rising(point)))
     assert texts_of(figure) == ["failed: krum (2 of 2)"]
     assert len(figure.axes[0].lines) == 2 * 3  # for each rule, the mean and two seeds
-    timed = results_of(plan, rising)
-    on_the_clock(timed[:2], lambda point: 2.0)
-    assert len(draw_curves(replace(plan, runs=timed), "virtual_seconds").axes[0].lines) == 3
+    timed = compared(axes, rising)
+    on_the_clock(timed.runs[:2], lambda point: 2.0)
+    assert len(draw_curves(timed, "virtual_seconds").axes[0].lines) == 3
 
 
 def test_without_a_finished_run_or_a_second_axis_there_is_no_figure():
-    plan = comparison_of({"workers": [5, 10, 15], "local.lr": [0.1, 0.2]})
-    runs = results_of(plan, lambda point: None)
-    assert (
-        draw_curves(replace(plan, runs=runs))
-        is draw_values(replace(plan, runs=runs), "workers")
-        is draw_heatmap(replace(plan, runs=runs))
-        is None
-    )
-    plan = comparison_of({"aggregate.rule": RULES, "seed": [0, 1]})
-    assert draw_heatmap(replace(plan, runs=results_of(plan, rising))) is None
+    failed = compared({"workers": [5, 10, 15], "local.lr": [0.1, 0.2]}, lambda point: None)
+    assert draw_curves(failed) is draw_values(failed, "workers") is draw_heatmap(failed) is None
+    assert draw_heatmap(compared({"aggregate.rule": RULES, "seed": [0, 1]}, rising)) is None
 
 
 def test_runs_of_different_length_are_drawn_as_far_as_they_go():
-    plan = comparison_of({"aggregate.rule": RULES, "rounds": [2, 3], "seed": [0, 1]})
-    figure = draw_curves(replace(plan, runs=results_of(plan, lambda point: rising(point)[: point["rounds"]])))
+    axes = {"aggregate.rule": RULES, "rounds": [2, 3], "seed": [0, 1]}
+    figure = draw_curves(compared(axes, lambda point: rising(point)[: point["rounds"]]))
     assert [panel.lines[0].get_xdata().tolist() for panel in figure.axes[:2]] == [[1, 2], [1, 2, 3]]
 
 
@@ -155,8 +141,7 @@ def test_a_cell_of_the_heat_map_has_the_texts_of_the_table(seeds, spread):
 
 def test_a_cell_of_a_small_number_has_as_many_digits_as_the_table():
     comparison = compared({"aggregate.rule": ["mean"], "attack.name": ["none", "alie"], "seed": [0, 1]}, rising)
-    for run in comparison.runs:
-        run.history[-1] = replace(run.history[-1], test_accuracy=None, test_loss=2e-5)
+    in_last_round(comparison, lambda run: {"test_accuracy": None, "test_loss": 2e-5})
     assert texts_of(draw_heatmap(comparison))[0] == "0.00002000"
     assert "0.00002000" in summary_text(comparison)
 
@@ -184,14 +169,14 @@ def test_lines_over_the_values_of_a_setting_have_the_means_in_the_order_of_the_v
     axes = {"attack.scale": [10, 1, 100], "aggregate.rule": ["mean", "median"], "attack.name": ATTACKS, "seed": [0, 2]}
     plan = comparison_of({**axes, "attack.fraction": [0.1, 0.2]})
     assert numeric_axes(plan.axes, plan.compared) == ["attack.scale"]  # two numbers are too few for a curve
-    plan, failed = comparison_of(axes), ("median", 10)
+    failed = ("median", 10)
 
     def accuracy(point):
         if (point["aggregate.rule"], point["attack.scale"]) == failed:
             return None
         return [0.9 / point["attack.scale"] + point["seed"] / 100]
 
-    figure = draw_values(replace(plan, runs=results_of(plan, accuracy)), "attack.scale")
+    figure = draw_values(compared(axes, accuracy), "attack.scale")
     assert [panel.get_title() for panel in figure.axes] == ["attack: none", "attack: alie"]
     panel = figure.axes[0]
     mean, first_of_mean, _, median, *_ = panel.lines

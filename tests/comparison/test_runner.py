@@ -9,7 +9,7 @@ import torch
 
 import fedsim
 from fedsim.comparison import Callback, plan_comparison, run_comparison, runner
-from fedsim.comparison.jobs import default_jobs, in_one_process, job_bytes
+from fedsim.comparison.jobs import default_jobs, job_bytes
 from fedsim.errors import SettingWarning
 from tests import components
 
@@ -205,12 +205,6 @@ def jobs_for(tables, axes):
 )
 def test_the_default_is_one_job_per_core_unless_the_experiment_sets_its_engine(quick, machine, change, runs, jobs):
     assert jobs_for({**quick, **change}, {"seed": list(range(runs))}) == jobs
-
-
-def test_an_experiment_for_one_process_is_valid_and_only_the_number_of_processes_changes():
-    wanted = fedsim.Experiment(timeout=5.0, batched={"max_rows": 3}, process_retries=7)
-    run = in_one_process(wanted).resolved()
-    assert fedsim.Experiment(**run) == wanted.model_copy(update={"processes": 1})
 
 
 def test_the_default_number_of_jobs_is_limited_by_memory_and_1_on_a_gpu(quick, machine):

@@ -47,11 +47,3 @@ def test_a_row_has_statistics_over_the_seeds_and_its_paired_difference_to_the_be
     ]
     assert [each["Byzantine weight"].text for each in cells] == ["75 %"] * 5 + [MISSING]
     assert [each["runs"].text for each in cells] == ["3"] * 4 + ["2 of 3", "0 of 3"]
-
-
-def test_the_share_of_byzantine_workers_is_a_mean_over_rounds_with_weights(tmp_path):
-    folder = invent_run(tmp_path / "run", [0.5, 0.5, 0.5])
-    weights = {1: [0.5, -0.5], 2: [0.75, 0.25], 3: [0.0, 0.0]}
-    add_to_rounds(folder, lambda record: {"coefficients": weights[record["round"]]})
-    (folder / "partition.json").write_text('{"byzantine": [1]}')
-    assert read_records(folder).byzantine_weight == pytest.approx((0.5 + 0.25) / 2)

@@ -115,6 +115,7 @@ def test_unfinished_runs_are_named(tmp_path):
         ("run2", "not begun"),
         ("run3", "failed: worker 1 failed"),
     ]
+    assert context["notes"] == ["Not finished: 3 of 4 runs. The table counts only finished runs."]
     assert [row["cells"][-1].text for row in context["table"]["rows"]] == ["1", "0 of 1", "0 of 1", "0 of 1"]
     assert set(lines_of(find(charts["curves-chart"], metric="Test accuracy"))) == {"a", "b", "d"}
 

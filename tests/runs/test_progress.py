@@ -28,10 +28,10 @@ def test_with_gradients_every_step_is_an_update_and_a_trip_of_everyone_in_it(loc
     steps = [local.get("steps", local.get("epochs", 0) * math.ceil(size / batch)) for size in sizes]
     samples = [local.get("epochs", 1) * size for size in sizes]
     record = {"cohort": [0, 1], "samples": samples}
-    history = [RoundRecord(round=1, **record), RoundRecord(round=2, **record)]
+    history = [RoundRecord(round=1, **record), RoundRecord(round=2, **record), RoundRecord(round=3, cohort=[])]
     experiment = {"sync": "gradients", "local": {**local, "batch_size": batch}}
     assert progress_of(history, experiment) == [
-        Progress(number, None, number * max(steps), number * sum(steps)) for number in (1, 2)
+        Progress(round, None, number * max(steps), number * sum(steps)) for round, number in ((1, 1), (2, 2), (3, 2))
     ]
 
 

@@ -125,9 +125,6 @@ class LockedRaceWorker(RaceWorker):
         self._dispatcher = Dispatcher(self._server, self._scheduler(run), self._executor.train)
         self._dispatcher.start_round(round)
         result.stats = self._dispatcher.stats
-        self._take_turns()
-
-    def _take_turns(self) -> None:
         active, sleep = list(self._slots), FIRST_SLEEP
         while active:
             worked = [slot for slot in active if self._work(slot)]
