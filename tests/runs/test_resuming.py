@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import warnings
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from fedsim.asynchronous.policies import policy
 from fedsim.errors import FedsimWarning
 from fedsim.records import checkpoints
 from fedsim.runs.resume import _warn_of_other_rounding
-from tests.commands import assert_none_left, read_until, start
 from tests.matrix import in_turn
 
 ROUNDS = 5
@@ -31,9 +29,6 @@ BASE = {
 TIMED = {"mode": "clock", "clock": {"slowdown": {"name": "lognormal"}, "noise": "shifted_exponential"}}
 
 CASES = {
-    "transforms of torchvision": {
-        "data": {"name": "tests.components:tiny", "augment": ["torchvision:RandAugment", "torchvision:GaussianNoise"]},
-    },
     "server optimizer": {"cohort": 2, "server": "yogi", "precision": "float64"},
     "slow momentum": {
         "server": {"name": "momentum", "lr": 0.5, "beta": 0.9},
@@ -50,10 +45,6 @@ CASES = {
         **{"workers": 5, "attack": {"name": "alie", "fraction": 0.2, "z": 1.5}},
         "aggregate": {"rule": "centered_clipping", "tau": 0.05},
     },
-    "rule with the server's own samples": {
-        **{"aggregate": {"rule": "fltrust", "root_samples": 20}, "sync": "gradients"},
-    },
-    "rule that takes losses": {"aggregate": "qfedavg", "model": "tests.models:Normalised", "cohort": 2},
     "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 4, "server": "adam"},
     "worker state and messages": {
         **{"local": {"algorithm": "tests.components:Counting"}, "workers": 50, "cohort": 3},
@@ -66,7 +57,6 @@ CASES = {
     },
     "features": {"local": {"algorithm": "moon", "steps": 3}, "cohort": 2, "model": "2nn"},
     "virtual shards, on the clock": {**TIMED, "partition": "tests.components:some", "workers": 50, "cohort": 3},
-    "cohorts by loss": {"workers": 9, "cohort": 2, "sampling": {"name": "power_of_choice", "candidates": 5}},
     "cohorts of available workers, on the clock": {
         **{**TIMED, "workers": 9, "cohort": 2, "sampling.client_dropout": 0.3},
         **{"sampling": {"name": "daily", "period": 10.0}, "aggregate": {"weights": "inverse_probability"}},
@@ -198,14 +188,6 @@ def test_a_resumed_run_keeps_the_width_of_its_stacks(tables, tmp_path):
     result = fedsim.run(tables, folder, resume=True)
     assert torch.equal(result.global_row, whole.global_row)
     assert json.loads((folder / "environment.json").read_text())["width"] == 3
-
-
-def test_a_run_that_continues_with_other_rounding_says_so_in_one_line(tables, tmp_path):
-    fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 3}}, tmp_path / "whole")
-    folder = broken_off(tmp_path / "whole", tmp_path / "again", 2)
-    told = "^results may differ in the last bits: before, workers were trained in stacks of 3, now one by one$"
-    with pytest.warns(FedsimWarning, match=told):
-        fedsim.run({**tables, "engine": "serial"}, folder, resume=True)
 
 
 def test_a_width_that_is_set_is_that_of_the_resumed_run(tables, tmp_path):
@@ -420,20 +402,3 @@ def test_a_run_that_dies_at_any_file_operation_resumes_to_the_same_result(tables
         deaths += 1
         assert_the_same(folder, tmp_path / "whole", fedsim.run(tables, folder, resume=True), whole)
     assert deaths > 15
-
-
-def test_a_run_whose_processes_are_all_killed_resumes_to_the_same_result(cli, tmp_path):
-    (tmp_path / "long.toml").write_text("rounds = 60\n[local]\nsteps = 10\n[checkpoint]\nevery = 1\n")
-    words = ["run", "long.toml", "data=tests.components:tiny", "model=logistic", "workers=3"]
-    assert cli(*words, "engine=serial", "--out", "whole").exit_code == 0
-    round = 7
-    process = start("-m", "fedsim", *words, "engine=spawn", "processes=2", "--out", "run", cwd=tmp_path)
-    read_until(process, f"{round:5} ")
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert_none_left(process.pid)
-    assert round <= len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) < 60
-    done = cli(*words, "engine=serial", "--resume", "run")
-    assert done.exit_code == 0, done.output
-    assert "continuing after round " in done.stdout
-    assert_the_same(tmp_path / "run", tmp_path / "whole")

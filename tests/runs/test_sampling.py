@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.cli.rule_replay import load_round, replay
 from fedsim.core.training import test as loss_of
 from fedsim.data.partitions import partition_shards
 from fedsim.errors import ExperimentError
@@ -96,14 +95,6 @@ def test_a_time_at_which_no_worker_is_available_is_an_error_on_the_clock(tables,
     tables |= {"mode": "clock", "sampling": {"name": "available", "trace": str(path)}}
     with pytest.raises(ExperimentError, match=r"^round 2: no worker is available at \d+ virtual seconds"):
         fedsim.run(tables)
-
-
-def test_stored_updates_are_replayed_with_the_weights_of_the_run(tables, tmp_path):
-    tables |= {"partition": "tests.components:uneven", "aggregate": {"weights": "inverse_probability"}}
-    record = fedsim.run({**tables, "records": {"updates": [2]}}, tmp_path / "run").history[1]
-    assert record.coefficients == pytest.approx([samples / 203 * 6 / 3 for samples in record.samples], abs=1e-12)
-    (result,) = replay(load_round(tmp_path / "run", allow_imports=True), ["weighted_mean"])
-    assert list(result.shares.values()) == pytest.approx(record.coefficients, abs=1e-12)
 
 
 def test_a_large_population_costs_what_its_cohort_costs(tables):
