@@ -93,22 +93,25 @@ def test_processes_killed_in_training_and_aggregation_do_not_change_the_result(m
     assert [record["lost"] for record in result.history] == [[]] * 4
 
 
-def test_a_round_that_is_repeated_draws_the_same_cohort_by_losses(mortal, session):
-    """One process dies in training, and one while it computes the losses of the candidates."""
-    sampling = {"name": "power_of_choice", "candidates": 6}
-    tables = {**mortal, **SPAWN, "workers": 8, "cohort": 3, "sampling": sampling}
-    result, said = run_ordered(tables, {1: ["train"], 3: ["test"]}, session=session)
-    assert_as_without_faults(result, tables, session)
-    assert len(said) == 2
-    assert len({tuple(record.cohort) for record in result.history}) > 1
+CHOICE = {"workers": 8, "cohort": 3, "sampling": {"name": "power_of_choice", "candidates": 6}}
+ON_CLOCK = {"mode": "clock", "clock": {"slowdown": "lognormal"}, "rounds": 3}
 
 
-@pytest.mark.parametrize("policy", ["fedbuff", pytest.param("asgd", marks=pytest.mark.slow)])
-def test_the_virtual_clock_is_restored(policy, mortal, session):
-    tables = {**mortal, **SPAWN, "mode": "clock", "policy": policy, "clock": {"slowdown": "lognormal"}, "rounds": 3}
-    result, said = run_ordered(tables, {2: ["train"]}, session=session)
+@pytest.mark.parametrize(
+    ("changes", "orders"),
+    [
+        (CHOICE, {1: ["train"], 3: ["test"]}),  # the second process dies while it computes the candidates' losses
+        ({**ON_CLOCK, "policy": "fedbuff"}, {2: ["train"]}),
+        pytest.param({**ON_CLOCK, "policy": "asgd"}, {2: ["train"]}, marks=pytest.mark.slow),
+    ],
+    ids=["cohorts by losses", "fedbuff", "asgd"],
+)
+def test_a_repeated_round_starts_from_the_same_state(changes, orders, mortal, session):
+    tables = {**mortal, **SPAWN, **changes}
+    result, said = run_ordered(tables, orders, session=session)
     assert_as_without_faults(result, tables, engine="serial", processes=None)
-    assert len(said) == 1
+    assert len(said) == len(orders)
+    assert "cohort" not in changes or len({tuple(record.cohort) for record in result.history}) > 1
 
 
 def test_a_race_repeats_its_round_after_a_process_died_with_the_lock(mortal, session):
