@@ -33,24 +33,29 @@ PACKAGE = Path(__file__).parent.parent
 FOLDERS = (PACKAGE / "project_template", PACKAGE.parent / "project_template")  # in an installed wheel; in a checkout
 
 
+Out = Annotated[
+    Path | None, typer.Option(help="Output folder; it must be new or empty.", show_default="runs/NAME-DATE-TIME")
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN",
+        help="Continue the run in this folder from its newest checkpoint. Set rounds=N to make the run longer. If "
+        "the folder does not contain a run yet, CONFIG.toml starts one there.",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Check the run, print the experiment with all its settings, and stop.")
+]
+
+
 def run(
     context: typer.Context,
     words: Words = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Output folder; it must be new or empty.", show_default="runs/NAME-DATE-TIME")
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN",
-            help="Continue the run in this folder from its newest checkpoint. Set rounds=N to make the run longer. If "
-            "the folder does not contain a run yet, CONFIG.toml starts one there.",
-            show_default=False,
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the run, print the experiment with all its settings, and stop.")
-    ] = False,
+    out: Out = None,
+    resume: Resume = None,
+    dry_run: DryRun = False,
     quiet: Quiet = False,
     allow_imports: AllowImports = False,
 ) -> None:
@@ -162,20 +167,21 @@ def report(
         print(write_report(folder, out))
 
 
-def list_command(
-    subject: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="KIND|NAME|MODULE:NAME|FILE.py",
-            help=f"A kind of component ({', '.join(KINDS)}), a component such as krum or my_rules:clipped_mean, or a "
-            "Python file whose functions and classes are listed.",
-            show_default="all",
-        ),
-    ] = None,
-    search: Annotated[
-        str, typer.Option(help="List only entries with these words in their name or documentation.", show_default=False)
-    ] = "",
-) -> None:
+Subject = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="KIND|NAME|MODULE:NAME|FILE.py",
+        help=f"A kind of component ({', '.join(KINDS)}), a component such as krum or my_rules:clipped_mean, or a "
+        "Python file whose functions and classes are listed.",
+        show_default="all",
+    ),
+]
+Search = Annotated[
+    str, typer.Option(help="List only entries with these words in their name or documentation.", show_default=False)
+]
+
+
+def list_command(subject: Subject = None, search: Search = "") -> None:
     """List all components and built-in experiments by name, or the components of one kind with their parameters."""
     with errors_as_lines(quick=True):
         columns = terminal_columns()
@@ -219,61 +225,64 @@ def _overview(columns: int | None) -> str:
     return "\n".join([*lines, "", hang("", more, columns)])
 
 
+PlottedWords = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FOLDER... [KEY=VALUE,...]...",
+        help="Folder of a comparison, or folders of one or more runs. For keys of a comparison, the values to "
+        "draw: attack.name=none,alie.",
+        show_default=False,
+    ),
+]
+PlottedNumber = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Number to draw, such as test_loss or metrics.drift.",
+        show_default="the metric of the comparison",
+    ),
+]
+Scale = Annotated[
+    str,
+    typer.Option(
+        "--x",
+        metavar="SCALE",
+        help="x axis: round, virtual_seconds, updates, arrivals, seconds or bytes, or a compared key with at least "
+        "three numbers, such as attack.scale.",
+    ),
+]
+FigureKind = Annotated[str, typer.Option(help="Kind of figure: curves or heatmap.")]
+Style = Annotated[str, typer.Option(help="Style: paper (8 pt, TrueType fonts, no title) or screen (with a title).")]
+Width = Annotated[float | None, typer.Option(help="Width in inches.", show_default="3.35; 6.9 for several panels")]
+Height = Annotated[float | None, typer.Option(help="Height in inches.", show_default="fits the content")]
+XRange = Annotated[
+    tuple[float, float] | None, typer.Option(metavar="LOW HIGH", help="Range of the x axis: --x-range 0 50.")
+]
+YRange = Annotated[
+    tuple[float, float] | None, typer.Option(metavar="LOW HIGH", help="Range of the y axis: --y-range 0.9 1.")
+]
+FigureFile = Annotated[Path, typer.Option(help="File to write: .pdf, .svg or .png.")]
+
+
 def plot(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FOLDER... [KEY=VALUE,...]...",
-            help="Folder of a comparison, or folders of one or more runs. For keys of a comparison, the values to "
-            "draw: attack.name=none,alie.",
-            show_default=False,
-        ),
-    ],
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Number to draw, such as test_loss or metrics.drift.",
-            show_default="the metric of the comparison",
-        ),
-    ] = None,
-    x: Annotated[
-        str,
-        typer.Option(
-            "--x",
-            metavar="SCALE",
-            help="x axis: round, virtual_seconds, updates, arrivals, seconds or bytes, or a compared key with at least "
-            "three numbers, such as attack.scale.",
-        ),
-    ] = "round",
-    kind: Annotated[str, typer.Option(help="Kind of figure: curves or heatmap.")] = "curves",
-    style: Annotated[
-        str, typer.Option(help="Style: paper (8 pt, TrueType fonts, no title) or screen (with a title).")
-    ] = "paper",
-    width: Annotated[
-        float | None, typer.Option(help="Width in inches.", show_default="3.35; 6.9 for several panels")
-    ] = None,
-    height: Annotated[float | None, typer.Option(help="Height in inches.", show_default="fits the content")] = None,
-    x_range: Annotated[
-        tuple[float, float] | None, typer.Option(metavar="LOW HIGH", help="Range of the x axis: --x-range 0 50.")
-    ] = None,
-    y_range: Annotated[
-        tuple[float, float] | None, typer.Option(metavar="LOW HIGH", help="Range of the y axis: --y-range 0.9 1.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="File to write: .pdf, .svg or .png.")] = Path("figure.pdf"),
+    words: PlottedWords,
+    metric: PlottedNumber = None,
+    x: Scale = "round",
+    kind: FigureKind = "curves",
+    style: Style = "paper",
+    width: Width = None,
+    height: Height = None,
+    x_range: XRange = None,
+    y_range: YRange = None,
+    out: FigureFile = Path("figure.pdf"),
 ) -> None:
     """Draw a figure of runs or of a comparison for a paper, and print a caption for the figure."""
     with errors_as_lines():
         from fedsim.comparison.axes import split_at_commas
         from fedsim.comparison.paper_figure import plot as draw
 
-        folders, only = [], {}
-        for word in words:
-            key, equals, values = word.partition("=")
-            if equals and not is_folder(word):
-                only[key] = split_at_commas(values)
-            else:
-                folders.append(Path(word))
+        keys = {word: word.partition("=") for word in words if "=" in word and not is_folder(word)}
+        folders = [Path(word) for word in words if word not in keys]
         if not folders:
             raise ExperimentError(
                 f"{show(words[0])}: is not a folder; put the folder of a run or of a comparison first"
@@ -283,7 +292,7 @@ def plot(
             metric=metric,
             x=x,
             kind=kind,  # type: ignore[arg-type]  # checked there
-            only=only,
+            only={key: split_at_commas(values) for key, _, values in keys.values()},
             style=style,  # type: ignore[arg-type]
             width=width,
             height=height,

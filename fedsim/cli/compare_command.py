@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,88 +14,105 @@ from fedsim.cli.words import AllowImports, Quiet, complete_words, is_folder, sou
 from fedsim.config.files import experiments
 from fedsim.errors import ExperimentError, show
 
+if TYPE_CHECKING:
+    from fedsim.comparison.folder import Shard
+    from fedsim.comparison.plan import ComparisonPlan
+    from fedsim.comparison.results import Comparison
+    from fedsim.comparison.rows import ComparisonSettings
+
+
+ComparedWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG.toml] [KEY=VALUE,VALUE...]...",
+        help="A TOML or YAML file, and keys to vary with their values: aggregate.rule=mean,median seed=0,1,2. A "
+        r"file can contain these keys in a table \[comparison]. KEY=VALUE sets one value in all runs. To "
+        "merge comparisons, or the parts of one comparison (--shard), give their folders instead.",
+        show_default=False,
+        autocompletion=complete_words,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Output folder. If it already contains this comparison, only the missing runs are executed.",
+        show_default="runs/NAME-comparison-DATE-TIME",
+    ),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(help="Number of concurrent runs.", show_default="depends on cores and memory; 1 on a GPU"),
+]
+Part = Annotated[
+    str | None,
+    typer.Option(
+        metavar="I/N",
+        help="Run only part I of N (I starts at 0), in the subfolder shards/I-of-N of the output folder.",
+        show_default="all",
+    ),
+]
+Target = Annotated[
+    float | None,
+    typer.Option(
+        help="Report the time until this test accuracy, such as 0.97, is reached (for tasks without accuracy: this "
+        "test loss). For an axis of numbers, also report the value from which the target is missed.",
+        show_default="none",
+    ),
+]
+Tune = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY=V1,V2",
+        help="For each combination of the other keys, choose the value with the best validation result: "
+        "local.lr=0.03,0.1. Needs data.validation_fraction. With --worst, each value is judged by its worst case.",
+        show_default="none",
+    ),
+]
+Worst = Annotated[
+    str | None,
+    typer.Option(metavar="KEY", help="Show the worst case along this axis, such as attack.name.", show_default="none"),
+]
+ComparedNumber = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Number of the last round to compare, such as test_loss or metrics.r2. The table says whether higher "
+        "or lower values are better; write -NAME if lower values are better, and +NAME if higher values are.",
+        show_default="test accuracy",
+    ),
+]
+SkipInvalid = Annotated[
+    bool,
+    typer.Option(
+        "--skip-invalid",
+        help="Leave out invalid combinations, such as a rule with more attackers than it tolerates, and list them.",
+    ),
+]
+HeatMap = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY,KEY",
+        help="Draw heat maps over these two axes, such as partition.alpha,attack.fraction. Each cell shows the "
+        "best value of the first axis.",
+        show_default="the first two",
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check all runs, list them, and stop.")]
+
 
 def compare(
     context: typer.Context,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG.toml] [KEY=VALUE,VALUE...]...",
-            help="A TOML or YAML file, and keys to vary with their values: aggregate.rule=mean,median seed=0,1,2. A "
-            r"file can contain these keys in a table \[comparison]. KEY=VALUE sets one value in all runs. To "
-            "merge comparisons, or the parts of one comparison (--shard), give their folders instead.",
-            show_default=False,
-            autocompletion=complete_words,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Output folder. If it already contains this comparison, only the missing runs are executed.",
-            show_default="runs/NAME-comparison-DATE-TIME",
-        ),
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(help="Number of concurrent runs.", show_default="depends on cores and memory; 1 on a GPU"),
-    ] = None,
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            metavar="I/N",
-            help="Run only part I of N (I starts at 0), in the subfolder shards/I-of-N of the output folder.",
-            show_default="all",
-        ),
-    ] = None,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            help="Report the time until this test accuracy, such as 0.97, is reached (for tasks without accuracy: this "
-            "test loss). For an axis of numbers, also report the value from which the target is missed.",
-            show_default="none",
-        ),
-    ] = None,
-    tune: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY=V1,V2",
-            help="For each combination of the other keys, choose the value with the best validation result: "
-            "local.lr=0.03,0.1. Needs data.validation_fraction. With --worst, each value is judged by its worst case.",
-            show_default="none",
-        ),
-    ] = None,
-    worst: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY", help="Show the worst case along this axis, such as attack.name.", show_default="none"
-        ),
-    ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Number of the last round to compare, such as test_loss or metrics.r2. The table says whether higher "
-            "or lower values are better; write -NAME if lower values are better, and +NAME if higher values are.",
-            show_default="test accuracy",
-        ),
-    ] = None,
-    skip_invalid: Annotated[
-        bool,
-        typer.Option(
-            "--skip-invalid",
-            help="Leave out invalid combinations, such as a rule with more attackers than it tolerates, and list them.",
-        ),
-    ] = False,
-    heatmap: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY,KEY",
-            help="Draw heat maps over these two axes, such as partition.alpha,attack.fraction. Each cell shows the "
-            "best value of the first axis.",
-            show_default="the first two",
-        ),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all runs, list them, and stop.")] = False,
+    words: ComparedWords = None,
+    out: Out = None,
+    jobs: Jobs = None,
+    shard: Part = None,
+    target: Target = None,
+    tune: Tune = None,
+    worst: Worst = None,
+    metric: ComparedNumber = None,
+    skip_invalid: SkipInvalid = False,
+    heatmap: HeatMap = None,
+    dry_run: DryRun = False,
     quiet: Quiet = False,
     allow_imports: AllowImports = False,
 ) -> None:
@@ -108,15 +125,10 @@ def compare(
         folders = [Path(word) for word in all_words if _is_comparison(word)]
         if not folders:
             source, changes = source_and_overrides(all_words, context)
-    with errors_as_lines(), contextlib.ExitStack() as stack:
-        from fedsim.comparison import plan_comparison, run_comparison
-        from fedsim.comparison.axes import describe_point
-        from fedsim.comparison.displays import ComparisonDisplay
+    with errors_as_lines():
+        from fedsim.comparison import plan_comparison
         from fedsim.comparison.folder import Shard
         from fedsim.comparison.rows import ComparisonSettings
-        from fedsim.comparison.runner import check_runs, merge
-        from fedsim.records.run_folder import new_folder
-        from fedsim.runs.launch import check_copies
 
         settings = ComparisonSettings(
             target=target,
@@ -132,36 +144,63 @@ def compare(
                     "merging the folders of comparisons supports only the options --out, --target, --tune, --worst, "
                     "--metric, --heatmap and --allow-imports; remove all other options and words"
                 )
-            folder = out or (
-                folders[0] if len(folders) == 1 else stack.enter_context(new_folder(f"{folders[0].name}-comparison"))
-            )
-            comparison = merge(folders, folder, settings, allow_imports=allow_imports)
+            comparison = _merge(folders, out, settings, allow_imports=allow_imports)
         else:
             plan = plan_comparison(source, None, changes, settings, allow_imports=allow_imports)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
                 raise ExperimentError("--shard: needs --out FOLDER; use the same folder for all shards")
             if dry_run:
-                planned = part.of(plan) if part else plan.runs
-                if not part:
-                    check_copies(run.experiment for run in planned)
-                if not skip_invalid:
-                    check_runs(planned, to_run=False)
-                print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))
-                for line in plan.left_out:
-                    print(f"left out: {line}")
+                _list_runs(plan, part, skip_invalid=skip_invalid)
                 return
-            folder = out or stack.enter_context(new_folder(f"{plan.name}-comparison"))
-            folder = part.folder(folder) if part else folder
-            with ComparisonDisplay(folder, quiet=quiet) as display:
-                comparison = run_comparison(plan, folder, jobs, display, shard=part)
+            comparison = _run(plan, part, out, jobs, quiet=quiet)
         if not quiet and not shard:
             print(comparison.table, end="\n\n")
-        print(folder)
+        print(comparison.folder)
         for failed in comparison.failed:
             print(f"error: {failed.id}: {failed.error}", file=sys.stderr)
         if comparison.failed:
             raise typer.Exit(FAILED)
+
+
+def _merge(folders: list[Path], out: Path | None, settings: ComparisonSettings, *, allow_imports: bool) -> Comparison:
+    """Merge the comparisons in `folders` into the folder `out`. Default: the only folder, or a new one."""
+    from fedsim.comparison.runner import merge
+    from fedsim.records.run_folder import new_folder
+
+    with contextlib.ExitStack() as stack:
+        only = folders[0] if len(folders) == 1 else None
+        folder = out or only or stack.enter_context(new_folder(f"{folders[0].name}-comparison"))
+        return merge(folders, folder, settings, allow_imports=allow_imports)
+
+
+def _list_runs(plan: ComparisonPlan, part: Shard | None, *, skip_invalid: bool) -> None:
+    """Check the runs of a comparison, or of a part of it, and print them."""
+    from fedsim.comparison.axes import describe_point
+    from fedsim.comparison.runner import check_runs
+    from fedsim.runs.launch import check_copies
+
+    planned = part.of(plan) if part else plan.runs
+    if not part:
+        check_copies(run.experiment for run in planned)
+    if not skip_invalid:
+        check_runs(planned, to_run=False)
+    print("\n".join(f"{run.id}: {describe_point(run.point)}" for run in planned))
+    for line in plan.left_out:
+        print(f"left out: {line}")
+
+
+def _run(plan: ComparisonPlan, part: Shard | None, out: Path | None, jobs: int | None, *, quiet: bool) -> Comparison:
+    """Execute the unfinished runs of a comparison, or of a part of it, in the folder `out`. Default: a new one."""
+    from fedsim.comparison import run_comparison
+    from fedsim.comparison.displays import ComparisonDisplay
+    from fedsim.records.run_folder import new_folder
+
+    with contextlib.ExitStack() as stack:
+        folder = out or stack.enter_context(new_folder(f"{plan.name}-comparison"))
+        folder = part.folder(folder) if part else folder
+        display = stack.enter_context(ComparisonDisplay(folder, quiet=quiet))
+        return run_comparison(plan, folder, jobs, display, shard=part)
 
 
 def _is_comparison(word: str) -> bool:

@@ -12,28 +12,37 @@ from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError
 Note = Callable[..., object]  # called with an event's kind, its round, and further facts; see `RunFolder.event`
 T = TypeVar("T")
 
+STARTED = "its processes have been started"  # what has been tried before the first round
+
 
 def retried(
-    attempt: Callable[[int], T], retries: int, report: Callable[[ProcessLostError, int], object], attempted: str
+    attempt: Callable[[], T],
+    retries: int,
+    attempted: str,
+    note: Note | None = None,
+    *,
+    round: int = 0,
+    then: str = "",
 ) -> T:
     """Call `attempt`, and repeat the call if a process dies. Return the result of the first successful call.
 
     Args:
-        attempt: function that is called with the number of the attempt, from 1. From attempt 2 on, the function must
-            first restore the initial state.
+        attempt: function to call. If a process has died, the function must first restore the initial state.
         retries: maximum number of repetitions.
-        report: function that is called before each repetition, with the error and the number of the failed attempt.
         attempted: text before "N times" in the error message, such as "round 3 has been tried".
+        note: function that records each dead process; None to record nothing.
+        round: current round; 0 before the first round.
+        then: end of the warning, such as ", and round 3 is repeated".
 
     Raises WorkerError if the last repetition fails too.
     """
     for number in itertools.count(1):
         try:
-            return attempt(number)
+            return attempt()
         except ProcessLostError as loss:
             if error := last_error(loss, number, retries, attempted):
                 raise error from (None if error is loss else loss)
-            report(loss, number)
+            announce(loss, number, retries, note, round=round, then=then)
     raise AssertionError("unreachable: the loop above ends by return or raise")
 
 

@@ -68,9 +68,9 @@ def check_model(task: RunTask) -> None:
         )
 
 
-def check_privacy(task: RunTask) -> None:
+def check_privacy(task: RunTask, layout: Layout) -> None:
     """Raise ExperimentError if the model sends unprotected buffers, or if epsilon cannot be computed."""
-    experiment, buffers = task.experiment, Layout.of(task.new_module()).buffers
+    experiment, buffers = task.experiment, layout.buffers
     if experiment.privacy.component.active and buffers and experiment.buffers != "frozen":
         raise ExperimentError(
             f"buffers = {show(experiment.buffers)}: workers would send buffers ({buffers[0].name}, ...) without noise, "
@@ -107,11 +107,10 @@ def check_sample_gradients(task: RunTask, train: TensorData) -> None:
         )
 
 
-def check_client_algorithm(task: RunTask) -> None:
+def check_client_algorithm(task: RunTask, layout: Layout) -> None:
     """Raise ExperimentError if the client algorithm cannot be combined with another setting."""
     experiment = task.experiment
-    algorithm, layout = experiment.local.setting, Layout.of(task.new_module())
-    sampling = experiment.sampling.component
+    algorithm, sampling = experiment.local.setting, experiment.sampling.component
     if "losses" in sampling.accepts and task.algorithm.personal_columns.width:
         raise ExperimentError(
             f"{sampling.place}: needs losses of the complete global model, but with {algorithm} workers keep a part "

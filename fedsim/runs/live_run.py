@@ -13,7 +13,7 @@ from fedsim.core.rows import Layout
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines import Engine, RunTask, SpawnEngine
 from fedsim.errors import DivergedError
-from fedsim.processes.retry import announce, retried
+from fedsim.processes.retry import STARTED, retried
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 from fedsim.records.worker_results import WorkerResults
@@ -28,7 +28,7 @@ from fedsim.runs.result import Result
 
 T = TypeVar("T")
 
-STARTED, TESTED = "its processes have been started", "tests have been tried"
+TESTED = "tests have been tried"
 
 
 def loop_of(task: RunTask, engine: Engine, folder: RunFolder | None = None) -> Loop:
@@ -189,9 +189,8 @@ class LiveRun:
             restores: whether the function needs more from the processes than the task that they have begun.
         """
         engine, retries = self.engine, self.experiment.process_retries
-        note = self.folder.event if self.folder else None
 
-        def attempt(number: int) -> T:
+        def attempt() -> T:
             if not engine.at_work:  # also after an error in one of its processes, which has closed the pool
                 engine.replace_processes()
                 if restores:
@@ -200,6 +199,4 @@ class LiveRun:
                         self.loop.resume(self._before)
             return call()
 
-        return retried(
-            attempt, retries, lambda loss, number: announce(loss, number, retries, note, round=round, then=then), action
-        )
+        return retried(attempt, retries, action, self.folder.event if self.folder else None, round=round, then=then)

@@ -26,7 +26,7 @@ from fedsim.engines import Engine, RunTask
 from fedsim.engines import engine as engines
 from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.privacy import Releases
-from fedsim.processes.retry import announce, retried
+from fedsim.processes.retry import STARTED, retried
 from fedsim.records.run_folder import RunFolder
 from fedsim.rounds.participants import (
     attackers_of,
@@ -102,13 +102,8 @@ def _begin(
     """
     task, *data = _with_data(experiment, task, session, task.device, on_setup)
     on_setup(f"getting the engine {experiment.engine} ready for the first round")
-    shared, retries, note = engine.allocate(task, *data), experiment.process_retries, folder.event if folder else None
-    retried(
-        lambda attempt: engine.begin(task, shared),
-        retries,
-        lambda loss, attempt: announce(loss, attempt, retries, note),
-        "its processes have been started",
-    )
+    shared, note = engine.allocate(task, *data), folder.event if folder else None
+    retried(lambda: engine.begin(task, shared), experiment.process_retries, STARTED, note)
     return task
 
 
@@ -194,10 +189,11 @@ def task_of(experiment: Experiment, device: torch.device, *, weights: bool = Tru
     checks.check_model(task)
     module = task.new_module()
     task = replace(task, algorithm=algorithm.for_model(module))
-    sent = Layout.of(module).outside(task.algorithm.personal_columns)
+    layout = Layout.of(module)
+    sent = layout.outside(task.algorithm.personal_columns)
     task = replace(task, shapes=tuple(tuple(entry.shape) for entry in sent))
-    checks.check_client_algorithm(task)
-    checks.check_privacy(task)
+    checks.check_client_algorithm(task, layout)
+    checks.check_privacy(task, layout)
     return task
 
 

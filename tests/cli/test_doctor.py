@@ -95,7 +95,7 @@ def test_a_default_experiment_that_cannot_run_is_exit_code_1(cli, monkeypatch):
     def refuse(*_):
         raise ExperimentError("model: no")
 
-    monkeypatch.setattr(checkup, "prepare", refuse)
+    monkeypatch.setattr(checkup, "begun", refuse)
     done = cli("doctor")
     assert done.exit_code == 1
     assert "problem: the default experiment cannot run: model: no\n     do: " in done.stdout

@@ -12,7 +12,7 @@ from fedsim.aggregation import Pipeline
 from fedsim.aggregation.numerics import gram
 from fedsim.cli.main import app
 from fedsim.cli.rule_replay import applicable_rules, load_round, replay, replay_table, stored_rounds
-from fedsim.errors import ExperimentError, RecordError
+from fedsim.errors import ExperimentError, RecordError, SettingWarning
 from fedsim.rounds.parameter_server import ParameterServer
 
 
@@ -36,6 +36,9 @@ def run(tables, tmp_path):
 def test_only_the_requested_rounds_are_stored(tables, tmp_path):
     fedsim.run({**tables, "rounds": 3, "records": {"updates": [2, 7]}}, tmp_path / "other")
     assert stored_rounds(tmp_path / "other") == [2]
+    with pytest.warns(SettingWarning, match="records.updates has no effect with policy=fedbuff"):
+        fedsim.run({**tables, "attack": {}, "aggregate": {}}, tmp_path / "clock", mode="clock", policy="fedbuff")
+    assert stored_rounds(tmp_path / "clock") == []
 
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])

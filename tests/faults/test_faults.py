@@ -19,7 +19,7 @@ def wholes(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        *((killed_run, "serial"), (killed_child, "spawn"), (signalled, "spawn"), (lonely_rank, "ranks")),
+        *((killed_run, "spawn"), (killed_child, "spawn"), (signalled, "spawn"), (lonely_rank, "ranks")),
         *((foreign_files, "serial"), (foreign_files, "spawn")),
     ],
 )

@@ -48,7 +48,9 @@ def surroundings(monkeypatch):
 
 
 @pytest.mark.parametrize("case", LAUNCHED)
-def test_under_a_launcher_auto_is_distributed_and_a_named_engine_is_itself(case, surroundings, tiny_experiment):
+def test_under_a_launcher_auto_is_distributed_and_a_named_engine_runs_copies_with_a_warning(
+    case, surroundings, tiny_experiment
+):
     environ, named = LAUNCHED[case]
     surroundings(environ)
     assert launched_ranks() == named
@@ -59,6 +61,10 @@ def test_under_a_launcher_auto_is_distributed_and_a_named_engine_is_itself(case,
     for engine in ("serial", "spawn", "batched", "distributed"):
         experiment = fedsim.Experiment(**{**tiny_experiment, "engine": engine})
         assert under_launcher(experiment) is experiment
+    with pytest.warns(FedsimWarning) as caught:
+        fedsim.run(tiny_experiment, rounds=1)
+    line = f'engine = "serial": each rank of the launcher ({named}) runs its own copy'
+    assert [str(warning.message) for warning in caught] == [line]
 
 
 @pytest.mark.parametrize("case", NOT_LAUNCHED)
@@ -69,16 +75,6 @@ def test_without_further_ranks_auto_stays_auto(case, surroundings, tiny_experime
     with warnings.catch_warnings():
         warnings.simplefilter("error", FedsimWarning)
         fedsim.run(tiny_experiment, rounds=1)
-
-
-@pytest.mark.parametrize("case", LAUNCHED)
-def test_one_line_says_that_each_rank_runs_its_own_copy(case, surroundings, tiny_experiment):
-    environ, named = LAUNCHED[case]
-    surroundings(environ)
-    with pytest.warns(FedsimWarning) as caught:
-        fedsim.run(tiny_experiment, rounds=1)
-    line = f'engine = "serial": each rank of the launcher ({named}) runs its own copy'
-    assert [str(warning.message) for warning in caught] == [line]
 
 
 def test_only_rank_0_says_so_and_an_odd_environment_does_not_disturb(surroundings, tiny_experiment):

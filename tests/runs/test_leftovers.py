@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.asynchronous.policies.policy import policy
 from fedsim.errors import DivergedError
 
 CLOCK = {"mode": "clock", "clock": {"slowdown": "lognormal"}}
@@ -80,7 +79,7 @@ def run(tiny_experiment):
     return run
 
 
-DEFAULT = [
+CASES = [
     {"engine": "serial", **SCHEDULES},
     {"engine": "batched"},
     {"engine": "auto", "model": "net", "rounds": 1, "processes": 1},
@@ -90,32 +89,9 @@ DEFAULT = [
     {"mode": "race", "policy": "hogwild", "engine": "spawn", "processes": 2},
     {"engine": "batched", "processors": [{"name": "top_k", "ratio": 0.1}, "qsgd"], "broadcast": ["cast"]},
 ]
-SLOW = [
-    {"engine": "batched", "privacy": {"mechanism": "central", "noise": 1.0, "clip": 1.0}},
-    {"engine": "batched", "model": "cnn", "rounds": 1},
-    {"engine": "batched", "sync": "gradients"},
-    {"engine": "batched", "model": "tests.models:Normalised"},
-    {"engine": "batched", "precision": "bf16"},
-    {"engine": "batched", "local": {"algorithm": "scaffold", "batch_size": 16}, "cohort": 2},
-    {"engine": "serial", "local": {"algorithm": "ditto", "batch_size": 16}},
-    {"engine": "serial", "model": "tests.models:AlwaysDropping", "local.clip_norm": 1.0},
-    {"engine": "batched", "local": {"algorithm": "dp_sgd", "noise": 1.0, "clip": 1.0, "batch_size": 16}},
-    {"engine": "batched", "attack": {"name": "sign_flipping", "workers": [0]}, "aggregate.rule": "median"},
-    {"engine": "serial", "data.augment": ["flip", {"name": "torchvision:RandomRotation", "degrees": 10}]},
-    {"engine": "serial", "worker_evaluation.every": 1, "data.local_test_fraction": 0.2},
-    {"task": "regression", "data": "tests.other_tasks:planes", "model": "tests.other_tasks:plane"},
-    {"task": "next_token", "data": "tests.other_tasks:counting", "model": "tests.other_tasks:Bigrams"},
-    {**CLOCK, "engine": "spawn", "processes": 2},
-    *(
-        {**CLOCK, "policy": {"name": each.name, **({"k": 2} if "k" in each.parameters.model_fields else {})}}
-        for each in policy
-    ),
-]
 
 
-@pytest.mark.parametrize(
-    "changes", [*DEFAULT, *(pytest.param(changes, marks=pytest.mark.slow) for changes in SLOW)], ids=str
-)
+@pytest.mark.parametrize("changes", CASES, ids=str)
 def test_a_run_leaves_no_tensors_and_changes_no_settings(changes, run):
     assert_leaves_nothing(lambda seed: run(seed, **changes))
 

@@ -89,17 +89,6 @@ def test_every_loss_counts_for_its_round(where):
     assert fake.replaced == 2
 
 
-def test_a_loss_after_a_round_repeats_that_round_once():
-    fake = Fake()
-    run = fake.live()
-    run.run_round(1)
-    fake.losses = ["state"]
-    with pytest.warns(FedsimWarning):
-        assert run.run_round(2)["row"] == 2.0
-    assert run.run_round(3)["row"] == 3.0
-    assert run.state().tensors["row"].item() == 3.0
-
-
 def test_a_loss_before_the_first_or_after_the_last_round_repeats_no_round():
     fake = Fake("facts", "state", "resume", rounds=1)
     line = r"^process 1 is gone; a new process replaces it \(restart 1 of at most 2\)"

@@ -11,6 +11,7 @@ import torch
 import fedsim
 from fedsim.core.randomness import batch_order
 from tests import components
+from tests.runs.test_nonfinite import ENGINES
 
 ROUNDS, BATCH = 8, 16
 
@@ -38,11 +39,6 @@ CASES = {
     "personal models": {"local": {"algorithm": "ditto", "lam": 0.1}},
     "error feedback": FEEDBACK,
     "error feedback of gradients": {**FEEDBACK, "sync": "gradients"},
-}
-ENGINES = {
-    "serial": {"engine": "serial"},
-    "spawn": {"engine": "spawn", "processes": 2},
-    "batched": {"engine": "batched", "processes": 1},
 }
 
 

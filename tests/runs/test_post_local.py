@@ -9,13 +9,10 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.cli.rule_replay import load_round
-from fedsim.core.rows import Layout
 from fedsim.runs.loops.synchronous import SynchronousLoop
 from fedsim.runs.setup import begun
 from fedsim.server import ServerStep
 from tests.matrix import in_turn
-from tests.textbook import small_two_nn, start_of
 
 SWITCH, ROUNDS = 2, 4
 ENGINES = {
@@ -128,16 +125,3 @@ def test_on_the_virtual_clock_steps_wait_for_everybody_before_the_switch_and_rou
     assert in_step > in_rounds
     measured = seconds(**tables, sync="post_local", gradient_rounds=SWITCH)
     assert measured == pytest.approx([in_step] * SWITCH + [in_rounds] * (ROUNDS - SWITCH))
-
-
-def test_kept_updates_are_gradients_and_then_updates(tiny_experiment, tmp_path):
-    tables = {**tiny_experiment, "local": {"steps": 1, "lr": 0.25}, "aggregate": "mean", "rounds": 2}
-    tables |= {"sync": "post_local", "gradient_rounds": 1, "records": {"updates": [1, 2]}, "precision": "float64"}
-    fedsim.run(tables, tmp_path / "run")
-    model = start_of(small_two_nn)
-    rows = [Layout.of(model).read(model)]
-    rows += [fedsim.run({**tables, "records": {}, "rounds": rounds}).global_row for rounds in (1, 2)]
-    moves = [after - before for before, after in pairwise(rows)]
-    for round, factor in ((1, -0.25), (2, 1.0)):
-        updates = load_round(tmp_path / "run", round, allow_imports=True).tensors["updates"]
-        torch.testing.assert_close(factor * updates.mean(0), moves[round - 1])

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
-import statistics
-import threading
-import time
 import warnings
-from itertools import pairwise
-from multiprocessing import active_children
 
 import pytest
 import torch
@@ -23,7 +17,6 @@ from fedsim.errors import FedsimWarning, WorkerError
 from fedsim.processes.process_pool import ProcessPool
 from tests.commands import ROOT, assert_none_left, start
 from tests.lethal import die_second, order
-from tests.processes.test_process_pool import open_things
 
 TABLES = {
     **{"rounds": 4, "workers": 4, "data": "tests.components:tiny", "records": {"curve": False}},
@@ -99,22 +92,25 @@ def test_processes_killed_in_training_and_aggregation_do_not_change_the_result(m
     assert [record["lost"] for record in result.history] == [[]] * 4
 
 
-def test_a_round_that_is_repeated_draws_the_same_cohort_by_losses(mortal, session):
-    """One process dies in training, and one while it computes the losses of the candidates."""
-    sampling = {"name": "power_of_choice", "candidates": 6}
-    tables = {**mortal, **SPAWN, "workers": 8, "cohort": 3, "sampling": sampling}
-    result, said = run_ordered(tables, {1: ["train"], 3: ["test"]}, session=session)
-    assert_as_without_faults(result, tables, session)
-    assert len(said) == 2
-    assert len({tuple(record.cohort) for record in result.history}) > 1
+CHOICE = {"workers": 8, "cohort": 3, "sampling": {"name": "power_of_choice", "candidates": 6}}
+ON_CLOCK = {"mode": "clock", "clock": {"slowdown": "lognormal"}, "rounds": 3}
 
 
-@pytest.mark.parametrize("policy", ["fedbuff", pytest.param("asgd", marks=pytest.mark.slow)])
-def test_the_virtual_clock_is_restored(policy, mortal, session):
-    tables = {**mortal, **SPAWN, "mode": "clock", "policy": policy, "clock": {"slowdown": "lognormal"}, "rounds": 3}
-    result, said = run_ordered(tables, {2: ["train"]}, session=session)
+@pytest.mark.parametrize(
+    ("changes", "orders"),
+    [
+        (CHOICE, {1: ["train"], 3: ["test"]}),  # the second process dies while it computes the candidates' losses
+        ({**ON_CLOCK, "policy": "fedbuff"}, {2: ["train"]}),
+        pytest.param({**ON_CLOCK, "policy": "asgd"}, {2: ["train"]}, marks=pytest.mark.slow),
+    ],
+    ids=["cohorts by losses", "fedbuff", "asgd"],
+)
+def test_a_repeated_round_starts_from_the_same_state(changes, orders, mortal, session):
+    tables = {**mortal, **SPAWN, **changes}
+    result, said = run_ordered(tables, orders, session=session)
     assert_as_without_faults(result, tables, engine="serial", processes=None)
-    assert len(said) == 1
+    assert len(said) == len(orders)
+    assert "cohort" not in changes or len({tuple(record.cohort) for record in result.history}) > 1
 
 
 def test_a_race_repeats_its_round_after_a_process_died_with_the_lock(mortal, session):
@@ -243,53 +239,3 @@ def test_a_process_that_dies_when_all_is_done_takes_nothing_with_it(session, mon
         patch.setattr(base, "_drop_executor", die_second)
         result = fedsim.run(tables, session=session)
     assert_as_without_faults(result, tables, session)  # the session has started new processes
-
-
-SOAKED = {
-    "parameters": {"aggregate": "foolsgold", "server": "adam"},
-    "gradients": {"sync": "gradients", "local": {"momentum": 0.9}},
-    "stacks": {"engine": "batched", "server": "yogi"},
-    "clock": {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"}},
-    "gradients on the clock": {"mode": "clock", "policy": "asgd", "clock": {"slowdown": "lognormal"}},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SOAKED)
-def test_ten_random_kills_change_no_result_and_leak_nothing(kind):
-    """Kills at random moments of rounds and during replacements, but not before the first or after the last round."""
-    tables = {**TABLES, **SPAWN, "model": "2nn", "rounds": 60, "process_retries": 100, **SOAKED[kind]}
-    rng, times, killed, timers = random.Random(kind), [time.monotonic()], [], []
-
-    def kill_one():
-        if victims := [child for child in active_children() if child.name.startswith("fedsim-")]:
-            killed.append(rng.choice(victims))
-            killed[-1].kill()
-
-    def on_round(record):
-        times.append(time.monotonic())
-        if record["round"] in range(7, 50, 7):
-            soon = 7 * statistics.median(after - before for before, after in pairwise(times))
-            timers.append(threading.Timer(rng.uniform(0, soon), kill_one))
-            if record["round"] % 2 == 0:  # a second kill, during the replacement
-                timers.append(threading.Timer(soon + rng.uniform(0, 3), kill_one))
-            for timer in timers[-2:]:
-                if timer.ident is None:
-                    timer.start()
-        if record["round"] == tables["rounds"] - 1:
-            for timer in timers:
-                timer.cancel()
-                timer.join()
-
-    with fedsim.Session() as session:
-        whole = fedsim.run(tables, session=session)
-        before = open_things()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FedsimWarning)
-            result = fedsim.run(tables, session=session, on_round=on_round)
-        after = open_things()
-    assert len(killed) >= 4, "some of the ten kills may hit no process"
-    assert torch.equal(result.global_row, whole.global_row)
-    assert untimed(result.history) == untimed(whole.history)
-    assert after[0] <= before[0] + 1
-    assert after[1] <= before[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -60,22 +59,6 @@ def test_a_run_in_another_thread_is_refused_in_one_line_and_changes_no_number(ru
         assert line.startswith(BUSY)
     assert not (tmp_path / "new").exists()
     assert [run.error for run in fedsim.compare(tiny_experiment, {"seed": [0, 1]}, jobs=1).runs] == [None, None]
-
-
-def test_four_threads_have_the_results_of_runs_one_after_another_or_are_refused(run):
-    alone = [run(seed).global_row for seed in range(4)]
-    start = threading.Barrier(4)
-
-    def attempt(seed):
-        start.wait()
-        return run(seed).global_row
-
-    with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(attempt, seed) for seed in range(4)]
-    errors = [future.exception() for future in futures]
-    assert None in errors
-    for future, error, expected in zip(futures, errors, alone, strict=True):
-        assert str(error).startswith(BUSY) if error else torch.equal(future.result(), expected)
 
 
 def test_threads_that_build_models_wait_for_each_other():

@@ -34,12 +34,31 @@ class ClockLoop(Loop):
         shared = engine.shared
         self._task, self._engine = task, engine
         self._policy, self._timer = task.experiment.policy.component, PhaseTimer()
-        self._server, scheduler = ServerState(task, shared, engine.states), Scheduler.of(task, shared)
+        self._server = ServerState(task, shared, engine.states)
         model_bytes = shared.server.row.nbytes - personal_bytes(task) + buffer_bytes(task, shared)
         received, sent = message_bytes(task, shared)
         self._bytes_up, self._bytes_down = model_bytes + sent, model_bytes + received
         train = partial(_train, engine, self._timer)  # a bound method would be a reference cycle that keeps the rows
-        self._source = _source_of(task, self._server, scheduler, train, self._bytes_up, self._bytes_down)
+        self._source = self._source_of(Scheduler.of(task, shared), train)
+
+    def _source_of(self, scheduler: Scheduler, train: Train) -> VirtualClock | LoggedOrder:
+        """Return the object that determines the order in which workers finish: a virtual clock or a race's log."""
+        experiment, server = self._task.experiment, self._server
+        clock, algorithm = experiment.clock, self._task.algorithm
+        bytes_up, bytes_down = self._bytes_up, self._bytes_down  # `self` would be a reference cycle
+        if clock.replay_log is not None:
+            log = read_log(clock.replay_log, experiment.resolved())
+            return LoggedOrder(log, clock.replay_log, server, scheduler, train)
+        delays, departures = delays_of(experiment), {int(worker): at for worker, at in clock.departures.items()}
+        if experiment.cohort_size == experiment.workers:
+            server.step_seconds.copy_(torch.from_numpy(delays.base * delays.slowdowns))
+
+        def duration(item: WorkItem, unit: int, models: tuple[int, int]) -> float:
+            nbytes = models[0] * bytes_up + models[1] * bytes_down
+            return delays.seconds(item.worker, unit, scheduler.gradients(item, algorithm), nbytes)
+
+        total_items = experiment.rounds * scheduler.total_items_per_round()
+        return VirtualClock(server, scheduler, duration, train, departures, total_items)
 
     def run_round(self, round: int) -> RoundRecord:
         timer, source, policy = self._timer, self._source, self._policy
@@ -112,29 +131,3 @@ def async_record(stats: RoundStats, updates: int, arrivals: int, buffered: int) 
 def _train(engine: Engine, timer: PhaseTimer, items: Sequence[WorkItem]) -> None:
     with timer("train"):
         engine.run(Executor.train_apart, items)
-
-
-def _source_of(
-    task: RunTask,
-    server: ServerState,
-    scheduler: Scheduler,
-    train: Train,
-    bytes_up: int,
-    bytes_down: int,
-) -> VirtualClock | LoggedOrder:
-    """Return the object that determines the order in which workers finish: a virtual clock or a race's log."""
-    experiment, clock = task.experiment, task.experiment.clock
-    if clock.replay_log is not None:
-        return LoggedOrder(
-            read_log(clock.replay_log, experiment.resolved()), clock.replay_log, server, scheduler, train
-        )
-    delays, departures = delays_of(experiment), {int(worker): at for worker, at in clock.departures.items()}
-    if experiment.cohort_size == experiment.workers:
-        server.step_seconds.copy_(torch.from_numpy(delays.base * delays.slowdowns))
-
-    def duration(item: WorkItem, unit: int, models: tuple[int, int]) -> float:
-        nbytes = models[0] * bytes_up + models[1] * bytes_down
-        return delays.seconds(item.worker, unit, scheduler.gradients(item, task.algorithm), nbytes)
-
-    total_items = experiment.rounds * scheduler.total_items_per_round()
-    return VirtualClock(server, scheduler, duration, train, departures, total_items)

@@ -1,4 +1,4 @@
-"""Federated averaging of char_lstm, gpt and a ResNet with BatchNorm against plain loops in float64.
+"""The models char_lstm, gpt and a ResNet with BatchNorm against their definitions in float64.
 
 The forward passes are written here from the definitions, as functions of the parameters by name.
 """
@@ -11,13 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import fedsim
-from fedsim.core.randomness import batch_order
 from fedsim.models import model as models
 from tests.real_models import CHAR_LSTM, GPT, RESNET, noise, text
 from tests.textbook import start_of
-
-WORKERS, ROUNDS, BATCH, LR = 3, 2, 8, 0.1
 
 
 def lstm_logits(p, characters):
@@ -87,33 +83,6 @@ def token_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def federated_averaging(logits, loss, tables, data):
-    """The parameters and buffers by name after `ROUNDS` of FedAvg."""
-    name, params = tables["model"]["name"], {k: v for k, v in tables["model"].items() if k != "name"}
-    train = data[0].to(torch.device("cpu"), torch.float64)
-    shards = fedsim.partition(train.targets, WORKERS, "iid", 0)
-    start = start_of(lambda: models.get(name).target(**params))
-    state = {name: value.clone() for name, value in start.state_dict().items()}
-    trained = [name for name, _ in start.named_parameters()]
-    for round in range(1, ROUNDS + 1):
-        total = {name: torch.zeros_like(value) for name, value in state.items()}
-        for worker, shard in enumerate(shards):
-            own = {name: value.clone() for name, value in state.items()}
-            positions = torch.from_numpy(shard)[batch_order(0, round, worker, 0, len(shard))]
-            for batch in positions.split(BATCH):
-                inputs, targets = train.gather(batch)
-                leaves = {name: own[name].requires_grad_() for name in trained}
-                gradients = torch.autograd.grad(loss(logits({**own, **leaves}, inputs), targets), leaves.values())
-                for name, gradient in zip(trained, gradients, strict=True):
-                    own[name] = own[name].detach() - LR * gradient
-            for name in total:
-                if total[name].is_floating_point():
-                    total[name] += len(shard) / len(train) * own[name]
-        state = total
-    return state
-
-
-@pytest.mark.parametrize("engine", ["serial", "spawn", "batched"])
 @pytest.mark.parametrize(
     ("logits", "loss", "tables", "data"),
     [
@@ -123,17 +92,16 @@ def federated_averaging(logits, loss, tables, data):
     ],
     ids=["char_lstm", "gpt", "resnet20"],
 )
-def test_federated_averaging_is_the_plain_loop(logits, loss, tables, data, engine, session):
-    how = {"spawn": {"processes": 2}, "batched": {"processes": 1}}.get(engine, {})
-    local = {"lr": LR, "batch_size": BATCH}
-    result = fedsim.run(
-        {
-            **{**tables, **how, "engine": engine, "precision": "float64", "workers": WORKERS, "rounds": ROUNDS},
-            **{"partition": "iid", "local": local},
-        },
-        session=session,
-    )
-    expected = federated_averaging(logits, loss, tables, data)
-    for name, value in result.model.state_dict().items():
-        if value.is_floating_point():
-            assert torch.allclose(value, expected[name], rtol=0, atol=1e-9), name
+def test_outputs_gradients_and_buffers_are_those_of_the_definition(logits, loss, tables, data):
+    name, params = tables["model"]["name"], {k: v for k, v in tables["model"].items() if k != "name"}
+    model = start_of(lambda: models.get(name).target(**params)).train()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    leaves = {name: state[name].requires_grad_() for name, _ in model.named_parameters()}
+    inputs, targets = data[0].to(torch.device("cpu"), torch.float64).gather(torch.arange(8))
+    outputs, expected = model(inputs), logits({**state, **leaves}, inputs)
+    assert torch.allclose(outputs, expected, rtol=0, atol=1e-9)
+    ours = torch.autograd.grad(loss(outputs, targets), list(model.parameters()))
+    theirs = torch.autograd.grad(loss(expected, targets), list(leaves.values()))
+    assert all(torch.allclose(*pair, rtol=0, atol=1e-9) for pair in zip(ours, theirs, strict=True))
+    for name, buffer in model.named_buffers():
+        assert torch.allclose(buffer.double(), state[name].double() + ("num_batches" in name), rtol=0, atol=1e-12), name
