@@ -97,7 +97,7 @@ def run_program(program: typer.Typer) -> None:
     except SystemExit as leaving:
         code = _flush_stdout(int(leaving.code or 0))
         if code and (ranks := _joined_ranks()) is not None:
-            ranks.end_program(code)
+            ranks.leave(code)
         _exit(code)
 
 

@@ -501,8 +501,8 @@ class Distributed(Table):
 
     backend: str | None = None
     """Backend of torch.distributed. Unset: nccl on CUDA, gloo on CPUs and for ranks that share a GPU."""
-    timeout: PositiveFloat = 60.0
-    """Seconds without a heartbeat after which a rank counts as lost. All ranks must also join within this time."""
+    timeout: PositiveFloat = 300.0
+    """Maximum seconds that ranks wait for each other, at the start and in each exchange. A slower step ends the run."""
     init_method: Annotated[
         str, matching(r"env://|tcp://.+:\d+|file:///.+", "env://, tcp://HOST:PORT or file:///PATH")
     ] = "env://"

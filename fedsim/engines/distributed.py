@@ -15,11 +15,10 @@ from fedsim.config.engines import TRAITS
 from fedsim.engines.base import Engine
 from fedsim.engines.preflight import Preflight
 from fedsim.engines.ranks import Ranks, RankWorkerStates
-from fedsim.errors import FedsimError, FedsimWarning, WorkerError, one_line
+from fedsim.errors import FedsimError, FedsimWarning, WorkerError, first_line
 from fedsim.processes.group import Group
-from fedsim.processes.process_group import RankGroup, no_heartbeats
+from fedsim.processes.process_group import RankGroup
 from fedsim.processes.rendezvous import RankInfo
-from fedsim.processes.watchdog import TERMINATED
 from fedsim.rounds.executor import MakeTrainer
 from fedsim.rounds.worker_states import WorkerStates, initial_worker_state
 from fedsim.training.parallel_trainer import ParallelTrainer
@@ -62,7 +61,8 @@ class DistributedEngine(Engine):
             device=description["device"],
         )
         cls._preflight = preflight = Preflight(group, description)
-        with group.at_work(), warnings.catch_warnings():
+        group.require_usable()
+        with warnings.catch_warnings():
             if not group.first:
                 warnings.simplefilter("ignore", FedsimWarning)
             elif group.reason:
@@ -70,18 +70,9 @@ class DistributedEngine(Engine):
                 warnings.warn(line, FedsimWarning, stacklevel=2)
             try:
                 yield
-            except FedsimError as error:
+            except BaseException as error:
                 _report_error(error, group, preflight)
                 raise
-            except KeyboardInterrupt:
-                group.give_up(TERMINATED)
-                raise
-            except BaseException as error:
-                cause = None if isinstance(error, Exception) else group.cause()
-                if cause is None or cause == TERMINATED:
-                    group.give_up(one_line(error) if isinstance(error, Exception) else TERMINATED)
-                    raise
-                raise WorkerError(group.give_up(cause)) from None  # the launcher stopped this rank: another one failed
 
     def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
         assert RankGroup.joined is not None
@@ -93,9 +84,7 @@ class DistributedEngine(Engine):
         return self._group.count
 
     def new_group(self, task: RunTask) -> Ranks:
-        ranks = Ranks(self._group, task, self.shared)
-        self._group.heartbeats = lambda: ranks.process.heartbeats
-        return ranks
+        return Ranks(self._group, task, self.shared)
 
     def new_states(self, task: RunTask, group: Group) -> WorkerStates:
         assert isinstance(group, Ranks)
@@ -124,10 +113,6 @@ class DistributedEngine(Engine):
     def round_rows(self, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         return self.run(_gathered_rows, cohort)[0]
 
-    def leave(self) -> None:
-        self._group.heartbeats = no_heartbeats
-        super().leave()
-
     def broadcast(self, value: Any) -> Any:
         return self._group.broadcast_object(value)
 
@@ -143,13 +128,15 @@ class DistributedEngine(Engine):
         return partial(StackTrainer, width=width, probe=probe), {"width": width}
 
 
-def _report_error(error: FedsimError, group: RankGroup, preflight: Preflight) -> None:
+def _report_error(error: BaseException, group: RankGroup, preflight: Preflight) -> None:
     """Tell the other ranks about an error of this rank, so that they end too."""
-    if not preflight.settled:
+    if isinstance(error, FedsimError) and not preflight.settled:
         preflight.fail(error)
-    elif preflight.passed:
-        line = str(error).splitlines()[0]
-        group.give_up(line if isinstance(error, WorkerError) else f"rank {group.index}: {line}")
+    elif isinstance(error, WorkerError):
+        group.give_up(first_line(error))
+    elif preflight.passed or not isinstance(error, FedsimError):
+        why = f": {first_line(error)}" if isinstance(error, Exception) else " was terminated"
+        group.give_up(f"rank {group.index}{why}")
 
 
 def _gathered_rows(simulation: Any, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:

@@ -226,11 +226,6 @@ class ProcessContext:
         """Send a heartbeat. Raises AbortedError if the parent has aborted the call."""
         self.table.heartbeat(self.index)
 
-    @property
-    def heartbeats(self) -> int:
-        """Number of heartbeats that this process has sent."""
-        return self.table.read(self.index, HEARTBEATS)
-
     @contextlib.contextmanager
     def working_on(self, worker: int, round: int) -> Iterator[None]:
         """Return a context in which error messages say that this process trains `worker` in `round`."""

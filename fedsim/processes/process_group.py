@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import pickle
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -23,22 +25,19 @@ from torch import Tensor
 
 from fedsim.errors import ExperimentError, FedsimError, WorkerError, one_line, show
 from fedsim.processes import rendezvous
-from fedsim.processes.background import SingleThreadExecutor
-from fedsim.processes.rendezvous import HOST_BACKEND, RankInfo
-from fedsim.processes.watchdog import GRACE, Watchdog, ranks, wait_for_all
+from fedsim.processes.rendezvous import HOST_BACKEND, RankInfo, ranks
 from fedsim.system.devices import device_of_rank, gloo_can_sum, gpu_id
 
-LINGER = 1.0  # seconds that a failed rank waits, so that the other ranks can read its error
-FOREVER = timedelta(days=30)  # timeout of PyTorch's group, in effect none: ranks watch each other's heartbeats instead
+T = TypeVar("T")
 
-
-def no_heartbeats() -> int:
-    """Return 0, the number of heartbeats of a rank without a task."""
-    return 0
+LOOK = 0.02  # seconds between two looks at the store
+LINGER = 1.0  # seconds in which ranks find out why a connection was lost; rank 0 may have to keep the store for them
+GRACE = 5.0  # seconds for disconnecting
+END = "end"  # store key of the reason why the first rank failed
 
 
 class RankGroup:
-    """Connection of this rank to the other ranks: a PyTorch process group with timeouts and short error messages.
+    """Connection of this rank to the other ranks: a PyTorch process group with short error messages.
 
     A process has one instance, which `join` creates. All ranks must call the communicating methods in the same order.
 
@@ -53,13 +52,26 @@ class RankGroup:
     joined: ClassVar[RankGroup | None] = None
 
     def __init__(self, place: RankInfo, *settings: Any) -> None:
-        self._settings = _, _, self.timeout, device = settings
+        self._settings = init, backend, self.timeout, device = settings
         self.index, self.count = place.rank, place.count
         self.device = device_of_rank(device, place.local_rank)
-        self.heartbeats: Callable[[], int] = no_heartbeats
-        self._spoilt: str | None = "this rank has not joined the others"
-        self._watchdog: Watchdog
-        self._background = SingleThreadExecutor(self.device)  # runs calls that may block forever
+        self._lost = ""  # why the ranks can no longer communicate
+        self._leaving: Future[None] | None = None
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device.index)
+        try:
+            in_background(lambda: self._meet(place, init, backend)).result(self.timeout + LINGER)
+        except FedsimError:
+            raise
+        except (RuntimeError, OSError, ValueError, MemoryError, FutureTimeout) as error:
+            why = one_line(error).removeprefix("OSError: ")[:300]
+            address = init if init.startswith("file://") else "{}:{}".format(*rendezvous.meeting_address(init, place))
+            raise WorkerError(
+                f"rank {self.index} of {self.count}: did not join the other ranks at {address} within "
+                f"{self.timeout:g} s (distributed.timeout): {why}; start all ranks within this time, with a different "
+                "MASTER_PORT for each job"
+            ) from error
+        atexit.register(self.leave)
 
     @classmethod
     def join(cls, *, init: str, backend: str | None, timeout: float, device: str) -> RankGroup:
@@ -69,15 +81,14 @@ class RankGroup:
             init: address where the ranks connect: `env://` (given by the launcher), `tcp://HOST:PORT` or
                 `file:///PATH`.
             backend: torch.distributed backend; None for the default of the device.
-            timeout: seconds until missing or silent ranks count as failed.
+            timeout: maximum seconds that ranks wait for each other.
             device: device name, such as "cuda".
 
         Raises ExperimentError if no launcher started this process, and WorkerError if other ranks do not join in time.
         """
-        settings, place = (init, backend, timeout, device), RankInfo.here()
+        settings = init, backend, timeout, device
         if cls.joined is None:
-            cls.joined = cls(place, *settings)
-            cls.joined._join(place, init, backend)
+            cls.joined = cls(RankInfo.here(), *settings)
         elif cls.joined._settings != settings:
             raise ExperimentError(
                 "this process has already joined the ranks with [init, backend, timeout, device] = "
@@ -86,68 +97,42 @@ class RankGroup:
             )
         return cls.joined
 
-    def _join(self, place: RankInfo, init: str, backend: str | None) -> None:
-        atexit.register(self.leave)
-        if self.device.type != "cpu":
-            torch.accelerator.set_device_index(self.device.index)
-        joining = self._background.begin(lambda: self._meet(place, init, backend, time.monotonic() + self.timeout))
-        try:
-            if not wait([joining], self.timeout + LINGER).done:
-                raise TimeoutError("the other ranks do not answer")
-            joining.result()
-        except FedsimError:
-            raise
-        except (RuntimeError, OSError, ValueError, MemoryError) as error:
-            why = one_line(error).removeprefix("OSError: ")[:300]
-            address = init if init.startswith("file://") else "{}:{}".format(*rendezvous.meeting_address(init, place))
-            raise WorkerError(
-                f"rank {self.index} of {self.count}: did not join the other ranks at {address} within "
-                f"{self.timeout:g} s (distributed.timeout): {why}; start all ranks within this time, with a different "
-                "MASTER_PORT for each job"
-            ) from error
-        self._spoilt = None
-
-    def _meet(self, place: RankInfo, init: str, backend: str | None, deadline: float) -> None:
-        """Connect to the other ranks, and check the connections.
+    def _meet(self, place: RankInfo, init: str, backend: str | None) -> None:
+        """Wait for the other ranks, and connect to them.
 
         Args:
             place: rank of this process.
             init: address where the ranks connect; see `join`.
             backend: torch.distributed backend; None for the default of the device.
-            deadline: time by which all ranks must have joined, on the clock `time.monotonic`.
         """
-        opened, keeper = rendezvous.open_store(init, place, deadline - time.monotonic())
+        deadline = time.monotonic() + self.timeout
+        opened = rendezvous.open_store(init, place, self.timeout)
         store = self._store = dist.PrefixStore(f"fedsim/{place.attempt}", opened)
-        self._watchdog = Watchdog(store, keeper, self.index, self.count, lambda: self.heartbeats(), self.timeout)
-        self._watchdog.start()
-        if missing := wait_for_all(store, self.count, deadline - time.monotonic()):
+        store.set(f"joined/{self.index}", json.dumps([socket.gethostname(), gpu_id(self.device)]))
+        while (missing := self._without("joined")) and time.monotonic() < deadline:
+            time.sleep(LOOK)
+        if missing:
             raise WorkerError(f"{ranks(missing)} of {self.count} did not join within {self.timeout:g} s")
+        identities = [json.loads(store.get(f"joined/{rank}")) for rank in range(self.count)]
+        self._hosts = [host for host, _ in identities]
+        gpus = [gpu and f"{host} {gpu}" for host, gpu in identities]
+        self.backend, self.reason = rendezvous.backend_for(backend, self.device, gpus)
+        backends = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
         if name := rendezvous.interface_towards(rendezvous.meeting_address(init, place)[0]):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # by default, gloo listens at the host name's address
-        limit = timedelta(seconds=max(LINGER, deadline - time.monotonic()))
-        self.backend = HOST_BACKEND
-        try:
-            dist.init_process_group(
-                HOST_BACKEND,
-                store=dist.PrefixStore("group", store),
-                rank=self.index,
-                world_size=self.count,
-                timeout=limit,
-            )
-            identities: list[Any] = [None] * self.count
-            dist.all_gather_object(identities, (socket.gethostname(), gpu_id(self.device)))
-            self._hosts = [host for host, _ in identities]
-            gpus = [gpu and f"{host} {gpu}" for host, gpu in identities]
-            self.backend, self.reason = rendezvous.backend_for(backend, self.device, gpus)
-            backends = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
-            backends = HOST_BACKEND if self.backend == HOST_BACKEND else backends
-            self.group = dist.new_group(backend=backends, timeout=FOREVER)
-        except FedsimError:
-            raise
-        except (RuntimeError, ValueError) as error:
-            raise WorkerError(
-                f"backend {self.backend}: the ranks cannot connect to each other: {one_line(error)[:300]}"
-            ) from error
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # by default, NCCL's errors abort the process
+        dist.init_process_group(
+            HOST_BACKEND if self.backend == HOST_BACKEND else backends,
+            store=dist.PrefixStore("group", store),
+            rank=self.index,
+            world_size=self.count,
+            timeout=timedelta(seconds=self.timeout),
+        )
+        self.group: Any = dist.group.WORLD
+
+    def _without(self, mark: str) -> list[int]:
+        """Return the ranks that have not set their key `mark` in the store."""
+        return [rank for rank in range(self.count) if not self._store.check([f"{mark}/{rank}"])]
 
     @property
     def first(self) -> bool:
@@ -202,89 +187,78 @@ class RankGroup:
     def wait_for(self, begin: Callable[[], Sequence[torch.futures.Future[Any]]]) -> None:
         """Call `begin`, which starts communication, and wait until the communication has finished.
 
-        Raises WorkerError as soon as another rank fails or no longer responds.
+        Raises WorkerError if another rank ends, or sends nothing within the time-out.
         """
         self.require_usable()
-        pause, cause = self._watchdog.interval, self._watchdog.silences()
-        self._watchdog.waits = True
+        begun, futures = time.monotonic(), begin()
         try:
-            for future in begin():
+            for future in futures:
                 done = threading.Event()
                 future.add_done_callback(partial(_set, done))
-                while not done.wait(pause):
-                    self._end_for(cause())
+                done.wait()  # unlike `future.wait()`, this wait can be interrupted by Ctrl-C
                 future.wait()  # raises the future's error
             if self.device.type != "cpu":  # device synchronisation has no timeout of its own
-                event, deadline = torch.get_device_module(self.device).Event(), time.monotonic() + pause
+                event = torch.get_device_module(self.device).Event()
                 event.record()
                 while not event.query():
-                    if time.monotonic() > deadline:
-                        self._end_for(cause())
-                        deadline = time.monotonic() + pause
+                    if time.monotonic() > begun + self.timeout:
+                        raise RuntimeError("timed out")
                     time.sleep(0)
-        except WorkerError:
-            raise
         except RuntimeError as error:
-            lost = f"lost the connection to another rank: {one_line(error)[:200]}"
-            raise WorkerError(self.give_up(self.cause() or lost)) from error
-        finally:
-            self._watchdog.waits = False
+            timed_out = time.monotonic() > begun + self.timeout
+            try:
+                self.give_up(in_background(partial(self._cause, error, timed_out)).result(2 * LINGER))
+            except (RuntimeError, FutureTimeout):
+                self.give_up(f"no answer from rank 0 of {self.count} or the launcher, which keeps the ranks' store")
+            raise WorkerError(self._lost) from error
 
-    def _end_for(self, cause: str | None) -> None:
-        if cause:
-            raise WorkerError(self.give_up(cause))
-
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Return a context in which this process exits soon after another rank fails, instead of waiting forever."""
-        self.require_usable()
-        self._watchdog.on_duty = True
-        try:
-            yield
-        finally:
-            self._watchdog.on_duty = False
+    def _cause(self, error: RuntimeError, timed_out: bool) -> str:
+        """Return why communication failed: the note of the first rank that failed, or which ranks do not answer."""
+        self._store.set(f"lost/{self.index}", "")
+        deadline = time.monotonic() + LINGER
+        while not (noted := self._store.check([END])) and time.monotonic() < deadline:
+            time.sleep(LOOK)
+        if noted:
+            return self._store.get(END).decode()
+        if not (silent := self._without("lost")):
+            return f"lost the connection to another rank: {one_line(error)[:200]}"
+        how = "ended without an error message"
+        if timed_out:
+            how = f"sent nothing for {self.timeout:g} s; if a step takes longer, increase distributed.timeout"
+        return f"{ranks(silent)} of {self.count} {how}"
 
     def require_usable(self) -> None:
         """Raise WorkerError if the ranks can no longer communicate because of an earlier failure."""
-        if self._spoilt:
-            raise WorkerError(f"the ranks are out of step after a failure ({self._spoilt}); restart the program")
+        if self._lost:
+            raise WorkerError(f"the ranks are out of step after a failure ({self._lost}); restart the program")
 
-    def give_up(self, why: str) -> str:
-        """Tell the other ranks that this rank ends because of the failure `why`.
+    def give_up(self, why: str) -> None:
+        """Note for the other ranks that this rank ends because of the failure `why`, and disconnect from them."""
+        if not self._lost:
+            self._lost = why
+            self._leaving = in_background(self._part)
 
-        Returns the failure that a rank reported first: `why`, or the failure of another rank.
+    def _part(self) -> None:
+        if self._lost:
+            with contextlib.suppress(RuntimeError):
+                self._store.compare_set(END, "", self._lost)
+        del self.group
+        dist.destroy_process_group()  # closed connections end the waits of the other ranks
+
+    def leave(self, code: int = 1) -> None:
+        """Disconnect from the other ranks at the end of the program. End it with status `code` if this takes long.
+
+        PyTorch does not disconnect while it waits for a rank. If its threads outlive the interpreter, they abort it.
         """
-        self._spoilt = self._spoilt or why
-        return self._watchdog.say(why)
-
-    def cause(self) -> str | None:
-        """Return why another rank has failed; None if no failure is known."""
-        return self._watchdog.find_cause()
-
-    def end_program(self, code: int) -> None:
-        """Exit immediately with status `code` if a rank has failed. Otherwise, do nothing."""
-        if self._spoilt:
-            sys.stderr.flush()
-            if self.first:  # rank 0 may run the store, in which other ranks still read the error
-                time.sleep(LINGER)
-            os._exit(code)
-
-    def leave(self) -> None:
-        """Disconnect from the other ranks at the end of the program."""
         atexit.unregister(self.leave)
         type(self).joined = None
-        watchdog = vars(self).pop("_watchdog", None)
-        self._background.begin(self._destroy)
-        if not (self._background.end(GRACE) and (watchdog is None or watchdog.end(GRACE))):
+        if self._lost and self.first:  # rank 0 may keep the store, where the other ranks read the note
+            time.sleep(LINGER)
+        if not wait([self._leaving or in_background(self._part)], LINGER if self._lost else GRACE).done:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)
-
-    def _destroy(self) -> None:
-        for name in ("group", "_store"):  # drop the references, so that the group and the store can be destroyed
-            vars(self).pop(name, None)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            os._exit(code)
+        del self._store
 
     def _do(self, collective: Callable[..., Any], tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Call a collective operation such as `dist.all_reduce`, and return `tensor` with its result."""
@@ -294,6 +268,20 @@ class RankGroup:
             inputs = tuple(value.cpu() if isinstance(value, Tensor) else value for value in arguments)
         self.wait_for(lambda: [collective(wire, *inputs, group=self.group, async_op=True, **options).get_future()])
         return tensor.copy_(wire)  # does nothing if `wire` is `tensor`
+
+
+def in_background(function: Callable[[], T]) -> Future[T]:
+    """Call a function in a daemon thread, because calls of PyTorch ignore Ctrl-C and may block for ever."""
+    done: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=call, name="fedsim-background", daemon=True).start()
+    return done
 
 
 def _set(event: threading.Event, future: torch.futures.Future[Any]) -> None:

@@ -16,8 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fedsim.errors import ExperimentError, show
-from fedsim.processes.watchdog import ranks
+from fedsim.errors import ExperimentError, plural, show
 
 SIOCGIFADDR = 0x8915  # Linux's request for an interface's address
 HOST_BACKEND = "gloo"  # for tensors on the host
@@ -198,8 +197,8 @@ def first_host(names: str) -> str | None:
     return "".join(part or "" for part in match.groups()) if match else None
 
 
-def open_store(init: str, place: RankInfo, timeout: float) -> tuple[dist.Store, str]:
-    """Return the key-value store that all ranks share, and the name of the process that runs it, such as "rank 0".
+def open_store(init: str, place: RankInfo, timeout: float) -> dist.Store:
+    """Return the key-value store that all ranks share.
 
     Args:
         init: address where the ranks connect: `env://` (given by the launcher), `tcp://HOST:PORT`, or `file:///PATH`
@@ -211,19 +210,17 @@ def open_store(init: str, place: RankInfo, timeout: float) -> tuple[dist.Store, 
     """
     limit = timedelta(seconds=timeout)
     if init.startswith("file://"):
-        return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0], f"the ranks' store {init}"
-    (host, port), keeper = meeting_address(init, place), "rank 0"
-    if init == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        keeper = "the launcher, which keeps the ranks' store,"
-    leads = place.rank == 0 and keeper == "rank 0"
+        return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0]
+    host, port = meeting_address(init, place)
+    launcher_leads = init == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    leads = place.rank == 0 and not launcher_leads
     if not leads:
         _wait_for_store(host, port, timeout)
     is_loopback = host in ("localhost", "::1") or host.startswith("127.")
     listening = _listen(host, port) if leads and is_loopback else None
-    store = dist.TCPStore(
+    return dist.TCPStore(
         host, port, place.count, leads, timeout=limit, wait_for_workers=False, master_listen_fd=listening
     )
-    return store, keeper
 
 
 def _wait_for_store(host: str, port: int, timeout: float) -> None:
@@ -270,6 +267,11 @@ def interface_towards(host: str) -> str | None:
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None
+
+
+def ranks(numbers: list[int]) -> str:
+    """Format rank numbers for an error message, such as "rank 1" or "ranks 1, 2"."""
+    return f"{plural(len(numbers), 'rank').partition(' ')[2]} {', '.join(map(str, numbers))}"
 
 
 def backend_for(name: str | None, device: torch.device, gpus: list[str | None]) -> tuple[str, str | None]:

@@ -2,6 +2,7 @@
 
     python -m tests.faults --minutes 60            # one line per injection, then a table
     python -m tests.faults --seed 3 --only 17      # repeat injection 17 of seed 3
+    python -m tests.faults --ranks --injections 60 # only runs on ranks, by hand and with torchrun
 
 Injection i depends only on (seed, i), but the moment at which it hits a run depends on the machine. The exit code is 1
 if an injection fails. An injection fails if a run does not end in bounded time, prints a traceback, or leaves
@@ -31,6 +32,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--injections", type=int, default=10**9, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0, help="of all draws (default: 0)")
     parser.add_argument("--only", type=int, help="one injection, by its number")
+    parser.add_argument("--ranks", action="store_true", help="only runs on ranks, without foreign files")
     options = parser.parse_args(words)
     root = Path(tempfile.mkdtemp(prefix="fedsim-faults-"))
     scratch = root / "temporary"
@@ -38,8 +40,8 @@ def main(words: list[str] | None = None) -> int:
     os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # used by the programs too
     numbers = [options.only] if options.only is not None else range(options.injections)
     counts, failures, deadline = Counter(), Counter(), time.monotonic() + 60 * options.minutes
-    from tests.faults.injections import KINDS  # imported after the folder for temporary files is chosen
-    from tests.faults.ways import WAYS, Wholes
+    from tests.faults.injections import KINDS, foreign_files  # imported after the folder for temporary files is chosen
+    from tests.faults.ways import RANKS, WAYS, Wholes
     from tests.forking import fork_workers
 
     fork_workers()
@@ -49,8 +51,9 @@ def main(words: list[str] | None = None) -> int:
         if time.monotonic() > deadline:
             break
         rng, begun = random.Random(f"{options.seed} {number}"), time.monotonic()
-        kind = rng.choices([*KINDS], [weight for weight, _ in KINDS.values()])[0]
-        way = rng.choice(KINDS[kind][1])
+        kinds = [kind for kind in KINDS if not (options.ranks and kind is foreign_files)]
+        kind = rng.choices(kinds, [KINDS[kind][0] for kind in kinds])[0]
+        way = rng.choice([way for way in KINDS[kind][1] if way in RANKS or not options.ranks])
         reason = failure_of(kind, way, wholes, rng, root / f"{number:05}", scratch)
         place = f"{number:5} {kind.__name__} x {way}"
         print(f"{place:36} {time.monotonic() - begun:5.1f} s  {'FAILED: ' + reason if reason else 'ok'}", flush=True)

@@ -22,7 +22,7 @@ from fedsim.cli.main import app
 from fedsim.comparison import load_comparison
 from fedsim.errors import FedsimError, show_warnings_as_lines
 from tests.commands import free_port, start
-from tests.faults.ways import POOLS, RANKS, WAYS, FaultError, Trial, Wholes
+from tests.faults.ways import LAUNCHED, POOLS, RANKS, WAYS, FaultError, Trial, Wholes
 from tests.hostile.mutations import EXTREMES, OPERATIONS, mutated
 from tests.processes.test_rendezvous import GREETINGS, impostor
 from tests.runs.test_resuming import broken_off
@@ -36,7 +36,7 @@ def finish(trial: Trial, wholes: Wholes, allowed: set[int], stopped: int | None 
     codes, errors = trial.end(stopped)
     lines, ended = sum(line.startswith(LAST_WORDS) for line in errors.splitlines()), len(codes) - codes.count(0)
     said = (
-        trial.way == "torchrun" or sum(code > 0 for code in codes) <= lines <= ended
+        trial.way in LAUNCHED or sum(code > 0 for code in codes) <= lines <= ended
     )  # a second signal ends a program at once
     if not set(codes) <= allowed | {0} or not said:
         raise FaultError(f"exit codes {codes}: {errors[-3000:]}")
@@ -52,7 +52,7 @@ def child_is_lost(trial: Trial, wholes: Wholes, rng: random.Random, number: int)
         time.sleep(0.005)
     victim = rng.choice(children) if children else None
     trial.send(number, [victim] if victim else [])
-    finish(trial, wholes, {1, -signal.SIGKILL} if trial.way in RANKS else set(), victim)
+    finish(trial, wholes, {1, -signal.SIGKILL} if trial.way in ("ranks", "torchrun") else set(), victim)
 
 
 def killed_child(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
@@ -73,14 +73,24 @@ def killed_run(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
     trial.compare_with(wholes.folder(trial.way))
 
 
+def exception_in_rank(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
+    """Let the model of one rank raise an exception after a random number of its about 96 steps."""
+    once = trial.way == "restarts"
+    model = "tests.models:FailsInRankOnce" if once else "tests.models:FailsInRank"
+    trial.start(f"model={model}", f"model.rank={rng.randrange(2)}", f"model.after={rng.randrange(90)}")
+    codes, errors = trial.end()
+    if any(codes) == once or "(rank " not in errors or "ZeroDivisionError: this model" not in errors:
+        raise FaultError(f"exit codes {codes}: {errors[-3000:]}")
+
+
 def suspended(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
-    """Suspend all processes and resume them, perhaps after the timeouts, as a laptop does."""
+    """Suspend all processes and resume them, perhaps after the timeouts, which end a run of ranks."""
     wholes.start(trial, rng)
     pids = trial.pids()
     trial.send(signal.SIGSTOP, pids)
     time.sleep(rng.choice([0.1, 7.0]))
     trial.send(signal.SIGCONT, pids)
-    finish(trial, wholes, set())
+    finish(trial, wholes, {1} if trial.way in RANKS else set())
 
 
 def signalled(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
@@ -209,8 +219,9 @@ KINDS: dict[Injection, tuple[float, tuple[str, ...]]] = {
     killed_child: (3.0, (*POOLS, *RANKS)),
     stopped_child: (1.0, (*POOLS, *RANKS)),
     killed_run: (3.0, tuple(WAYS)),
+    exception_in_rank: (1.0, RANKS),
     suspended: (1.0, tuple(WAYS)),
     signalled: (4.0, tuple(WAYS)),
     lonely_rank: (1.0, ("ranks",)),
-    foreign_files: (13.0, tuple(way for way in WAYS if way != "torchrun")),
+    foreign_files: (13.0, tuple(way for way in WAYS if way not in LAUNCHED)),
 }

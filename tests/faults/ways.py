@@ -37,7 +37,8 @@ COMPARISON = (
     "seed=0,1",
     *IN_POOLS,
 )
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "run_experiment.py")
+IN_RANKS = ("engine=distributed", "distributed.timeout=5")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 WAYS: dict[str, tuple[Any, ...]] = {
     "serial": ("-m", "fedsim", "run", *RESUME, "engine=serial", "records.updates=[2]", "data.local_test_fraction=0.3"),
     "spawn": ("-m", "fedsim", "run", *RESUME, "engine=spawn", "processes=2", *IN_POOLS),
@@ -61,10 +62,12 @@ WAYS: dict[str, tuple[Any, ...]] = {
         "--jobs",
         "2",
     ),  # jobs of one process each
-    "ranks": ("-m", "fedsim", "run", *RESUME, "engine=distributed", "distributed.timeout=5"),
-    "torchrun": (*TORCHRUN, *RESUME, "engine=distributed", "distributed.timeout=5"),
+    "ranks": ("-m", "fedsim", "run", *RESUME, *IN_RANKS),
+    "torchrun": (*TORCHRUN, ROOT / "run_experiment.py", *RESUME, *IN_RANKS),
+    "restarts": (*TORCHRUN, "--max-restarts", "3", ROOT / "run_experiment.py", *RESUME, *IN_RANKS),
 }
-RANKS, POOLS = ("ranks", "torchrun"), ("spawn", "batched", "race", "compare")
+LAUNCHED = ("torchrun", "restarts")
+RANKS, POOLS = ("ranks", *LAUNCHED), ("spawn", "batched", "race", "compare")
 LONGEST = START_TIMEOUT + 60.0  # seconds until programs end (a process may be stopped while it starts)
 LONGEST_STAY = 40.0  # seconds until the processes of a killed launcher are gone
 MARK = "FEDSIM_FAULT"
@@ -83,13 +86,14 @@ class Trial:
     folder: Path
     programs: list[Any] = field(default_factory=list)
 
-    def start(self) -> None:
+    def start(self, *more: str) -> None:
+        """Start the programs, with further command-line words."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "tiny.toml").write_text(EXPERIMENT)
-        words, environment = WAYS[self.way], {MARK: str(self.folder), "OMP_NUM_THREADS": "1"}
+        words, environment = (*WAYS[self.way], *more), {MARK: str(self.folder), "OMP_NUM_THREADS": "1"}
         if self.way == "ranks":
             self.programs = start_ranks(2, *words, cwd=self.folder)
-        elif self.way == "torchrun":
+        elif self.way in LAUNCHED:
             self.programs = [start_python(*words, cwd=self.folder, **environment)]
         else:
             self.programs = [start(*words, cwd=self.folder, **environment)]
@@ -126,7 +130,7 @@ class Trial:
     def end(self, stopped: int | None = None) -> tuple[list[int], str]:
         """Wait for the programs to end and return their exit codes and stderr. The `stopped` process is killed last."""
         deadline, errors, codes = time.monotonic() + LONGEST, "", []
-        if self.way == "torchrun" and stopped:  # torchrun waits forever for a rank that is stopped after its last round
+        if self.way in LAUNCHED and stopped:  # torchrun waits forever for a rank that is stopped after its last round
             killer = threading.Timer(LONGEST_STAY, self.send, [signal.SIGKILL, [stopped]])
             killer.daemon = True
             killer.start()
@@ -139,13 +143,13 @@ class Trial:
             except subprocess.TimeoutExpired:
                 raise FaultError(f"did not end within {LONGEST:g} s") from None
             errors, codes = errors + text, [*codes, program.returncode]
-        deadline = time.monotonic() + (LONGEST_STAY if self.way == "torchrun" else 5.0)
+        deadline = time.monotonic() + (LONGEST_STAY if self.way in LAUNCHED else 5.0)
         while (left := self.pids()) and time.monotonic() < deadline:
             time.sleep(0.02)
         if left:
             raise FaultError(f"{len(left)} processes are left: {' '.join(map(_command, left))}")
-        if f'File "{ROOT / "fedsim"}' in errors:
-            raise FaultError(f"a traceback: {errors[-3000:]}")
+        if f'File "{ROOT / "fedsim"}' in errors or "terminate called" in errors or "SIGABRT" in errors:
+            raise FaultError(f"a traceback, or an aborted process: {errors[-3000:]}")
         return codes, errors
 
     def destroy(self) -> None:
