@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Subset
 
 import fedsim
 from fedsim import Experiment
-from fedsim.data.sources import STATISTICS, default_root
+from fedsim.data.sources import MNIST_STATISTICS, default_root
 from fedsim.models import Net
 from fedsim.system.devices import usable_cores
 from fedsim.system.packages import import_torchvision
@@ -109,7 +109,7 @@ def _naive_worker(worker: int, round: int, state: dict[str, Tensor], results: An
 def _torchvision_mnist(*, train: bool) -> Any:
     torchvision = import_torchvision()
     transforms = importlib.import_module("torchvision.transforms")
-    steps = [transforms.ToTensor(), transforms.Normalize(*STATISTICS["MNIST"])]
+    steps = [transforms.ToTensor(), transforms.Normalize(*MNIST_STATISTICS)]
     return torchvision.datasets.MNIST(default_root(), train=train, transform=transforms.Compose(steps))
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fedsim.callbacks.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.comparison.axes import Axes
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun, common_tables, plan_comparison, require_number
 from fedsim.comparison.results import Comparison
@@ -27,6 +26,7 @@ from fedsim.config.files import read_toml
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, cut, plural, show
+from fedsim.records.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.records.history import read_history, read_object
 from fedsim.records.reader import Run, failure_in
 from fedsim.records.run_folder import ENVIRONMENT, ERROR, EXPERIMENT

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fedsim.rounds.worker_evaluation import WorkerResults
 from matplotlib.figure import Figure
 
 from fedsim.comparison import ComparisonSettings
@@ -25,7 +24,7 @@ from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import encode
 from fedsim.data import draw_partition
 from fedsim.records.figures import draw_curve, draw_workers
-from fedsim.records.worker_results import workers_csv
+from fedsim.records.worker_results import WorkerResults, workers_csv
 from tests.comparison.made_up import compared, comparison_of, in_last_round, on_the_clock
 
 RULES, ATTACKS = ["mean", "median", "krum"], ["none", "alie"]
