@@ -49,6 +49,7 @@ KINDS = {  # page title of each kind of component
     "loggers": "Loggers",
 }
 IN_A_RUN = re.compile(r"\*\*In a run\*\*: `(fedsim[\w.]+)`")  # in docstrings: the function of a run that uses a name
+NAMED = re.compile(r"`(fedsim(?:\.[a-z_]+)*\.[A-Z_a-z]\w*(?:\.\w+)?)`")  # names of functions and classes
 PYTHON = {  # section titles of the Python API page, and their names
     "Run experiments": "run Callback Result Session Experiment load_experiment load_run load_model StopRun",
     "Compare": "compare Comparison load_comparison plot",
@@ -167,15 +168,23 @@ def python_page() -> str:
         parts.append(f"## {title}")
         for name in names.split():
             parts += _api_section(f"fedsim.{name}", getattr(fedsim, name))
-    page = "\n\n".join(parts)
-    used = dict.fromkeys(IN_A_RUN.findall(page))
-    sources = [f"### `{path}` {{ #{path} }}\n\n```python\n{source_of(path)}```" for path in used]
-    return "\n\n".join([IN_A_RUN.sub(r"**In a run:** [`\1`](#\1)", page), "## Where a run uses these names", *sources])
+    return linked("\n\n".join(parts), IN_A_RUN, r"**In a run:** [`\1`](#\1)", "Where a run uses these names")
 
 
-def source_of(path: str) -> str:
-    """Return the source code of a function or method, such as "fedsim.core.rows.Layout.of"."""
-    return textwrap.dedent(inspect.getsource(resolve_name(path)))
+def linked(page: str, names: re.Pattern[str], link: str, title: str) -> str:
+    """Return a page whose `names` of functions are links to their source code, in a section at its end.
+
+    Args:
+        page: Markdown text.
+        names: pattern whose first group is a name, such as "fedsim.core.rows.Layout.of".
+        link: replacement of each name.
+        title: title of the section.
+    """
+    sources = [
+        f"### `{name}` {{ #{name} }}\n\n```python\n{textwrap.dedent(inspect.getsource(resolve_name(name)))}```"
+        for name in dict.fromkeys(names.findall(page))
+    ]
+    return "\n\n".join([names.sub(link, page), f"## {title}", *sources])
 
 
 def _api_section(path: str, target: Any) -> Iterator[str]:
@@ -269,6 +278,13 @@ def on_files(files: Any, config: Any) -> None:
         for name, path in pictures.items():
             files.append(File.generated(config, f"reference/{addresses[name]}", abs_src_path=str(path)))
         files.append(File.generated(config, f"reference/{kind}.md", content=component_page(kind, addresses)))
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """mkdocs hook: link the functions that the page on the architecture names to their source code."""
+    if page.file.src_uri != "explanation/architecture.md":
+        return markdown
+    return linked(markdown, NAMED, r"[`\1`](#\1)", "Source code")
 
 
 def on_config(config: Any) -> None:

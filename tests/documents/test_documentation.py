@@ -12,12 +12,14 @@ import sys
 import venv
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from tests.commands import ROOT
 from tests.declared import ABSENT, PROJECT, distributions_of, modules_besides, requirements
 from tests.forking import Program
+from tests.test_structure import FLOORS
 
 DOCS = ROOT / "docs"
 FETCHED = re.compile(
@@ -88,6 +90,21 @@ def test_every_page_is_in_the_navigation_once(monkeypatch):
     written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert written <= set(pages)
     assert {f"notebooks/{path.stem}.md" for path in (DOCS / "notebooks").glob("*.ipynb")} <= set(pages)
+
+
+def test_the_page_on_the_architecture_shows_the_packages_in_order_and_names_functions_that_exist():
+    page = (DOCS / "explanation" / "architecture.md").read_text()
+    picture = next(block.code for block in blocks.blocks_of(page) if block.language == "text")
+    floor_of = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
+    lines = [re.split(r" {2,}", line)[0].split(", ") for line in picture.splitlines()]
+    floors = [[floor_of[package] for package in packages] for packages in lines]
+    in_order = [floor for line in floors for floor in line]
+    assert in_order == sorted(in_order, reverse=True)
+    assert {package for packages in lines for package in packages} == set(floor_of)
+    names = re.findall(r"`(fedsim(?:\.\w+)+)`", page)
+    assert len(names) > 50
+    for name in names:
+        resolve_name(name)
 
 
 def test_quoted_experiments_equal_those_of_the_files():
