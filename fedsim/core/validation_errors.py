@@ -122,6 +122,6 @@ def _keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]
     """Return the keys of a nested table. `location` is the path to this table from `model`: ("local", "schedule")."""
     for part in (part for part in location if part and isinstance(part, str)):
         annotation = model.model_fields[part].annotation
-        models = (each for each in (annotation, *get_args(annotation)) if isinstance(each, type))
-        model = next((each for each in models if issubclass(each, BaseModel)), model)
+        kinds = (annotation, *get_args(annotation))
+        model = next((kind for kind in kinds if BaseModel in getattr(kind, "__mro__", ())), model)
     return list(model.model_fields)
