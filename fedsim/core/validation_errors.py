@@ -40,7 +40,7 @@ def explain(
             lines.extend(re.sub(rf"^{re.escape(unnumbered)}\b", where, line) for line in cause.lines)
         elif kind == "extra_forbidden":
             table = _dotted([place, *path])
-            shown = len(lines) < MAX_PROBLEMS  # a file may have very many unknown keys, and hints take time
+            shown = len(lines) <= MAX_PROBLEMS  # a file may have very many unknown keys, and hints take time
             hint = nearest_key(str(last), _keys_at(model, path), table, None if table else elsewhere) if shown else ""
             lines.append(f"{where} = {show(value)}: unknown key; {hint}")
         elif kind == "missing":
@@ -52,8 +52,7 @@ def explain(
             if kind == "model_type":
                 table_keys[where] = _keys_at(model, location)
     lines += _unmet(requirements, table_keys)
-    more = len(lines := [*dict.fromkeys(lines)]) - MAX_PROBLEMS
-    return [*lines[:MAX_PROBLEMS], *([f"and {plural(more, 'more problem')}"] if more > 0 else [])]
+    return [*dict.fromkeys(lines)]
 
 
 def _unmet(requirements: Mapping[str, tuple[Any, list[str]]], table_keys: Mapping[str, list[str]]) -> Iterator[str]:
