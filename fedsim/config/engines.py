@@ -74,6 +74,7 @@ TRAITS = {
     ),
     "distributed": EngineTraits(frozenset({"distributed"}), stacks=True, ranks=True),
 }
+SETTINGS_OF_ENGINES = SETTINGS_OF_POOLS.union(*(traits.own_settings for traits in TRAITS.values()))
 
 
 def engine_class(name: str) -> Any:

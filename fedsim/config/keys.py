@@ -88,10 +88,8 @@ def _tables(table: type[Table], path: str) -> Iterator[KeyTable]:
 
 def table_of(annotation: Any) -> type[Table] | None:
     """Return the table class in the annotation of a table or a list of tables, or None for other annotations."""
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, Table):
-            return kind
-    return None
+    kinds = (annotation, *get_args(annotation))
+    return next((kind for kind in kinds if Table in getattr(kind, "__mro__", ())), None)
 
 
 def _default(value: Any) -> str:

@@ -13,7 +13,7 @@ import torch
 from fedsim.asynchronous.policies import Policy
 from fedsim.clients import CohortGradient, LRSchedule, UpdateCorrection, exchanges, needs_local_steps
 from fedsim.clients.adapters import TrainFunction
-from fedsim.config.engines import traits_of
+from fedsim.config.engines import SETTINGS_OF_ENGINES, traits_of
 from fedsim.config.schema import DIRECTIONS, Clock
 from fedsim.config.settings import Settings
 from fedsim.core.base_table import ComponentTable
@@ -27,15 +27,6 @@ from fedsim.system.devices import free_memory
 
 LARGE = 1_000_000  # with more workers than this, lists of workers are compared with the free memory
 BYTES_PER_WORKER = 100  # memory per worker for such lists
-SETTINGS_OF_ENGINES = {
-    "processes",
-    "start_method",
-    "timeout",
-    "process_retries",
-    "batched",
-    "cuda_graphs",
-    "distributed",
-}
 TRUE_OF_ANY_ENGINE = {
     "processes": 1,
     "cuda_graphs": False,

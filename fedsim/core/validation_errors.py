@@ -40,7 +40,7 @@ def explain(
             lines.extend(re.sub(rf"^{re.escape(unnumbered)}\b", where, line) for line in cause.lines)
         elif kind == "extra_forbidden":
             table = _dotted([place, *path])
-            shown = len(lines) < MAX_PROBLEMS  # a file may have very many unknown keys, and hints take time
+            shown = len(lines) <= MAX_PROBLEMS  # a file may have very many unknown keys, and hints take time
             hint = nearest_key(str(last), _keys_at(model, path), table, None if table else elsewhere) if shown else ""
             lines.append(f"{where} = {show(value)}: unknown key; {hint}")
         elif kind == "missing":
@@ -52,8 +52,7 @@ def explain(
             if kind == "model_type":
                 table_keys[where] = _keys_at(model, location)
     lines += _unmet(requirements, table_keys)
-    more = len(lines := [*dict.fromkeys(lines)]) - MAX_PROBLEMS
-    return [*lines[:MAX_PROBLEMS], *([f"and {plural(more, 'more problem')}"] if more > 0 else [])]
+    return [*dict.fromkeys(lines)]
 
 
 def _unmet(requirements: Mapping[str, tuple[Any, list[str]]], table_keys: Mapping[str, list[str]]) -> Iterator[str]:
@@ -122,6 +121,6 @@ def _keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]
     """Return the keys of a nested table. `location` is the path to this table from `model`: ("local", "schedule")."""
     for part in (part for part in location if part and isinstance(part, str)):
         annotation = model.model_fields[part].annotation
-        models = (each for each in (annotation, *get_args(annotation)) if isinstance(each, type))
-        model = next((each for each in models if issubclass(each, BaseModel)), model)
+        kinds = (annotation, *get_args(annotation))
+        model = next((kind for kind in kinds if BaseModel in getattr(kind, "__mro__", ())), model)
     return list(model.model_fields)
