@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fedsim.records.history import with_nan_losses
 from fedsim.records.record import RoundRecord, mean_staleness, metrics_in, score_in
 from fedsim.system.packages import import_extra
 
@@ -116,10 +117,9 @@ def run_metrics(
         target: test accuracy (or test loss) to reach. If set, the results include `rounds_to_target` and similar
             totals when the run first reached the target. They are None if it did not.
     """
-    last, at, score = history[-1], progress[-1], score_in(history)
+    last, at, score = with_nan_losses(history[-1]), progress[-1], score_in(history)
     numbers = {score.key: score.read(last), score.key.replace("test_", "best_"): best_score(history)}
-    losses = {name: math.nan for name in ("test_loss", "train_loss") if last[name] is None}  # files store NaN as null
-    numbers |= {name: losses.get(name, last[name]) for name in LAST_ROUND if name != score.key}
+    numbers |= {name: last[name] for name in LAST_ROUND if name != score.key}
     sent = places_on("bytes", progress, history)
     numbers |= {"seconds": sum(record.total_seconds or 0.0 for record in history), "bytes": sent[-1]}
     numbers |= component_metrics(last)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -113,8 +112,6 @@ def test_the_report_has_the_same_texts(tmp_path, target):
         if (values := accuracies(point)) is not None:
             invent_run(path, values)
 
-    folder = write_points(tmp_path / "comparison", AXES, make)
-    description = json.loads((folder / "comparison.json").read_text())
-    (folder / "comparison.json").write_text(json.dumps({**description, "target": target}))
+    folder = write_points(tmp_path / "comparison", AXES, make, target=target)
     context, _ = comparison_page(read_records(folder))
     assert context["breaking"] == ([("attack scale", list(TEXTS.items()))] if target else [])

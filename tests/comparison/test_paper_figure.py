@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
 from PIL import Image
@@ -74,13 +73,11 @@ def test_a_heat_map_has_a_cell_for_each_rule_and_attack(comparison):
 def test_the_best_cell_is_that_of_the_comparison_unless_the_metric_has_a_sign(metric, best, tmp_path):
     def make(path, point):
         invent_run(path, [0.5])
-        record = json.loads((path / "metrics.jsonl").read_text())
         drift = 0.5 + RULES.index(point["aggregate.rule"])
-        (path / "metrics.jsonl").write_text(json.dumps({**record, "metrics": {"drift": drift}}) + "\n")
+        add_to_rounds(path, lambda record: {"metrics": {"drift": drift}})
 
-    folder = write_points(tmp_path / "drift", {"aggregate.rule": RULES, "local.lr": [0.5, 1.5], "seed": [0]}, make)
-    stored = json.loads((folder / "comparison.json").read_text())
-    (folder / "comparison.json").write_text(json.dumps({**stored, "metric": "-metrics.drift"}))
+    axes = {"aggregate.rule": RULES, "local.lr": [0.5, 1.5], "seed": [0]}
+    folder = write_points(tmp_path / "drift", axes, make, metric="-metrics.drift")
     texts = fedsim.plot(folder, metric=metric, kind="heatmap").axes[0].texts
     assert {text.get_text() for text in texts if text.get_fontweight() == "bold"} - {""} == {best}
 

@@ -53,15 +53,18 @@ def write_comparison(folder: Path) -> Path:
     return write_points(folder, axes, make)
 
 
-def write_points(folder: Path, axes: dict[str, list[Any]], make) -> Path:
-    """Write a comparison folder whose runs `make(path, point)` may write, and return the folder."""
+def write_points(folder: Path, axes: dict[str, list[Any]], make, **settings: Any) -> Path:
+    """Write a comparison folder whose runs `make(path, point)` may write, and return the folder.
+
+    `settings` are further keys of comparison.json, such as `target`.
+    """
     runs = []
     for number, values in enumerate(itertools.product(*axes.values())):
         point = dict(zip(axes, values, strict=True))
         runs.append({"id": f"run{number}", "point": point, "folder": f"runs/run{number}"})
         make(folder / "runs" / f"run{number}", point)
     folder.mkdir(exist_ok=True)
-    (folder / "comparison.json").write_text(json.dumps({"name": "tried", "axes": axes, "runs": runs}))
+    (folder / "comparison.json").write_text(json.dumps({"name": "tried", "axes": axes, "runs": runs} | settings))
     return folder
 
 
@@ -121,7 +124,4 @@ def timed_comparison(folder: Path) -> Path:
             add_to_rounds(path, on_the_clock(1.0 + point["seed"]))
 
     variants = [{"label": "sync"}, {"label": "asgd", "policy": "asgd"}]
-    write_points(folder, {"variant": variants, "seed": [0, 1]}, make)
-    description = json.loads((folder / "comparison.json").read_text())
-    (folder / "comparison.json").write_text(json.dumps({**description, "target": 0.9}))
-    return folder
+    return write_points(folder, {"variant": variants, "seed": [0, 1]}, make, target=0.9)

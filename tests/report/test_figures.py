@@ -190,9 +190,13 @@ def test_lines_of_very_different_length_have_a_logarithmic_scale(tmp_path):
     assert axes[1]["title"]["text"] == "updates of the global model"
 
 
-def made_up_comparison(folder, axes, final):
+def made_up_comparison(folder, axes, final, **settings):
     """Return a comparison whose runs of two rounds end with the accuracy `final(point)`."""
-    return read_records(write_points(folder, axes, lambda path, point: invent_run(path, [0.1, final(point)])))
+
+    def make(path, point):
+        invent_run(path, [0.1, final(point)])
+
+    return read_records(write_points(folder, axes, make, **settings))
 
 
 @pytest.mark.parametrize("finals", [[0.8230, 0.8239], [0.2, 0.9, 0.95, 1.0]])
@@ -225,11 +229,8 @@ def test_the_heat_maps_over_two_named_axes_have_the_best_value_in_each_cell(tmp_
         return 0.5 + lead + 0.2 * (point["attack.name"] == "none")
 
     axes = {"aggregate.rule": ["mean", "median"], "attack.name": ["ipm", "none"], "local.lr": [0.1, 0.2]}
-    folder = tmp_path / "comparison"
-    made_up_comparison(folder, {**axes, "workers": [4], "seed": [0, 1, 2]}, final)
-    content = json.loads((folder / "comparison.json").read_text())
-    (folder / "comparison.json").write_text(json.dumps({**content, "heatmap": "workers,local.lr"}))
-    context, charts = comparison_page(read_records(folder))
+    axes |= {"workers": [4], "seed": [0, 1, 2]}
+    context, charts = comparison_page(made_up_comparison(tmp_path, axes, final, heatmap="workers,local.lr"))
     best = find(charts["best-map-chart"], axis3="0")
     assert best["data"][0]["text"] == [["mean, median<br>0.5000", "median<br>0.6000"]]
     assert best["data"][0]["customdata"] == [

@@ -103,10 +103,7 @@ def evil_run(folder):
 
 def evil_comparison(folder):
     axes = {EVIL: [EVIL, {EVIL: EVIL}, 1], "__proto__": ["__proto__", EVIL], "seed": [0, 1]}
-    folder = write_points(folder, axes, lambda path, point: evil_run(path))
-    description = json.loads((folder / "comparison.json").read_text())
-    (folder / "comparison.json").write_text(json.dumps({**description, "name": EVIL}))
-    return folder
+    return write_points(folder, axes, lambda path, point: evil_run(path), name=EVIL)
 
 
 @pytest.mark.parametrize("make", [evil_run, evil_comparison])
