@@ -5,8 +5,7 @@ from fedsim.engines.auto import AutoEngine
 from fedsim.engines.base import Engine
 from fedsim.engines.distributed import DistributedEngine
 from fedsim.engines.named import BatchedEngine, SerialEngine, SpawnEngine
-from fedsim.training.shared_state import SharedState
-from fedsim.training.task import RunTask, Schedule
+from fedsim.training.task import RunTask
 
 engine = Registry("engine", inputs=("processes", "threads", "timeout", "start_method"))
 engine("serial")(SerialEngine)
@@ -21,9 +20,7 @@ __all__ = [
     "DistributedEngine",
     "Engine",
     "RunTask",
-    "Schedule",
     "SerialEngine",
-    "SharedState",
     "SpawnEngine",
     "engine",
 ]

@@ -35,7 +35,7 @@ class Engine:
     """Base class of engines, which train the workers of one task after another.
 
     An engine trains in this process, or in a pool of processes if `traits` says so. A subclass may override `trainers`.
-    Use an engine in a `with` block, or call `close`.
+    Call `close` at the end.
 
     Args:
         processes: number of processes in the pool.
@@ -262,12 +262,6 @@ class Engine:
                 self._pool.close()
             if self._threads_before:
                 torch.set_num_threads(self._threads_before)
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _new_executor(group: Group, task: RunTask, *arguments: Any) -> Executor:

@@ -209,18 +209,19 @@ class ProcessContext:
     monitored: ClassVar[HeartbeatTable | None] = None
 
     index: int
-    count: int
     table: HeartbeatTable
-    barrier: Barrier
     send: Callable[[Any], object] = lambda content: None
     state: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.count, self.barrier = self.table.count, Barrier(self.table, self.index)
 
     @classmethod
     def alone(cls) -> ProcessContext:
         """Return the context of a process without a group."""
         table = cls.monitored or HeartbeatTable(1, shared=False)
         table.write(0, WORKER, NO_WORKER)
-        return cls(0, 1, table, Barrier(table, 0))
+        return cls(0, table)
 
     def heartbeat(self) -> None:
         """Send a heartbeat. Raises AbortedError if the parent has aborted the call."""

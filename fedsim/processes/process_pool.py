@@ -30,13 +30,7 @@ from fedsim.processes.child_process import (
     start_process,
 )
 from fedsim.processes.messages import Channel, Message, ReceivedMessage
-from fedsim.processes.process_context import (
-    AbortedError,
-    Barrier,
-    HeartbeatTable,
-    HeartbeatTimeout,
-    ProcessContext,
-)
+from fedsim.processes.process_context import AbortedError, HeartbeatTable, HeartbeatTimeout, ProcessContext
 from fedsim.system.limits import format_failure, require_files
 
 INSTEAD = "engine=serial, which starts no processes"
@@ -320,8 +314,8 @@ def _serve(pipe: Connection, index: int, table: HeartbeatTable, threads: int | N
     if threads is not None:
         torch.set_num_threads(threads)
     gc.freeze()  # excludes all imported modules from later garbage collections
-    channel, barrier = Channel(pipe), Barrier(table, index)
-    process = ProcessContext(index, table.count, table, barrier, lambda content: channel.send(("message", content)))
+    channel = Channel(pipe)
+    process = ProcessContext(index, table, lambda content: channel.send(("message", content)))
     with contextlib.suppress(EOFError, OSError):  # errors of the pipe: the parent has exited
         channel.send(("started", None))
         while (message := channel.receive()) is not None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -172,16 +171,6 @@ def fail_with(error):
     return fail
 
 
-def told_and_done(tables):
-    """Return the warnings of a run, how it was computed, and its global row."""
-    settings = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = fedsim.run(tables, on_start=settings.append)
-    told = [str(each.message) for each in caught if each.category is FedsimWarning]
-    return told, settings[0].how, result.global_row
-
-
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Let processes always appear worthwhile, and execute their calls in this process."""
@@ -193,12 +182,13 @@ def test_if_processes_fail_one_process_trains_the_same_stacks_and_one_line_says_
     tables, in_this_process, monkeypatch
 ):
     monkeypatch.setattr(base.Engine, "_begin_in_pool", fail_with(FAILED))
-    told, how, row = told_and_done({**tables, "processes": 2})
-    assert len(told) == 1
-    assert told[0].startswith("one process trains all workers: ")
-    assert told[0].endswith(str(FAILED).splitlines()[0])
-    assert (how["engine"], how["processes"]) == ("batched", 1)
-    assert torch.equal(row, fedsim.run({**tables, "engine": "batched"}).global_row)
+    settings = []
+    with pytest.warns(FedsimWarning) as told:
+        result = fedsim.run({**tables, "processes": 2}, on_start=settings.append)
+    (line,) = (str(warning.message) for warning in told)
+    assert line == f"one process trains all workers: {str(FAILED).splitlines()[0]}"
+    assert (settings[0].how["engine"], settings[0].how["processes"]) == ("batched", 1)
+    assert torch.equal(result.global_row, fedsim.run({**tables, "engine": "batched"}).global_row)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -14,6 +14,7 @@ from tests.commands import run_python
 
 # A program without a main guard, with a model from `__main__`, after computations with OpenMP threads. Processes must
 # keep neither its SIGTERM handler nor its folder lock. A second run uses the first run's processes, without the lock.
+# The program keeps its number of threads.
 PROGRAM = """
 import os, signal, sys, tempfile
 import torch
@@ -41,14 +42,14 @@ for start_method in sys.argv[1:]:
         some = dict(engine="spawn", processes=2, start_method=start_method, session=session)
         fedsim.run(tables, folder, **some)
         longer = fedsim.run({**tables, "rounds": 3}, folder, resume=True, **some)
-        print(torch.equal(serial, fedsim.run(tables, **some).global_row), len(longer.history))
+        print(torch.equal(serial, fedsim.run(tables, **some).global_row), len(longer.history), torch.get_num_threads())
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked only on Linux")
 def test_forked_processes_give_the_same_bits_after_the_program_has_computed():
     done = run_python("-c", PROGRAM, "fork", timeout=120)
-    assert (done.stdout, done.returncode) == ("True 3\n", 0), done.stderr
+    assert (done.stdout, done.returncode) == ("True 3 2\n", 0), done.stderr
 
 
 def test_a_program_with_other_threads_does_not_fork():
