@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,6 +24,9 @@ from fedsim.core.text_wrapping import hang, terminal_columns
 from fedsim.errors import ExperimentError, SettingWarning, one_line, show
 from fedsim.system.packages import EXTRAS
 from fedsim.version import __version__
+
+if TYPE_CHECKING:
+    from fedsim.config.experiment import Experiment
 
 EXPERIMENTS, KEYS = "experiments", "keys"
 KINDS = (*COMPONENTS, EXPERIMENTS, KEYS)
@@ -70,24 +73,16 @@ def run(
             source = str(experiment_of_run(resume))
     with errors_as_lines(), contextlib.ExitStack() as stack:
         import fedsim
-        from fedsim.config.files import to_toml
         from fedsim.config.load import load_experiment
-        from fedsim.config.validation import warnings_about
         from fedsim.data.sources import data_loaded_once
         from fedsim.engines import engine as engines
         from fedsim.records.run_folder import new_folder
         from fedsim.runs.launch import under_launcher
-        from fedsim.runs.session import Session
-        from fedsim.runs.setup import check_run
 
         stack.enter_context(data_loaded_once())
         experiment = under_launcher(load_experiment(source, overrides, allow_imports=allow_imports))
         if dry_run:
-            with Session() as session:
-                check_run(experiment, session, to_run=False)
-            for line in warnings_about(experiment):
-                warnings.warn(line, SettingWarning, stacklevel=1)
-            print(to_toml(experiment), end="")
+            _check(experiment)
             return
         main = engines.get(experiment.engine).target.is_main()
         chosen = resume or out or (None if main else Path(experiment.name))  # only the main process writes
@@ -95,6 +90,20 @@ def run(
         fedsim.run(experiment, folder, resume=bool(resume), progress=not quiet)
         if main:
             print(folder)
+
+
+def _check(experiment: Experiment) -> None:
+    """Check an experiment, and print it with all its settings."""
+    from fedsim.config.files import to_toml
+    from fedsim.config.validation import warnings_about
+    from fedsim.runs.session import Session
+    from fedsim.runs.setup import check_run
+
+    with Session() as session:
+        check_run(experiment, session, to_run=False)
+    for line in warnings_about(experiment):
+        warnings.warn(line, SettingWarning, stacklevel=1)
+    print(to_toml(experiment), end="")
 
 
 def replay(

@@ -88,8 +88,7 @@ def run(
         with sole_use_of_generators(for_run=True), data_loaded_once(), contextlib.ExitStack() as stack:
             experiment = under_launcher(load_experiment(experiment, allow_imports=allow_imports, **changes))
             warn_of_copies(experiment.engine)
-            path = None if out is None else Path(out)
-            live, callbacks = stack.enter_context(live_run(experiment, path, resume, users, session, progress))
+            live, callbacks = stack.enter_context(live_run(experiment, out, resume, users, session, progress))
             lines = warnings_about(experiment)
             if live.recorded and experiment.checkpoint.every != 0:
                 lines += warnings_about_objects(experiment, resumed=live.facts.done > 0)
@@ -115,7 +114,7 @@ def run(
 @contextlib.contextmanager
 def live_run(
     experiment: Experiment,
-    out: Path | None,
+    out: str | Path | None,
     resume: bool,
     users: UserCallbacks,
     session: Session | None,
@@ -133,11 +132,11 @@ def live_run(
     """
     if resume and out is None:
         raise ExperimentError("resume = True: needs `out`; set it to the folder of the run to resume")
-    is_main = _is_main(experiment)
+    is_main, path = _is_main(experiment), None if out is None else Path(out)
     with contextlib.ExitStack() as stack:
-        display = stack.enter_context(display_of(experiment, out, progress if is_main else False))
+        display = stack.enter_context(display_of(experiment, path, progress if is_main else False))
         stack.enter_context(engines.get(experiment.engine).target.joined(experiment.resolved()))
-        folder = stack.enter_context(RunFolder(out, resume=resume)) if out is not None and is_main else None
+        folder = stack.enter_context(RunFolder(path, resume=resume)) if path is not None and is_main else None
         painter = stack.enter_context(Painter() if folder else contextlib.nullcontext(Painter()))
         past = ResumeState(folder, experiment)
         display.announce()

@@ -159,6 +159,7 @@ def test_a_round_that_lost_a_process_is_repeated_from_a_copy_on_the_gpu(changes,
         calls.append(arguments[0] if arguments else None)
         result = call(crew, function, *arguments)
         if calls[-1] in (Simulation.run_round, Executor.train_apart) and calls.count(calls[-1]) == 2:
+            crew.close()  # as a pool of processes does before it raises an error
             raise ProcessLostError("process 1 is gone", "is gone", 1, None)
         return result
 
