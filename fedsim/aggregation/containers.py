@@ -66,7 +66,9 @@ class NestedForm:
     @property
     def columns(self) -> list[str]:
         """Key paths of the tensors that are aggregated, in order: floating-point tensors, with tied ones only once."""
-        return [place for place, tensor in self.entries.items() if _counts(tensor) and place not in self.shared]
+        return [
+            place for place, tensor in self.entries.items() if tensor.is_floating_point() and place not in self.shared
+        ]
 
     def row(self, update: Any, place: str) -> Any:
         """Return one update as a flat vector [d]. A vector, or an object without tensors, is returned unchanged.
@@ -279,13 +281,9 @@ def has_tensors(value: Any) -> bool:
     return bool(leaves) and isinstance(leaves[0], (Tensor, np.ndarray))
 
 
-def _counts(tensor: Tensor) -> bool:
-    return tensor.is_floating_point()
-
-
 def _form_of(update: Any, place: str) -> NestedForm:
     entries = _entries(update, place)
-    if not any(_counts(tensor) and tensor.numel() for tensor in entries.values()):
+    if not any(tensor.is_floating_point() and tensor.numel() for tensor in entries.values()):
         raise ExperimentError(f"{place}: contains no floating-point numbers")
     if refused := [where for where, tensor in entries.items() if tensor.is_complex()]:
         raise ExperimentError(f"{place}{refused[0]}: must be real-valued, not {entries[refused[0]].dtype}")
@@ -332,7 +330,7 @@ def _entries_like(form: NestedForm, update: Any, place: str, skip: int = 0) -> E
         if tensor.shape[skip:] != expected.shape:
             wanted = f"{tuple(expected.shape)} as in {form.name}{where}"
             raise ExperimentError(f"{place}{where}: must have shape {wanted}, not {tuple(tensor.shape[skip:])}")
-        if _counts(tensor) != _counts(expected):
+        if tensor.is_floating_point() != expected.is_floating_point():
             raise ExperimentError(
                 f"{place}{where}: must be {expected.dtype} as in {form.name}{where}, not {tensor.dtype}"
             )

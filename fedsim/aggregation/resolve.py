@@ -59,13 +59,7 @@ def resolve(
         raise ExperimentError(*lines)
     resolved = []
     for registration, parameters, where in zip(components, tables, wheres, strict=True):
-        fields = registration.parameters.model_fields
-        shared = {
-            name: value
-            for name, value in (background or {}).items()
-            if name in fields and (value or fields[name].is_required())
-        }
-        shared |= {name: value for name, value in params.items() if registration.accepts_any or name in fields}
+        shared = _shared_parameters(registration, params, background or {})
         try:
             resolved.append((registration, registration.check({**shared, **parameters}, beside=["rule"])))
         except ExperimentError as error:  # each line begins with the name of a parameter
@@ -78,6 +72,16 @@ def resolve(
             "use the rule mean"
         )
     return resolved
+
+
+def _shared_parameters(
+    registration: Registration, params: dict[str, Any], background: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the parameters of a rule or pre-aggregator that are set for all stages (see `resolve`)."""
+    fields = registration.parameters.model_fields
+    known = {name: value for name, value in background.items() if name in fields}
+    shared = {name: value for name, value in known.items() if value or fields[name].is_required()}
+    return shared | {name: value for name, value in params.items() if registration.accepts_any or name in fields}
 
 
 def as_table(stage: Any, where: str) -> dict[str, Any]:

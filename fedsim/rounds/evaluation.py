@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean
 from typing import Any
 
@@ -62,19 +62,13 @@ class EvaluationResult:
     def mean(cls, results: Sequence[EvaluationResult]) -> EvaluationResult:
         """Return the mean of each metric over several runs. A metric that is None in any run stays None."""
 
-        def mean_of(name: str) -> float | None:
+        def mean_of(name: str) -> Any:
             values = [getattr(result, name) for result in results]
             return None if None in values else fmean(values)
 
-        labels = results[0].metrics
-        return cls(
-            test_loss=fmean(result.test_loss for result in results),
-            test_accuracy=mean_of("test_accuracy"),
-            attack_success=mean_of("attack_success"),
-            validation_loss=mean_of("validation_loss"),
-            validation_accuracy=mean_of("validation_accuracy"),
-            metrics={label: fmean(result.metrics[label] for result in results) for label in labels},
-        )
+        names = [item.name for item in fields(cls) if item.name != "metrics"]
+        metrics = {label: fmean(result.metrics[label] for result in results) for label in results[0].metrics}
+        return cls(**{name: mean_of(name) for name in names}, metrics=metrics)
 
     def fields(self) -> dict[str, Any]:
         """Return all metrics by name."""

@@ -77,15 +77,6 @@ def test_pairs_with_numbers_of_samples_give_the_weighted_mean(updates):
     assert [mean["w"].tolist(), float(mean["b"])] == [[0.75] * 3, 0.75]
 
 
-def test_pairs_as_in_flower_give_the_weighted_mean():
-    generator = np.random.default_rng(1)
-    updates = [[generator.standard_normal((2, 3)), generator.standard_normal(4)] for _ in range(3)]
-    counts = [7, 2, 11]
-    result = fedsim.aggregate(list(zip(updates, counts, strict=True)))
-    for place, value in enumerate(result):
-        assert np.allclose(value, sum(n * update[place] for n, update in zip(counts, updates, strict=True)) / 20)
-
-
 def test_a_dict_of_state_dicts_is_a_list_of_clients(models):
     """In the order of the dict: the median of each entry over the clients, and the counters of the first client."""
     states = {f"client {k}": model.state_dict() for k, model in enumerate(models)}

@@ -45,23 +45,10 @@ def test_sign_flipping_negates_own_rows_or_the_mean(scale, honest, own_updates):
     assert torch.allclose(rows, (-scale * sum(honest) / 7).expand(3, -1), rtol=0, atol=1e-12)
 
 
-def test_gaussian_has_standard_deviation_s(honest):
-    wide = torch.zeros(1, 100_000, dtype=torch.double)
-    rows = attack(wide, 2, "gaussian", std=3.0)
-    assert rows.mean(1).abs().max() < 0.05
-    assert (rows.std(1) - 3).abs().max() < 0.05
-    assert (rows.abs() < 3).double().mean().item() == pytest.approx(0.6827, abs=0.005)
-    assert abs(np.corrcoef(rows.numpy())[0, 1]) < 0.02
-    assert torch.equal(attack(honest, 3, "gaussian", std=0.0), torch.zeros(3, 33, dtype=torch.double))
-
-
-def test_gaussian_depends_only_on_the_seed(honest):
-    rows = attack(honest, 3, "gaussian", seed=5)
-    assert torch.equal(rows, attack(honest, 3, "gaussian", seed=5))
-    assert not torch.equal(rows, attack(honest, 3, "gaussian", seed=6))
-    assert torch.equal(rows[:2], attack(honest, 2, "gaussian", seed=5))
-    assert torch.allclose(rows.float(), attack(honest.float(), 3, "gaussian", seed=5), rtol=0, atol=1e-4)
-    assert torch.equal(rows, Draws.of(5, "attack").normal(3, 33, dtype=torch.double))
+def test_gaussian_draws_rows_of_noise_with_a_standard_deviation(honest):
+    rows = attack(honest, 3, "gaussian", std=2.5, seed=5)
+    assert torch.equal(rows, 2.5 * Draws.of(5, "attack").normal(3, 33, dtype=torch.double))
+    assert not attack(honest, 3, "gaussian", std=0.0).any()
 
 
 def test_free_rider_sends_zero_or_the_last_update(honest, own_updates):

@@ -41,16 +41,6 @@ def test_only_the_requested_rounds_are_stored(tables, tmp_path):
     assert stored_rounds(tmp_path / "clock") == []
 
 
-@pytest.mark.parametrize("sync", ["parameters", "gradients"])
-def test_replaying_the_runs_own_rule_gives_what_the_run_did(sync, tables, tmp_path):
-    result = fedsim.run({**tables, "sync": sync, "rounds": 1, "local": {"steps": 1}}, tmp_path / "run")
-    start = fedsim.run({**tables, "rounds": 1, "records": {}, "local": {"lr": 0.0}}).global_row
-    (replayed,) = replay(load_round(tmp_path / "run", allow_imports=True), ["krum"])
-    lr = 0.05 if sync == "gradients" else -1.0  # a step goes against a gradient but along an update
-    assert torch.allclose(result.global_row, start - lr * replayed.update, rtol=0, atol=1e-6)
-    assert list(replayed.shares.values()) == result.history[0]["coefficients"]
-
-
 DIRICHLET = {"attack": {}, "partition": {"name": "dirichlet", "alpha": 0.3}, "aggregate": "weighted_mean"}
 CENTRAL = {"mechanism": "central", "clip": 0.01, "noise": 0.2}
 
@@ -59,6 +49,7 @@ CENTRAL = {"mechanism": "central", "clip": 0.01, "noise": 0.2}
     "changes",
     [
         {**DIRICHLET, "privacy": CENTRAL, "cohort": 5, "sampling": "poisson"},
+        {},
         {**DIRICHLET, "sync": "gradients"},  # only some workers have samples left for the last step
         {"sync": "gradients", "local": {"steps": 2}, "aggregate": [{"rule": "bucketing", "s": 2}, "median"]},
         {"aggregate": [{"rule": "bucketing", "s": 2}, "mean"]},

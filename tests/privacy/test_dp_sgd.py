@@ -53,13 +53,6 @@ def test_a_batch_that_needs_much_memory_is_computed_in_parts(engine, tiny_experi
     assert in_parts.history[0].train_loss == pytest.approx(whole.history[0].train_loss, rel=1e-9)
 
 
-def test_noise_has_its_standard_deviation(tiny_experiment):
-    tables = {**tables_of(tiny_experiment, steps=1, epochs=None), "rounds": 1, "workers": 1}
-    with_noise, without = (fedsim.run({**tables, "local": {**tables["local"], "noise": z}}) for z in (0.4, 0.0))
-    difference = (with_noise.global_row - without.global_row) / 0.1
-    assert difference.std() == pytest.approx(0.4 * 0.05 / 16, rel=0.03)
-
-
 def test_dropout_keep_state_and_momentum_agree_in_stacks(tiny_experiment):
     tables = {**tables_of(tiny_experiment, momentum=0.5, keep_state=True), "model": "net"}
     serial, stacked = (fedsim.run({**tables, "engine": engine}) for engine in ("serial", "batched"))

@@ -145,16 +145,6 @@ TABLES = {
 }
 
 
-def test_what_is_left_out_is_added_to_the_next_update():
-    chain = [processor.bind(processor.get("top_k"), {"k": 1}, error_feedback=True)]
-    residuals = initial_states(chain, torch.zeros(3), [(3,)])
-    for sent, left in (([0.0, -3.0, 0.0], [1.0, 0.0, 2.0]), ([0.0, 0.0, 4.0], [2.0, -3.0, 0.0])):
-        row = torch.tensor([1.0, -3.0, 2.0])
-        apply_chain(chain, row, 0, (1, 0), {}, residuals)
-        assert row.tolist() == sent
-        assert residuals["residual_0"].tolist() == left
-
-
 def test_only_processors_that_ask_for_it_have_a_residual():
     chain = [processor.bind(processor.get("sign"), {}, error_feedback=feedback) for feedback in (False, True)]
     assert list(initial_states(chain, torch.zeros(2), [(2,)])) == ["residual_1"]

@@ -13,10 +13,13 @@ from fedsim.training.task import Schedule
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @pytest.mark.parametrize("costs", [[], [5], [1, 1, 1, 1], [9, 1, 8, 2, 7, 3], list(range(20))])
-def test_every_item_is_assigned_once(costs, count):
-    assignments = balance_load(costs, count)
-    assert len(assignments) == count
-    assert sorted(item for items in assignments for item in items) == list(range(len(costs)))
+def test_every_item_is_assigned_once_and_no_process_gets_more_than_the_maximum(costs, count):
+    for most in (None, -(-len(costs) // count)):
+        assignments = balance_load(costs, count, most)
+        assert len(assignments) == count
+        assert sorted(item for items in assignments for item in items) == list(range(len(costs)))
+        assert all(items == sorted(items) and len(items) <= (most or len(costs)) for items in assignments)
+        assert assignments == balance_load(costs, count, most)
 
 
 def test_loads_are_even_if_possible():
@@ -54,15 +57,6 @@ def test_a_schedule_counts_the_batches_that_are_really_drawn(n, measure):
         assert drawn == epoch * measure["epochs"]
     assert [schedule.batch_size_at(step, n) for step in range(len(drawn) + 2)] == [*drawn, 0, 0]
     assert schedule.samples_in(schedule.steps_for(n), n) == sum(drawn)
-
-
-@pytest.mark.parametrize(("costs", "count", "most"), [([9, 1, 1, 1, 1, 1], 3, 2), ([5] * 7, 3, 3), ([1], 4, 1)])
-def test_no_process_gets_more_items_than_the_maximum(costs, count, most):
-    assignments = balance_load(costs, count, most)
-    assert sorted(item for items in assignments for item in items) == list(range(len(costs)))
-    assert max(map(len, assignments)) <= most
-    assert all(items == sorted(items) for items in assignments)
-    assert assignments == balance_load(costs, count, most)
 
 
 def test_with_a_maximum_the_process_with_the_least_load_is_next():

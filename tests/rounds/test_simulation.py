@@ -225,3 +225,21 @@ def test_callbacks_get_the_facts_and_every_round(tiny_experiment):
     assert sum(facts.shard_sizes) == facts.train_samples == 203
     assert facts.parameters == 16_330
     assert facts.how == {"engine": "serial", "threads": 1, "processes": 1}
+
+
+def scoring_rule(updates, metrics):
+    metrics["macro_f1"] = 1.0
+    return updates.mean(0)
+
+
+def scoring_strategy(n_workers, metrics):
+    metrics["macro_f1"] = 1.0
+    return list(range(n_workers))
+
+
+@pytest.mark.parametrize("changes", [{"aggregate": "scoring_rule"}, {"sampling": "scoring_strategy"}], ids=str)
+def test_a_number_of_a_component_with_the_name_of_a_metric_is_an_error(changes, tiny_experiment):
+    paths = {key: f"{__name__}:{name}" for key, name in changes.items()}
+    with pytest.raises(fedsim.ExperimentError, match='a component also records a number named "macro_f1"; give the m'):
+        fedsim.run({**tiny_experiment, **paths, "metrics": ["macro_f1"]})
+    assert fedsim.run({**tiny_experiment, **paths}).history[0].metrics == {"macro_f1": 1.0}

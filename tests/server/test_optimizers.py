@@ -135,24 +135,6 @@ def test_every_optimizer_matches_its_definition(name, params, case):
     assert torch.allclose(path(name, row, updates, **params), expected, rtol=1e-13, atol=1e-12)
 
 
-def by_torch(optimizer, row, updates, **params):
-    """Return the row after PyTorch optimizer steps with the negated updates as gradients."""
-    parameter = torch.nn.Parameter(row.clone())
-    theirs = optimizer([parameter], **params)
-    for update in updates:
-        parameter.grad = -update
-        theirs.step()
-    return parameter.detach()
-
-
-@pytest.mark.parametrize("bias_correction", [False, True])
-def test_only_adam_with_bias_correction_is_torch_optim_adam(bias_correction, case):
-    row, updates = case
-    theirs = by_torch(torch.optim.Adam, row, updates, lr=0.1, betas=(0.9, 0.99), eps=1e-3)
-    ours = path("adam", row, updates, lr=0.1, bias_correction=bias_correction)[-1]
-    assert torch.allclose(ours, theirs, **EXACT) is bias_correction
-
-
 def test_bmuf_with_nesterov_broadcasts_a_row_ahead():
     server = ServerOptimizer("bmuf", bm=0.5, nesterov=True)
     start = numbers(0, 10)
