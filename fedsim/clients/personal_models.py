@@ -119,18 +119,11 @@ class Ditto(LocalSGD, PersonalModel):
         return {**super().start(rows), **counts, "start": rows.clone(), "personal": rows.clone()}
 
     def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
-        if self._moves_personal(state):
+        if not self.personal_steps or bool((state["taken"].add_(1) <= self.personal_steps).all()):
             personal = state["personal"]
             slope = gradient_at(personal).add_(personal - state["start"], alpha=self.lam)
             personal.add_(slope, alpha=-self.lr)
         self.step(rows, gradients, state)
-
-    def _moves_personal(self, state: State) -> bool:
-        """Whether this step also trains the personal models. Each call counts as one step."""
-        if self.personal_steps is None:
-            return True
-        taken = state["taken"].add_(1)
-        return bool((taken <= self.personal_steps).all())
 
     def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
         return worker_state["personal"]
