@@ -118,7 +118,8 @@ class WorkerRound:
         return self._column(self.facts.weights).to(self.rows.dtype)
 
     def _column(self, values: np.ndarray) -> Tensor:
-        return to_device(torch.from_numpy(values).view(*self.rows.shape[:-1], 1), self.rows.device)
+        """Return facts as a new tensor [..., 1], which algorithms may change."""
+        return to_device(torch.tensor(values).view(*self.rows.shape[:-1], 1), self.rows.device)
 
 
 class ClientAlgorithm:

@@ -234,39 +234,21 @@ class Workers(Federation):
 
 
 @pytest.fixture(scope="module")
-def workers():
-    return Workers()
-
-
-def losses_of(local, out, session=None, **changes):
-    """Return the test losses of the personal models, and those after fine-tuning (one loss per worker)."""
-    local = {"batch_size": BATCH, "lr": LR, **local}
-    fedsim.run({**TABLES, "engine": "serial", **changes, "local": local}, out, session=session)
-    evaluation = Run.read(out).workers
-    assert evaluation.workers == list(range(WORKERS))
-    return [evaluation.loss["personal"], evaluation.loss["fine_tuned"]]
-
-
-def sgd_step(model, batch):
-    model.zero_grad()
-    F.cross_entropy(model(batch[0]), batch[1]).backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= LR * parameter.grad
-
-
-def alone(workers):
+def alone():
     """Return the test losses of workers that train alone, and those after fine-tuning."""
-    personal = [start_of(models.Normalised) for _ in range(WORKERS)]
-    for round, cohort in enumerate(workers.cohorts, 1):
+    workers, personal = Workers(), [start_of(models.Normalised) for _ in range(WORKERS)]
+
+    def losses(round, cohort):
         for k in cohort:
-            for batch in workers.epoch(round, k):
-                sgd_step(personal[k], batch)
-    losses = [[workers.test_loss(model, k) for k, model in enumerate(personal)]]
-    for k, model in enumerate(personal):
-        for batch in workers.epoch(SHORT, k):
-            sgd_step(model, batch)
-    return [*losses, [workers.test_loss(model, k) for k, model in enumerate(personal)]]
+            optimizer = torch.optim.SGD(personal[k].parameters(), lr=LR)
+            for x, y in workers.epoch(round, k):
+                optimizer.zero_grad()
+                F.cross_entropy(personal[k](x), y).backward()
+                optimizer.step()
+        return [workers.test_loss(model, k) for k, model in enumerate(personal)]
+
+    *_, last = (losses(round, cohort) for round, cohort in enumerate(workers.cohorts, 1))
+    return last, losses(SHORT, range(WORKERS))
 
 
 ALONE = {
@@ -279,10 +261,14 @@ ALONE = {
 @in_turn(("name", "engine"), ALONE, ENGINES)
 @pytest.mark.parametrize("buffers", ["average", pytest.param("local", marks=pytest.mark.slow)])
 def test_a_model_that_the_global_one_does_not_pull_is_trained_and_tested_alone(
-    name, engine, buffers, workers, tmp_path, session
+    name, engine, buffers, alone, tmp_path, session
 ):
-    losses = losses_of(ALONE[name], tmp_path / "run", session, buffers=buffers, **ENGINES[engine])
-    assert losses == [pytest.approx(expected, rel=1e-9) for expected in alone(workers)]
+    local = {"batch_size": BATCH, "lr": LR, **ALONE[name]}
+    fedsim.run({**TABLES, **ENGINES[engine], "buffers": buffers, "local": local}, tmp_path / "run", session=session)
+    evaluation = Run.read(tmp_path / "run").workers
+    assert evaluation.workers == list(range(WORKERS))
+    for kind, expected in zip(("personal", "fine_tuned"), alone, strict=True):
+        assert evaluation.loss[kind] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(("model", "computed"), [(nn.Linear(2, 1), 1), (nn.BatchNorm1d(2), 2)])
