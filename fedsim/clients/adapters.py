@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedsim.clients.algorithm import ClientAlgorithm, WorkerRound, exchanges
-from fedsim.clients.base import OuterProductGrad, State, Stepper
+from fedsim.clients.algorithm import ClientAlgorithm, exchanges
+from fedsim.clients.base import State, Stepper
 from fedsim.clients.capabilities import UpdateCorrection
 from fedsim.core.registry import Registration
 from fedsim.errors import ExperimentError, show
@@ -42,7 +42,7 @@ def as_algorithm(algorithm: Stepper) -> ClientAlgorithm:
     return algorithm if isinstance(algorithm, ClientAlgorithm) else AlgorithmOnly(algorithm)
 
 
-class KeptState(ClientAlgorithm):
+class KeptState(AlgorithmOnly):
     """Client algorithm whose workers keep their optimizer state, such as momentum, between rounds.
 
     It wraps another client algorithm, and is used if `local.keep_state` is set.
@@ -63,8 +63,7 @@ class KeptState(ClientAlgorithm):
     setting = "local.keep_state = true"
 
     def __init__(self, algorithm: ClientAlgorithm) -> None:
-        self.algorithm = algorithm
-        self.gradients_per_step = algorithm.gradients_per_step  # type: ignore[misc]
+        super().__init__(algorithm)
         self.sample_noise = algorithm.sample_noise  # type: ignore[misc]
         rounds = [(cls.start_round, cls.finish) for cls in (type(algorithm), ClientAlgorithm)]
         unsupported = rounds[0] != rounds[1] or not algorithm.element_wise or isinstance(algorithm, UpdateCorrection)
@@ -80,22 +79,6 @@ class KeptState(ClientAlgorithm):
 
     def worker_state(self, row: Tensor) -> State:
         return self.algorithm.start(row)
-
-    def start(self, rows: Tensor) -> State:
-        return self.algorithm.start(rows)
-
-    def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        return {name: kept.clone() for name, kept in worker.kept.items()}
-
-    def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
-        self.algorithm.step(rows, gradients, state)
-
-    def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
-        self.algorithm.step_fused(rows, product, state)
-
-    def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
-        worker.kept.update(state)
-        return {}
 
     def with_lr(self, lr: float) -> ClientAlgorithm:
         return KeptState(self.algorithm.with_lr(lr))

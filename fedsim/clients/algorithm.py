@@ -118,7 +118,8 @@ class WorkerRound:
         return self._column(self.facts.weights).to(self.rows.dtype)
 
     def _column(self, values: np.ndarray) -> Tensor:
-        return to_device(torch.from_numpy(values).view(*self.rows.shape[:-1], 1), self.rows.device)
+        """Return facts as a new tensor [..., 1], which algorithms may change."""
+        return to_device(torch.tensor(values).view(*self.rows.shape[:-1], 1), self.rows.device)
 
 
 class ClientAlgorithm:
@@ -227,9 +228,13 @@ class ClientAlgorithm:
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
         """Return the optimizer state at the start of a round, with the same names as in `start`.
 
-        `rows` [..., d] are the models that the workers received, which may be changed in place.
+        By default, this is the state of `start`, in which the tensors that workers keep (see `worker_state`) replace
+        those of the same name. `rows` [..., d] are the models that the workers received, which may be changed in place.
         """
-        return self.start(rows)
+        state = self.start(rows)
+        for name in worker.kept.keys() & state.keys():
+            state[name].copy_(worker.kept[name])
+        return state
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         """Move the models `rows` by one step, in place. `gradients` and `state` may be changed too.
@@ -259,8 +264,10 @@ class ClientAlgorithm:
     def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
         """End a round, and return what the workers send besides their updates, with the same names as in `message`.
 
-        May change `worker.kept` and the models `rows` [..., d] in place.
+        May change `worker.kept` and the models `rows` [..., d] in place. By default, workers keep the tensors of the
+        optimizer state that have the names of `worker_state`, and send nothing.
         """
+        worker.kept.update({name: state[name] for name in worker.kept.keys() & state.keys()})
         return {}
 
     def receive(self, server: State, sums: State, workers: int, population: int) -> None:

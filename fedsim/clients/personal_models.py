@@ -62,9 +62,6 @@ class APFL(LocalSGD, PersonalModel):
     def start(self, rows: Tensor) -> State:
         return {**super().start(rows), **self._personal(rows)}
 
-    def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        return {**super().start(rows), **{name: kept.clone() for name, kept in worker.kept.items()}}
-
     def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
         personal, alpha = state["personal"], state.get("alpha", self.alpha)
         slope = gradient_at(self.personal_rows(rows, state))
@@ -73,10 +70,6 @@ class APFL(LocalSGD, PersonalModel):
         if along_alpha is not None:
             state["alpha"].sub_(along_alpha, alpha=self.lr).clamp_(0, 1)
         self.step(rows, gradients, state)
-
-    def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
-        worker.kept.update({name: state[name] for name in worker.kept})
-        return {}
 
     def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
         alpha = worker_state.get("alpha", self.alpha)
@@ -125,26 +118,12 @@ class Ditto(LocalSGD, PersonalModel):
         counts = {"taken": torch.zeros_like(rows[..., :1])} if self.personal_steps else {}
         return {**super().start(rows), **counts, "start": rows.clone(), "personal": rows.clone()}
 
-    def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        return {**self.start(rows), "personal": worker.kept["personal"].clone()}
-
     def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
-        if self._moves_personal(state):
+        if not self.personal_steps or bool((state["taken"].add_(1) <= self.personal_steps).all()):
             personal = state["personal"]
             slope = gradient_at(personal).add_(personal - state["start"], alpha=self.lam)
             personal.add_(slope, alpha=-self.lr)
         self.step(rows, gradients, state)
-
-    def _moves_personal(self, state: State) -> bool:
-        """Whether this step also trains the personal models. Each call counts as one step."""
-        if self.personal_steps is None:
-            return True
-        taken = state["taken"].add_(1)
-        return bool((taken <= self.personal_steps).all())
-
-    def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
-        worker.kept["personal"] = state["personal"]
-        return {}
 
     def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
         return worker_state["personal"]
@@ -271,16 +250,15 @@ class PFedMe(PersonalModel, UpdateCorrection):
     def start(self, rows: Tensor) -> State:
         return {"theta": rows.clone()}
 
+    def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
+        return self.start(rows)  # each step begins with theta = x
+
     def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
         theta = state["theta"].copy_(rows)
         for inner_step in range(self.inner_steps):
             slope = gradient_at(theta) if inner_step or self.has_buffers else gradients
             theta.sub_(slope.add_(theta - rows, alpha=self.lam), alpha=self.lr)
         rows.add_(theta - rows, alpha=self.eta * self.lam)
-
-    def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
-        worker.kept["theta"] = state["theta"]
-        return {}
 
     def correct(self, update: Tensor, server: State, workers: float, population: int) -> None:
         update.mul_(self.beta)

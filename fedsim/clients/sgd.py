@@ -294,12 +294,6 @@ class Moon(LocalSGD, FeatureLoss):
     def start(self, rows: Tensor) -> State:
         return {**super().start(rows), **({"sent": rows.clone(), "previous": rows.clone()} if self.mu else {})}
 
-    def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        state = self.start(rows)
-        for name, tensor in worker.kept.items():
-            state[name].copy_(tensor)
-        return state
-
     def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
         if self.mu:
             worker.kept["previous"] = rows.clone()

@@ -9,7 +9,7 @@ its gradients are computed. Per-worker gradients are not stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, NoReturn
@@ -26,7 +26,7 @@ from fedsim.processes.process_group import RankGroup
 from fedsim.system.devices import synchronize
 from fedsim.training.batches import WorkItem
 from fedsim.training.row_module import RowModule
-from fedsim.training.sequential import RowTrainer, SyncParticipant
+from fedsim.training.sequential import RowTrainer
 from fedsim.training.weights import AggregationContext, linear_shares, screen
 
 BUCKET = 25 * 2**20  # bytes; default of DistributedDataParallel
@@ -111,17 +111,6 @@ class ParallelTrainer(RowTrainer):
         self._modules = [self._new_row_module()]
         self._shares = lru_cache(1)(partial(linear_shares, task))  # the shares rarely change between steps
 
-    def begin_gradient_round(self, members: Sequence[WorkItem]) -> list[SyncParticipant]:
-        shared = self._shared
-        self._batch_source.announce(members)
-        while len(self._modules) < len(members):
-            self._modules.append(self._new_row_module())
-        self._participants = []
-        for member, module in zip(members, self._modules, strict=False):
-            module.load(shared.server.row, self._gradient, shared.cohort.buffers[member.slot])
-            self._participants.append(self._participant(member, module))
-        return self._participants
-
     def step_along_mean(self, step: int, context: AggregationContext) -> list[float]:
         """Average the gradients of all workers, and update the global parameters with the mean.
 
@@ -182,6 +171,9 @@ class ParallelTrainer(RowTrainer):
         hook = f'distributed.hook = "{self._task.experiment.gradient_hook.name}"'
         message = f"{hook}: the mean gradient is not finite, although each gradient is"
         raise DivergedError(message, "", context.moment[0])
+
+    def _gradient_of(self, member: WorkItem) -> Tensor:
+        return self._gradient  # of all workers together
 
     def _new_row_module(self) -> RowModule:
         return RowModule(lambda: self._sender.watch(self._dropout.new_module()))

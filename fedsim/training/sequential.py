@@ -190,15 +190,18 @@ class RowTrainer:
                     (value * (len(inputs) / size)).backward()
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> list[SyncParticipant]:
-        shared = self._shared
         self._batch_source.announce(members)
         while len(self._modules) < len(members):
-            self._modules.append(RowModule(self._dropout.new_module))
-        self._participants = []
-        for member, module in zip(members, self._modules, strict=False):
-            module.load(shared.server.row, self._rows[member.slot], shared.cohort.buffers[member.slot])
-            self._participants.append(self._participant(member, module))
+            self._modules.append(self._new_row_module())
+        self._participants = list(map(self._participant, members, self._modules))
         return self._participants
+
+    def _new_row_module(self) -> RowModule:
+        return RowModule(self._dropout.new_module)
+
+    def _gradient_of(self, member: WorkItem) -> Tensor:
+        """Return the tensor [d] that contains a worker's gradient in a round of synchronous SGD."""
+        return self._rows[member.slot]
 
     def gradients(self, step: int) -> None:
         for participant in self._participants:
@@ -217,7 +220,8 @@ class RowTrainer:
             self._shared.cohort.train_loss[participant.member.slot] = participant.loss_sum.item() / participant.samples
 
     def _participant(self, member: WorkItem, module: RowModule) -> SyncParticipant:
-        device = self._task.device
+        device, shared = self._task.device, self._shared
+        module.load(shared.server.row, self._gradient_of(member), shared.cohort.buffers[member.slot])
         module.module.train()
         loss_sum = torch.zeros((), dtype=wide_dtype(device), device=device)
         dropout = self._dropout.of(member.worker, member.round)

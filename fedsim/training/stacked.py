@@ -146,19 +146,16 @@ class StackTrainer:
         if self._task.schedule.accumulate > 1:
             self._accumulate(stack, state)
         else:
-            self._step_by_batch(stack, state)
+            ahead = stack.dropout_factors(self._probe.dropouts)
+            for whole in stack.step_batches():
+                for part, theirs, batch in self._parts(stack, state, whole, ahead, moves=True):
+                    stack.count(part, self._step(theirs, batch, moment=(stack.members.round, whole.step)))
         self._give_buffers(stack, state)
         if beside is not None:
             beside[stack.index] = self._module.pack_buffers(of_stack, torch.empty_like(beside[: len(stack)]))
         rounds.finish(rows, state.algorithm_state, stack.index, stack.members)
         if not in_place:
             shared.cohort.rows[stack.index] = rows
-
-    def _step_by_batch(self, stack: Stack, state: StackState) -> None:
-        ahead = stack.dropout_factors(self._probe.dropouts)
-        for whole in stack.step_batches():
-            for part, theirs, batch in self._parts(stack, state, whole, ahead, moves=True):
-                stack.count(part, self._step(theirs, batch, moment=(stack.members.round, whole.step)))
 
     def _accumulate(self, stack: Stack, state: StackState) -> None:
         """Train a stack with one parameter update per `local.accumulate` batches."""

@@ -44,13 +44,13 @@ def of_local(**local):
     return {**EXPERIMENT, "local": {"batch_size": BATCH, "lr": LR, **local}}
 
 
-def averaged(steps_of, train_round):
+def averaged(steps_of, train_round, workers=WORKERS):
     """Return the global row of federated averaging, where `train_round(model, batches, round)` trains one worker."""
-    federation = Federation(zero, points, WORKERS, BATCH)
+    federation = Federation(zero, points, workers, BATCH)
     model = federation.model
     for round in range(1, ROUNDS + 1):
         rows = []
-        for worker in range(WORKERS):
+        for worker in range(workers):
             nn.utils.vector_to_parameters(federation.row.clone(), model.parameters())
             train_round(model, list(islice(federation.batches(round, worker), steps_of(worker, round))), round)
             rows.append(nn.utils.parameters_to_vector(model.parameters()).detach())
@@ -174,40 +174,28 @@ def test_the_longest_round_of_a_worker_is_checked():
 
 MODES = {
     "parameters": {},
-    "gradients": {"sync": "gradients"},
     "parameters in stacks": STACKED,
-    "gradients in stacks": {"sync": "gradients", **STACKED},
-    "one worker on the clock": {"workers": 1, "mode": "clock", "policy": "asgd"},
+    "gradients": {"workers": 1, "sync": "gradients"},
+    "gradients in stacks": {"workers": 1, "sync": "gradients", **STACKED},
+    "the clock": {"workers": 1, "mode": "clock", "policy": "asgd"},
 }
-
-
-def expected_row(workers, *, each_step):
-    """Return the global row of FedAvg, or of synchronous SGD if `each_step`, on the full batches of two epochs."""
-    federation = Federation(zero, points, workers, BATCH)
-    for round in range(1, ROUNDS + 1):
-        epochs = [[*federation.epoch(round, k), *federation.epoch(round, k, 1)] for k in range(workers)]
-        full = [[batch for batch in batches if len(batch[1]) == BATCH] for batches in epochs]
-        rows = [federation.row] * workers
-        for of_step in zip(*full, strict=True):
-            gradients = [federation.gradient(row, batch) for row, batch in zip(rows, of_step, strict=True)]
-            if each_step:
-                gradients = [sum(gradients) / workers] * workers
-            rows = [row - LR * gradient for row, gradient in zip(rows, gradients, strict=True)]
-        federation.row = sum(rows) / workers
-    return federation.row
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_epochs_have_whole_batches_only(mode):
-    tables = {**of_local(epochs=2, drop_last=True), **MODES[mode]}
-    if mode.endswith("clock"):
+    """With one worker, a step along its gradient is a local step."""
+    tables, train = {**of_local(epochs=2, drop_last=True), **MODES[mode]}, round_of()
+    if mode == "the clock":
         del tables["aggregate"]
-    result = fedsim.run(tables)
-    workers = tables["workers"]
-    expected = expected_row(workers, each_step=not mode.startswith("parameters"))
+    result, workers = fedsim.run(tables), tables["workers"]
+    epochs = 2 * {4: 4, 1: 15}[workers]
+
+    def whole(model, batches, round):
+        train(model, [batch for batch in batches if len(batch[1]) == BATCH], round)
+
+    expected = averaged(lambda worker, round: epochs, whole, workers)
     assert torch.allclose(result.global_row, expected, rtol=0, atol=1e-12)
-    per_epoch = {4: 12, 1: 60}[workers]
-    assert [record["samples"] for record in result.history] == [[2 * per_epoch] * workers] * ROUNDS
+    assert [record["samples"] for record in result.history] == [[2 * {4: 12, 1: 60}[workers]] * workers] * ROUNDS
 
 
 def test_a_shard_smaller_than_a_batch_is_one_batch():

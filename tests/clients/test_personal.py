@@ -234,39 +234,21 @@ class Workers(Federation):
 
 
 @pytest.fixture(scope="module")
-def workers():
-    return Workers()
-
-
-def losses_of(local, out, session=None, **changes):
-    """Return the test losses of the personal models, and those after fine-tuning (one loss per worker)."""
-    local = {"batch_size": BATCH, "lr": LR, **local}
-    fedsim.run({**TABLES, "engine": "serial", **changes, "local": local}, out, session=session)
-    evaluation = Run.read(out).workers
-    assert evaluation.workers == list(range(WORKERS))
-    return [evaluation.loss["personal"], evaluation.loss["fine_tuned"]]
-
-
-def sgd_step(model, batch):
-    model.zero_grad()
-    F.cross_entropy(model(batch[0]), batch[1]).backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= LR * parameter.grad
-
-
-def alone(workers):
+def alone():
     """Return the test losses of workers that train alone, and those after fine-tuning."""
-    personal = [start_of(models.Normalised) for _ in range(WORKERS)]
-    for round, cohort in enumerate(workers.cohorts, 1):
+    workers, personal = Workers(), [start_of(models.Normalised) for _ in range(WORKERS)]
+
+    def losses(round, cohort):
         for k in cohort:
-            for batch in workers.epoch(round, k):
-                sgd_step(personal[k], batch)
-    losses = [[workers.test_loss(model, k) for k, model in enumerate(personal)]]
-    for k, model in enumerate(personal):
-        for batch in workers.epoch(SHORT, k):
-            sgd_step(model, batch)
-    return [*losses, [workers.test_loss(model, k) for k, model in enumerate(personal)]]
+            optimizer = torch.optim.SGD(personal[k].parameters(), lr=LR)
+            for x, y in workers.epoch(round, k):
+                optimizer.zero_grad()
+                F.cross_entropy(personal[k](x), y).backward()
+                optimizer.step()
+        return [workers.test_loss(model, k) for k, model in enumerate(personal)]
+
+    *_, last = (losses(round, cohort) for round, cohort in enumerate(workers.cohorts, 1))
+    return last, losses(SHORT, range(WORKERS))
 
 
 ALONE = {
@@ -279,54 +261,22 @@ ALONE = {
 @in_turn(("name", "engine"), ALONE, ENGINES)
 @pytest.mark.parametrize("buffers", ["average", pytest.param("local", marks=pytest.mark.slow)])
 def test_a_model_that_the_global_one_does_not_pull_is_trained_and_tested_alone(
-    name, engine, buffers, workers, tmp_path, session
+    name, engine, buffers, alone, tmp_path, session
 ):
-    losses = losses_of(ALONE[name], tmp_path / "run", session, buffers=buffers, **ENGINES[engine])
-    assert losses == [pytest.approx(expected, rel=1e-9) for expected in alone(workers)]
+    local = {"batch_size": BATCH, "lr": LR, **ALONE[name]}
+    fedsim.run({**TABLES, **ENGINES[engine], "buffers": buffers, "local": local}, tmp_path / "run", session=session)
+    evaluation = Run.read(tmp_path / "run").workers
+    assert evaluation.workers == list(range(WORKERS))
+    for kind, expected in zip(("personal", "fine_tuned"), alone, strict=True):
+        assert evaluation.loss[kind] == pytest.approx(expected, rel=1e-9)
 
 
-def pfedme(workers, eta, lam, inner_steps):
-    """Return the losses of pFedMe. Each theta has its own BatchNorm statistics, initially those of the global model."""
-    server, thetas = start_of(models.Normalised), {}
-
-    def train(k, theta, batches):
-        x = deepcopy(server).train()
-        for batch in batches:
-            with torch.no_grad():
-                x(batch[0])  # updates the BatchNorm statistics of x
-                for ours, start in zip(theta.parameters(), x.parameters(), strict=True):
-                    ours.copy_(start)
-            for _ in range(inner_steps):
-                pulls = [lam * (a - b).detach() for a, b in zip(theta.parameters(), x.parameters(), strict=True)]
-                sgd_step(theta, batch)
-                with torch.no_grad():
-                    for parameter, pull in zip(theta.parameters(), pulls, strict=True):
-                        parameter -= LR * pull
-            with torch.no_grad():
-                for ours, near in zip(x.parameters(), theta.parameters(), strict=True):
-                    ours -= eta * lam * (ours - near)
-        return x
-
-    for round, cohort in enumerate(workers.cohorts, 1):
-        states, sizes = [], [len(workers.shards[k]) for k in cohort]
-        for k in cohort:
-            theta = thetas.setdefault(k, deepcopy(server))
-            states.append(train(k, theta, workers.epoch(round, k)).state_dict())
-        for name, mean in server.state_dict().items():
-            mean.copy_(sum(n * state[name] for n, state in zip(sizes, states, strict=True)) / sum(sizes))
-    assert len(thetas) < WORKERS
-    personal = [thetas.get(k, deepcopy(server)) for k in range(WORKERS)]
-    losses = [[workers.test_loss(theta, k) for k, theta in enumerate(personal)]]
-    for k, theta in enumerate(personal):
-        train(k, theta, workers.epoch(SHORT, k))
-    return [*losses, [workers.test_loss(theta, k) for k, theta in enumerate(personal)]]
-
-
-@in_turn(("inner_steps", "engine"), [1, 3], list(ENGINES)[:2])
-def test_theta_of_pfedme_is_tested_with_its_own_statistics(inner_steps, engine, workers, tmp_path):
-    params = {"eta": 0.1, "lam": 2.0, "inner_steps": inner_steps}
-    losses = losses_of({"algorithm": "pfedme", **params}, tmp_path / "run", **ENGINES[engine])
-    assert losses == [pytest.approx(expected, rel=1e-9) for expected in pfedme(workers, **params)]
+@pytest.mark.parametrize(("model", "computed"), [(nn.Linear(2, 1), 1), (nn.BatchNorm1d(2), 2)])
+def test_theta_of_pfedme_has_its_own_statistics_from_its_first_gradient_on(model, computed):
+    """Only forward passes at theta update the buffers of theta."""
+    algorithm, rows, points = fedsim.clients.PFedMe(inner_steps=2).for_model(model), torch.ones(3), []
+    algorithm.step_rows(rows, rows.clone(), algorithm.start(rows), lambda point: points.append(point) or point.clone())
+    assert len(points) == computed
 
 
 MU, T = 2.0, 0.5
