@@ -94,7 +94,7 @@ def test_right():
 """
 
 
-@pytest.mark.parametrize(("expression", "status"), [("first or right", 0), ("", 1)])
+@pytest.mark.parametrize(("expression", "status"), [pytest.param("first or right", 0, marks=pytest.mark.slow), ("", 1)])
 def test_a_test_that_failed_beside_others_is_repeated_alone(expression, status, tmp_path, monkeypatch, capsys):
     (tmp_path / "test_some.py").write_text(CROWDED)
     part = check.Part(1.0, ("--rootdir", str(tmp_path), "-c", os.devnull), ("test_some.py",), False, 60.0)

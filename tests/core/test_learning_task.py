@@ -401,7 +401,7 @@ def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
     [
         ({"task.label_smoothing": 1.0}, ExperimentError, "task.label_smoothing = 1.0"),
         ({**BINARY, "model": "logistic"}, ExperimentError, r"must return logits \[batch\] or \[batch, 1\]"),
-        ({**BINARY, "data": "tests.components:tiny"}, ExperimentError, "the labels go up to 9"),
+        ({**BINARY, "data": "tests.components:tiny"}, ExperimentError, "labels go up to 9; use task=classif"),
         ({**REGRESSION, "task": "classification"}, DataError, r"needs one class label.*float32 \[8\]; .*task=regres"),
         ({**NEXT_TOKEN, "task": "binary"}, DataError, r"needs one class label.*int64 \[8, 6\]; .*use task=next_token"),
         (
@@ -421,12 +421,17 @@ def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
             "has no accuracy; use stop.m",
         ),
         ({**REGRESSION, "task.delta": 0.5}, ExperimentError, "task.delta = 0.5: is only used with task.loss=huber"),
+        ({"data": "shakespeare"}, DataError, "use task=next_token model=char_lstm for tokens"),
+        ({"data": REGRESSION["data"]}, DataError, "use task=regression model=linear for numbers"),
+        ({"data": REGRESSION["data"], "task": "next_token"}, DataError, "use task=regression for numbers"),
+        ({"data": "mnist5k", "task": "next_token"}, DataError, "use task=classification for class labels"),
     ],
 )
 def test_what_does_not_fit_is_refused(tables, error, words):
     tables = {key: {"name": tables[key]} if f"{key}.outputs" in tables else value for key, value in tables.items()}
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as caught:
         fedsim.run({**SHORT, **tables})
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_attackers_cannot_hold_a_class_where_targets_are_numbers(tiny_experiment):

@@ -53,6 +53,11 @@ FITTING = {  # for components whose defaults do not fit such small experiments
 }
 
 
+def every(registry: Any) -> Any:
+    """Parametrize a test by the components of a registry."""
+    return pytest.mark.parametrize("registration", list(registry), ids=lambda registration: registration.name)
+
+
 def settings_of(registration: Any, **more: Any) -> dict[str, Any]:
     """Return a table that names a registered component and sets its required parameters."""
     required = [name for name, field in registration.parameters.model_fields.items() if field.is_required()]

@@ -17,7 +17,7 @@ from fedsim.aggregation import AggregationInputs, make_pipeline, resolve, rule
 from fedsim.aggregation.rule import pre_aggregator
 from fedsim.byzantine.base import attack_strategy
 from fedsim.server.optimizer import server_optimizer
-from tests.device.agreement import COLUMNS, REAL, settings_of, some_gpu, to_gpu
+from tests.device.agreement import COLUMNS, REAL, every, settings_of, some_gpu, to_gpu
 from tests.device.pretend import upload
 
 N, F = 11, 2
@@ -128,10 +128,6 @@ def assert_same_on_gpu(function, *tensors, rounding=None, scale=None):
     tolerance = rounding * torch.finfo(actual.dtype).eps * max(1e-30, scale)
     assert torch.allclose(actual.double(), expected.double(), rtol=0, atol=tolerance, equal_nan=True)
     return expected
-
-
-def every(registry):
-    return pytest.mark.parametrize("registration", list(registry), ids=lambda registration: registration.name)
 
 
 each_precision = pytest.mark.parametrize("dtype", PRECISIONS, ids=str)

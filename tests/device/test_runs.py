@@ -28,6 +28,7 @@ from tests.device.agreement import (
     assert_agrees_with_the_cpu,
     assert_same_model,
     assert_same_results,
+    every,
     run_on_cpu,
     run_on_gpu,
     settings_of,
@@ -39,10 +40,6 @@ from tests.engines.test_contract import ALL_CASES, REFUSED, syncs_of
 from tests.matrix import in_turn
 
 pytestmark = pytest.mark.gpu
-
-
-def every(registry):
-    return pytest.mark.parametrize("registration", list(registry), ids=lambda registration: registration.name)
 
 
 def with_engines(name, values, engines=("serial", "batched")):

@@ -18,14 +18,8 @@ from tests.commands import environment
 NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # the second one works without root
 NOBODY = 64_999  # ID of a user without processes
 
-QUICK = [
-    "data=tests.components:tiny",
-    "engine=serial",
-    "model=logistic",
-    "local.batch_size=16",
-    "workers=3",
-    "checkpoint.every=0",
-]
+QUICK = ["data=tests.components:tiny", "engine=serial", "model=logistic", "local.batch_size=16", "workers=3"]
+QUICK += ["checkpoint.every=0"]
 
 
 @functools.cache

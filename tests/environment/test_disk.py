@@ -28,17 +28,11 @@ FULL = {  # size of the disk, and a command that writes to a folder of this name
     "curve": ("52k", ["run", *QUICK, "rounds=2", "--out"]),
     "comparison": ("60k", ["compare", *QUICK, *NO_MODEL, "rounds=20", "seed=0,1,2,3", "--jobs", "1", "--out"]),
 }
+TWO = [*QUICK, "rounds=2"]
 READ_ONLY = {  # commands, and the beginnings of their errors
-    ("run", *QUICK, "rounds=2", "--out", "new"): "new: cannot be a run folder: ",
-    ("run", *QUICK, "rounds=2", "--out", "empty"): "empty/experiment.toml: cannot be written: ",
-    (
-        "compare",
-        *QUICK,
-        "rounds=2",
-        "seed=0,1",
-        "--out",
-        "comparison",
-    ): "comparison: cannot be the folder of a comparison: ",
+    ("run", *TWO, "--out", "new"): "new: cannot be a run folder: ",
+    ("run", *TWO, "--out", "empty"): "empty/experiment.toml: cannot be written: ",
+    ("compare", *TWO, "seed=0,1", "--out", "comparison"): "comparison: cannot be the folder of a comparison: ",
     ("report", "run"): "run/report.html: cannot be written: ",
 }
 WRITTEN_LAST = {"metrics": "metrics.jsonl", "curve": "curve.png", "report": "report.html"}

@@ -27,44 +27,22 @@ checkpoint.every = 2
 records.curve = false
 """
 IN_POOLS = ("timeout=5", "process_retries=100")
-RESUME = ("--resume", "run", "tiny.toml", "data=tests.components:tiny")
-COMPARISON = (
-    "--out",
-    "run",
-    "tiny.toml",
-    "data=tests.components:tiny",
-    "aggregate.rule=mean,median",
-    "seed=0,1",
-    *IN_POOLS,
-)
-IN_RANKS = ("engine=distributed", "distributed.timeout=5")
+DATA = "data=tests.components:tiny"
+RESUME = ("--resume", "run", "tiny.toml", DATA)
+RUN = ("-m", "fedsim", "run", *RESUME)
+COMPARE = ("-m", "fedsim", "compare", "--out", "run", "tiny.toml", DATA, "aggregate.rule=mean,median", "seed=0,1")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+DISTRIBUTED = ("engine=distributed", "distributed.timeout=5")
 WAYS: dict[str, tuple[Any, ...]] = {
-    "serial": ("-m", "fedsim", "run", *RESUME, "engine=serial", "records.updates=[2]", "data.local_test_fraction=0.3"),
-    "spawn": ("-m", "fedsim", "run", *RESUME, "engine=spawn", "processes=2", *IN_POOLS),
-    "batched": ("-m", "fedsim", "run", *RESUME, "engine=batched", "processes=2", *IN_POOLS),
-    "race": ("-m", "fedsim", "run", *RESUME, "engine=spawn", "processes=2", "mode=race", "policy=hogwild", *IN_POOLS),
-    "clock": (
-        "-m",
-        "fedsim",
-        "run",
-        *RESUME,
-        "engine=serial",
-        "mode=clock",
-        "policy=fedbuff",
-        "clock.slowdown=lognormal",
-    ),
-    "compare": (
-        "-m",
-        "fedsim",
-        "compare",
-        *COMPARISON,
-        "--jobs",
-        "2",
-    ),  # jobs of one process each
-    "ranks": ("-m", "fedsim", "run", *RESUME, *IN_RANKS),
-    "torchrun": (*TORCHRUN, ROOT / "run_experiment.py", *RESUME, *IN_RANKS),
-    "restarts": (*TORCHRUN, "--max-restarts", "3", ROOT / "run_experiment.py", *RESUME, *IN_RANKS),
+    "serial": (*RUN, "engine=serial", "records.updates=[2]", "data.local_test_fraction=0.3"),
+    "spawn": (*RUN, "engine=spawn", "processes=2", *IN_POOLS),
+    "batched": (*RUN, "engine=batched", "processes=2", *IN_POOLS),
+    "race": (*RUN, "engine=spawn", "processes=2", "mode=race", "policy=hogwild", *IN_POOLS),
+    "clock": (*RUN, "engine=serial", "mode=clock", "policy=fedbuff", "clock.slowdown=lognormal"),
+    "compare": (*COMPARE, *IN_POOLS, "--jobs", "2"),  # jobs of one process each
+    "ranks": (*RUN, *DISTRIBUTED),
+    "torchrun": (*TORCHRUN, ROOT / "run_experiment.py", *RESUME, *DISTRIBUTED),
+    "restarts": (*TORCHRUN, "--max-restarts", "3", ROOT / "run_experiment.py", *RESUME, *DISTRIBUTED),
 }
 LAUNCHED = ("torchrun", "restarts")
 RANKS, POOLS = ("ranks", *LAUNCHED), ("spawn", "batched", "race", "compare")

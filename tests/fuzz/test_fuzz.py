@@ -24,7 +24,7 @@ def session_lab():
         yield lab
 
 
-@pytest.mark.parametrize("number", [pytest.param(k, marks=() if k < 28 else pytest.mark.slow) for k in range(400)])
+@pytest.mark.parametrize("number", [pytest.param(k, marks=() if k < 30 else pytest.mark.slow) for k in range(400)])
 def test_a_drawn_experiment_has_the_property(number, session_lab):
     settings = draw(random.Random(f"test {number}"))
     ((name, answer),) = checked(session_lab, settings, in_turn(list(PROPERTIES), number))

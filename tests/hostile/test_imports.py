@@ -116,24 +116,14 @@ def test_a_package_of_the_working_directory_is_local(here):
     assert fedsim.load_experiment(path).model.component()
 
 
+LOCAL_NAMES = "os.system", "system", "nn.Linear", "partial", "__builtins__", ""
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "own_components:os.system",
-            "own_components:system",
-            "own_components:nn.Linear",
-            "own_components:partial",
-            "json:loads",
-        ),
-        *(
-            "own_components",
-            "own_components:__builtins__",
-            "__main__:x",
-            ".own_components:perceptron",
-            "own_components:",
-            ":perceptron",
-        ),
+        *(f"own_components:{name}" for name in LOCAL_NAMES),
+        *("own_components", "json:loads", "__main__:x", ".own_components:perceptron", ":perceptron"),
     ],
 )
 def test_a_local_module_gives_no_access_to_other_modules(here, name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -55,12 +54,15 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
     (torch.Size([8, 3]), 2, ['user'])
     """
     stored = _read(path)
-    parts = {role: _array_of(role, stored, path) for role in NAMES}
+    parts = {role: [name for name in names if name in stored] for role, names in NAMES.items()}
+    for role, names in parts.items():
+        if len(names) > 1:
+            raise DataError(f"{path}: has several arrays of {role}: {', '.join(names)}; keep only one")
     tested = parts["test_inputs"] or parts["test_targets"]
     for role in ("inputs", "targets", *(("test_inputs", "test_targets") if tested else ())):
-        if parts[role] is None:
+        if not parts[role]:
             raise DataError(f"{path}: has no array {role}, only {', '.join(stored) or 'none'}")
-    values = {role: stored.pop(name) for role, name in parts.items() if name is not None}
+    values = {role: stored.pop(name) for role, names in parts.items() for name in names}
     for role, array in values.items():
         require_finite(array, f"{path}: {role}")
     n = len(values["targets"])
@@ -76,14 +78,6 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
     if "test_inputs" not in values:
         return split_test(train, test_fraction, path)
     return train, samples_of(values["test_inputs"], values["test_targets"], {}, path)
-
-
-def _array_of(role: str, stored: Mapping[str, np.ndarray], path: str) -> str | None:
-    """Return the name of the array with this role, or None. Raise DataError if there are several."""
-    names = [name for name in NAMES[role] if name in stored]
-    if len(names) > 1:
-        raise DataError(f"{path}: has several arrays of {role}: {', '.join(names)}; keep only one")
-    return names[0] if names else None
 
 
 def _read(path: str) -> dict[str, np.ndarray]:

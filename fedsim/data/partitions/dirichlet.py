@@ -53,30 +53,23 @@ def dirichlet(
     >>> fedsim.partition(np.arange(8) % 2, 2, "dirichlet", seed=1)
     [array([2, 0]), array([6, 4, 5, 1, 7, 3])]
     """
-    class_sizes = [len(samples) for samples in by_class]
+    class_sizes, alphas = [len(samples) for samples in by_class], np.full(n_workers, alpha)
+    n = sum(class_sizes)
 
     def draw() -> np.ndarray:
-        return _share_out(class_sizes, n_workers, rng, alpha, balanced)
+        """Draw the number of samples of each worker and class, int64 [n_workers, classes]."""
+        counts = np.zeros((n_workers, len(class_sizes)), dtype=np.int64)
+        worker_sizes = np.zeros(n_workers, dtype=np.int64)
+        for number, size in enumerate(class_sizes):
+            shares = rng.dirichlet(alphas)
+            if balanced:  # some worker is below n / n_workers, since fewer than n samples are assigned so far
+                shares = _restricted(shares, worker_sizes * n_workers < n, rng, alphas)
+            counts[:, number] = cut_by_shares(size, shares)
+            worker_sizes += counts[:, number]
+        return counts
 
-    n = sum(class_sizes)
     counts = draw_until_large_enough(draw, min_size, n, n_workers, f"alpha = {alpha}", "a larger alpha")
     return assign_samples(by_class, counts, rng)
-
-
-def _share_out(
-    class_sizes: list[int], n_workers: int, rng: np.random.Generator, alpha: float, balanced: bool
-) -> np.ndarray:
-    """Draw the number of samples of each worker and class for `dirichlet`. Return int64 [n_workers, classes]."""
-    counts = np.zeros((n_workers, len(class_sizes)), dtype=np.int64)
-    worker_sizes = np.zeros(n_workers, dtype=np.int64)
-    alphas = np.full(n_workers, alpha)
-    for number, size in enumerate(class_sizes):
-        shares = rng.dirichlet(alphas)
-        if balanced:  # some worker is below n / n_workers, since fewer than n samples are assigned so far
-            shares = _restricted(shares, worker_sizes * n_workers < sum(class_sizes), rng, alphas)
-        counts[:, number] = cut_by_shares(size, shares)
-        worker_sizes += counts[:, number]
-    return counts
 
 
 @partition_strategy("dirichlet_workers")

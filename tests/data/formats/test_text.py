@@ -14,7 +14,7 @@ import torch
 import fedsim
 from fedsim.data.formats.text import SHAKESPEARE_FILE
 from fedsim.data.subsets import split_validation, targets_of
-from fedsim.errors import DataError, ExperimentError, MissingPackageError
+from fedsim.errors import MissingPackageError
 from fedsim.processes.shared_memory import share
 from tests.data.loading import refused
 
@@ -239,23 +239,3 @@ def test_the_losses_and_the_perplexity_of_windows_are_per_token():
     record = result.history[-1]
     assert (record.train_loss, record.test_loss) == pytest.approx(tuple(means), rel=1e-9)
     assert record.metrics["perplexity"] == pytest.approx(np.exp(means[1]), rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("tables", "error", "line"),
-    [
-        ({"data": "shakespeare"}, DataError, "use task=next_token model=char_lstm for tokens"),
-        ({"data": "tests.other_tasks:planes"}, DataError, "use task=regression model=linear for numbers"),
-        ({"data": "mnist5k", "task": "next_token"}, DataError, "use task=classification for class labels"),
-        ({"data": "tests.other_tasks:planes", "task": "next_token"}, DataError, "use task=regression for numbers"),
-        (
-            {"data": "mnist5k", "task": "binary", "model": "tests.core.test_learning_task:one_logit"},
-            ExperimentError,
-            "the labels go up to 9; use task=classification",
-        ),
-    ],
-)
-def test_a_wrong_task_names_the_right_one(tables, error, line):
-    with pytest.raises(error, match=line) as caught:
-        fedsim.run({"rounds": 1, **tables})
-    assert "\n" not in str(caught.value)
