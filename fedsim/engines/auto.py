@@ -174,6 +174,8 @@ class AutoEngine(Engine):
         super().__init__(processes, threads, timeout, start_method)
         self._processes = processes
         self._start_seconds = FORK_SECONDS if start_method == "fork" and threads == 1 and can_fork() else SPAWN_SECONDS
+        self._plans: dict[str, Plan] = {}
+        self._plan = Plan(1, None, "")
 
     def trainers(self, task: RunTask, shared: SharedState) -> tuple[MakeTrainer, dict[str, Any]]:
         if self._plan.probe is None:
@@ -182,8 +184,9 @@ class AutoEngine(Engine):
 
     def begin(self, task: RunTask, shared: SharedState) -> None:
         self.leave()
-        self._plan = self.choose(task, shared)
-        self._in_pool = self._plan.processes > 1
+        key = _plan_key(task, shared)
+        self._plan = plan = self._plans[key] = self._plans.get(key) or self.choose(task, shared)
+        self._in_pool = plan.processes > 1
         try:
             super().begin(task, shared)
         except Exception as error:
@@ -194,7 +197,7 @@ class AutoEngine(Engine):
                 self._pool.close()
             release_memory(task.device)
             self._in_pool = False
-            self._plan = Plan(1, self._plan.probe, first_line(error))
+            self._plan = self._plans[key] = Plan(1, plan.probe, first_line(error))
             super().begin(task, shared)
             warnings.warn(f"one process trains all workers: {self._plan.reason}", FedsimWarning, stacklevel=2)
 
@@ -217,3 +220,31 @@ class AutoEngine(Engine):
         plan = self._plan
         name = "batched" if plan.stacked else "spawn" if plan.processes > 1 else "serial"
         return {"engine": name, **super().facts(), "reason": plan.reason}
+
+
+def _plan_key(task: RunTask, shared: SharedState) -> str:
+    """Return a string that is equal for tasks that get the same plan."""
+    inputs, shards = shared.data.train.inputs, shared.data.shards
+    work = len(shared.data.train) if shards.listed else work_of_a_round(task, shared)
+    sizes = work, len(shards), len(shared.data.test), shared.cohort.rows.shape
+    experiment = task.experiment
+    how = (
+        experiment.rounds,
+        experiment.rounds_of_gradients,
+        task.schedule,
+        task.algorithm,
+        experiment.rule.accepts("root"),
+    )
+    where = task.precision, experiment.cuda_graphs, task.device, experiment.batched.max_rows, experiment.data.transforms
+    return repr(
+        (
+            experiment.model.component,
+            experiment.model.lora,
+            experiment.local.train,
+            *how,
+            *where,
+            *sizes,
+            inputs.shape[1:],
+            inputs.dtype,
+        )
+    )

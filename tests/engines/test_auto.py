@@ -209,6 +209,28 @@ def test_too_little_main_memory_for_stacks_is_an_error_that_names_the_settings(t
         fedsim.run(tables)
 
 
+def test_what_fails_in_every_way_ends_the_run_as_it_does_with_one_process(tables, monkeypatch):
+    monkeypatch.setattr(base.Engine, "begin", fail_with(FULL))
+    with pytest.raises(fedsim.ExperimentError, match="^device = "):
+        fedsim.run(tables)
+
+
+def test_runs_that_differ_in_nothing_that_a_plan_depends_on_share_it(tables, monkeypatch):
+    tried, of = [], StackingProbe.of
+    monkeypatch.setattr(StackingProbe, "of", lambda task, shared: tried.append(task) or of(task, shared))
+    with fedsim.Session() as session:
+        for change in ({}, {"seed": 1}, {"aggregate": "median"}, {"server": {"name": "momentum"}}):
+            how_it_was_done({**tables, **change}, session)
+        assert len(tried) == 1
+        sized = "tests.models:sized"  # distinguished by its content, not by its memory address
+        changes = {"rounds": 3}, {"workers": 9}, {"local": {"batch_size": 8}}, {"batched": {"max_rows": 5}}
+        changes = (*changes, {"model": {"name": sized, "hidden": [8, 8]}}, {"model": {"name": sized, "hidden": [9, 9]}})
+        for count, change in enumerate(changes, start=2):
+            for _ in range(2):
+                how_it_was_done({**tables, **change}, session)
+                assert len(tried) == count, change
+
+
 @pytest.fixture
 def task(prepared):
     return prepared("convolution", rounds=10, workers=5, local={"batch_size": 4})
