@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fedsim.aggregation import AggregationInputs
+from fedsim.aggregation import AggregationInputs, Pipeline
 from fedsim.aggregation.numerics.columns import Reduce, bad_rows, combine, keep_own
 from fedsim.errors import ExperimentError
 from fedsim.processes.group import Group, rows_at
@@ -256,21 +256,13 @@ class ReportCheck:
     """Check that the aggregation rule can aggregate the updates of a round, even if some workers have dropped out."""
 
     def __init__(self, experiment: Experiment) -> None:
-        self._experiment = experiment
-        self._reasons: dict[tuple[int, bool], str] = {}  # by (number of rows, whether all weights are 0)
+        self._experiment, self._refusal = experiment, cache(partial(_refusal, experiment.rule))
 
     def __call__(self, round: int, cohort: Cohort) -> None:
-        """Raise ExperimentError if the rule cannot aggregate the updates of the workers that remain in `cohort`.
-
-        An empty cohort is not checked.
-        """
-        if not cohort.workers:
-            return
+        """Raise ExperimentError if the rule cannot aggregate the updates of the workers that remain in `cohort`."""
         weights = self._experiment.weights if self._experiment.rule.accepts_weights else None
         n, weightless = len(cohort.workers), isinstance(weights, list) and not any(weights[k] for k in cohort.workers)
-        if (n, weightless) not in self._reasons:
-            self._reasons[n, weightless] = self._reason(n, weightless)
-        if reason := self._reasons[n, weightless]:
+        if reason := self._refusal(n, weightless):
             instead = "other aggregate.weights" if weightless else "a smaller aggregate.f"
             problem, remedy = f"the cohort has {n} workers", instead
             if cohort.dropped:
@@ -279,13 +271,14 @@ class ReportCheck:
                 remedy = f"a lower sampling.client_dropout, {instead}"
             raise ExperimentError(f"round {round}: {problem}; {reason}; use {remedy} or another aggregate.rule")
 
-    def _reason(self, n: int, weightless: bool) -> str:
-        """Return why the rule cannot aggregate the updates of n workers; "" if it can.
 
-        `weightless` says whether all of these updates have weight 0.
-        """
-        try:
-            self._experiment.rule.dry_run(n, weights=torch.zeros(n).double() if weightless else None)
-        except ExperimentError as error:
-            return str(error)
-        return ""
+def _refusal(rule: Pipeline, n: int, weightless: bool) -> str:
+    """Return why the rule cannot aggregate the updates of n workers; "" if it can.
+
+    `weightless` says whether all of these updates have weight 0.
+    """
+    try:
+        rule.dry_run(n, weights=torch.zeros(n).double() if weightless else None)
+    except ExperimentError as error:
+        return str(error)
+    return ""
