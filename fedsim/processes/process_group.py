@@ -121,14 +121,9 @@ class RankGroup:
         if name := rendezvous.interface_towards(rendezvous.meeting_address(init, place)[0]):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # by default, gloo listens at the host name's address
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # by default, NCCL's errors abort the process
-        dist.init_process_group(
-            HOST_BACKEND if self.backend == HOST_BACKEND else backends,
-            store=dist.PrefixStore("group", store),
-            rank=self.index,
-            world_size=self.count,
-            timeout=timedelta(seconds=self.timeout),
-        )
-        self.group: Any = dist.group.WORLD
+        host_store, limit = dist.PrefixStore("group", store), timedelta(seconds=self.timeout)
+        dist.init_process_group(HOST_BACKEND, store=host_store, rank=self.index, world_size=self.count, timeout=limit)
+        self.group = dist.new_group(backend=HOST_BACKEND if self.backend == HOST_BACKEND else backends, timeout=limit)
 
     def _without(self, mark: str) -> list[int]:
         """Return the ranks that have not set their key `mark` in the store."""

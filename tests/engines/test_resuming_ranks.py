@@ -70,8 +70,7 @@ def test_two_ranks_keep_the_state_of_workers_and_resume(case, tmp_path):
 @pytest.mark.parametrize("settings", [(), ("local.momentum=0.9", "local.keep_state=true")], ids=["", "worker state"])
 def test_torchrun_restarts_a_killed_rank_to_the_same_model(settings, tmp_path):
     words = (*WORDS, "model=tests.models:FailsInRankOnce", "model.how=kill", "model.after=20", *settings)
-    out, errors = ranks(2, *words, cwd=tmp_path, start=start_torchrun)
-    assert "ended without an error message" in errors
+    out, _ = ranks(2, *words, cwd=tmp_path, start=start_torchrun)
     assert "continuing after round 2 of 5" in out
     (tmp_path / "whole").mkdir()
     ranks(2, *words, "model.rank=9", cwd=tmp_path / "whole")

@@ -219,7 +219,7 @@ KINDS: dict[Injection, tuple[float, tuple[str, ...]]] = {
     killed_child: (3.0, (*POOLS, *RANKS)),
     stopped_child: (1.0, (*POOLS, *RANKS)),
     killed_run: (3.0, tuple(WAYS)),
-    exception_in_rank: (1.0, RANKS),
+    exception_in_rank: (2.0, RANKS),
     suspended: (1.0, tuple(WAYS)),
     signalled: (4.0, tuple(WAYS)),
     lonely_rank: (1.0, ("ranks",)),

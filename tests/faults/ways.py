@@ -47,6 +47,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
 LAUNCHED = ("torchrun", "restarts")
 RANKS, POOLS = ("ranks", *LAUNCHED), ("spawn", "batched", "race", "compare")
 LONGEST = START_TIMEOUT + 60.0  # seconds until programs end (a process may be stopped while it starts)
+LONGEST_OF_RANKS = 45.0  # the same for ranks without a launcher, whose time-out is 5 seconds
 LONGEST_STAY = 40.0  # seconds until the processes of a killed launcher are gone
 MARK = "FEDSIM_FAULT"
 SIGTERM_BIT = 1 << (signal.SIGTERM - 1)
@@ -107,7 +108,8 @@ class Trial:
 
     def end(self, stopped: int | None = None) -> tuple[list[int], str]:
         """Wait for the programs to end and return their exit codes and stderr. The `stopped` process is killed last."""
-        deadline, errors, codes = time.monotonic() + LONGEST, "", []
+        longest, errors, codes = LONGEST_OF_RANKS if self.way == "ranks" else LONGEST, "", []
+        deadline = time.monotonic() + longest
         if self.way in LAUNCHED and stopped:  # torchrun waits forever for a rank that is stopped after its last round
             killer = threading.Timer(LONGEST_STAY, self.send, [signal.SIGKILL, [stopped]])
             killer.daemon = True
@@ -119,7 +121,7 @@ class Trial:
             try:
                 _, text = program.communicate(timeout=max(1.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise FaultError(f"did not end within {LONGEST:g} s") from None
+                raise FaultError(f"did not end within {longest:g} s") from None
             errors, codes = errors + text, [*codes, program.returncode]
         deadline = time.monotonic() + (LONGEST_STAY if self.way in LAUNCHED else 5.0)
         while (left := self.pids()) and time.monotonic() < deadline:

@@ -13,7 +13,6 @@ from fedsim.processes.rendezvous import (
     PORTS,
     RankInfo,
     backend_for,
-    first_host,
     interface_towards,
     meeting_address,
     open_store,
@@ -74,13 +73,13 @@ def test_torchrun_within_a_job_of_slurm_goes_by_torchrun():
 )
 def test_mpiruns_ranks_within_a_job_of_slurm_meet_at_the_jobs_first_host(rank, count, named):
     """Ranks on the first host inherit the variables of the batch script, and the others those of mpirun's daemons."""
-    job = {**BATCH, **named, "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "node[07-09]", count: "8"}
+    job = {**BATCH, **named, "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[07-09].x,m[1-2]", count: "8"}
     daemon = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "2"}
-    daemon |= {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "node[08-09]", "SLURM_PROCID": "1"}
+    daemon |= {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "n[08-09].x", "SLURM_PROCID": "1"}
     first, last = RankInfo.of({**job, rank: "0"}), RankInfo.of({**job, **daemon, rank: "7"})
     assert (first.rank, last.rank, first.count, last.count) == (0, 7, 8, 8)
     assert first.address == last.address
-    assert first.address[0] == "node07"
+    assert first.address[0] == "n07.x"
 
 
 def test_a_rank_that_srun_starts_through_pmi_has_the_local_rank_of_slurm():
@@ -105,14 +104,6 @@ def test_mpiruns_ranks_on_several_hosts_need_an_address():
 def test_an_environment_that_makes_no_sense_is_refused(environ, line):
     with pytest.raises(fedsim.ExperimentError, match=line):
         RankInfo.of(environ)
-
-
-@pytest.mark.parametrize(
-    ("names", "first"),
-    [("a", "a"), ("a,b", "a"), ("n[3-5]", "n3"), ("n[03,7],m[1-2]", "n03"), ("n[1-2].x,y", "n1.x"), ("", None)],
-)
-def test_the_first_host_of_slurms_list(names, first):
-    assert first_host(names) == first
 
 
 def test_the_store_listens_on_loopback_alone():
