@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +20,7 @@ from fedsim.processes.process_context import ProcessContext
 from fedsim.processes.process_pool import ProcessPool
 from fedsim.processes.shared_memory import share
 from fedsim.rounds.executor import Executor, MakeTrainer
+from fedsim.rounds.simulation import Simulation
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.system.devices import release_memory, resolve_device, synchronize
 from fedsim.system.limits import format_failure
@@ -266,15 +266,12 @@ class Engine:
 
 def _new_executor(group: Group, task: RunTask, *arguments: Any) -> Executor:
     """Return the executor of a process, whose methods `Engine.run` calls."""
-    from fedsim.rounds.simulation import Simulation  # imported here because it imports the experiment
-
     make = Simulation if task.experiment.in_rounds else Executor
     return make(group, task, *arguments)
 
 
 def _initialise(process: ProcessContext, device: torch.device) -> None:
-    """Import modules, and create a GPU's context and that of its library for matrix products."""
-    importlib.import_module("fedsim.rounds.simulation")
+    """Create a GPU's context and that of its library for matrix products. Calling it imports the modules of a round."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
         matrix = torch.ones(8, 8, device=device)
