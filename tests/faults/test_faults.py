@@ -7,7 +7,15 @@ import random
 import pytest
 
 from tests.faults.__main__ import failure_of
-from tests.faults.injections import foreign_files, killed_child, killed_run, lonely_rank, signalled
+from tests.faults.injections import (
+    exception_in_rank,
+    foreign_files,
+    killed_child,
+    killed_run,
+    lonely_rank,
+    signalled,
+    stopped_child,
+)
 from tests.faults.ways import Wholes
 
 
@@ -21,6 +29,9 @@ def wholes(tmp_path_factory):
     [
         *((killed_run, "spawn"), (killed_child, "spawn"), (signalled, "spawn"), (lonely_rank, "ranks")),
         *((foreign_files, "serial"), (foreign_files, "spawn")),
+        pytest.param(stopped_child, "ranks", marks=pytest.mark.slow),
+        pytest.param(signalled, "torchrun", marks=pytest.mark.slow),
+        pytest.param(exception_in_rank, "restarts", marks=pytest.mark.slow),
     ],
 )
 def test_an_injection_breaks_no_promise(kind, way, wholes, tmp_path):
