@@ -266,7 +266,7 @@ def test_what_a_loss_returns_for_a_batch_is_the_loss_of_the_batch(name, engine):
 
 def test_the_joint_loss_of_a_data_set_is_that_of_all_its_samples(monkeypatch):
     """It depends neither on the batches of tests nor on who tests."""
-    for module in ("training.shared_state", "rounds.evaluation", "rounds.worker_evaluation"):
+    for module in ("training.shared_state", "rounds.evaluation"):
         monkeypatch.setattr(f"fedsim.{module}.test_batch_size", lambda device: 7)
     tables = {**SHORT, "task": nn.CrossEntropyLoss(weight=WEIGHT), "data": three_classes, "precision": "float64"}
     tables |= {"model": linear, "rounds": 1, "workers": 1, "data.local_test_fraction": 0.5, "local": {"lr": 1e-300}}
