@@ -152,13 +152,14 @@ def plan_comparison(
         experiments, points, engine_chosen, left_out, changed = _experiments(
             description, in_all, points, skip_invalid=bool(settings.skip_invalid), to_run=to_run
         )
+        lines = removed_warnings(changed) if to_run else []
     if left_out:
         used = {key: {canonical(point[key]) for point in points} for key in axes}
         axes = {key: [value for value in values if canonical(value) in used[key]] for key, values in axes.items()}
     settings = check_settings(settings, axes, experiments)
     _refuse_equal_runs(experiments, points)
     runs = [PlannedRun(*run) for run in zip(_ids(points), points, experiments, strict=True)]
-    for line in removed_warnings(changed) if to_run else ():
+    for line in lines:
         warnings.warn(line, SettingWarning, stacklevel=2)
     return ComparisonPlan(experiments[0].name, axes, runs, engine_chosen, settings, left_out)
 

@@ -59,12 +59,13 @@ def load_experiment(
             raise ExperimentError("the table [comparison] describes several experiments; use fedsim compare")
         with untrusted_config(file_of(source), (value for _, value in words), allowed=allow_imports):
             experiment = experiment_of(description)
+            lines = removed_warnings([(removed, experiment.resolved())]) if removed else []
     except ExperimentError as error:
         if not isinstance(source, (str, Path)):
             raise without_inner_frames(error) from error.__cause__
         raise ExperimentError(*error.lines, source=source) from None
-    if removed and engine_class(experiment.engine).is_main():
-        for line in removed_warnings([(removed, experiment.resolved())]):
+    if lines and engine_class(experiment.engine).is_main():
+        for line in lines:
             warnings.warn(line, SettingWarning, stacklevel=2)
     return experiment
 

@@ -15,7 +15,7 @@ from fedsim.comparison.runner import merge
 from fedsim.config.components import COMPONENTS
 from fedsim.core.suggestions import LISTS
 from fedsim.data.formats.images import MNIST_FILES as FILES
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, SettingWarning
 
 
 def naming(kind):
@@ -73,6 +73,15 @@ def test_a_file_names_no_import_path(here, kind, name):
     assert line.startswith(f"{here}/sub/x.toml: {key.partition('.')[0]}")
     assert f'"{name}": a file may import this only with --allow-imports (in Python: allow_imports=True)' in line
     assert "canary" not in sys.modules
+
+
+def test_a_component_that_the_command_line_replaces_is_not_imported(here):
+    path = write(here / "sub" / "x.toml", {"aggregate": {"rule": "NAME", "bound": 2}}, "canary:boom")
+    line = 'aggregate.bound = 2: does not apply to aggregate.rule = "mean", because it was set for "canary:boom"'
+    with pytest.warns(SettingWarning, match=line):
+        fedsim.load_experiment(path, ["aggregate.rule=mean"])
+    with pytest.warns(SettingWarning, match=line):
+        plan_comparison(path, {"seed": [0, 1]}, ["aggregate.rule=mean"])
 
 
 @pytest.mark.parametrize("kind", NAMED)
