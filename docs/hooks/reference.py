@@ -48,7 +48,7 @@ KINDS = {  # page title of each kind of component
     "hooks": "Communication hooks",
     "loggers": "Loggers",
 }
-IN_A_RUN = re.compile(r"\*\*In a run\*\*: `(fedsim[\w.]+)`")  # in docstrings: the function of a run that uses a name
+IN_A_RUN = re.compile(r"\*\*In a run\*\*: `(fedsim[\w.]+)`")  # in docstrings: a function that uses the described name
 NAMED = re.compile(r"`(fedsim(?:\.[a-z_]+)*\.[A-Z_a-z]\w*(?:\.\w+)?)`")  # names of functions and classes
 PYTHON = {  # section titles of the Python API page, and their names
     "Run experiments": "run Callback Result Session Experiment load_experiment load_run load_model StopRun",
@@ -172,13 +172,13 @@ def python_page() -> str:
 
 
 def linked(page: str, names: re.Pattern[str], link: str, title: str) -> str:
-    """Return a page whose `names` of functions are links to their source code, in a section at its end.
+    """Return a page in which names of functions and classes link to their source code, which a last section shows.
 
     Args:
         page: Markdown text.
-        names: pattern whose first group is a name, such as "fedsim.core.rows.Layout.of".
-        link: replacement of each name.
-        title: title of the section.
+        names: pattern of the text to replace. Its first group is a name, such as "fedsim.core.rows.Layout.of".
+        link: replacement template, as in `re.sub`.
+        title: title of the last section.
     """
     sources = [
         f"### `{name}` {{ #{name} }}\n\n```python\n{textwrap.dedent(inspect.getsource(resolve_name(name)))}```"
@@ -281,7 +281,7 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """mkdocs hook: link the functions that the page on the architecture names to their source code."""
+    """mkdocs hook: link the names of functions and classes on the architecture page to their source code."""
     if page.file.src_uri != "explanation/architecture.md":
         return markdown
     return linked(markdown, NAMED, r"[`\1`](#\1)", "Source code")
