@@ -1,4 +1,4 @@
-"""The models char_lstm, gpt and a ResNet with BatchNorm against their definitions in float64.
+"""Comparison of char_lstm, gpt and a ResNet with BatchNorm with their definitions in float64.
 
 The forward passes are written here from the definitions, as functions of the parameters by name.
 """

@@ -56,15 +56,15 @@ def test_packages_import_lower_packages_only():
         f"{name} imports {target}"
         for name, targets in imports().items()
         for target in targets
-        if (room := room_of(name)) in floor_of
-        and (other := room_of(target)) != room
-        and floor_of[other] >= floor_of[room]
+        if (package := package_of(name)) in floor_of
+        and (imported := package_of(target)) != package
+        and floor_of[imported] >= floor_of[package]
     ]
     assert not upwards
 
 
-def test_no_modules_import_each_other():
-    TopologicalSorter(imports()).prepare()  # raises CycleError with the modules of a circle
+def test_imports_have_no_cycles():
+    TopologicalSorter(imports()).prepare()  # raises CycleError with the modules of a cycle
 
 
 @cache
@@ -94,14 +94,14 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     """Return the package in `FLOORS` that a module belongs to."""
     parts = module.split(".")[1:] or ["__init__"]
     return ".".join(parts[:2]) if ".".join(parts[:2]) in PACKAGES else parts[0]
 
 
 def test_every_package_has_a_floor():
-    unlisted = {room_of(name) for name in imports()} - PACKAGES
+    unlisted = {package_of(name) for name in imports()} - PACKAGES
     assert unlisted == {"__init__", "__main__"}  # they import the public names and the command line
 
 

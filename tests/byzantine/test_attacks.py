@@ -45,7 +45,7 @@ def test_sign_flipping_negates_own_rows_or_the_mean(scale, honest, own_updates):
     assert torch.allclose(rows, (-scale * sum(honest) / 7).expand(3, -1), rtol=0, atol=1e-12)
 
 
-def test_gaussian_draws_rows_of_noise_with_a_standard_deviation(honest):
+def test_gaussian_draws_rows_with_the_given_standard_deviation(honest):
     rows = attack(honest, 3, "gaussian", std=2.5, seed=5)
     assert torch.equal(rows, 2.5 * Draws.of(5, "attack").normal(3, 33, dtype=torch.double))
     assert not attack(honest, 3, "gaussian", std=0.0).any()

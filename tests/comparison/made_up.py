@@ -41,7 +41,7 @@ def results_of(plan: Comparison, accuracies: Callable[[dict], list[float] | None
 
 
 def in_last_round(comparison: Comparison, numbers: Callable[[Run], dict]) -> Comparison:
-    """Set the numbers `numbers(run)` in the last record of each run that has one, and return the comparison."""
+    """Set the fields `numbers(run)` in the last record of each run that has records, and return the comparison."""
     for run in comparison.runs:
         if run.history:
             run.history[-1] = replace(run.history[-1], **numbers(run))

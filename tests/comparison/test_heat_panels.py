@@ -30,7 +30,7 @@ FINAL = {
 
 
 def made_up(failed=(), axes=AXES, **settings):
-    """Return a comparison with these accuracies; the attack ipm lowers each by 0.1."""
+    """Return a comparison with the accuracies in `FINAL`, which the attack ipm lowers by 0.1."""
 
     def accuracies(point):
         rule, attack, alpha, fraction, *seed = point.values()

@@ -80,7 +80,7 @@ def test_words_and_axes_replace_those_of_the_source(file):
 
 @pytest.mark.parametrize("key", ["local.algorithm", "local.name"])
 def test_a_word_replaces_the_axis_of_the_component_that_it_names(key):
-    """Also for a key given in Python."""
+    """The axis is replaced by a command-line word, and by a keyword argument in Python."""
     tables = {"comparison": {key: ["sgd", "adamm"], "seed": [0, 1]}}
     for word in ("local.algorithm", "local.name"):
         by_word, by_change = (

@@ -185,7 +185,7 @@ def test_an_error_survives_pickling():
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_what_seems_wrong_is_valid_and_has_an_effect(tables):
+def test_settings_that_look_wrong_are_valid_and_have_an_effect(tables):
     experiment = Experiment(**tables)
     assert warnings_about(experiment) == []
     assert Experiment(**experiment.resolved()) == experiment

@@ -268,7 +268,7 @@ def test_a_name_that_is_given_by_both_keys_is_an_error_with_the_file(tmp_path):
         load_experiment(tmp_path / "mine.toml")
 
 
-def test_of_very_many_wrong_keys_the_first_are_reported_with_a_hint():
+def test_the_first_of_very_many_wrong_keys_are_reported_with_a_hint():
     with pytest.raises(ExperimentError) as caught:
         load_experiment({f"key{number}": 1 for number in range(20_000)})
     *lines, more = caught.value.lines

@@ -1,4 +1,4 @@
-"""The tables of an experiment that select a component, and the keys that a name may mean."""
+"""Tables of an experiment that select a component, and the keys that a name may mean."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def test_no_component_has_a_parameter_that_its_table_has_as_a_key(place):
         ({}, "beta1", ["local.beta1", "server.beta1"]),
     ],
 )
-def test_a_key_may_mean_the_keys_of_the_selected_components_or_else_of_all(tables, key, expected):
+def test_a_name_may_mean_keys_of_the_selected_components_or_else_of_all_components(tables, key, expected):
     assert keys_of_tables(Experiment, tables)[key] == expected

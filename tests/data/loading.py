@@ -1,4 +1,4 @@
-"""Shared by the tests of data sets: load one with exactly the expected warnings, or check that it is refused."""
+"""Functions for tests of data sets: load a data set with exactly the expected warnings, or check that it is refused."""
 
 from __future__ import annotations
 

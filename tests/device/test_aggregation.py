@@ -25,11 +25,12 @@ NAMES = [registration.name for registration in rule]
 LINEAR = ["mean", "weighted_mean"]
 COLUMNWISE = ["median", "trimmed_mean", "meamed", "phocas", "sign_vote"]
 SELECTIONS = ["krum", "multi_krum", "medoid", "mda", "smea", "cge", "aksel", "monna"]
-NEED_MORE = ["krum", "multi_krum", "bulyan", "foolsgold"]  # than one update
+NEED_MORE = ["krum", "multi_krum", "bulyan", "foolsgold"]  # need more than one update
 UNREADABLE = ["qfedavg without q", "bucketing and median"]  # these read no numbers of the updates on the host
 BROKEN = [torch.nan, torch.inf, -torch.inf]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-PRECISIONS = {torch.float64: 1e6, **({torch.float32: 1e3, torch.bfloat16: 6.0} if REAL else {})}  # and rounding errors
+# rounding errors that rules may make in each dtype, in units of its precision
+ROUNDING = {torch.float64: 1e6, **({torch.float32: 1e3, torch.bfloat16: 6.0} if REAL else {})}
 
 
 def normal(n=N, d=200, seed=0):
@@ -130,14 +131,14 @@ def assert_same_on_gpu(function, *tensors, rounding=None, scale=None):
     return expected
 
 
-each_precision = pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
+each_precision = pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        *(("many columns", dtype) for dtype in PRECISIONS),
+        *(("many columns", dtype) for dtype in ROUNDING),
         ("ordinary", torch.float16),
         *(("far from zero", torch.float32), ("an outlier", torch.bfloat16), ("equal updates", torch.float32)),
         ("very large", torch.float64),
@@ -169,8 +170,8 @@ def test_a_pre_aggregator(registration, dtype):
     name = settings.pop("name")
     for last in ("median", {"rule": "krum", "f": 1}):
         chain = [{"rule": name, **settings}, last]
-        assert_same_on_gpu(lambda x, chain=chain: fedsim.aggregate(x, rule=chain), updates, rounding=PRECISIONS[dtype])
-    assert_same_on_gpu(lambda x: fedsim.pre_aggregate(x, name, **settings), updates, rounding=PRECISIONS[dtype])
+        assert_same_on_gpu(lambda x, chain=chain: fedsim.aggregate(x, rule=chain), updates, rounding=ROUNDING[dtype])
+    assert_same_on_gpu(lambda x: fedsim.pre_aggregate(x, name, **settings), updates, rounding=ROUNDING[dtype])
 
 
 def attacked(registration, honest, last, own_updates=None):
@@ -186,7 +187,7 @@ def attacked(registration, honest, last, own_updates=None):
 def test_an_attack(registration, dtype):
     honest, own_updates, last = normal(d=COLUMNS).to(dtype).split([7, 3, 1])
     for tensors in ((honest, last[0], own_updates), (honest, last[0])):
-        assert_same_on_gpu(functools.partial(attacked, registration), *tensors, rounding=PRECISIONS[dtype])
+        assert_same_on_gpu(functools.partial(attacked, registration), *tensors, rounding=ROUNDING[dtype])
 
 
 @every(attack_strategy)

@@ -74,7 +74,7 @@ def killed_run(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
 
 
 def exception_in_rank(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
-    """Let the model of one rank raise an exception after a random number of its about 96 steps."""
+    """Let the model of one rank raise an exception after a random number of steps. A run has about 96 steps."""
     once = trial.way == "restarts"
     model = "tests.models:FailsInRankOnce" if once else "tests.models:FailsInRank"
     trial.start(f"model={model}", f"model.rank={rng.randrange(2)}", f"model.after={rng.randrange(90)}")
@@ -84,7 +84,7 @@ def exception_in_rank(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
 
 
 def suspended(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
-    """Suspend all processes and resume them, perhaps after the timeouts, which end a run of ranks."""
+    """Suspend all processes, and resume them before or after the time-outs, which end a run on ranks."""
     wholes.start(trial, rng)
     pids = trial.pids()
     trial.send(signal.SIGSTOP, pids)

@@ -135,7 +135,7 @@ def settings_in(words: list[str]) -> Settings:
 
 
 def _toml(value: object, *, quoted: bool = False) -> str:
-    """Return a value in TOML, in which a text is quoted only within a list or table."""
+    """Return a value as TOML. Text is quoted only within a list or table."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(item, quoted=True)}" for key, item in value.items()) + "}"
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Random changes to valid trees of tables and lists, and to bytes, and checks of many of them."""
+"""Random changes to valid trees of tables and lists and to bytes, and a check of many changed inputs."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def scoring_strategy(n_workers, metrics):
 
 
 @pytest.mark.parametrize("changes", [{"aggregate": "scoring_rule"}, {"sampling": "scoring_strategy"}], ids=str)
-def test_a_number_of_a_component_with_the_name_of_a_metric_is_an_error(changes, tiny_experiment):
+def test_a_component_that_records_a_number_with_the_name_of_a_metric_is_an_error(changes, tiny_experiment):
     paths = {key: f"{__name__}:{name}" for key, name in changes.items()}
     with pytest.raises(fedsim.ExperimentError, match='a component also records a number named "macro_f1"; give the m'):
         fedsim.run({**tiny_experiment, **paths, "metrics": ["macro_f1"]})

@@ -178,7 +178,7 @@ def without_a_hole(root):
     return components.with_nan_at(slice(0))
 
 
-FINITE = {"data": f"{__name__}:without_a_hole", "attack": {"name": "nan", "workers": [2]}}  # the update alone is NaN
+FINITE = {"data": f"{__name__}:without_a_hole", "attack": {"name": "nan", "workers": [2]}}  # only an update is NaN
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_components_of_users_may_draw_from_generators_of_the_step(prepared):
 
 @pytest.mark.parametrize("purpose", ["losses", "local_test_fraction"])
 def test_samples_outside_of_training_are_seen_through_their_view_with_draws_of_their_own(purpose, prepared):
-    """They are poisoned too, but not augmented."""
+    """Such samples are poisoned too, but not augmented."""
     data = {"name": "tests.engines.zoo:pictures", "augment": ["flip"], "local_test_fraction": 0.5}
     task, shared = prepared(partition=NOISE, data=data, attack=BACKDOOR)
     batch_source, train, tested = BatchSource(task, shared), shared.data.train, purpose != "losses"

@@ -199,7 +199,7 @@ class TestTables:
 
     @pytest.mark.parametrize("name", ["", "Unnamed: 0", "index", "Index", "level_0"])
     def test_the_index_of_a_data_frame_is_not_an_input(self, name, tmp_path):
-        """In the order of the rows, or in any order with a name of pandas."""
+        """A column is an index if it counts the rows in order, or in any order if pandas has named it."""
         step = 7 if name.casefold() in ("index", "level_0") else 1
         rows = [f"{step * k % 20},{k / 4},{k % 2}" for k in range(20)]
         path = self.write(tmp_path / "a.csv", f"{name},x,y", rows)

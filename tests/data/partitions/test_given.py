@@ -26,7 +26,7 @@ def data():
 
 @pytest.fixture
 def tables(tiny_experiment):
-    """A small experiment without a number of workers."""
+    """Return a small experiment that does not set the number of workers."""
     del tiny_experiment["workers"]
     return tiny_experiment
 
