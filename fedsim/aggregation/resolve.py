@@ -79,8 +79,8 @@ def _shared_parameters(
 ) -> dict[str, Any]:
     """Return the parameters of a rule or pre-aggregator that are set for all stages (see `resolve`)."""
     fields = registration.parameters.model_fields
-    known = {name: value for name, value in background.items() if name in fields}
-    shared = {name: value for name, value in known.items() if value or fields[name].is_required()}
+    defaults = {name: value for name, value in background.items() if name in fields}
+    shared = {name: value for name, value in defaults.items() if value or fields[name].is_required()}
     return shared | {name: value for name, value in params.items() if registration.accepts_any or name in fields}
 
 

@@ -1,4 +1,4 @@
-"""The server's state in an asynchronous run: the operations of policies on the memory of an engine."""
+"""The server of an asynchronous run: its tensors in the memory of an engine, and the state in checkpoints."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class GradientOnly(ClientAlgorithm):
         rows.copy_(gradients)
 
 
-VIEWS = {"shared", "rows", "models", "_version", "read", "units", "alive_mask"} | {
+VIEWS = {  # attributes that `attach` sets
+    *("shared", "rows", "models", "_version", "read", "units", "alive_mask"),
     *("global_row", "global_buffers", "worker_rows", "worker_buffers"),
 }
 
 
 class ServerState(AsyncServer):
-    """State of the server in an asynchronous run, in the memory of an engine.
+    """Server of an asynchronous run whose global model and workers' rows are in the memory of an engine.
 
     Args:
         task: description of the run, with its policy, server optimizer and client algorithm.

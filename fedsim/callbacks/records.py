@@ -77,7 +77,7 @@ def latest_updates(task: RunTask, engine: Engine, record: RoundRecord) -> dict[s
     """Return the inputs of the aggregation rule in the latest round by name, such as the workers' updates [n, d].
 
     If the round aggregates gradients, the inputs are those of its last step, in which the workers with fewer samples
-    may no longer take part.
+    may no longer take part. Ranks other than rank 0 return an empty dict.
 
     Args:
         task: description of the run.

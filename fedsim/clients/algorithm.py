@@ -53,7 +53,7 @@ class WorkerFacts(NamedTuple):
         steps: number of local steps in the round.
         steps_per_epoch: number of steps in one pass over the worker's samples.
         samples: number of the worker's samples.
-        weights: weight of the worker in the aggregation, before normalisation, float64.
+        weights: weight of each worker in the aggregation, before normalisation, float64.
     """
 
     workers: np.ndarray
@@ -72,7 +72,7 @@ class WorkerRound:
         received: what the server sent besides the global model: tensors by name.
         kept: state that the workers keep between rounds: tensors by name. `finish` may change it, `start_round` must
             not.
-        read_facts: function that returns facts about the round of each worker, called when they are read first.
+        read_facts: function that returns facts about the round of each worker, called when `facts` is first read.
         rows: models of the workers, [d] or [k, d].
         full_gradient: gradient over all samples of each worker at the model that it received, [..., d]. None unless the
             algorithm sets `full_gradient`.
@@ -145,8 +145,8 @@ class ClientAlgorithm:
         alters_gradients: whether workers send something other than their gradients if `sync = "gradients"`.
         setting: the setting to blame in error messages about incompatible settings. "" stands for `local.algorithm`.
 
-    A few algorithms need more methods, each with a base class of its own, from which they derive instead or as well:
-    `UpdateCorrection`, `CohortGradient`, `GradientMessage`, `FeatureLoss` and `PersonalModel`.
+    Some algorithms need further methods, which are declared by the base classes `UpdateCorrection`, `CohortGradient`,
+    `GradientMessage`, `FeatureLoss` and `PersonalModel` (see `fedsim.clients.capabilities`).
 
     Cost: each row in `worker_state` takes d numbers for each worker that has taken part.
 
@@ -265,7 +265,7 @@ class ClientAlgorithm:
         """End a round, and return what the workers send besides their updates, with the same names as in `message`.
 
         May change `worker.kept` and the models `rows` [..., d] in place. By default, workers keep the tensors of the
-        optimizer state that have the names of `worker_state`, and send nothing.
+        optimizer state whose names are in `worker_state`, and send nothing.
         """
         worker.kept.update({name: state[name] for name in worker.kept.keys() & state.keys()})
         return {}

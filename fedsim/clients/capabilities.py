@@ -1,4 +1,4 @@
-"""What only some client algorithms can do, one base class each, and the registry of client algorithms."""
+"""Base classes of client algorithms that need further methods, and the registry of client algorithms."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class UpdateCorrection(ClientAlgorithm):
 
 
 class CohortGradient(ClientAlgorithm):
-    """Base class of client algorithms that use the cohort's mean full gradient before the first local step."""
+    """Base class of client algorithms that use the mean of the workers' full gradients before the first local step."""
 
     full_gradient = True
 
@@ -48,7 +48,7 @@ class CohortGradient(ClientAlgorithm):
 
 
 class GradientMessage(ClientAlgorithm):
-    """Base class of client algorithms whose workers send something other than their gradients."""
+    """Base class of client algorithms whose workers send altered gradients if `sync = "gradients"`."""
 
     alters_gradients = True
 
@@ -63,7 +63,7 @@ class FeatureLoss(ClientAlgorithm):
     """Base class of client algorithms with a loss term that compares hidden features of several models."""
 
     def feature_points(self, state: State) -> Sequence[Tensor]:
-        """Return the models [..., d] whose hidden features `feature_loss` needs. () if there is no feature loss."""
+        """Return the models [..., d] whose hidden features `feature_loss` needs; empty if there is no feature loss."""
         raise NotImplementedError(f"{type(self).__name__} must define `feature_points`")
 
     def feature_loss(self, features: Tensor, at_points: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from fedsim.records.record import Metric
 
 @dataclass(frozen=True)
 class ComparedRuns:
-    """Runs of a comparison, as tables and figures need them. `Comparison` describes the attributes."""
+    """Runs of a comparison, with the properties that tables and figures need. `Comparison` describes the attributes."""
 
     name: str
     axes: dict[str, list[Any]]

@@ -94,7 +94,7 @@ class Leaderboard:
 def leaderboard(groups: Sequence[Group], label_of: Callable[[Any], str] = label) -> Leaderboard | None:
     """Return the leaderboard of the values of the first compared setting, or None if there is too little to rank.
 
-    `groups` are the table rows of a comparison. `label_of` returns the name to show for a candidate.
+    `groups` are the groups of table rows of a comparison. `label_of` returns the name to show for a candidate.
     """
     if not groups or len(groups[0][0].place) < 2:
         return None

@@ -273,7 +273,7 @@ def _draw_maps(comparison: ComparedRuns, over: tuple[str, str], style: FigureSty
 
 
 def _remarks_on_maps(comparison: ComparedRuns, over: tuple[str, str], of_all: str) -> str:
-    """Return the text below the title of heat maps. `of_all` says how many of the maps are shown."""
+    """Return the text below the title of heat maps. `of_all` says how many of all maps are shown."""
     if SEED in comparison.axes:
         first, tied = ": mean over seeds", "not significantly different from the best (95 %, paired)"
     else:

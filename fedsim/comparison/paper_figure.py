@@ -82,7 +82,7 @@ def plot(
     if out is not None and format not in UNDATED:
         raise ExperimentError(f"out = {show(str(out))}: must end in .{', .'.join(UNDATED)}")
     paths = [Path(folder) for folder in ([folders] if isinstance(folders, (str, Path)) else folders)]
-    comparison = _by(metric, _only(_comparison_in(paths), only or {}))
+    comparison = _with_metric(metric, _only(_comparison_in(paths), only or {}))
     look = STYLES[style]
     with look.applied():
         figure = _heatmap(comparison, look) if kind == "heatmap" else _curves(comparison, x, look)
@@ -102,14 +102,14 @@ def _require(value: str, name: str, allowed: Any) -> None:
         raise ExperimentError(f"{name} = {show(value)}: is not an allowed value; {nearest(value, allowed)}")
 
 
-def _by(metric: str | None, comparison: Comparison) -> Comparison:
-    """Return the comparison by this metric. None: the comparison's own."""
+def _with_metric(metric: str | None, comparison: Comparison) -> Comparison:
+    """Return a comparison of the same runs by `metric`; None for the metric of the comparison."""
     if metric is None:
         return comparison
     known = [recorded.key for recorded in metrics_in(record for run in comparison.runs for record in run.history)]
     _require(metric_called(metric).key, "metric", known)
     if metric == metric_called(comparison.settings.metric or "").key:
-        return comparison  # with the stored sign
+        return comparison  # whose settings may contain a sign, as in -NAME
     return replace(comparison, settings=replace(comparison.settings, metric=metric))
 
 

@@ -280,21 +280,21 @@ def _experiments(
     left_out = [with_points(line, affected, len(points)) for line, affected in problems.items()]
     if left_out and not (skip_invalid and valid):
         raise ExperimentError(*left_out)
-    return _named(experiments, varied), valid, engine_chosen, left_out, changed
+    return _with_default_name(experiments, varied), valid, engine_chosen, left_out, changed
 
 
-def _named(experiments: Sequence[Experiment], varied: Collection[str]) -> list[Experiment]:
-    """Return the experiments with the same default name, unless the user has set a name.
+def _with_default_name(experiments: Sequence[Experiment], varied: Collection[str]) -> list[Experiment]:
+    """Return the experiments. Those without a name that the user has set get one default name for all.
 
     `varied` contains the keys in which the experiments differ.
     """
-    name, named = default_name(experiments[0], varied), list[Experiment]()
+    name, with_names = default_name(experiments[0], varied), list[Experiment]()
     for experiment in experiments:
         if "name" not in experiment.model_fields_set:
             experiment = experiment.model_copy(update={"name": name})
             experiment.model_fields_set.discard("name")  # as if the user had not set it
-        named.append(experiment)
-    return named
+        with_names.append(experiment)
+    return with_names
 
 
 def _problems_with(experiment: Experiment, models: dict[str, tuple[str, ...]], to_run: bool) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The named engines and their traits, which decide the experiments and settings that an engine supports.
+"""Traits of the named engines, which decide the experiments and settings that an engine supports.
 
 The classes of the engines are in `fedsim.engines`. They import this module, not the other way round.
 """

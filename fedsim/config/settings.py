@@ -33,7 +33,7 @@ Processes = Annotated[int, Field(gt=0, le=1024)]  # also for threads; more could
 
 
 class Settings(Table):
-    """All settings of a run. Every key has a default. `Experiment` checks them."""
+    """All settings of a run. Every key has a default. The subclass `Experiment` checks them."""
 
     name: Annotated[str, matching(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}", FOLDER_NAME)] = ""
     """Name of the run folder. Default: model, data, and rule or policy, as in `net-mnist5k-weighted_mean`."""

@@ -1,6 +1,6 @@
 """The tables of an experiment by dotted key, and the keys that a name may mean, for hints in error messages.
 
-`root` is the class `Experiment`, which imports this module.
+The argument `root` is the class `Experiment`, which is not imported here because it imports this module.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def keys_of_tables(root: type[Table], tables: Mapping[str, Any]) -> dict[str, li
     For a parameter, these are the dotted keys in the components that the experiment `tables` selects. If no selected
     component has this parameter, they are the dotted keys in all other components.
     """
-    with_these: dict[str, list[str]] = defaultdict(list)
-    with_others: dict[str, list[str]] = defaultdict(list)
+    of_selected: dict[str, list[str]] = defaultdict(list)
+    of_others: dict[str, list[str]] = defaultdict(list)
     for place, table in _inner_tables(root).items():
         for key in table.model_fields:
-            with_these[key].append(f"{place}.{key}")
+            of_selected[key].append(f"{place}.{key}")
         if issubclass(table, ComponentTable):
-            named = tables.get(place)
-            named = named.get(table.named_by) if isinstance(named, Mapping) else named
-            chosen = named if isinstance(named, str) and named in table.registry.names() else table.default_component()
+            name = tables.get(place)
+            name = name.get(table.named_by) if isinstance(name, Mapping) else name
+            selected = name if isinstance(name, str) and name in table.registry.names() else table.default_component()
             for registration in table.registry:
-                keys = with_these if registration.name == chosen else with_others
+                keys = of_selected if registration.name == selected else of_others
                 for key in registration.parameter_names:
                     if key not in table.model_fields and f"{place}.{key}" not in keys[key]:
                         keys[key].append(f"{place}.{key}")
-    return {**with_others, **with_these}
+    return {**of_others, **of_selected}

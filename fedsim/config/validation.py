@@ -153,9 +153,9 @@ def _unused_keys(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def _unused_in_rounds(experiment: Settings, *, ranks: bool) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield each setting of synchronous rounds that makes other keys useless, with these keys.
+    """Yield each setting of synchronous rounds because of which other keys have no effect, with these keys.
 
-    `ranks`: whether the engine has ranks.
+    `ranks` says whether the engine has ranks.
     """
     sync, rule = experiment.sync, experiment.rule
     reason = experiment.needs_rows if experiment.rounds_of_gradients else f"sync={sync}"
@@ -168,7 +168,7 @@ def _unused_in_rounds(experiment: Settings, *, ranks: bool) -> Iterator[tuple[st
 
 
 def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield each setting whose value makes keys useless, with these keys."""
+    """Yield each setting because of whose value other keys have no effect, with these keys."""
     attack, stop, algorithm = experiment.attack, experiment.stop, experiment.local.component
     feedback = any(processor.error_feedback for processor in experiment.processors)
     keeps_state = experiment.buffers == "local" or feedback or algorithm.worker_state(torch.zeros(2))
@@ -177,7 +177,7 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
     of_clock = {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
     of_attack = {"attack.name", "attack.start_round", "attack.compressed"}
     private = f"privacy.mechanism={experiment.privacy.mechanism}"
-    uses: list[tuple[Any, str, set[str]]] = [  # whether the keys are used, the setting, and the keys
+    uses: list[tuple[Any, str, set[str]]] = [  # (whether the keys are used, the setting, the keys)
         (experiment.protects, private, {"privacy.delta", "privacy.accountant"}),
         (experiment.clock.replay_log is None, "clock.replay_log", of_clock),
         (keeps_state, "workers without state", {"worker_state_memory"}),

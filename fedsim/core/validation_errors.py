@@ -59,8 +59,8 @@ def _unmet(requirements: Mapping[str, tuple[Any, list[str]]], table_keys: Mappin
     """Yield one error line for each value that has the wrong type or range.
 
     Args:
-        requirements: by place, the value and the allowed alternatives.
-        table_keys: by place of a table, its keys.
+        requirements: value and allowed alternatives of each place, by place.
+        table_keys: keys of each table that is named in a hint, by place.
     """
     outer = {key[: part.start()] for key in requirements for part in re.finditer(r"[.\[]", key)}
     alike: dict[tuple[str, ...], list[str]] = {}  # places with the same requirement: a key, or elements of one list

@@ -81,7 +81,13 @@ def train_and_test(
 
 
 def _numbered(columns: Sequence[np.ndarray], places: Sequence[str]) -> list[np.ndarray]:
-    """Return the class labels of columns of text, of which the first has the training samples, in sorted order."""
+    """Replace names of classes by numbers, in the sorted order of the names in the training samples.
+
+    Args:
+        columns: names of the classes of all samples: one column for the training samples, perhaps followed by one for
+            the test samples.
+        places: name of each column in error messages.
+    """
     names = [values.astype(str) for values in columns]
     classes = np.unique(names[0])
     warn_of_unlikely_classes(classes.tolist(), places[0])

@@ -34,8 +34,8 @@ T = TypeVar("T")
 class Engine:
     """Base class of engines, which train the workers of one task after another.
 
-    An engine trains in this process, or in a pool of processes if `traits` says so. A subclass may override `trainers`.
-    Call `close` at the end.
+    An engine trains in this process, or in a pool if there are at least `traits.pool_from` processes. A subclass sets
+    `traits`, and may override `trainers`. Call `close` at the end.
 
     Args:
         processes: number of processes in the pool.
@@ -44,6 +44,7 @@ class Engine:
         timeout, start_method: see `ProcessPool`.
 
     Attributes:
+        traits: which experiments and settings the engine supports, and whether it uses a pool.
         shared: tensors of the current task, which all processes read and write.
         states: what the workers of the current task keep between rounds, such as momentum.
     """
@@ -96,7 +97,8 @@ class Engine:
         By default, a trainer trains one worker after another.
 
         Args:
-            task, shared: run and its tensors.
+            task: run to compute.
+            shared: tensors of the run.
         """
         return RowTrainer, {}
 
@@ -271,7 +273,7 @@ def _new_executor(group: Group, task: RunTask, *arguments: Any) -> Executor:
 
 
 def _initialise(process: ProcessContext, device: torch.device) -> None:
-    """Create a GPU's context and that of its library for matrix products. Calling it imports the modules of a round."""
+    """Initialise a GPU and its library for matrix products. Unpickling this function imports the modules of a round."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
         matrix = torch.ones(8, 8, device=device)

@@ -12,8 +12,8 @@ from fedsim.core.registry import Registry
 Norm = Literal["batch", "group", "none"]
 
 # The trait `stacked` says how the engine `batched` computes the rows of a model with its default parameters: "merged"
-# (one batch with the samples of all rows), "vmap", or else the reason why it refuses the model, as
-# `fedsim.training.probe` gives it.
+# (one batch with the samples of all rows), "vmap", or the reason from
+# `fedsim.training.probe` why the engine refuses the model.
 model = Registry("model", traits=("stacked",))
 
 

@@ -30,9 +30,9 @@ from fedsim.system.devices import device_of_rank, gloo_can_sum, gpu_id
 
 T = TypeVar("T")
 
-LOOK = 0.02  # seconds between two looks at the store
+LOOK = 0.02  # seconds between two reads of the store
 LINGER = 1.0  # seconds in which ranks find out why a connection was lost; rank 0 may have to keep the store for them
-GRACE = 5.0  # seconds for disconnecting
+GRACE = 5.0  # maximum seconds for disconnecting if no rank failed
 END = "end"  # store key of the reason why the first rank failed
 
 
@@ -185,7 +185,7 @@ class RankGroup:
         Raises WorkerError if another rank ends, or sends nothing within the time-out.
         """
         self.require_usable()
-        begun, futures = time.monotonic(), begin()
+        started, futures = time.monotonic(), begin()
         try:
             for future in futures:
                 done = threading.Event()
@@ -196,11 +196,11 @@ class RankGroup:
                 event = torch.get_device_module(self.device).Event()
                 event.record()
                 while not event.query():
-                    if time.monotonic() > begun + self.timeout:
+                    if time.monotonic() > started + self.timeout:
                         raise RuntimeError("timed out")
                     time.sleep(0)
         except RuntimeError as error:
-            timed_out = time.monotonic() > begun + self.timeout
+            timed_out = time.monotonic() > started + self.timeout
             try:
                 self.give_up(in_background(partial(self._cause, error, timed_out)).result(2 * LINGER))
             except (RuntimeError, FutureTimeout):
@@ -231,9 +231,9 @@ class RankGroup:
         """Note for the other ranks that this rank ends because of the failure `why`, and disconnect from them."""
         if not self._lost:
             self._lost = why
-            self._leaving = in_background(self._part)
+            self._leaving = in_background(self._disconnect)
 
-    def _part(self) -> None:
+    def _disconnect(self) -> None:
         if self._lost:
             with contextlib.suppress(RuntimeError):
                 self._store.compare_set(END, "", self._lost)
@@ -241,7 +241,7 @@ class RankGroup:
         dist.destroy_process_group()  # closed connections end the waits of the other ranks
 
     def leave(self, code: int = 1) -> None:
-        """Disconnect from the other ranks at the end of the program. End it with status `code` if this takes long.
+        """Disconnect from the other ranks at the end of the program. If this takes too long, exit with status `code`.
 
         PyTorch does not disconnect while it waits for a rank. If its threads outlive the interpreter, they abort it.
         """
@@ -249,7 +249,7 @@ class RankGroup:
         type(self).joined = None
         if self._lost and self.first:  # rank 0 may keep the store, where the other ranks read the note
             time.sleep(LINGER)
-        if not wait([self._leaving or in_background(self._part)], LINGER if self._lost else GRACE).done:
+        if not wait([self._leaving or in_background(self._disconnect)], LINGER if self._lost else GRACE).done:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -266,7 +266,7 @@ class RankGroup:
 
 
 def in_background(function: Callable[[], T]) -> Future[T]:
-    """Call a function in a daemon thread, because calls of PyTorch ignore Ctrl-C and may block for ever."""
+    """Call a function in a daemon thread, and return a Future. Calls of PyTorch ignore Ctrl-C and may never return."""
     done: Future[T] = Future()
 
     def call() -> None:

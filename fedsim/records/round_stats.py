@@ -81,7 +81,7 @@ class SentUpdates:
 
     @classmethod
     def total(cls, parts: Iterable[SentUpdates]) -> SentUpdates:
-        """Return the updates and metrics of several steps, or of processes that each train other workers, together."""
+        """Combine the updates and metrics of several steps, or of several processes, which train different workers."""
         total = cls()
         for part in parts:
             total.messages += part.messages

@@ -51,7 +51,7 @@ def comparison_page(comparison: Comparison) -> tuple[dict[str, Any], dict[str, A
 
 
 def _summary(comparison: Comparison) -> dict[str, Any]:
-    """Return the variables of the head of the page, the table of results and the texts around it."""
+    """Return the template variables of the page heading, the table of results and the notes on the table."""
     settings, score, test = comparison.settings, comparison.metric, comparison.test
     board = leaderboard(comparison.groups, fmt.label)
     return {
@@ -74,7 +74,7 @@ def _summary(comparison: Comparison) -> dict[str, Any]:
 
 
 def _menus(comparison: Comparison, runs: Sequence[Run], heat_keys: Sequence[str]) -> dict[str, Any]:
-    """Return the variables with which the page names the compared settings and offers them in menus."""
+    """Return the template variables that name the compared settings, and those of the menus."""
     compared, against = comparison.compared, numeric_axes(comparison.axes, comparison.compared)
     labels = {axis: [fmt.label(value) for value in values] for axis, values in comparison.axes.items()}
     return {

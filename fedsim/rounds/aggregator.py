@@ -78,7 +78,7 @@ class Aggregator(ABC):
         group: processes that compute together.
         task: run to compute.
         shared: tensors of the run.
-        server: server, which has the previous aggregated update and applies the next one.
+        server: parameter server, which stores the previous aggregated update and applies the next one.
 
     Attributes:
         rule: aggregation rule.

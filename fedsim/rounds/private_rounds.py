@@ -53,7 +53,7 @@ class PrivateRounds:
         self._releases = releases_of(task.experiment, shared.data.shards, shared.data.root.numpy())
 
     def at_workers(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
-        """Step that clips the updates of this process's workers, and adds the noise of the workers, in place."""
+        """Clip the updates of this process's workers, and add the workers' noise, in place (see `UpdateStep`)."""
         if not self.mechanism.active:
             return False
         clipped, round = self._clip(mine, self.clip), context.moment[0]
@@ -66,7 +66,7 @@ class PrivateRounds:
         return False
 
     def as_received(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
-        """Step that clips the updates as the server has received them, in place, if necessary.
+        """Clip the updates as the server has received them, in place, if necessary (see `UpdateStep`).
 
         Attackers ignore the clipping of the workers, and processors may lengthen updates.
         """

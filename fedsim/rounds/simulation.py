@@ -221,6 +221,10 @@ class Simulation(Executor):
 
         Returns the statistics of all aggregations. If the check fails, or after any error, the state before the round
         is restored, and the result is None. The result is also None if each step must be checked.
+
+        Args:
+            work: all workers of the round.
+            mine: workers that this process trains.
         """
         check, had_last = self.aggregator.updates.deferred_check, self.server.has_last
         if check is None or not check.usable:
@@ -492,16 +496,25 @@ class Simulation(Executor):
             yield AggregationContext(active.tolist(), workers, samples, weights, (work.round, step))
 
     def bytes_up(self, drawn: Cohort, sent: SentUpdates, round: int) -> int:
-        """Return the number of bytes that the workers send in `round`."""
+        """Return the number of bytes that workers send in `round`.
+
+        Args:
+            drawn: cohort of the round.
+            sent: sizes of the updates.
+            round: number of the round.
+        """
         message = message_bytes(self.task, self.shared)[1] if self.task.sync_in(round) == "parameters" else 0
         return sent.nbytes + len(drawn.workers) * (message + buffer_bytes(self.task, self.shared))
 
     def bytes_down(self, drawn: Cohort, sent: SentUpdates, round: int) -> int:
-        """Return the number of bytes that workers receive in `round`, also those that send no update."""
-        task, row_bytes, others = self.task, self.shared.server.row.nbytes, buffer_bytes(self.task, self.shared)
+        """Return the number of bytes that workers receive in `round`, including workers that send no update.
+
+        The arguments are those of `bytes_up`.
+        """
+        task, row_bytes, for_buffers = self.task, self.shared.server.row.nbytes, buffer_bytes(self.task, self.shared)
         only_loss = set(drawn.candidates) - {*drawn.workers, *drawn.dropped}
-        total = len(only_loss) * (row_bytes + others)
-        start = others + message_bytes(task, self.shared)[0]
+        total = len(only_loss) * (row_bytes + for_buffers)
+        start = for_buffers + message_bytes(task, self.shared)[0]
         if task.sync_in(round) == "gradients":
             total += sent.count * row_bytes  # global parameters, at each step
         elif not task.experiment.broadcast:

@@ -23,9 +23,9 @@ from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
 from fedsim.training.weights import AggregationContext, spoil
 
-# Changes updates in place, and returns whether they must be checked again for NaN and infinity. The arguments are the
-# workers whose updates are aggregated, the workers that this process trains, and an object that receives the sizes of
-# the updates.
+# Function that changes updates in place, and returns whether they must be checked again for NaN and infinity. Its
+# arguments are the workers whose updates are aggregated, the workers that this process trains, and an object that
+# receives the sizes of the updates.
 UpdateStep = Callable[[AggregationContext, WorkItems, SentUpdates], bool]
 
 
@@ -73,7 +73,7 @@ class AttackStep:
         group: processes that compute together. All processes must call the step at the same time.
         task: run to compute.
         shared: tensors of the run.
-        aggregator: aggregator of the updates, which some attacks try with several Byzantine updates.
+        aggregator: aggregator of the updates, with which some attacks try out several Byzantine updates.
 
     Attributes:
         state: state of the attack, which it returned in the previous aggregation.
@@ -96,12 +96,12 @@ class AttackStep:
         with group.at_first():
             if group.index == 0:
                 self._write_byzantine(context, attackers, rows)
-        here, values = group.return_rows(rows, byzantine)
-        index = to_device(torch.tensor(here, dtype=torch.int64), task.device)
+        own_rows, values = group.return_rows(rows, byzantine)
+        index = to_device(torch.tensor(own_rows, dtype=torch.int64), task.device)
         for message in shared.cohort.messages.values():  # an attack does not replace messages
             spoil(task, values, message[index])
         shared.cohort.rows[index] = values
-        updates.replaced(here, values)
+        updates.replaced(own_rows, values)
         group.barrier()
         return False
 
@@ -151,7 +151,7 @@ class ProcessingStep:
     """Step that applies compressors and other update processors to the updates, and counts the bytes that are sent.
 
     Args:
-        group: group of processes, of which this process processes the updates of its own workers.
+        group: processes that compute together. Each process handles the updates of its own workers.
         task: run to compute.
         shared: tensors of the run.
     """
@@ -165,12 +165,12 @@ class ProcessingStep:
             unsent = personal_bytes(task) if task.sync_in(round) == "parameters" else 0
             sent.add(context.workers, self._shared.server.row.nbytes - unsent)
             return False
-        free = task.byzantine.in_round(round) if task.attackers_skip_chain else ()
+        exempt = task.byzantine.in_round(round) if task.attackers_skip_chain else ()
         sent_columns = task.algorithm.personal_columns.others(rows.shape[1])
         personal = task.algorithm.personal_columns.width > 0
         for member in mine[np.isin(mine.workers, context.workers)]:
             metrics: dict[str, Any] = {}
-            if member.worker in free:
+            if member.worker in exempt:
                 sent.add([member.worker], sent_columns.width * rows.itemsize)
                 continue
             with self._group.process.working_on(member.worker, round):

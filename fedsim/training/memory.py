@@ -49,7 +49,7 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
     share = 1 - (1 - experiment.largest_cohort / experiment.workers) ** experiment.rounds
     stored = round(experiment.workers * share) * (state // n_rows)
     limit = stored if task.worker_state_memory is None else task.worker_state_memory
-    lasting = model if experiment.in_rounds else model + _bytes(cohort.rows)  # checkpoints without rounds contain rows
+    lasting = model if experiment.in_rounds else model + _bytes(cohort.rows)  # asynchronous checkpoints contain rows
     parts = {
         "rows": _bytes(cohort.rows),
         "global model and optimizer state": model,

@@ -125,7 +125,7 @@ def _vmapped_embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
 
 
 def _vmapped_contiguous(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute a function that PyTorch refuses or that is slow under vmap for channels_last inputs."""
+    """Compute a function for a contiguous copy of `input`: under vmap, channels_last inputs are refused or slow."""
     return function(input.contiguous(), *args, **kwargs)
 
 

@@ -173,7 +173,7 @@ class ParallelTrainer(RowTrainer):
         raise DivergedError(message, "", context.moment[0])
 
     def _gradient_of(self, member: WorkItem) -> Tensor:
-        return self._gradient  # of all workers together
+        return self._gradient  # the same tensor for all workers
 
     def _new_row_module(self) -> RowModule:
         return RowModule(lambda: self._sender.watch(self._dropout.new_module()))

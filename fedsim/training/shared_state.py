@@ -103,9 +103,14 @@ class GlobalModel:
 
     @classmethod
     def allocate(cls, task: RunTask, row: Tensor, buffers: Tensor, ranks: int = 1) -> GlobalModel:
-        """Allocate the server's state for a global model with these parameters and buffers.
+        """Allocate the server's state for a global model.
 
-        Several ranks allocate the optimizer states elsewhere, each for a part of the parameters.
+        Args:
+            task: run to compute.
+            row: parameters of the global model, [d].
+            buffers: buffers of the global model, [b].
+            ranks: number of ranks. Several ranks allocate the optimizer states elsewhere, each for a part of the
+                parameters.
         """
         chain = task.experiment.broadcast_chain
         return cls(

@@ -205,7 +205,11 @@ class StackStep:
     ) -> tuple[Tensor, Tensor]:
         """Return the losses [m] and the gradients [m, d] of m workers. Buffers are updated in place.
 
-        If `clips` is true, gradients are clipped to `local.clip_norm`.
+        Args:
+            state: state of the m workers.
+            batch: one batch for each worker.
+            active: bool [m], true for the active workers; None for all.
+            clips: whether to clip the gradients to `local.clip_norm`.
         """
         losses, parts = self.gradients(state, batch, active, leave_products=self._left_of_rows)
         gradients = self._as_rows(parts)

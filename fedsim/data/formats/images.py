@@ -57,7 +57,7 @@ STATISTICS = {  # published mean and standard deviation of the training pixels p
 TEST_SPLITS = dict.fromkeys(("CLEVRClassification", "ImageNet", "Imagenette", "Places365"), "val")  # others: "test"
 WITHOUT_LABELS = "CelebA", "Cityscapes", "Kitti", "LFWPairs", "WIDERFace"  # one integer label per image
 SET_BY_FEDSIM = "root", "download", "loader", "transform", "target_transform", "transforms"
-OF_FEDSIM = "image_size", "mean", "std"  # parameters of read_images
+PARAMETERS_OF_READING = "image_size", "mean", "std"  # of `read_images`, not of torchvision's classes
 COLOURS = 1, 3  # channels
 
 Parts = tuple[dict[str, Any], dict[str, Any]]  # arguments of a torchvision class for the training and the test images
@@ -70,7 +70,7 @@ def lacks_files(name: str, root: str | Path, **params: Any) -> bool:
         lacks = getattr(dataset.get(name).target, "lacks_files", None) if name in dataset.names() else None
         return lacks is not None and lacks(Path(root), **params)
     root = Path(os.path.expanduser(root))
-    arguments = {key: value for key, value in params.items() if key not in OF_FEDSIM}  # that torchvision's class has
+    arguments = {key: value for key, value in params.items() if key not in PARAMETERS_OF_READING}
     if files := _files(class_name, **arguments):
         return not all(is_file(root / file) for file in files)
     try:
