@@ -34,7 +34,12 @@ class Callback:
         """Called before each step of the preparation, such as "loading the data set mnist"."""
 
     def on_start(self, run: LiveRun) -> None:
-        """Called before the first round, when data, model and engine are ready."""
+        """Called before the first round, when data, model and engine are ready.
+
+        Args:
+            run: run in progress, with the attributes `experiment`, `facts`, `history` and `stopped`, and the method
+                `model()`, which returns a copy of the global model.
+        """
 
     def on_round(self, record: RoundRecord) -> str | None:
         """Called after each round. Return a reason (str) to end the run after this round, or None to continue."""

@@ -41,6 +41,13 @@ class Schedule:
     `local_steps` counts these updates, and all other methods count batches. Methods accept numbers of one worker, or
     int64 arrays [n] of n workers.
 
+    Attributes:
+        batch_size: number of samples per batch.
+        epochs: number of passes over a worker's samples; not used if `steps` is set.
+        steps: number of parameter updates; None to count epochs.
+        drop_last: whether an incomplete last batch of an epoch is left out.
+        accumulate: number of batches per update of the parameters.
+
     >>> from fedsim.clients.schedule import DrawnAmount, Schedule
     >>> schedule = Schedule(batch_size=10, epochs=DrawnAmount(range(1, 6), seed=0))
     >>> [schedule.of(worker, round=1).steps_for(n_samples=25) for worker in range(6)]

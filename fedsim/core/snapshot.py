@@ -14,7 +14,7 @@ from fedsim.core.learning_task import described
 from fedsim.errors import RecordError
 from fedsim.system.devices import has_room
 
-# Types of checkpoints
+# Types of values in checkpoints
 Number = Annotated[int, Field(ge=0, lt=2**53)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Counts = list[tuple[Number, Number]]  # (worker, count)

@@ -66,8 +66,8 @@ def train_and_test(
         if not len(columns[target]):
             raise DataError(f"{place}: has no samples")
     targets = [_values(columns[target], f"{place}: column {show(target)}") for columns, place in parts]
-    named = any(values.dtype.kind == "U" for values in targets)
-    if named:
+    are_names = any(values.dtype.kind == "U" for values in targets)
+    if are_names:
         targets = _numbered(targets, [f"{place}: column {show(target)}" for _, place in parts])
     samples = []
     for (columns, place), values in zip(parts, targets, strict=True):
@@ -77,7 +77,7 @@ def train_and_test(
         samples.append(samples_of(_joined(arrays, place), values, owners, place))
     if test is not None:
         return samples[0], samples[1]
-    return split_test(samples[0], test_fraction, places[0], are_classes=named)
+    return split_test(samples[0], test_fraction, places[0], are_classes=are_names)
 
 
 def _numbered(columns: Sequence[np.ndarray], places: Sequence[str]) -> list[np.ndarray]:

@@ -110,7 +110,7 @@ class Policy(ABC):
         """Return the slot of the second worker whose model `take` changes, or None if there is none.
 
         Args:
-            server: state of the server.
+            server: server of the run.
             slot: slot of the worker whose result `take` receives.
             unit: number of steps or rounds that this worker started before.
         """
