@@ -103,12 +103,13 @@ class ClientAlgorithmRegistry(Registry):
                 "the class is a PyTorch optimizer, but a client algorithm must update the models of many workers at "
                 f"once; {hint}"
             )
-        if isinstance(target, type):
-            _require_bases(target)
+        if isinstance(target, type) or is_dataclass(target):
+            _require_bases(target if isinstance(target, type) else type(target))
         registration = super()._registration(name, target)
         if is_dataclass(target) and hasattr(target, "step"):
             return registration
-        parameters = () if isinstance(target, type) else inspect.signature(target).parameters
+        is_function = callable(target) and not isinstance(target, type)
+        parameters = inspect.signature(target).parameters if is_function else ()
         if not {"model", "batches"}.issubset(parameters):
             raise TypeError(
                 "a client algorithm must be a dataclass that derives from fedsim.clients.ClientAlgorithm, or a "
