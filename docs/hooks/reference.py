@@ -181,7 +181,7 @@ def linked(page: str, names: re.Pattern[str], link: str, title: str) -> str:
         title: title of the last section.
     """
     sources = [
-        f"### `{name}` {{ #{name} }}\n\n```python\n{textwrap.dedent(inspect.getsource(resolve_name(name)))}```"
+        f"`{name}`\n{{ #{name} }}\n\n```python\n{textwrap.dedent(inspect.getsource(resolve_name(name)))}```"
         for name in dict.fromkeys(names.findall(page))
     ]
     return "\n\n".join([names.sub(link, page), f"## {title}", *sources])

@@ -77,6 +77,12 @@ class UserCallbacks(Callback):
     """Callback that calls all user-defined callbacks in order."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ExperimentError(
+                    f"callbacks: {show(callback)} must be an object of a class that derives from fedsim.Callback; pass "
+                    "a function as on_round"
+                )
         self._callbacks = callbacks
 
     def on_setup(self, step: str) -> None:

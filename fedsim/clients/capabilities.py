@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any
@@ -59,13 +60,14 @@ class GradientMessage(ClientAlgorithm):
         """
 
 
-class FeatureLoss(ClientAlgorithm):
+class FeatureLoss(ClientAlgorithm, ABC):
     """Base class of client algorithms with a loss term that compares hidden features of several models."""
 
+    @abstractmethod
     def feature_points(self, state: State) -> Sequence[Tensor]:
         """Return the models [..., d] whose hidden features `feature_loss` needs; empty if there is no feature loss."""
-        raise NotImplementedError(f"{type(self).__name__} must define `feature_points`")
 
+    @abstractmethod
     def feature_loss(self, features: Tensor, at_points: Sequence[Tensor]) -> Tensor:
         """Return a term that is added to the loss of each sample, [..., batch].
 
@@ -73,21 +75,21 @@ class FeatureLoss(ClientAlgorithm):
             features: the f hidden features of each sample in the workers' models, [..., batch, f].
             at_points: features of the same samples in each model that `feature_points` returns, without gradients.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define `feature_loss`")
 
 
-class PersonalModel(ClientAlgorithm):
+class PersonalModel(ClientAlgorithm, ABC):
     """Base class of client algorithms whose workers have personal models, which are tested."""
 
+    @abstractmethod
     def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
         """Return the personal models [..., d] of workers.
 
         Each of the `rows` [..., d] is a copy of the global model. `worker_state` is the state that the workers keep.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define `personal_rows`")
 
 
 CAPABILITIES = UpdateCorrection, CohortGradient, GradientMessage, FeatureLoss, PersonalModel
+MINIMAL = {"start", "step", "step_fused", "uses_start_row", "gradients_per_step"}  # suffice without a base class
 GIVEN = ("model", "batches", "worker")  # inputs of functions that train a model
 
 
@@ -101,14 +103,13 @@ class ClientAlgorithmRegistry(Registry):
                 "the class is a PyTorch optimizer, but a client algorithm must update the models of many workers at "
                 f"once; {hint}"
             )
-        for base in CAPABILITIES if isinstance(target, type) else ():
-            methods = [name for name in vars(base).keys() - vars(ClientAlgorithm).keys() if hasattr(target, name)]
-            if methods and not issubclass(target, base):
-                raise TypeError(f"the class defines {min(methods)}; derive it from fedsim.clients.{base.__name__}")
+        if isinstance(target, type) or is_dataclass(target):
+            _require_bases(target if isinstance(target, type) else type(target))
         registration = super()._registration(name, target)
-        if is_dataclass(target):
+        if is_dataclass(target) and hasattr(target, "step"):
             return registration
-        parameters = () if isinstance(target, type) else inspect.signature(target).parameters
+        is_function = callable(target) and not isinstance(target, type)
+        parameters = inspect.signature(target).parameters if is_function else ()
         if not {"model", "batches"}.issubset(parameters):
             raise TypeError(
                 "a client algorithm must be a dataclass that derives from fedsim.clients.ClientAlgorithm, or a "
@@ -116,6 +117,18 @@ class ClientAlgorithmRegistry(Registry):
                 "docs/how-to/own-client-algorithm.md"
             )
         return replace(registration, takes={name: True for name in GIVEN if name in parameters})
+
+
+def _require_bases(target: type) -> None:
+    """Raise TypeError if a class lacks the base class that declares one of its methods, or the method for its steps."""
+    for base in (*CAPABILITIES, ClientAlgorithm):
+        others = MINIMAL if base is ClientAlgorithm else vars(ClientAlgorithm).keys()
+        names = [name for name in vars(base).keys() - others if name[0] != "_" and hasattr(target, name)]
+        if names and not issubclass(target, base):
+            raise TypeError(f"the class defines {min(names)}; derive it from fedsim.clients.{base.__name__}")
+    step = "step" if getattr(target, "element_wise", True) else "step_rows"
+    if getattr(target, step, None) is getattr(ClientAlgorithm, step):
+        raise TypeError(f"the client algorithm must define {step}")
 
 
 client_algorithm = ClientAlgorithmRegistry("client algorithm")

@@ -330,6 +330,8 @@ class Registry:
         if self.base and not (issubclass(kind, self.base) and dataclasses.is_dataclass(kind)):
             package = self.base.__module__.rpartition(".")[0]
             raise TypeError(f"the {self.kind} must be a dataclass that derives from {package}.{self.base.__name__}")
+        if missing := getattr(kind, "__abstractmethods__", None):
+            raise TypeError(f"the {self.kind} must define {min(missing)}")
         is_dataclass = dataclasses.is_dataclass(target)
         if not callable(target) and (self.inputs or not is_dataclass):
             raise TypeError(f"the {self.kind} must be {self.accepts}, not an object of type {type(target).__name__}")

@@ -1,13 +1,12 @@
 """Engines: how and in which processes the workers of a round are trained."""
 
-from fedsim.core.registry import Registry
 from fedsim.engines.auto import AutoEngine
-from fedsim.engines.base import Engine
+from fedsim.engines.base import Engine, EngineRegistry
 from fedsim.engines.distributed import DistributedEngine
 from fedsim.engines.named import BatchedEngine, SerialEngine, SpawnEngine
 from fedsim.training.task import RunTask
 
-engine = Registry("engine", inputs=("processes", "threads", "timeout", "start_method"))
+engine = EngineRegistry("engine", inputs=("processes", "threads", "timeout", "start_method"))
 engine("serial")(SerialEngine)
 engine("spawn")(SpawnEngine)
 engine("batched")(BatchedEngine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedsim.config.engines import EngineTraits
+from fedsim.core.registry import Registration, Registry
 from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, WorkerError, one_line, show
 from fedsim.processes.group import Group, new_mailbox
 from fedsim.processes.process_context import ProcessContext
@@ -264,6 +266,21 @@ class Engine:
                 self._pool.close()
             if self._threads_before:
                 torch.set_num_threads(self._threads_before)
+
+
+class EngineRegistry(Registry):
+    """Registry of engines, which are subclasses of `Engine` with the same constructor."""
+
+    def _registration(self, name: str, target: Any) -> Registration:
+        if not (isinstance(target, type) and issubclass(target, Engine)):
+            raise TypeError("an engine must be a class that derives from fedsim.engines.Engine")
+        if not isinstance(target.traits, EngineTraits):
+            raise TypeError("the attribute traits of an engine must be a fedsim.config.engines.EngineTraits")
+        try:
+            inspect.signature(target).bind(*self.inputs)
+        except TypeError:
+            raise TypeError(f"the constructor of an engine must take ({', '.join(self.inputs)})") from None
+        return super()._registration(name, target)
 
 
 def _new_executor(group: Group, task: RunTask, *arguments: Any) -> Executor:

@@ -89,3 +89,12 @@ def test_a_reason_that_is_not_text_is_an_error(tiny_experiment):
         ExperimentError, match=r"^callbacks: Noting.on_round returned 1; return a string to end the run"
     ):
         fedsim.run(tiny_experiment, callbacks=[Noting(ends=1, reason=1)])
+
+
+@pytest.mark.parametrize("callback", [print, Noting, object()], ids=str)
+def test_what_is_no_callback_is_an_error(tiny_experiment, callback):
+    line = (
+        r"^callbacks: .* must be an object of a class that derives from fedsim.Callback; pass a function as on_round$"
+    )
+    with pytest.raises(ExperimentError, match=line):
+        fedsim.run(tiny_experiment, callbacks=[callback])

@@ -111,8 +111,46 @@ class Correcting(fedsim.clients.SGD):
         update.mul_(2)
 
 
-def test_a_class_that_defines_a_method_without_its_base_class_is_refused_in_one_line():
-    line = "the class defines correct; derive it from fedsim.clients.UpdateCorrection$"
-    with pytest.raises(fedsim.ExperimentError, match=line) as caught:
-        fedsim.Experiment(local={"algorithm": Correcting})
-    assert len(caught.value.lines) == 1
+@dataclass(frozen=True)
+class Keeping(Rateless):
+    def worker_state(self, row):
+        return {"kept": row}
+
+
+@dataclass(frozen=True)
+class Stepless(fedsim.clients.ClientAlgorithm):
+    lr: float = 0.1
+
+
+@dataclass(frozen=True)
+class OnRows(Stepless):
+    element_wise = False
+
+
+@dataclass(frozen=True)
+class Personal(fedsim.clients.SGD, fedsim.clients.PersonalModel):
+    pass
+
+
+@dataclass(frozen=True)
+class Unrelated:
+    lr: float = 0.1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "line"),
+    [
+        (Correcting, "the class defines correct; derive it from fedsim.clients.UpdateCorrection"),
+        (Keeping, "the class defines worker_state; derive it from fedsim.clients.ClientAlgorithm"),
+        (Stepless, "the client algorithm must define step"),
+        (OnRows, "the client algorithm must define step_rows"),
+        (Personal, "the client algorithm must define personal_rows"),
+        (Unrelated, "a client algorithm must be a dataclass that derives from fedsim.clients.ClientAlgorithm, or a .*"),
+    ],
+)
+def test_a_class_without_a_base_class_or_a_method_is_refused_in_one_line(algorithm, line):
+    abstract = algorithm is Personal  # has no objects
+    for target in (algorithm,) if abstract else (algorithm, algorithm()):
+        with pytest.raises(fedsim.ExperimentError, match=f"cannot be used: {line}$") as caught:
+            fedsim.Experiment(local={"algorithm": target})
+        assert len(caught.value.lines) == 1

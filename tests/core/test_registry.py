@@ -10,7 +10,7 @@ from typing import Annotated
 import pytest
 from pydantic import Field, ValidationError
 
-from fedsim.asynchronous.policies import policy
+from fedsim.asynchronous.policies import Policy, policy
 from fedsim.asynchronous.policies.gradient_updates import Hogwild
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.registry import Registry
@@ -62,6 +62,11 @@ def test_a_wrong_parameter_is_one_line_with_place_and_value(registry, values, me
     assert len(caught.value.lines) == 1
 
 
+@dataclass(frozen=True)
+class Idle(Policy):
+    """A policy that never uses a result."""
+
+
 class Patterned:
     """A component whose parameter bounds are not numbers."""
 
@@ -87,6 +92,11 @@ def test_the_fields_of_a_base_are_known_by_the_names_of_the_module_it_is_from():
     assert tamed.check({}) == {"momentum": "private", "rate": 0.1}
     with pytest.raises(ExperimentError, match='must be "private" or "shared"'):
         tamed.check({"momentum": "none"})
+
+
+def test_a_class_without_a_required_method_is_refused_when_it_is_named():
+    with pytest.raises(ExperimentError, match=": cannot be used: the policy must define take$"):
+        policy.get("tests.core.test_registry:Idle")
 
 
 def test_the_decorator_sets_the_traits_of_a_kind_and_no_others():
