@@ -90,7 +90,8 @@ def test_no_check_for_nan_waits_in_each_step(rule, waits, launches, gpu):
         tables = {**BASE, "data": "tests.components:tiny", "rounds": 1, "aggregate": rule, "device": "cuda"}
         result = fedsim.run({**tables, **ENGINES["serial"]})
     assert result.test_accuracy > 0.1
-    places = ("aggregation/", "rounds/aggregator.py", "rounds/updates.py")
+    modules = "aggregator", "updates", "update_steps", "parameter_server"
+    places = ("aggregation/", *(f"rounds/{name}.py" for name in modules))
     here = [(kind, count) for (kind, _, line), count in counts.events.items() if line.startswith(places)]
     assert sum(count for kind, count in here if kind in WAITS) == waits, counts.table(*WAITS)
     assert sum(count for kind, count in here if kind == LAUNCH) <= STEPS * launches + 8, counts.table(LAUNCH)
