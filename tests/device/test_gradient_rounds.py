@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import fedsim
+from fedsim.rounds.simulation import Simulation
 from tests.device.agreement import ENGINES, assert_agrees_with_the_cpu, run_on_cpu, run_on_gpu
 from tests.device.pretend.counting import LAUNCH, WAITS
 
@@ -62,6 +63,18 @@ def test_a_worker_whose_gradients_are_not_finite_is_excluded_as_on_a_cpu(case):
     tables["aggregate"] = {"nonfinite": "exclude", **tables.get("aggregate", {})}
     assert_agrees_with_the_cpu(tables, "batched" if case == "batched" else "serial")
     assert any(record["excluded"] for record in run_on_cpu(tables).history)
+
+
+def test_only_the_first_round_with_nan_is_repeated(monkeypatch, gpu):
+    rounds, steps_of_round = [], Simulation.steps_of_round
+    monkeypatch.setattr(
+        Simulation,
+        "steps_of_round",
+        lambda run, work, mine: rounds.append(work.round) or steps_of_round(run, work, mine),
+    )
+    tables = {**BASE, **ENGINES["serial"], "device": "cuda", "data": BROKEN, "aggregate": {"nonfinite": "exclude"}}
+    fedsim.run(tables)
+    assert rounds == [1, 1, 2]
 
 
 @pytest.mark.gpu

@@ -201,6 +201,12 @@ def without_a_hole(root):
 FINITE = {"data": f"{__name__}:without_a_hole", "attack": {"name": "nan", "workers": [2]}}  # the update alone is NaN
 
 
+def test_global_buffers_stay_if_only_workers_of_weight_zero_have_finite_ones(tables):
+    weights = {"aggregate": {"nonfinite": "exclude", "weights": [0.0, 0.0, 1.0]}}
+    tables |= {**WITH_BUFFERS, **weights, "rounds": 1, "attack": {"name": "ipm", "workers": [2]}}
+    assert fedsim.run(tables).model.layers[2].num_batches_tracked == 0
+
+
 @pytest.mark.parametrize(
     ("engine", "sync", "policy", "changes"),
     [
