@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import fedsim
+from fedsim.rounds.simulation import Simulation
 from tests.device.agreement import ENGINES, assert_agrees_with_the_cpu, run_on_cpu, run_on_gpu
 from tests.device.pretend.counting import LAUNCH, WAITS
 
@@ -64,6 +65,18 @@ def test_a_worker_whose_gradients_are_not_finite_is_excluded_as_on_a_cpu(case):
     assert any(record["excluded"] for record in run_on_cpu(tables).history)
 
 
+def test_only_the_first_round_with_nan_is_repeated(monkeypatch, gpu):
+    rounds, steps_of_round = [], Simulation.steps_of_round
+    monkeypatch.setattr(
+        Simulation,
+        "steps_of_round",
+        lambda run, work, mine: rounds.append(work.round) or steps_of_round(run, work, mine),
+    )
+    tables = {**BASE, **ENGINES["serial"], "device": "cuda", "data": BROKEN, "aggregate": {"nonfinite": "exclude"}}
+    fedsim.run(tables)
+    assert rounds == [1, 1, 2]
+
+
 @pytest.mark.gpu
 def test_a_gradient_that_is_not_finite_stops_the_run_if_it_counts():
     tables = {**BASE, "data": BROKEN}
@@ -90,7 +103,8 @@ def test_no_check_for_nan_waits_in_each_step(rule, waits, launches, gpu):
         tables = {**BASE, "data": "tests.components:tiny", "rounds": 1, "aggregate": rule, "device": "cuda"}
         result = fedsim.run({**tables, **ENGINES["serial"]})
     assert result.test_accuracy > 0.1
-    places = ("aggregation/", "rounds/aggregator.py", "rounds/updates.py")
+    modules = "aggregator", "updates", "update_steps", "parameter_server"
+    places = ("aggregation/", *(f"rounds/{name}.py" for name in modules))
     here = [(kind, count) for (kind, _, line), count in counts.events.items() if line.startswith(places)]
     assert sum(count for kind, count in here if kind in WAITS) == waits, counts.table(*WAITS)
     assert sum(count for kind, count in here if kind == LAUNCH) <= STEPS * launches + 8, counts.table(LAUNCH)

@@ -223,6 +223,21 @@ def test_attackers_see_clipped_updates_and_the_server_clips_theirs(tiny_experime
     assert max(received[-1]) > 1  # with local privacy nobody clips the updates of attackers
 
 
+def mean_that_notes_the_root(updates, root):
+    received.append([float(root.norm()), *updates.norm(dim=1).tolist()])
+    return updates.mean(0)
+
+
+def test_the_update_of_the_server_is_not_clipped(tiny_experiment):
+    rule = {"rule": "tests.privacy.test_mechanisms:mean_that_notes_the_root", "root_samples": 20}
+    privacy = {"mechanism": "local", "clip": 0.01, "noise": 0.0}
+    (record,) = fedsim.run({**tiny_experiment, **FLAT, "aggregate": rule, "privacy": privacy}).history
+    root, *norms = received[-1]
+    assert root > 0.02
+    assert max(norms) == pytest.approx(0.01, rel=1e-3)
+    assert record.metrics["clipped_updates"] == 1
+
+
 def test_processors_follow_the_clipping_of_the_workers(tiny_experiment):
     tables = {**tiny_experiment, **FLAT, "aggregate": "tests.privacy.test_mechanisms:watched_mean"}
     tables |= {"processors": ["tests.privacy.test_mechanisms:longer"]}

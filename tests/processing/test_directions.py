@@ -107,6 +107,15 @@ def test_attackers_see_processed_updates_and_send_theirs_unprocessed(sync):
     assert result.history[0].bytes_up == 4 * TOP_BYTES + 2 * 8 * D
 
 
+def test_attackers_send_no_personal_parameters():
+    local = {**TABLES["local"], "algorithm": "fedper", "personal": ["*bias"]}
+    tables = {**TABLES, **ATTACKED, "local": local, "processors": [TOP], "rounds": 1}
+    result = fedsim.run({**tables, "aggregate": f"{__name__}:seen_by_rule"})
+    assert SEEN["rule"][1].count_nonzero() == D - 10
+    assert not SEEN["rule"][:, D - 10 :].any()
+    assert result.history[0].bytes_up == 4 * TOP_BYTES + 2 * 8 * (D - 10)
+
+
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_compressed_attacks_pass_through_the_chain(sync):
     tables = {**TABLES, **ATTACKED, "sync": sync, "processors": [TOP], "rounds": 1}

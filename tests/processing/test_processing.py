@@ -116,6 +116,23 @@ def test_a_row_that_a_processor_makes_infinite_is_excluded(tiny_experiment):
         fedsim.run({**tables, "processors": chain})
 
 
+def largest(update: Tensor) -> Tensor:
+    """Return finite numbers whose sum overflows."""
+    return torch.full_like(update, torch.finfo(update.dtype).max / 2)
+
+
+def finite(update: Tensor) -> Tensor:
+    return update.nan_to_num()
+
+
+@pytest.mark.parametrize("name", ["largest", "finite"])
+def test_a_row_that_a_processor_leaves_finite_is_not_excluded(name, tiny_experiment):
+    tables = {**tiny_experiment, "data": "tests.components:with_a_hole", "model": "logistic", "rounds": 1}
+    tables |= {"processors": [f"{__name__}:{name}"], "aggregate": {"rule": "median", "nonfinite": "exclude"}}
+    (record,) = fedsim.run({**tables, "partition": "tests.components:in_blocks"}).history
+    assert record.excluded == []
+
+
 @pytest.mark.parametrize(
     ("tables", "error"),
     [

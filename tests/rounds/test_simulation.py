@@ -243,3 +243,46 @@ def test_a_component_that_records_a_number_with_the_name_of_a_metric_is_an_error
     with pytest.raises(fedsim.ExperimentError, match='a component also records a number named "macro_f1"; give the m'):
         fedsim.run({**tiny_experiment, **paths, "metrics": ["macro_f1"]})
     assert fedsim.run({**tiny_experiment, **paths}).history[0].metrics == {"macro_f1": 1.0}
+
+
+REMEMBERED, ATTACKED = [], []
+
+
+def rule_that_remembers(updates, state, last):
+    result = updates.mean(0)
+    REMEMBERED.append((state.get("result"), None if last is None else last.clone(), result))
+    return result, {"result": result}
+
+
+def test_a_rule_gets_its_state_and_its_last_result(tiny_experiment):
+    REMEMBERED.clear()
+    fedsim.run({**tiny_experiment, "rounds": 3, "aggregate": f"{__name__}:rule_that_remembers"})
+    (kept, last, result), *later = REMEMBERED
+    assert (kept, last, len(later)) == (None, None, 2)
+    for kept, last, next_result in later:
+        assert torch.equal(kept, result)
+        assert torch.equal(last, result)
+        result = next_result
+
+
+def attack_that_remembers(honest, state):
+    ATTACKED.append(dict(state))
+    return honest[0], {"sent": honest[0]}
+
+
+def test_rule_and_attack_forget_when_a_run_changes_to_averaging_parameters(tiny_experiment):
+    REMEMBERED.clear()
+    ATTACKED.clear()
+    attack, rule = {"name": f"{__name__}:attack_that_remembers", "workers": [1]}, f"{__name__}:rule_that_remembers"
+    tables = {**tiny_experiment, "local": {"steps": 2}, "sync": "post_local", "gradient_rounds": 1}
+    fedsim.run({**tables, "attack": attack, "aggregate": rule})
+    assert [bool(state) for state in ATTACKED] == [False, True, False]
+    assert [kept is not None for kept, _, _ in REMEMBERED] == [False, True, False]
+
+
+def test_steps_end_when_only_workers_of_weight_zero_have_samples_left(tiny_experiment):
+    tables = {**tiny_experiment, "sync": "gradients", "partition": "tests.components:uneven", "rounds": 1}
+    sizes = fedsim.run(tables).history[0].samples
+    weights = [float(size == min(sizes)) for size in sizes]
+    (record,) = fedsim.run({**tables, "aggregate": {"weights": weights}}).history
+    assert record.bytes_up == 3 * 4 * 16_330 * -(-min(sizes) // 16)

@@ -59,6 +59,26 @@ def test_an_update_with_nan_is_excluded_and_recorded(mode, tables, session):
     assert all(math.isfinite(record["test_loss"]) for record in result.history)
 
 
+def test_an_excluded_worker_of_a_small_cohort_is_named_by_its_id(tables):
+    tables |= {"data": "tests.components:with_a_hole_at_the_end", "cohort": 2, "aggregate": {"nonfinite": "exclude"}}
+    history = fedsim.run(tables, rounds=6).history
+    assert [record.excluded for record in history] == [[2] if 2 in record.cohort else [] for record in history]
+    for record in history:
+        coefficients = dict(zip(record.cohort, record.coefficients, strict=True))
+        assert sum(coefficients.values()) == pytest.approx(1)
+        assert [worker for worker, coefficient in coefficients.items() if not coefficient] == record.excluded
+    assert {len(record.excluded) for record in history} == {0, 1}
+
+
+@pytest.mark.parametrize("rule", ["mean", "medoid"])  # aggregated by columns, or as a whole
+def test_an_excluded_worker_does_not_count_in_the_correction_of_the_update(rule, tables, monkeypatch):
+    counts = set()
+    monkeypatch.setattr(fedsim.clients.FedDyn, "correct", lambda *arguments: counts.add(arguments[-2:]))
+    tables |= {"local": {"algorithm": "feddyn", **tables["local"]}, "aggregate": {"rule": rule, "nonfinite": "exclude"}}
+    fedsim.run(tables)
+    assert counts == {(2, 3)}, "workers aggregated, and all workers"
+
+
 @pytest.mark.parametrize(
     ("algorithm", "engine"), [("scaffold", "serial"), ("scaffold", "spawn"), ("mimelite", "batched")]
 )
@@ -179,6 +199,12 @@ def without_a_hole(root):
 
 
 FINITE = {"data": f"{__name__}:without_a_hole", "attack": {"name": "nan", "workers": [2]}}  # only an update is NaN
+
+
+def test_global_buffers_stay_if_only_workers_of_weight_zero_have_finite_ones(tables):
+    weights = {"aggregate": {"nonfinite": "exclude", "weights": [0.0, 0.0, 1.0]}}
+    tables |= {**WITH_BUFFERS, **weights, "rounds": 1, "attack": {"name": "ipm", "workers": [2]}}
+    assert fedsim.run(tables).model.layers[2].num_batches_tracked == 0
 
 
 @pytest.mark.parametrize(

@@ -97,3 +97,26 @@ def test_random_transforms_for_losses_do_not_change_those_of_training():
     noisy = {"partition": {"name": "feature_noise", "sigma": 1.0}}
     fair = row_of(**noisy, aggregate={"rule": "qfedavg", "q": 0.0})
     assert torch.allclose(fair, row_of(**noisy, aggregate="mean"), rtol=0, atol=1e-14)
+
+
+USED = []
+
+
+def rule_with_losses(updates, losses):
+    """A rule that notes the losses and then changes them."""
+    USED.append(losses.tolist())
+    losses.zero_()
+    return updates.mean(0)
+
+
+def attack_that_tries_the_rule(honest, aggregate):
+    return aggregate(honest[0])
+
+
+@pytest.mark.parametrize("sync", ["parameters", "gradients"])
+def test_an_attack_tries_the_rule_with_the_losses_of_the_same_aggregation(sync):
+    USED.clear()
+    attack = {"name": f"{__name__}:attack_that_tries_the_rule", "workers": [1]}
+    fedsim.run({**EXPERIMENT, "sync": sync, "attack": attack, "aggregate": f"{__name__}:rule_with_losses"})
+    assert USED[::2] == USED[1::2]
+    assert len({tuple(losses) for losses in USED}) == EXPERIMENT["rounds"]
