@@ -11,6 +11,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.overrides import Change, naming_key, parse_value, parse_word, split_word
 from fedsim.config.tables import component_tables
 from fedsim.core.input_limits import MAX_DEPTH, leaves_of, problem_with_words
+from fedsim.core.objects import plain
 from fedsim.core.suggestions import as_range
 from fedsim.errors import ExperimentError, cut, show
 
@@ -171,8 +172,6 @@ def _checked(key: str, values: Any, place: str) -> list[Any]:
         raise ExperimentError(f"{place}: has an empty name before or after a dot")
     values = list(values) if isinstance(values, tuple) else values
     if not _is_json(values, exact=True):  # Python objects, passed by a program
-        from fedsim.core.objects import plain  # imported here because it imports PyTorch
-
         values = plain(values)
     if not isinstance(values, list) or not values:
         raise ExperimentError(f"{place} = {show(values)}: must be a list with at least one value, such as [1, 2]")

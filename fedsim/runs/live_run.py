@@ -160,7 +160,6 @@ class LiveRun:
 
     def resume(self, state: Snapshot) -> None:
         """Restore a snapshot that the method `state` returned for the same experiment."""
-        self._before = None
         self._repeated(lambda: self.loop.resume(state), STARTED)
         self._before = state if self._repeats else None
 

@@ -70,6 +70,10 @@ class Fake:
         self.at_work = True
         self.maybe("start")
 
+    def test_workers(self, round):
+        self.maybe("test")
+        return {"tested": float(self.row)}
+
     def finish(self):
         self.maybe("finish")
         self.finished = True
@@ -97,11 +101,12 @@ def test_a_loss_before_the_first_or_after_the_last_round_repeats_no_round():
     with pytest.warns(FedsimWarning, match=line):
         run.resume(run.state())
     assert run.run_round(1)["row"] == 1.0
-    fake.losses = ["finish"]
+    fake.losses = ["test", "finish"]
     with pytest.warns(FedsimWarning):
+        assert run.test_workers(1) == {"tested": 1.0}
         run.result()
-    assert (fake.finished, fake.replaced) == (True, 4)
-    assert [facts["round"] for _, facts in fake.notes] == [0, 0, 0, 1]
+    assert (fake.finished, fake.replaced) == (True, 5)
+    assert [facts["round"] for _, facts in fake.notes] == [0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
