@@ -104,6 +104,7 @@ def test_a_loss_before_the_first_or_after_the_last_round_repeats_no_round():
     fake.losses = ["test", "finish"]
     with pytest.warns(FedsimWarning):
         assert run.test_workers(1) == {"tested": 1.0}
+    with pytest.warns(FedsimWarning):
         run.result()
     assert (fake.finished, fake.replaced) == (True, 5)
     assert [facts["round"] for _, facts in fake.notes] == [0, 0, 0, 1, 1]
