@@ -144,5 +144,9 @@ def test_only_losses_are_repeated_and_only_if_retries_are_allowed():
 def test_without_processes_or_retries_no_snapshots_are_taken(changes):
     fake = Fake(retries=changes.get("retries", 2))
     fake.can_lose_processes = changes.get("can_lose_processes", True)
-    assert fake.live().run_round(1) == {"round": 1, "row": 1.0}
+    run = fake.live()
+    assert run.run_round(1) == {"round": 1, "row": 1.0}
     assert fake.states == 0
+    run.resume(run.state())
+    run.run_round(2)
+    assert run.state().tensors["row"] == 2.0, "the state is that after the latest round"
