@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedsim.core.registry import Registry
-from fedsim.system.files import append_atomically, unwritable_error
+from fedsim.system.files import append_atomically, os_errors_as_record_errors
 from fedsim.system.packages import import_extra
 
 __all__ = ["Log", "LoggedRun", "logger"]
@@ -93,10 +93,8 @@ def tensorboard(run: LoggedRun) -> Iterator[Log]:
             seconds, fraction = divmod(time.time_ns(), 10**9)  # TensorBoard reads files in the order of their names
             writer = f"{socket.gethostname()}.{os.getpid()}.{fraction:09d}"
             path = folder / f"events.out.tfevents.{seconds:010d}.{writer}"
-            try:
+            with os_errors_as_record_errors(path):
                 files.append(path.open("xb", buffering=0))
-            except OSError as error:
-                raise unwritable_error(path, error) from error
             start = [{"step": run.done + 1, "session_log": {"status": START}}] if run.resumed else []
             append(path, {"file_version": FILE_VERSION}, *start, {"summary": hyperparameters(dict(run.settings))})
         values = [{"tag": tag, "simple_value": value} for tag, value in numbers.items()]

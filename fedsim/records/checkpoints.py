@@ -23,7 +23,7 @@ from safetensors.torch import load, save
 from fedsim.core.snapshot import Snapshot
 from fedsim.errors import RecordError, show
 from fedsim.system.devices import free_memory
-from fedsim.system.files import is_outside, read_bounded, unwritable_error, write_atomically
+from fedsim.system.files import is_outside, os_errors_as_record_errors, read_bounded, write_atomically
 from fedsim.version import __version__
 
 FOLDER, FORMAT = "checkpoints", 2
@@ -117,10 +117,8 @@ class CheckpointFolder:
     def _write(self, round: int, state: Snapshot) -> None:
         assert self._folder is not None
         head, tensors = self._paths(round)
-        try:
+        with os_errors_as_record_errors(self._folder):
             self._folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise unwritable_error(self._folder, error) from error
         if is_outside(self._folder, self._folder.parent):
             raise RecordError(f"{self._folder}: is a link that leads out of the run folder; remove the link")
         content = save({name: tensor.cpu() for name, tensor in state.tensors.items()})

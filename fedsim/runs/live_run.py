@@ -31,17 +31,18 @@ T = TypeVar("T")
 TESTED = "tests have been tried"
 
 
-def loop_of(task: RunTask, engine: Engine, folder: RunFolder | None = None) -> Loop:
+def loop_of(experiment: Experiment, task: RunTask, engine: Engine, folder: RunFolder | None = None) -> Loop:
     """Return the object that runs the rounds of an experiment.
 
     Args:
+        experiment: the experiment, with its data set, which the copy in `task` does not name.
         task: description of the run.
         engine: engine that is ready for the first round.
         folder: writer of the run's records, which receives the log of a race; None to keep no log.
     """
-    if isinstance(engine, SpawnEngine) and task.experiment.mode == "race":
-        return RaceLoop(task, engine, folder.race_log if folder else None)
-    return SynchronousLoop(task, engine) if task.experiment.in_rounds else ClockLoop(task, engine)
+    if isinstance(engine, SpawnEngine) and experiment.mode == "race":
+        return RaceLoop(experiment, task, engine, folder.race_log if folder else None)
+    return SynchronousLoop(task, engine) if experiment.in_rounds else ClockLoop(experiment, task, engine)
 
 
 class LiveRun:
@@ -86,7 +87,7 @@ class LiveRun:
         self.on_request = False
         self._repeats = experiment.process_retries > 0 and engine.can_lose_processes
         self._before: Snapshot | None = None  # state before the current round, if rounds may have to be repeated
-        self.loop = loop_of(task, engine, folder)
+        self.loop = loop_of(experiment, task, engine, folder)
         self._repeated(self.loop.prepare, STARTED)
         self.facts = self._repeated(lambda: RunFacts.of(task, engine), STARTED)
         run_round = self._run_or_repeat if self._repeats else self.loop.run_round
@@ -160,7 +161,6 @@ class LiveRun:
 
     def resume(self, state: Snapshot) -> None:
         """Restore a snapshot that the method `state` returned for the same experiment."""
-        self._before = None
         self._repeated(lambda: self.loop.resume(state), STARTED)
         self._before = state if self._repeats else None
 

@@ -82,6 +82,11 @@ RACED, EQUAL = "the race was run with ", "use the setting of the race"
             RACED + "policy.adaptive not set, but this experiment has policy.adaptive = false; " + EQUAL,
         ),
         ({"workers": 8}, RACED + "workers = 3, but this experiment has workers = 8; " + EQUAL),
+        (
+            {"data": "tests.components:with_a_hole"},
+            f'{RACED}data.name = "tests.components:tiny", but this experiment has data.name = '
+            f'"tests.components:with_a_hole"; {EQUAL}',
+        ),
     ],
 )
 def test_a_log_of_another_experiment_is_refused(session, logged, changes, line):

@@ -35,7 +35,7 @@ def loop(request):
     }
     experiment = fedsim.Experiment(**tables)
     with fedsim.Session() as session, begun(experiment, session) as (task, engine):
-        loop = loop_of(task, engine)
+        loop = loop_of(experiment, task, engine)
         loop.run_round(1), loop.run_round(2)
         state = loop.state()
         state.facts = json.loads(json.dumps(state.facts))

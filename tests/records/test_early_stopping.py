@@ -165,8 +165,11 @@ def test_a_resumed_run_that_stops_tests_its_workers_at_its_end(tiny_experiment, 
         fedsim.run(tables, tmp_path, on_round=interrupt_after_2)
     tables["stop"] = {"metric": "test_loss", "target": 1e9}
     resumed = fedsim.run(tables, tmp_path, resume=True)
+    assert len(resumed.history) == 1, "no round follows the checkpoint, whose result reaches the target"
     assert "global_worker_accuracy_mean" in resumed.history[-1].metrics
-    assert (tmp_path / f"workers-{len(resumed.history):05}.csv").exists()
+    assert (tmp_path / "workers-00001.csv").exists()
+    fedsim.run({**tables, "records.figures": ["svg"]}, tmp_path, resume=True)
+    assert (tmp_path / "workers.svg").exists(), "the stored results are drawn"
 
 
 def stop_after(last):

@@ -70,6 +70,10 @@ class Fake:
         self.at_work = True
         self.maybe("start")
 
+    def test_workers(self, round):
+        self.maybe("test")
+        return {"tested": float(self.row)}
+
     def finish(self):
         self.maybe("finish")
         self.finished = True
@@ -97,11 +101,13 @@ def test_a_loss_before_the_first_or_after_the_last_round_repeats_no_round():
     with pytest.warns(FedsimWarning, match=line):
         run.resume(run.state())
     assert run.run_round(1)["row"] == 1.0
-    fake.losses = ["finish"]
+    fake.losses = ["test", "finish"]
+    with pytest.warns(FedsimWarning):
+        assert run.test_workers(1) == {"tested": 1.0}
     with pytest.warns(FedsimWarning):
         run.result()
-    assert (fake.finished, fake.replaced) == (True, 4)
-    assert [facts["round"] for _, facts in fake.notes] == [0, 0, 0, 1]
+    assert (fake.finished, fake.replaced) == (True, 5)
+    assert [facts["round"] for _, facts in fake.notes] == [0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -138,5 +144,9 @@ def test_only_losses_are_repeated_and_only_if_retries_are_allowed():
 def test_without_processes_or_retries_no_snapshots_are_taken(changes):
     fake = Fake(retries=changes.get("retries", 2))
     fake.can_lose_processes = changes.get("can_lose_processes", True)
-    assert fake.live().run_round(1) == {"round": 1, "row": 1.0}
+    run = fake.live()
+    assert run.run_round(1) == {"round": 1, "row": 1.0}
     assert fake.states == 0
+    run.resume(run.state())
+    run.run_round(2)
+    assert run.state().tensors["row"] == 2.0, "the state is that after the latest round"

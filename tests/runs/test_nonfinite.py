@@ -253,6 +253,9 @@ def test_global_buffers_that_become_infinite_stop_the_run(mode, tables, session)
         fedsim.run(tables, session=session if "race" in mode else None)
     keeping = {**tables, "aggregate": {"nonfinite": "keep"}}
     assert len(fedsim.run(keeping, session=session if "race" in mode else None).history) == 3
+    if mode != "locked race":  # a race keeps no earlier model
+        stopped = fedsim.run({**tables, "aggregate": {"nonfinite": "stop"}})
+        assert torch.equal(stopped.model.growing, torch.ones(3)), "the buffers are those from before the round"
 
 
 @pytest.mark.parametrize("nonfinite", ["error", "exclude"])

@@ -325,6 +325,9 @@ DAMAGE = {
     "all of another model": lambda head, tensors: [
         signed(each, lambda said, state: state.update(global_row=torch.ones(3))) for each in head.parent.glob("*.json")
     ],
+    "no clock in any": lambda head, tensors: [  # found after the tensors have been restored
+        signed(each, lambda said, state: said["facts"].update(clock=7)) for each in head.parent.glob("*.json")
+    ],
     "only two records": lambda head, tensors: cut_records(head.parents[1] / "metrics.jsonl"),
 }
 

@@ -13,6 +13,7 @@ from fedsim.asynchronous.race.log import read_log
 from fedsim.asynchronous.race.replay import LoggedOrder
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
+from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine, RunTask
@@ -30,7 +31,7 @@ from fedsim.training.shared_state import message_bytes
 class ClockLoop(Loop):
     """Runs the rounds of an asynchronous experiment on a virtual clock."""
 
-    def __init__(self, task: RunTask, engine: Engine) -> None:
+    def __init__(self, experiment: Experiment, task: RunTask, engine: Engine) -> None:
         shared = engine.shared
         self._task, self._engine = task, engine
         self._policy, self._timer = task.experiment.policy.component, PhaseTimer()
@@ -39,17 +40,17 @@ class ClockLoop(Loop):
         received, sent = message_bytes(task, shared)
         self._bytes_up, self._bytes_down = model_bytes + sent, model_bytes + received
         train = partial(_train, engine, self._timer)  # a bound method would be a reference cycle that keeps the rows
-        self._source = self._source_of(Scheduler.of(task, shared), train)
+        self._source = self._source_of(experiment, Scheduler.of(task, shared), train)
 
-    def _source_of(self, scheduler: Scheduler, train: Train) -> VirtualClock | LoggedOrder:
+    def _source_of(self, experiment: Experiment, scheduler: Scheduler, train: Train) -> VirtualClock | LoggedOrder:
         """Return the object that determines the order in which workers finish: a virtual clock or a race's log."""
-        experiment, server = self._task.experiment, self._server
-        clock, algorithm = experiment.clock, self._task.algorithm
+        clock, algorithm, server = experiment.clock, self._task.algorithm, self._server
         bytes_up, bytes_down = self._bytes_up, self._bytes_down  # `self` would be a reference cycle
         if clock.replay_log is not None:
             log = read_log(clock.replay_log, experiment.resolved())
             return LoggedOrder(log, clock.replay_log, server, scheduler, train)
-        delays, departures = delays_of(experiment), {int(worker): at for worker, at in clock.departures.items()}
+        delays = delays_of(self._task.experiment)
+        departures = {int(worker): at for worker, at in clock.departures.items()}
         if experiment.cohort_size == experiment.workers:
             server.step_seconds.copy_(torch.from_numpy(delays.base * delays.slowdowns))
 

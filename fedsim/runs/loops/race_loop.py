@@ -20,6 +20,7 @@ from fedsim.asynchronous.race.log import to_csv
 from fedsim.asynchronous.race.state import Measures, RaceState
 from fedsim.asynchronous.race.worker import LockedRaceWorker, ProcessResult, RaceWorker
 from fedsim.asynchronous.server_state import ServerState, tables_of
+from fedsim.config.experiment import Experiment
 from fedsim.core.confidence import estimate
 from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
@@ -61,13 +62,14 @@ class RaceLoop(Loop):
     A race is repeated `race.runs` times. In each round, all repetitions are run one after another.
 
     Args:
-        task: description of the run, whose experiment has `mode = "race"`.
+        experiment: experiment with `mode = "race"`, which the log names.
+        task: description of the run.
         engine: engine that is ready for the first round.
         keep_log: function that receives the contents of the log, a CSV file, after the last round; None to keep no log.
     """
 
-    def __init__(self, task: RunTask, engine: Engine, keep_log: KeepLog | None = None) -> None:
-        self._task, self._engine, self._shared = task, engine, engine.shared
+    def __init__(self, experiment: Experiment, task: RunTask, engine: Engine, keep_log: KeepLog | None = None) -> None:
+        self._experiment, self._task, self._engine, self._shared = experiment, task, engine, engine.shared
         self._policy, self._timer = task.experiment.policy.component, PhaseTimer()
         self._server = ServerState(task, engine.shared, engine.states)
         if self._policy.locking == "nothing":
@@ -128,7 +130,7 @@ class RaceLoop(Loop):
         """Load the result of the race's first repetition, and pass the log to `keep_log`."""
         self._switch_to(0)
         if self._keep_log:
-            self._keep_log(to_csv(self._task.experiment.resolved(), self._log))
+            self._keep_log(to_csv(self._experiment.resolved(), self._log))
 
     def _run_round(self, run: int, round: int) -> RaceRoundResult:
         """Run one round of one repetition of the race.
