@@ -47,7 +47,7 @@ WRONG = [
     ),
     (
         "engine=fedsim.errors:FedsimError",
-        'engine = "fedsim.errors:FedsimError": cannot be used: an engine must be a class that derives from fedsim.engines.En',
+        'engine = "fedsim.errors:FedsimError": cannot be used: an engine must be a class that derives',
     ),
     (
         "aggregate=fedsim.errors:FedsimError",
