@@ -68,6 +68,8 @@ class Loggers(Callback):
             for table in self._tables:
                 try:
                     context = table.component(run=self._run)
+                    if not isinstance(context, contextlib.AbstractContextManager):
+                        raise TypeError(f"it returned {show(context)} instead of a context manager")
                     with one_at_a_time(Path(__file__), MOST_WAITING):  # the first logger may create a database
                         self._loggers.append((table.name, context, context.__enter__()))
                 except FedsimError:

@@ -99,6 +99,16 @@ def test_a_resumed_run_has_the_id_of_its_first_part_with_loggers(tiny_experiment
     assert json.loads((tmp_path / "run/environment.json").read_text())["logged_as"] == first.id
 
 
+def no_context(run):
+    return None
+
+
+def test_a_logger_that_is_no_context_manager_is_refused_in_one_line(tiny_experiment):
+    line = "cannot start: TypeError: it returned None instead of a context manager$"
+    with pytest.raises(ExperimentError, match=line):
+        fedsim.run(logging(tiny_experiment, {"name": "tests.callbacks.test_loggers:no_context"}))
+
+
 def test_a_logger_that_cannot_begin_ends_the_run_in_one_line(tiny_experiment, tmp_path):
     failing = {"name": "tests.callbacks.test_loggers:noted", "fails_in": 0}
     line = r'^records.loggers: the logger "tests.\S+:noted" cannot start: OSError: no connection to the server$'

@@ -47,7 +47,11 @@ WRONG = [
     ),
     (
         "engine=fedsim.errors:FedsimError",
-        'engine = "fedsim.errors:FedsimError": cannot be used: the engine has no signature',
+        'engine = "fedsim.errors:FedsimError": cannot be used: an engine must be a class that derives',
+    ),
+    (
+        "aggregate=fedsim.errors:FedsimError",
+        'aggregate.rule = "fedsim.errors:FedsimError": cannot be used: the aggregation rule has no signature',
     ),
     ({"model": {"name": "tests.models:sized", "scale": None}}, "model.scale = None: TOML cannot express None; omit th"),
     ("aggregate.weights=smaples", 'aggregate.weights = "smaples": must be "uniform", "samples" or "inverse'),
