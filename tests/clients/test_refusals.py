@@ -116,3 +116,14 @@ def test_a_class_that_defines_a_method_without_its_base_class_is_refused_in_one_
     with pytest.raises(fedsim.ExperimentError, match=line) as caught:
         fedsim.Experiment(local={"algorithm": Correcting})
     assert len(caught.value.lines) == 1
+
+
+@dataclass(frozen=True)
+class Corrected(fedsim.clients.SGD, fedsim.clients.UpdateCorrection):
+    """SGD whose updates the server corrects."""
+
+
+def test_gradients_are_not_corrected():
+    with pytest.raises(fedsim.ExperimentError, match="sync=gradients|sync = .gradients"):
+        fedsim.Experiment(local={"algorithm": Corrected}, sync="gradients")
+    fedsim.Experiment(local={"algorithm": Corrected})
