@@ -238,7 +238,6 @@ class Engine:
         self._pool.close()
         release_memory(self.shared.server.row.device)
         self._pool = self._new_pool()
-        self.shared.cohort.unfit.zero_()  # new executors count aggregations from 1 again
         self._call(_make_executor, *self._work)
 
     def leave(self) -> None:

@@ -261,5 +261,7 @@ def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> l
 
 
 def rows_at(rows: Tensor, slots: Sequence[int]) -> Tensor:
-    """Return the rows with the indices `slots`: a view if the indices are evenly spaced, otherwise a copy."""
-    return rows[index_of(slots, rows.device)]
+    """Return the rows with the indices `slots`: a view if the indices are consecutive, otherwise a copy."""
+    index = index_of(slots, rows.device)
+    is_spread = isinstance(index, slice) and index.step not in (None, 1)
+    return rows[index].clone() if is_spread else rows[index]  # users' rules may need rows that lie side by side

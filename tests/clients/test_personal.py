@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
+from fedsim.clients.algorithm import PERSONAL_BUFFERS, state_at_first
+from fedsim.clients.capabilities import personal_model
 from fedsim.core.randomness import sample_cohort
 from fedsim.core.recorded_features import recorded_features
 from fedsim.core.rows import ColumnSpans, Layout
@@ -358,3 +360,15 @@ def test_the_module_is_as_before_when_features_have_been_recorded():
     assert vars(model) == before
     with pytest.raises(fedsim.ExperimentError, match=r"must have shape \[5, ...\], not \(4, 6\)"):
         recorded.of(5)
+
+
+def test_a_personal_model_leaves_the_global_model_alone():
+    module = models.Normalised()
+    layout, algorithm = Layout.of(module), fedsim.clients.FedBN().for_model(module)
+    row, buffers = torch.zeros(layout.d), torch.zeros(layout.n_buffer_values)
+    kept = state_at_first(algorithm, row + 1, buffers + 1)
+    personal_row, personal_buffers = personal_model(algorithm, row, buffers, kept)
+    assert personal_row.sum() == kept["personal"].numel() > 0
+    assert personal_buffers.sum() == kept[PERSONAL_BUFFERS].numel() > 0
+    assert not row.any()
+    assert not buffers.any()

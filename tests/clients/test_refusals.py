@@ -154,3 +154,14 @@ def test_a_class_without_a_base_class_or_a_method_is_refused_in_one_line(algorit
         with pytest.raises(fedsim.ExperimentError, match=f"cannot be used: {line}$") as caught:
             fedsim.Experiment(local={"algorithm": target})
         assert len(caught.value.lines) == 1
+
+
+@dataclass(frozen=True)
+class Corrected(fedsim.clients.SGD, fedsim.clients.UpdateCorrection):
+    """SGD whose updates the server corrects."""
+
+
+def test_gradients_are_not_corrected():
+    with pytest.raises(fedsim.ExperimentError, match="sync=gradients|sync = .gradients"):
+        fedsim.Experiment(local={"algorithm": Corrected}, sync="gradients")
+    fedsim.Experiment(local={"algorithm": Corrected})

@@ -117,7 +117,7 @@ def test_a_long_run_is_done_by_processes_and_a_short_one_is_not(tables, monkeypa
     assert how_it_was_done({**tables, "processes": 2})["processes"] == 1
     monkeypatch.setattr(auto, "STEP_SECONDS", 10.0)
     how = how_it_was_done({**tables, "workers": 7, "processes": 2})
-    assert (how["engine"], how["processes"]) == ("spawn", 2)
+    assert (how["engine"], how["processes"], how["start_method"]) == ("spawn", 2, "fork")
     how = how_it_was_done({**tables, "processes": 2})
     assert (how["engine"], how["processes"], how["width"]) == ("batched", 2, 4)
 

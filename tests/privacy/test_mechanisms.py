@@ -71,8 +71,10 @@ def test_in_every_precision_and_in_stacks_no_received_norm_exceeds_the_maximum(p
     assert (norms > 0.0099).all()
 
 
-def test_the_divisor_is_the_expected_number_of_updates(tiny_experiment):
+@pytest.mark.parametrize("rule", ["mean", "weighted_mean"])
+def test_the_divisor_is_the_expected_number_of_updates(rule, tiny_experiment):
     tables = {**tiny_experiment, **FLAT, "workers": 10, "cohort": 5, "rounds": 4, "sampling": "poisson"}
+    tables["aggregate"] = rule
     history = fedsim.run({**tables, "privacy": UNCLIPPED}).history
     assert len({len(record.cohort) for record in history}) > 1
     assert all(record.coefficients == pytest.approx([1 / 5] * len(record.cohort)) for record in history)

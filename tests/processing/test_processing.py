@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -131,6 +133,18 @@ def test_a_row_that_a_processor_leaves_finite_is_not_excluded(name, tiny_experim
     tables |= {"processors": [f"{__name__}:{name}"], "aggregate": {"rule": "median", "nonfinite": "exclude"}}
     (record,) = fedsim.run({**tables, "partition": "tests.components:in_blocks"}).history
     assert record.excluded == []
+
+
+def warning(update: Tensor) -> Tensor:
+    warnings.warn("the processor is lossy", UserWarning, stacklevel=1)
+    return update
+
+
+def test_a_warning_of_several_processes_is_given_once(tiny_experiment, session):
+    tables = {**tiny_experiment, "engine": "spawn", "processes": 2, "rounds": 1}
+    with pytest.warns(UserWarning, match="lossy") as caught:
+        fedsim.run({**tables, "processors": [f"{__name__}:warning"]}, session=session)
+    assert len(caught) == 1
 
 
 @pytest.mark.parametrize(
