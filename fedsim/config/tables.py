@@ -61,6 +61,6 @@ def keys_of_tables(root: type[Table], tables: Mapping[str, Any]) -> dict[str, li
             for registration in table.registry:
                 keys = of_selected if registration.name == selected else of_others
                 for key in registration.parameter_names:
-                    if key not in table.model_fields and f"{place}.{key}" not in keys[key]:
+                    if f"{place}.{key}" not in keys[key]:
                         keys[key].append(f"{place}.{key}")
     return {**of_others, **of_selected}

@@ -57,6 +57,8 @@ def test_checkpoints_are_due_every_few_rounds_and_after_the_last(tmp_path):
     assert [round for round in range(1, 9) if folder.due(round, 8)] == [3, 6, 8]
     assert not any(CheckpointFolder(tmp_path, every=0, keep=1).due(round, 8) for round in range(1, 9))
     assert not any(CheckpointFolder(None, every=1, keep=1).due(round, 8) for round in range(1, 9))
+    by_time = CheckpointFolder(tmp_path, every=None, keep=1)
+    assert [by_time.due(1, 8, paused=paused) for paused in (True, False)] == [True, False]
 
 
 def test_checkpoints_take_at_most_one_percent_of_the_time_by_default(tmp_path, monkeypatch):

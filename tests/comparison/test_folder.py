@@ -150,6 +150,14 @@ def test_values_can_be_added_in_any_order(serial, finished):
     assert json.loads((finished / "comparison.json").read_text())["axes"] == more
 
 
+def test_a_run_keeps_its_id_if_a_value_with_the_same_letters_is_added(serial, tmp_path):
+    ids = []
+    for names in (["a_b"], ["A_b", "a_b"]):  # in a new folder, both IDs of the second comparison have a suffix
+        with ComparisonFolder(tmp_path / "comparison", plan_comparison(serial, {"name": names})) as folder:
+            ids.append({run.point["name"]: run.id for run in folder.plan.runs})
+    assert ids[0]["a_b"] == ids[1]["a_b"] == "a_b"
+
+
 def test_a_comparison_that_was_killed_before_its_first_file_starts_again(plan, tmp_path):
     (tmp_path / ".comparison.json.part").write_text("half")
     with ComparisonFolder(tmp_path, plan):

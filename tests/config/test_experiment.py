@@ -79,6 +79,17 @@ WRONG = [
         "policy=asgd local=fedprox mode=clock",
         'local.algorithm = "fedprox": needs local steps, so it does not work with ',
     ),
+    *(
+        (f"policy=fedbuff local={name} mode=clock", f'local.algorithm = "{name}": needs rounds that aggregate a cohort')
+        for name in ("feddyn", "mime", "pfedme")
+    ),
+    *(
+        (
+            f"privacy=central privacy.clip=1.0 privacy.noise=1.0 local={name}",
+            f'local.algorithm = "{name}": workers send more than their updates, which ',
+        )
+        for name in ("mime", "scaffold")
+    ),
     ("policy=eamsgd mode=clock", 'policy.name = "eamsgd": needs momentum; set local.momentum'),
     ("policy.name=k_sync policy.k=5 mode=clock", "policy.k = 5: must be at most"),
     ("policy.name=backup_workers policy.backups=4 mode=clock", "policy.backups = 4: must be less than"),
@@ -114,6 +125,10 @@ WITHOUT_EFFECT = [
     ("worker_state_memory=5", "worker_state_memory: workers without state"),
     ("buffers=local mode=race policy=hogwild worker_state_memory=5", "worker_state_memory: mode=race"),
     ("engine=distributed distributed.hook=fp16", "distributed.hook: sync=parameters, because ran"),
+    (
+        "engine=distributed distributed.hook=fp16 sync=gradients aggregate=mean records.updates=[1]",
+        "distributed.hook: records.updates, because ranks",
+    ),
     ("sync=gradients server=momentum", "server: sync=gradients"),
     ("clock.step_seconds=2.0 race.runs=3", "clock: mode=rounds, race: mode=rounds"),
     ("mode=clock policy=asgd clock.replay_log=x clock.latency=1.0", "clock.latency: clock.replay_log"),

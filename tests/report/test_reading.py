@@ -135,6 +135,7 @@ def test_axes_take_any_values_and_runs_may_be_missing(tmp_path):
         ({"point": {"seed": 7, "aggregate": 1}}, r'runs\.1\.point: 7 is not a value of the axis "seed"$'),
         ({"point": {"seed": 0, "aggregate": "mean"}}, r"runs\.1\.point: another run has the same axis values$"),
         ({"id": None}, r"comparison\.json: runs\.1\.id: .*string$"),
+        ({"point": {"seed": 0, "aggregate": "\x1b[2J"}}, r"comparison\.json: runs.*: .*printable"),
     ],
 )
 def test_an_inconsistent_comparison_raises_an_error(tmp_path, change, message):
