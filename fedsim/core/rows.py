@@ -161,6 +161,8 @@ class ColumnSpans:
 
     def of(self, rows: Tensor) -> Tensor:
         """Return a copy [..., width] of the selected columns of rows [..., d]."""
+        if rows.is_meta:  # torch.cat imports torch._dynamo for these tensors, which takes seconds
+            return rows.new_empty(*rows.shape[:-1], self.width)
         return torch.cat([rows[..., :0], *(rows[..., start:stop] for start, stop in self.spans)], -1)
 
     def write(self, rows: Tensor, values: Tensor) -> None:

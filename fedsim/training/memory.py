@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from fedsim.clients import State
 from fedsim.core.rows import Layout
-from fedsim.training.shared_state import CohortRows, GlobalModel, SharedState
+from fedsim.processing import initial_states
+from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
 
 
@@ -29,15 +28,13 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
         stacked: whether a process trains several workers at once.
         copies: number of copies of the run's state that are kept for recovery and checkpoints.
     """
-    experiment, without_memory = task.experiment, replace(task, device=torch.device("meta"))
-    global_row = torch.empty(layout.d, dtype=task.dtype, device="meta")
-    buffers = torch.empty(layout.n_buffer_values, dtype=torch.double, device="meta")
-    server = GlobalModel.allocate(without_memory, global_row, buffers)
-    n_rows = experiment.largest_cohort + experiment.rule.accepts("root")
-    cohort = CohortRows.allocate(without_memory, server, n_rows)
-    model = _bytes((server.row, server.last, server.broadcast, server.states))
-    state = _bytes((cohort.kept, cohort.chain_states))
-    algorithm_state = len(task.algorithm.start(torch.zeros(1)))
+    experiment, cohort, d = task.experiment, task.experiment.largest_cohort, layout.d
+    row, sample_row = d * task.dtype.itemsize, torch.zeros(1)
+    n_rows = cohort + experiment.rule.accepts("root")
+    algorithm_state = len(task.algorithm.start(sample_row))
+    state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(sample_row)) for sync in task.syncs)
+    state += bool(experiment.broadcast)
+    lasting = state if experiment.in_rounds else state + n_rows  # without rounds, checkpoints also contain the rows
     gradients_of_all = "gradients" in task.syncs and not stacked
     modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
     if stacked:
@@ -45,28 +42,33 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
         training = processes * (3 + 2 * algorithm_state) * width
     else:
         training = processes * (1 + algorithm_state)
-    # expected fraction of workers that participate
-    share = 1 - (1 - experiment.largest_cohort / experiment.workers) ** experiment.rounds
-    stored = round(experiment.workers * share) * (state // n_rows)
+    like = torch.empty(d, dtype=task.dtype, device="meta")
+    server_state = task.algorithm.server_state(like)
+    chain_state = initial_states(experiment.chain, like, task.shapes)
+    state_bytes = _bytes(task.algorithm.worker_state(like)) + _bytes(chain_state)
+    state_bytes += task.algorithm.buffers_kept(layout.n_buffer_values).width * torch.double.itemsize
+    received = 0 if experiment.in_rounds else _bytes(task.algorithm.send(server_state))
+    exchanged = _bytes(task.algorithm.message(like)) + received
+    share = 1 - (1 - cohort / experiment.workers) ** experiment.rounds  # expected fraction of workers that participate
+    stored = round(experiment.workers * share) * state_bytes
     limit = stored if task.worker_state_memory is None else task.worker_state_memory
-    lasting = model if experiment.in_rounds else model + _bytes(cohort.rows)  # asynchronous checkpoints contain rows
     parts = {
-        "rows": _bytes(cohort.rows),
-        "global model and optimizer state": model,
-        "worker state and messages": state + _bytes((cohort.messages, cohort.received)),
-        "state of the client algorithm at the server": (1 + copies) * _bytes(server.algorithm),
-        "full gradients": _bytes(cohort.full_gradients),
+        "rows": n_rows * row,
+        "global model and optimizer state": state * row,
+        "worker state and messages": (state_bytes + exchanged) * n_rows,
+        "state of the client algorithm at the server": (1 + copies) * _bytes(server_state),
+        "full gradients": n_rows * row if task.algorithm.full_gradient else 0,
         "state that workers keep between rounds": min(stored, limit) + copies * stored,
-        "modules": modules * global_row.nbytes,
-        "gradients and client algorithm state": training * global_row.nbytes,
-        "copies for recovery and checkpoints": copies * lasting,
-        "distances of all pairs": 8 * experiment.largest_cohort**2 if experiment.rule.accepts("gram") else 0,
+        "modules": modules * row,
+        "gradients and client algorithm state": training * row,
+        "copies for recovery and checkpoints": copies * lasting * row,
+        "distances of all pairs": 8 * cohort * cohort if experiment.rule.accepts("gram") else 0,
     }
     return {purpose: nbytes for purpose, nbytes in parts.items() if nbytes}
 
 
-def _bytes(tensors: Any) -> int:
-    return sum(tensor.nbytes for tensor in tree_leaves(tensors))
+def _bytes(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def buffer_bytes(task: RunTask, shared: SharedState) -> int:

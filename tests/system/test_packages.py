@@ -1,4 +1,4 @@
-"""fedsim imports torchvision even if its compiled operators do not fit the PyTorch build."""
+"""A run imports what it needs: torchvision even if its operators do not fit the PyTorch build, but no compiler."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ def in_a_fresh_process(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def test_a_run_imports_no_compiler():
+    """torch._dynamo takes seconds to import, and needs packages that fedsim does not install."""
+    code = """
+import sys, fedsim
+local = {"algorithm": "fedper", "personal": ["*bias"], "steps": 1}
+fedsim.run(rounds=1, model="logistic", engine="spawn", processes=2, local=local, records={"curve": False})
+print([name for name in ("torch._dynamo", "torch._inductor", "hypothesis") if name in sys.modules])
+"""
+    assert in_a_fresh_process(code) == "[]"
 
 
 @pytest.mark.slow
