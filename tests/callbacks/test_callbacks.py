@@ -91,7 +91,7 @@ def test_a_reason_that_is_not_text_is_an_error(tiny_experiment):
         fedsim.run(tiny_experiment, callbacks=[Noting(ends=1, reason=1)])
 
 
-@pytest.mark.parametrize("callback", [print, Noting, object()], ids=str)
+@pytest.mark.parametrize("callback", [print, Noting, object()], ids=["function", "class", "object"])
 def test_what_is_no_callback_is_an_error(tiny_experiment, callback):
     line = (
         r"^callbacks: .* must be an object of a class that derives from fedsim.Callback; pass a function as on_round$"
