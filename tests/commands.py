@@ -126,7 +126,7 @@ def run_on_a_terminal(*words, cwd):
 
 
 def stat_of(pid):
-    """Return the fields of /proc/PID/stat from the process state on; [] if the process has ended."""
+    """Return the fields of /proc/PID/stat starting with the process state, or [] if the process has ended."""
     with contextlib.suppress(OSError):
         figures = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return figures if figures[0] != "Z" else []

@@ -84,7 +84,7 @@ class Results:
         }
 
     def verdicts(self) -> list[Verdict]:
-        """Compare the figures with the goals. There are none for a CPU, which trains on few samples."""
+        """Compare the figures with the goals, which exist only for GPUs: a CPU trains on few samples."""
         return [] if self.machine.get("device") == "cpu" else verdicts(self.figures())
 
     def as_json(self) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class Engine:
         self._executor = _new_executor(group, task, shared, make_trainer, self.states)
 
     def _begin_in_pool(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer) -> None:
-        """Begin a task in the processes of the pool. All tensors of the run move to memory that they share."""
+        """Begin a task in the processes of the pool, and move all tensors of the run to memory that they share."""
         self.shared, mailbox = shared.share(), new_mailbox(self.processes)
         most = min(len(shared.data.shards), task.experiment.rounds * len(shared.cohort.workers))
         self.states = WorkerStates.of(task, self.shared).share(most)

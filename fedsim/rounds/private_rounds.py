@@ -53,7 +53,7 @@ class PrivateRounds:
         self._releases = releases_of(task.experiment, shared.data.shards, shared.data.root.numpy())
 
     def at_workers(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
-        """Clip the updates of this process's workers, and add the workers' noise, in place (see `UpdateStep`)."""
+        """Clip the updates of this process's workers in place, and add noise if workers add it. See `UpdateStep`."""
         if not self.mechanism.active:
             return False
         clipped, round = self._clip(mine, self.clip), context.moment[0]

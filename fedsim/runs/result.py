@@ -59,13 +59,11 @@ class Result:
     @functools.cached_property
     def model(self) -> nn.Module:
         """Global model, on the CPU, in evaluation mode. A loaded result reads the file when this is first used."""
-        assert self.folder is not None
         return _stored_model(self.experiment, self.folder)
 
     @functools.cached_property
     def global_row(self) -> Tensor:
         """Parameters of the global model as one flat vector [d], on the CPU."""
-        assert self.folder is not None
         stored = _stored_model(self.experiment, self.folder)  # the user may have changed `model`
         return Layout.of(stored).read(stored)
 
@@ -178,7 +176,9 @@ def _experiment_in(folder: Path, allow_imports: bool) -> Experiment:
     return load_experiment(path, allow_imports=allow_imports)
 
 
-def _stored_model(experiment: Experiment, folder: Path) -> nn.Module:
+def _stored_model(experiment: Experiment, folder: Path | None) -> nn.Module:
+    if folder is None:
+        raise RecordError("this copy of a result has no model, because the run has no folder; use the result itself")
     path = folder / MODEL
     if not is_file(path):
         raise RecordError(f"{path}: does not exist, because the run is not finished or records.model is false")

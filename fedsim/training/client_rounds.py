@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedsim.clients import ClientAlgorithm, GradientMessage, State, WorkerFacts, WorkerRound
 from fedsim.clients.algorithm import PERSONAL_BUFFERS
+from fedsim.errors import ExperimentError, show
 from fedsim.training.batches import BatchSource, WorkItem
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
@@ -61,8 +62,14 @@ class ClientRounds:
             self._shared.cohort.kept[PERSONAL_BUFFERS][index] = columns.of(self._shared.cohort.buffers[index])
         algorithm = self._task.algorithm_at(first.round)
         worker = self._round_of(algorithm, rows, index, members, only_tested=False)
-        for name, message in algorithm.finish(rows, state, worker).items():
-            self._shared.cohort.messages[name][index] = message.to(self._shared.cohort.messages[name].dtype)
+        sent, messages = algorithm.finish(rows, state, worker), self._shared.cohort.messages
+        if sent.keys() != messages.keys():
+            raise ExperimentError(
+                f"{self._task.experiment.local.setting}: `finish` returned the messages {show(list(sent))}, but "
+                f"`message` declares {show(list(messages))}; return the same names"
+            )
+        for name, message in sent.items():
+            messages[name][index] = message.to(messages[name].dtype)
             spoil(self._task, rows, message)
         for tensor in worker.kept.values():
             spoil(self._task, rows, tensor)

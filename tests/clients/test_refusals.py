@@ -165,3 +165,21 @@ def test_gradients_are_not_corrected():
     with pytest.raises(fedsim.ExperimentError, match="sync=gradients|sync = .gradients"):
         fedsim.Experiment(local={"algorithm": Corrected}, sync="gradients")
     fedsim.Experiment(local={"algorithm": Corrected})
+
+
+@dataclass(frozen=True)
+class Forgetful(fedsim.clients.SGD):
+    def message(self, row):
+        return {"first": row.new_zeros(1), "second": row.new_zeros(1)}
+
+    def finish(self, rows, state, worker):
+        return {"first": rows[..., :1]}
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+def test_a_message_that_is_left_out_is_an_error(tiny_experiment, engine):
+    """Otherwise the server would add up what a worker of an earlier round has sent."""
+    tables = {**tiny_experiment, "engine": engine, "local": {"algorithm": Forgetful}}
+    line = r"`finish` returned the messages \['first'\], but `message` declares \['first', 'second'\]"
+    with pytest.raises(fedsim.ExperimentError, match=line.replace("'", '"')):
+        fedsim.run(tables)

@@ -39,7 +39,7 @@ from tests.fuzz.runs import Lab, Outcome, result_of, run, untimed
 ROUNDING = 1e-9  # relative difference of float64 results after a few rounds
 PERTURBATION = 1e-12
 WHOLE_SHARD = 10_000  # a batch size that is larger than each shard
-# inputs of components whose order of workers counts
+# inputs of components that depend on the order of the workers
 DRAWING = {"rng", "draws", "seed", "generator", "workers", "worker"}
 
 Property = Callable[[Lab, Settings], str | None]

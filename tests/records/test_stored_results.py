@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -195,3 +196,10 @@ def test_a_frame_without_pandas_gives_a_one_line_error(tiny_experiment, monkeypa
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingPackageError, match=r"^Result\.to_dataframe needs the package pandas, .*\[pandas\]'$"):
         result.to_dataframe()
+
+
+def test_a_changed_copy_of_a_result_without_a_folder_has_no_model(tiny_experiment):
+    copied = replace(fedsim.run(tiny_experiment), stopped="copied")
+    for name in ("model", "global_row"):
+        with pytest.raises(fedsim.RecordError, match="this copy of a result has no model"):
+            getattr(copied, name)
