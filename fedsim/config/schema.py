@@ -319,17 +319,29 @@ class Local(ComponentTable):
         return table if keys_set else {**table, "epochs": 1}
 
 
+def _refuse_count(workers: Any) -> Any:
+    """Return `workers`, or raise ValueError if it is an integer, which could mean a number of workers or an ID."""
+    if type(workers) is int:
+        raise ValueError(
+            f"must be a list of worker IDs; write attack.f={workers} for the number of attackers, or "
+            f"attack.workers=[{workers}] for worker {workers}"
+        )
+    return workers
+
+
 class Attack(ComponentTable):
     """The attack, and the Byzantine workers."""
 
     place, named_by, registry = "attack", "name", attack_strategy
-    alternatives = ("fraction", "workers")
+    alternatives = ("f", "fraction", "workers")
 
     name: Name = "none"
+    f: Count | None = None
+    """Number of Byzantine workers, which are drawn at random."""
     fraction: FractionBelowOne = 0.0
-    """Fraction of Byzantine workers, which are drawn at random."""
-    workers: list[Count] | None = None
-    """List of Byzantine workers, instead of a fraction."""
+    """Fraction of Byzantine workers, instead of a number. The number is rounded down."""
+    workers: Annotated[list[Count], BeforeValidator(_refuse_count)] | None = None
+    """IDs of the Byzantine workers, instead of a number."""
     resample: bool = False
     """Whether the Byzantine workers are drawn again in each round."""
     by_class: Count | None = None
@@ -342,12 +354,15 @@ class Attack(ComponentTable):
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
-        if table.get("fraction") and table.get("workers") is not None:
+        chosen = [table.get("f") is not None, bool(table.get("fraction")), table.get("workers") is not None]
+        if sum(chosen) > 1:
             raise cls.not_both()
         return table
 
     def count(self, n_workers: int) -> int:
         """Return the number of Byzantine workers."""
+        if self.f is not None:
+            return self.f
         return int(self.fraction * n_workers + 1e-9) if self.workers is None else len(self.workers)
 
 
@@ -399,6 +414,12 @@ class Aggregate(ComponentTable):
     def pipeline(self, f: int) -> Pipeline:
         """Return the rule with its parameters for `f` Byzantine rows."""
         return make_pipeline(self._resolve(self.rule, self.params, f))
+
+    @property
+    def takes_f(self) -> bool:
+        """Whether the rule or a pre-aggregator has the parameter `f`."""
+        stages = self._resolve(self.rule, self.params, 0)
+        return any("f" in stage.parameter_names or stage.accepts_any for stage, _ in stages)
 
     @property
     def label(self) -> str:
