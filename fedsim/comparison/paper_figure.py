@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fedsim.comparison.axes import axis_called, label
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap, draw_values
+from fedsim.comparison.plan import hint_for
 from fedsim.comparison.results import Comparison, comparison_of, read_records
 from fedsim.comparison.rows import canonical, numeric_axes
 from fedsim.comparison.stored import places_in
@@ -107,7 +108,8 @@ def _with_metric(metric: str | None, comparison: Comparison) -> Comparison:
     if metric is None:
         return comparison
     known = [recorded.key for recorded in metrics_in(record for run in comparison.runs for record in run.history)]
-    _require(metric_called(metric).key, "metric", known)
+    if (key := metric_called(metric).key) not in known:
+        raise ExperimentError(f"metric = {show(metric)}: no run has recorded this number; {hint_for(key, known)}")
     if metric == metric_called(comparison.settings.metric or "").key:
         return comparison  # whose settings may contain a sign, as in -NAME
     return replace(comparison, settings=replace(comparison.settings, metric=metric))

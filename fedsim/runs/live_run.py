@@ -133,11 +133,8 @@ class LiveRun:
         """Return the results of tests of individual workers after `round`; None if there were none."""
         return self.tests if self.tests and self.tests.round == round else None
 
-    def test_workers(self, round: int) -> dict[str, float]:
-        """Test the models of individual workers after `round`, and return the metrics by name.
-
-        The dict is empty if the experiment has no such tests.
-        """
+    def test_workers(self, round: int) -> WorkerResults | None:
+        """Test the models of individual workers after `round`. Returns None if the experiment has no such tests."""
         return self._repeated(lambda: self.loop.test_workers(round), TESTED, round)
 
     def model(self) -> nn.Module:

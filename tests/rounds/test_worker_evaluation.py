@@ -59,14 +59,16 @@ def test_the_test_samples_of_a_worker_are_not_trained_on():
 
 def test_the_figures_of_a_distribution():
     values = np.random.default_rng(0).random(37)
-    figures = describe(values.tolist())
+    samples = np.random.default_rng(1).integers(1, 9, 37)
+    figures = describe(values.tolist(), samples.tolist())
     differences = [abs(a - b) for a, b in itertools.product(values, values)]
     assert figures["gini"] == pytest.approx(np.mean(differences) / (2 * values.mean()))
     assert figures["mean"] == pytest.approx(values.mean())
+    assert figures["weighted_mean"] == pytest.approx((samples * values).sum() / samples.sum())
     assert figures["std"] == pytest.approx(values.std())
     assert figures["worst10"] == pytest.approx(np.sort(values)[:4].mean())
-    assert describe([0.0, 0.0])["gini"] == 0
-    assert describe([0.5])["worst10"] == 0.5
+    assert describe([0.0, 0.0], [1, 2])["gini"] == 0
+    assert describe([0.5], [3])["worst10"] == 0.5
 
 
 def test_they_equal_those_of_plain_pytorch(tables, tmp_path):
@@ -150,7 +152,7 @@ def test_engines_agree(tables, changes):
     tables["local"] = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow"}
     metrics = [fedsim.run(tables, **more).history[-1].metrics for more in ({}, changes)]
     assert metrics[0] == pytest.approx(metrics[1], abs=1e-9)
-    assert {name.partition("_worker")[0] for name in metrics[0]} == {"global", "personal", "fine_tuned"}
+    assert {name.partition("worker_")[0] for name in metrics[0]} == {"", "global_", "fine_tuned_"}
 
 
 def test_a_resumed_run_repeats_them(tables, tmp_path):
@@ -218,9 +220,10 @@ def test_a_number_of_workers_is_required_in_the_first_round_that_tests_them(tabl
 
 
 def test_patience_counts_the_rounds_in_which_workers_are_tested(tables):
-    stop = {"metric": "metrics.global_worker_accuracy_mean", "patience": 1, "mode": "max", "min_delta": 2.0}
-    result = fedsim.run(tables, rounds=9, worker_evaluation={"every": 2}, stop=stop)
-    assert len(result.history) == 4  # the first test is the best one; the second does not improve on it
+    for metric in ("metrics.global_worker_accuracy_mean", "worker_accuracy"):
+        stop = {"metric": metric, "patience": 1, "mode": "max", "min_delta": 2.0}
+        result = fedsim.run(tables, rounds=9, worker_evaluation={"every": 2}, stop=stop)
+        assert len(result.history) == 4  # the first test is the best one; the second does not improve on it
 
 
 def test_the_terminal_shows_them(tables, capsys):
