@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 
 from fedsim.core.equality import same
 from fedsim.core.numbers import Count
+from fedsim.core.suggestions import attribute_error
 from fedsim.errors import ExperimentError, cut
 
 LARGEST = 1e145  # largest number that is read from a file; a sum of squares of such numbers is finite
@@ -131,10 +132,8 @@ class Record(dict[str, Any]):
         raise KeyError(f"{key}: is now called {RENAMED[key]}" if key in RENAMED else key)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"{name}: is now called {RENAMED[name]}"
-            if name in RENAMED
-            else f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise (
+            AttributeError(f"{name}: is now called {RENAMED[name]}") if name in RENAMED else attribute_error(self, name)
         )
 
     def __post_init__(self) -> None:
