@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fedsim.clients import PersonalModel
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import read_toml
 from fedsim.config.load import load_experiment
@@ -19,7 +20,7 @@ from fedsim.core.notebook import figure_html
 from fedsim.core.plotting import save
 from fedsim.core.rows import Layout
 from fedsim.core.suggestions import attribute_error
-from fedsim.errors import RecordError, plural, show
+from fedsim.errors import ExperimentError, RecordError, plural, show
 from fedsim.models.trainable import load_weights
 from fedsim.records.figures import draw_curve
 from fedsim.records.formatting import score_text
@@ -29,6 +30,7 @@ from fedsim.records.reader import Run
 from fedsim.records.record import RoundRecord
 from fedsim.records.round_table import columns_of, table_cell
 from fedsim.records.run_folder import EXPERIMENT, MODEL
+from fedsim.runs.personal_models import PersonalModels
 from fedsim.runs.setup import task_of
 from fedsim.system.files import is_file
 
@@ -105,6 +107,36 @@ class Result:
         ['test accuracy', 'loss']
         """
         return save(draw_curve(self.history, self.experiment.name), out)
+
+    def personal_model(self, worker: int) -> nn.Module:
+        """Return the personal model of a worker after the last round, on the CPU and in evaluation mode.
+
+        A worker that has not taken part has its initial personal model. A loaded result needs a checkpoint of the last
+        round, which runs with `checkpoint.every` write. It is read when this method is first called.
+
+        Args:
+            worker: worker ID.
+
+        Raises ExperimentError if the client algorithm has no personal models or if there is no such worker, and
+        RecordError if the personal models are not available.
+
+        >>> import fedsim
+        >>> result = fedsim.run(rounds=1, workers=2, model="logistic", engine="serial", local={"algorithm": "ditto"})
+        >>> result.personal_model(1)(torch.zeros(1, 1, 28, 28)).shape
+        torch.Size([1, 10])
+        """
+        if not isinstance(self.experiment.local.component, PersonalModel):
+            raise ExperimentError(f"{self.experiment.local.setting}: workers have no personal models; use result.model")
+        return self._personal_models.of(worker)
+
+    @functools.cached_property
+    def _personal_models(self) -> PersonalModels:
+        if self.folder is None:
+            raise RecordError(
+                "this result has no personal models, because it is a copy, or because ranks have divided them; run the "
+                f"experiment with a folder and checkpoint.every={self.history[-1].round}"
+            )
+        return PersonalModels.in_folder(self.experiment, self.folder, self.history[-1].round)
 
     def to_dataframe(self) -> DataFrame:
         """Return the numbers of each round as a pandas data frame with one row per round.
