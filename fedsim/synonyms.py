@@ -80,6 +80,12 @@ KEYS: dict[str, tuple[str, ...]] = _split_words(
 NAMES: dict[str, tuple[str, ...]] = _split_words(
     {
         "fedavg federated_averaging": ("weighted_mean", "sync", "sgd"),
+        "accuracy acc test_acc": ("test_accuracy",),
+        "loss": ("test_loss", "train_loss"),
+        "to_pandas to_df dataframe df": ("to_dataframe",),
+        "personal_accuracy personalized_accuracy local_accuracy local_test_accuracy client_accuracy": (
+            "worker_accuracy",
+        ),
         "avg average averaging": ("mean",),
         "comed cwmed coordinate_median coordinatewise_median": ("median",),
         "geomed geometric gm rfa": ("geometric_median",),

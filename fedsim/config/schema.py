@@ -42,6 +42,8 @@ DIRECTIONS: dict[str, Literal["min", "max"]] = {
     "validation_loss": "min",
     "test_accuracy": "max",
     "test_loss": "min",
+    "worker_accuracy": "max",
+    "worker_loss": "min",
     "train_loss": "min",
 }
 
@@ -607,8 +609,8 @@ class Stop(Table):
     """
 
     metric: str = "validation_accuracy"
-    """Number that decides: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`, `train_loss`, or
-    `metrics.NAME`."""
+    """Number that decides: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`, `worker_accuracy`,
+    `worker_loss`, `train_loss`, or `metrics.NAME`."""
     mode: Literal["min", "max"] | None = None
     """Whether lower (`min`) or higher (`max`) values are better. Unset: `min` for losses and `max` for accuracies."""
     patience: PositiveCount | None = None

@@ -31,6 +31,7 @@ TRUE_OF_ANY_ENGINE = {
     "processes": 1,
     "cuda_graphs": False,
 }  # values that are also right for engines that do not use the key
+LACKS_LOCAL_TESTS = "needs tests of individual workers; add data.local_test_fraction=0.2"
 NOT_IN_ROUNDS = ("data", "partition", "model", "records")  # tables whose objects are used before the first round only
 
 
@@ -243,6 +244,13 @@ def _check_engine(experiment: Settings) -> Iterator[str]:
         yield f'start_method = "fork": the engine {name} spawns its processes; use engine=processes'
 
 
+def problem_with_worker_tests(experiment: Settings) -> str | None:
+    """Return what an experiment lacks for tests of individual workers, with a remedy. None if it has such tests."""
+    if not experiment.in_rounds:
+        return f"needs synchronous rounds, unlike {experiment.policy.setting}; use test_loss"
+    return None if experiment.data.local_test_fraction else LACKS_LOCAL_TESTS
+
+
 def _check_worker_tests(experiment: Settings) -> Iterator[str]:
     every, where = (
         experiment.worker_evaluation.every,
@@ -397,6 +405,8 @@ def _check_numbers_of_tests(experiment: Settings) -> Iterator[str]:
         yield f"{where}: the task {experiment.task.name} has no accuracy; use stop.metric=test_loss or one of `metrics`"
     elif label.startswith("validation_") and not experiment.data.validation_fraction:
         yield f"{where}: needs data.validation_fraction; set it to 0.1, or use stop.metric=test_accuracy"
+    elif stop.metric.startswith("worker_") and (problem := problem_with_worker_tests(experiment)):
+        yield f"{where}: {problem}"
 
 
 def _check_workers(experiment: Settings) -> Iterator[str]:
@@ -469,7 +479,7 @@ def _check_private_stops(experiment: Settings, where: str) -> Iterator[str]:
     stop, labels = experiment.stop, [table.component.label for table in experiment.metrics]
     public = {"epsilon", *labels, *(f"validation_{label}" for label in labels)}  # the labels are those of test metrics
     is_private = stop.metric.startswith("metrics.") and stop.metric.removeprefix("metrics.") not in public
-    if stop.active and (is_private or stop.metric == "train_loss"):
+    if stop.active and (is_private or stop.metric in ("train_loss", "worker_accuracy", "worker_loss")):
         yield (
             f"stop.metric = {show(stop.metric)}: is not computed from test or validation samples, so the end of a run "
             f"would reveal values of workers that {where} does not protect; use stop.metric=test_loss"
