@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-import os
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import typer
-from blocks import CACHE, ROOT, code_digest
+from blocks import ROOT
 from component_pictures import draw
 from docstrings import cell, escaped, markdown_of
 
@@ -250,41 +249,32 @@ def index_page() -> str:
     return "\n".join(["# Reference", "", *lines, "", "What an experiment can name:", "", *components])
 
 
-def pictures_of(kind: str) -> dict[str, Path]:
-    """Return the pictures of the components of a kind, drawn once per version of the code."""
-
-    folder = CACHE / f"pictures-{code_digest()}" / kind
-    if not folder.is_dir():
-        part = folder.with_name(f"{kind}.part")
-        part.mkdir(parents=True, exist_ok=True)
-        for registration in registry_of(kind):
-            if (picture := draw(kind, registration)) is not None:
-                (part / f"{registration.name}.svg").write_bytes(picture)
-        part.rename(folder)
-    return {path.stem: path for path in sorted(folder.iterdir())}
-
-
 def on_files(files: Any, config: Any) -> None:
-    """mkdocs hook: add the pages and, unless blocks are not run, the pictures."""
+    """mkdocs hook: add the pages."""
     from mkdocs.structure.files import File
 
     pages = {"index": index_page, "experiment": experiment_page, "command-line": command_page}
     pages |= {"python": python_page, "run-folder": run_folder_page}
+    pages |= {kind: functools.partial(component_page, kind, {}) for kind in KINDS}
     for name, write in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=write()))
-    for kind in KINDS:
-        pictures = pictures_of(kind) if os.environ.get("FEDSIM_DOCS_RUN") != "no" else {}
-        addresses = {name: f"{kind}-{name}.svg" for name in pictures}
-        for name, path in pictures.items():
-            files.append(File.generated(config, f"reference/{addresses[name]}", abs_src_path=str(path)))
-        files.append(File.generated(config, f"reference/{kind}.md", content=component_page(kind, addresses)))
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """mkdocs hook: link the names of functions and classes on the architecture page to their source code."""
-    if page.file.src_uri != "explanation/architecture.md":
+    """mkdocs hook: add pictures of components, and link names on the architecture page to their source code."""
+    from mkdocs.structure.files import File
+
+    folder, _, name = page.file.src_uri.removesuffix(".md").rpartition("/")
+    if page.file.src_uri == "explanation/architecture.md":
+        return linked(markdown, NAMED, r"[`\1`](#\1)", "Source code")
+    if folder != "reference" or name not in KINDS:
         return markdown
-    return linked(markdown, NAMED, r"[`\1`](#\1)", "Source code")
+    addresses = {}
+    for registration in registry_of(name):
+        if (picture := draw(name, registration)) is not None:
+            addresses[registration.name] = f"{name}-{registration.name}.svg"
+            files.append(File.generated(config, f"reference/{addresses[registration.name]}", content=picture))
+    return component_page(name, addresses)
 
 
 def on_config(config: Any) -> None:
