@@ -16,7 +16,7 @@ from fedsim.aggregation.rule import rule as rules
 from fedsim.cli.main import app
 from tests.commands import ended, start, start_python, start_ranks
 
-PAGES = ("aggregate-your-updates", "ddp-and-lightning", "flower", "coming-from")
+PAGES = ("aggregate-your-updates", "ddp-and-lightning", "coming-from")
 TEXT = "".join((Path(__file__).parents[2] / "docs" / "how-to" / f"{page}.md").read_text() for page in PAGES)
 PROGRAMS = dict(re.findall(r'```python title="(\w+\.py)"\n(.*?)```', TEXT, re.DOTALL))
 UPDATES = torch.randn(11, 20, generator=torch.Generator().manual_seed(0))
