@@ -42,7 +42,7 @@ def requires(package):
 
 
 def test_every_program_is_run_below():
-    names = {"updates.py", "loop.py", "train_ddp.py", "train_lightning.py", "flower_app.py", "flower_data.py"}
+    names = {"updates.py", "loop.py", "train_ddp.py", "train_lightning.py", "flower_app.py"}
     assert set(PROGRAMS) == names
 
 
@@ -51,7 +51,6 @@ def test_every_program_is_run_below():
     [
         "updates.py",
         "loop.py",
-        pytest.param("flower_data.py", marks=requires("flwr_datasets")),
         pytest.param("flower_app.py", marks=[requires("flwr"), requires("ray")]),
     ],
 )
