@@ -55,7 +55,7 @@ PYTHON = {  # section titles of the Python API page, and their names
     "Compare": "compare Comparison load_comparison plot",
     "Aggregate, attack and compress": "aggregate pre_aggregate attack compress",
     "Data": "load_dataset TensorData partition partition_transforms dataset_split CustomSubset label_counts "
-    "heterogeneity Heterogeneity draw_partition",
+    "heterogeneity Heterogeneity plot_partition",
     "Rows and training": "Layout bind new_rows pull_down train_epoch test Draws ServerOptimizer",
     "Lists of components": "rules pre_aggregators attacks partitions processors server_optimizers policies "
     "slowdowns noises",

@@ -116,7 +116,7 @@ class EvaluationMetric(ComponentTable):
 class LoRA(Table):
     """Low-rank adapters: linear layers of the model are frozen, and a low-rank term that is added to each is trained.
 
-    All other parameters are frozen too, except those that match `local.train`. Hu et al. 2022.
+    All other parameters are frozen too, except those that match `local.trainable`. Hu et al. 2022.
     """
 
     rank: Count = 0
@@ -276,12 +276,12 @@ class Local(ComponentTable):
     drop_last: bool = False
     """Whether to drop the last batch of an epoch if it is smaller than `batch_size`. A shard that is smaller than one
     batch is still used as one batch."""
-    accumulate: PositiveCount = 1
+    accumulation_steps: PositiveCount = 1
     """Number of batches whose mean gradient is used for one step. The last step of a round may use fewer batches."""
     clip_norm: PositiveFloat | None = None
     """Maximum L2 norm of a worker's gradient. Larger gradients are scaled down before weight decay and momentum. Unset:
     no clipping."""
-    train: list[str] = Field(default=[])
+    trainable: list[str] = Field(default=[])
     """Name patterns of the parameters that are trained, such as `["fc2.*"]`. All other parameters are frozen, and rows
     do not contain them. Empty: all parameters, or only the adapters of `model.lora`."""
     keep_state: bool = False
@@ -477,7 +477,7 @@ class Server(ComponentTable):
 class Batched(Table):
     """Settings of the engine `batched`."""
 
-    max_rows: PositiveCount | None = None
+    max_workers: PositiveCount | None = None
     """Maximum number of workers in a stack. Unset: depends on the model and the cohort, and on a GPU on its memory."""
 
 

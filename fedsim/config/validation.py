@@ -173,7 +173,7 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
     feedback = any(processor.error_feedback for processor in experiment.processors)
     keeps_state = experiment.buffers == "local" or feedback or algorithm.worker_state(torch.zeros(2))
     function = f"local.algorithm={experiment.local.algorithm}, which performs the steps itself"
-    by_function = {"local.clip_norm", "local.accumulate", "local.schedule.per"}
+    by_function = {"local.clip_norm", "local.accumulation_steps", "local.schedule.per"}
     of_clock = {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
     of_attack = {"attack.name", "attack.start_round", "attack.compressed"}
     private = f"privacy.mechanism={experiment.privacy.mechanism}"
@@ -228,7 +228,9 @@ def _check_engine(experiment: Settings) -> Iterator[str]:
     if traits.ranks and not experiment.in_rounds:
         yield f"{experiment.policy.setting}: the engine {name} only supports synchronous rounds; use another engine"
     elif experiment.mode == "race" and traits.races_on is None:
-        yield f"engine = {name}: mode=race needs engine=spawn or engine=auto"
+        yield f"engine = {name}: mode=race needs engine=processes or engine=auto"
+    if traits.spawns and experiment.start_method == "fork":
+        yield f'start_method = "fork": the engine {name} spawns its processes; use engine=processes'
 
 
 def _check_worker_tests(experiment: Settings) -> Iterator[str]:
@@ -309,8 +311,9 @@ def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
         f"{show(local.algorithm)} adds noise to each batch": local.component.sample_noise is not None,
     }
     by_function = isinstance(experiment.local.component, TrainFunction)
-    if local.accumulate > 1 and not by_function and (reason := next((r for r, holds in reasons.items() if holds), "")):
-        yield f"local.accumulate = {local.accumulate}: {reason}; use a larger local.batch_size"
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    if local.accumulation_steps > 1 and not by_function and reason:
+        yield f"local.accumulation_steps = {local.accumulation_steps}: {reason}; use a larger local.batch_size"
     if local.schedule.per == "step" and not by_function and (exchanges(local.component) or rule.accepts("local_lr")):
         needing = local.algorithm if exchanges(local.component) else rule.name
         yield f'local.schedule.per = "step": {show(needing)} needs one learning rate per round; use per=round'

@@ -23,7 +23,7 @@ WORKLOADS = ("w1", "w2", "w3")
 FEDSIM = {
     "`batched`": "batched",
     "`batched` without CUDA graphs": "no graphs",
-    "`spawn`, 4 processes": "spawn",
+    "`processes`, 4 processes": "processes",
     "`serial`": "serial",
 }
 PROGRAMS = {
@@ -61,7 +61,7 @@ def expected_rows():
     for name, program in PROGRAMS.items():
         yield SIMULATORS, row(name, rounds(program))
     for name, model in MODELS.items():
-        runs = [FIGURES.get(f"{model}, {way}") for way in ("batched", "spawn", "serial", "bare loop")]
+        runs = [FIGURES.get(f"{model}, {way}") for way in ("batched", "processes", "serial", "bare loop")]
         cells = ["-" if run is None else shown(run["round_ms"]) if "round_ms" in run else "refused" for run in runs]
         yield PERFORMANCE, row(name, cells)
 
@@ -78,7 +78,7 @@ def test_the_sentences_state_the_stored_figures():
     assert f"took {shown(min(first))} to {shown(max(first))} ms" in gpu
     assert f"all 1,000 workers took {shown(FIGURES['w3-1000, batched']['round_ms'])} ms" in gpu
     assert f"(48 runs) took {FIGURES['which_rule']['seconds']} s" in gpu
-    assert f"`spawn` took {FIGURES['start of 4 processes of spawn']['seconds']} s" in gpu
+    assert f"Starting 4 processes took {FIGURES['start of 4 processes']['seconds']} s" in gpu
     for shape in ("20 x 21840", "100 x 1663370"):
         ms, byzfl_ms = (FIGURES[f"rules, {shape}"][key] for key in ("ms", "byzfl_ms"))
         ratios = {name: ms[name] / byzfl_ms[name] for name in byzfl_ms}
@@ -101,7 +101,7 @@ def test_only_the_first_round_of_w3_met_its_goal():
     assert [verdict.goal[:2] for verdict in verdicts(FIGURES) if verdict.met] == [("w3, batched", "first_round_ms")]
     assert "Only one of them was met: at most 300 ms for the first round of w3." in PERFORMANCE
     unknown = {verdict.goal.measurement for verdict in verdicts(FIGURES) if verdict.met is None}
-    assert unknown == {"char_lstm, batched", "w3, spawn"}
+    assert unknown == {"char_lstm, batched", "w3, processes"}
     assert "cannot be trained in stacks" in FIGURES["char_lstm, batched"]["error"]
     assert STORED["goals"] == json.loads(json.dumps([verdict.as_json() for verdict in verdicts(FIGURES)]))
 

@@ -110,7 +110,7 @@ def test_the_first_run_shows_what_the_readme_shows(rounds, tmp_path):
     """Numbers agree to three decimals; times differ."""
     done = CliRunner().invoke(app, ["run", "engine=serial", f"rounds={rounds}", "--out", str(tmp_path / "run")])
     shown = next(code for language, code in BLOCKS if language == "text")
-    shown = shown.replace("spawn, 2 forked processes", "serial")  # the README's run had two cores
+    shown = shown.replace("2 forked processes", "serial")  # the README's run had two cores
     assert done.stdout.splitlines()[:2] == [
         line.replace("10 rounds", plural(rounds, "round")) for line in shown.splitlines()[:2]
     ]

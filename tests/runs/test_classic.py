@@ -73,7 +73,7 @@ def test_the_classic_program_equals_the_engine_spawn(workers, rounds, rule, prin
     monkeypatch.syspath_prepend(tmp_path)
     row = importlib.import_module("classic_in_float64").main(options(workers=workers, rounds=rounds, rule=rule))
     tables = {"model": "2nn", "workers": workers, "rounds": rounds, "aggregate": rule, "precision": "float64"}
-    result = fedsim.run(tables, engine="spawn", processes=2)
+    result = fedsim.run(tables, engine="processes", processes=2)
     assert row.dtype == torch.float64
     assert torch.allclose(row, result.global_row, rtol=0, atol=1e-9)
     assert accuracies(printed) == [record["test_accuracy"] for record in result.history]
