@@ -80,6 +80,8 @@ class Display(Callback):
         self._run, done = run, run.facts.done
         self._bar.set_description()
         self._print(headline(run))
+        if run.facts.assumed:
+            self._print(f"data: {'; '.join(run.facts.assumed)}")
         if done:
             self._done = self._before = done
             self._print(f"continuing after round {done} of {self._bar.total}")

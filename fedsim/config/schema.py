@@ -29,6 +29,7 @@ from fedsim.core.registry import Registration
 from fedsim.core.suggestions import nearest
 from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
+from fedsim.data.sources import data_table
 from fedsim.errors import ExperimentError, show
 from fedsim.loggers import logger
 from fedsim.models import model
@@ -176,14 +177,8 @@ class Data(ComponentTable):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_other_pairs(cls, value: Any) -> Any:
-        pair = isinstance(value, dict) and {"train", "test"} <= value.keys() and "name" not in value
-        if pair or isinstance(value, list):
-            raise ExperimentError(
-                "data: must be a name, a table, or a tuple (train, test), not a list or a dict; train and test must be "
-                "data sets, tuples (inputs, targets) of tensors or arrays, or lists of samples (input, target)"
-            )
-        return value
+    def _in_full(cls, value: Any) -> Any:
+        return value if isinstance(value, cls) else data_table(value)
 
 
 class Partition(ComponentTable):
