@@ -42,6 +42,16 @@ SAME = {
     ),
 }
 
+# Names of attributes and recorded numbers, each with the names that it may mean.
+NAMES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("accuracy", "acc", "test_acc"), ("test_accuracy",)),
+    "loss": ("test_loss", "train_loss"),
+    **dict.fromkeys(("to_pandas", "to_df", "dataframe", "df"), ("to_dataframe",)),
+    **dict.fromkeys(
+        ("personal_accuracy", "personalized_accuracy", "local_accuracy", "client_accuracy"), ("worker_accuracy",)
+    ),
+}
+
 # What to write instead of a phrase, where {} stands for the value. A phrase may begin with a table (sampling_fraction),
 # and end with the value (partition_random) or its kind: `fraction` for a number between 0 and 1, `list` for a list.
 ANSWERS: dict[str, str] = _split_words(
@@ -100,7 +110,9 @@ ANSWERS: dict[str, str] = _split_words(
             """processors='[{name="clip",max_norm=1.0}]' for updates"""
         ),
         "accumulate_grad_batches accumulate gradient_accumulation grad_accumulation gradient_accumulation_steps "
-        "grad_accumulation_steps accumulation": "local.accumulate={}",
+        "grad_accumulation_steps accumulation": "local.accumulation_steps={}",
+        "train trainable_parameters": "local.trainable={}",
+        "max_rows": "batched.max_workers={}",
         "mu prox_mu proximal_mu prox proximal fedprox_mu": "local.algorithm=fedprox local.mu={}",
         "lambda reg_lambda": "local.algorithm=ditto local.lam={}",
         "loss losses criterion loss_fn loss_function loss_func": (
@@ -211,6 +223,9 @@ ANSWERS: dict[str, str] = _split_words(
         "pin_memory persistent_workers prefetch prefetch_factor dataloader drop_cache": (
             "samples are kept in memory on the device; there is no data loader to set"
         ),
+        "image_size img_size": "data.size={}",
+        "sep separator delimiter": "data.delimiter={}",
+        "normalize normalise standardise": "data.standardize={}",
         "fashion fmnist fashionmnist fashion_mnist": "data=fashion_mnist",
         "cifar": "data=cifar10",
         "femnist celeba": "data=leaf data.path=FOLDER for the files of LEAF, or data=huggingface data.path=NAME",
@@ -253,7 +268,7 @@ ANSWERS: dict[str, str] = _split_words(
         "client_resources backend_config ray_init_args": "processes={} or device=cuda",
         "backend simulation_backend": "engine={}, or distributed.backend={} for torch.distributed",
         "vmap vectorized vectorize stacked": "engine=batched",
-        "multiprocess multiprocessing parallel ray joblib mp process": "engine=spawn",
+        "multiprocess multiprocessing parallel ray joblib mp process fork forked": "engine=processes",
         "ddp torchrun fsdp deepspeed mpi nccl gloo": "engine=distributed under torchrun",
         "single sequential simulation one_process": "engine=serial",
         "rank local_rank node_rank master_addr master_port": (

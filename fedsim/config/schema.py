@@ -29,6 +29,7 @@ from fedsim.core.registry import Registration
 from fedsim.core.suggestions import nearest
 from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
+from fedsim.data.sources import data_table
 from fedsim.errors import ExperimentError, show
 from fedsim.loggers import logger
 from fedsim.models import model
@@ -42,6 +43,8 @@ DIRECTIONS: dict[str, Literal["min", "max"]] = {
     "validation_loss": "min",
     "test_accuracy": "max",
     "test_loss": "min",
+    "worker_accuracy": "max",
+    "worker_loss": "min",
     "train_loss": "min",
 }
 
@@ -123,7 +126,7 @@ class EvaluationMetric(ComponentTable):
 class LoRA(Table):
     """Low-rank adapters: linear layers of the model are frozen, and a low-rank term that is added to each is trained.
 
-    All other parameters are frozen too, except those that match `local.train`. Hu et al. 2022.
+    All other parameters are frozen too, except those that match `local.trainable`. Hu et al. 2022.
     """
 
     rank: Count = 0
@@ -181,14 +184,8 @@ class Data(ComponentTable):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_other_pairs(cls, value: Any) -> Any:
-        pair = isinstance(value, dict) and {"train", "test"} <= value.keys() and "name" not in value
-        if pair or isinstance(value, list):
-            raise ExperimentError(
-                "data: must be a name, a table, or a tuple (train, test), not a list or a dict; train and test must be "
-                "data sets, tuples (inputs, targets) of tensors or arrays, or lists of samples (input, target)"
-            )
-        return value
+    def _in_full(cls, value: Any) -> Any:
+        return value if isinstance(value, cls) else data_table(value)
 
 
 class Partition(ComponentTable):
@@ -283,12 +280,12 @@ class Local(ComponentTable):
     drop_last: bool = False
     """Whether to drop the last batch of an epoch if it is smaller than `batch_size`. A shard that is smaller than one
     batch is still used as one batch."""
-    accumulate: PositiveCount = 1
+    accumulation_steps: PositiveCount = 1
     """Number of batches whose mean gradient is used for one step. The last step of a round may use fewer batches."""
     clip_norm: PositiveFloat | None = None
     """Maximum L2 norm of a worker's gradient. Larger gradients are scaled down before weight decay and momentum. Unset:
     no clipping."""
-    train: list[str] = Field(default=[])
+    trainable: list[str] = Field(default=[])
     """Name patterns of the parameters that are trained, such as `["fc2.*"]`. All other parameters are frozen, and rows
     do not contain them. Empty: all parameters, or only the adapters of `model.lora`."""
     keep_state: bool = False
@@ -505,7 +502,7 @@ class Server(ComponentTable):
 class Batched(Table):
     """Settings of the engine `batched`."""
 
-    max_rows: PositiveCount | None = None
+    max_workers: PositiveCount | None = None
     """Maximum number of workers in a stack. Unset: depends on the model and the cohort, and on a GPU on its memory."""
 
 
@@ -619,8 +616,8 @@ class Stop(Table):
     """
 
     metric: str = "validation_accuracy"
-    """Number that decides: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`, `train_loss`, or
-    `metrics.NAME`."""
+    """Number that decides: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`, `worker_accuracy`,
+    `worker_loss`, `train_loss`, or `metrics.NAME`."""
     mode: Literal["min", "max"] | None = None
     """Whether lower (`min`) or higher (`max`) values are better. Unset: `min` for losses and `max` for accuracies."""
     patience: PositiveCount | None = None

@@ -31,6 +31,7 @@ TRUE_OF_ANY_ENGINE = {
     "processes": 1,
     "cuda_graphs": False,
 }  # values that are also right for engines that do not use the key
+LACKS_LOCAL_TESTS = "needs tests of individual workers; add data.local_test_fraction=0.2"
 NOT_IN_ROUNDS = ("data", "partition", "model", "records")  # tables whose objects are used before the first round only
 
 
@@ -177,7 +178,7 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
     feedback = any(processor.error_feedback for processor in experiment.processors)
     keeps_state = experiment.buffers == "local" or feedback or algorithm.worker_state(torch.zeros(2))
     function = f"local.algorithm={experiment.local.algorithm}, which performs the steps itself"
-    by_function = {"local.clip_norm", "local.accumulate", "local.schedule.per"}
+    by_function = {"local.clip_norm", "local.accumulation_steps", "local.schedule.per"}
     of_clock = {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
     of_attack = {"attack.name", "attack.start_round", "attack.compressed"}
     private = f"privacy.mechanism={experiment.privacy.mechanism}"
@@ -238,7 +239,16 @@ def _check_engine(experiment: Settings) -> Iterator[str]:
     if traits.ranks and not experiment.in_rounds:
         yield f"{experiment.policy.setting}: the engine {name} only supports synchronous rounds; use another engine"
     elif experiment.mode == "race" and traits.races_on is None:
-        yield f"engine = {name}: mode=race needs engine=spawn or engine=auto"
+        yield f"engine = {name}: mode=race needs engine=processes or engine=auto"
+    if traits.spawns and experiment.start_method == "fork":
+        yield f'start_method = "fork": the engine {name} spawns its processes; use engine=processes'
+
+
+def problem_with_worker_tests(experiment: Settings) -> str | None:
+    """Return what an experiment lacks for tests of individual workers, with a remedy. None if it has such tests."""
+    if not experiment.in_rounds:
+        return f"needs synchronous rounds, unlike {experiment.policy.setting}; use test_loss"
+    return None if experiment.data.local_test_fraction else LACKS_LOCAL_TESTS
 
 
 def _check_worker_tests(experiment: Settings) -> Iterator[str]:
@@ -319,8 +329,9 @@ def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
         f"{show(local.algorithm)} adds noise to each batch": local.component.sample_noise is not None,
     }
     by_function = isinstance(experiment.local.component, TrainFunction)
-    if local.accumulate > 1 and not by_function and (reason := next((r for r, holds in reasons.items() if holds), "")):
-        yield f"local.accumulate = {local.accumulate}: {reason}; use a larger local.batch_size"
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    if local.accumulation_steps > 1 and not by_function and reason:
+        yield f"local.accumulation_steps = {local.accumulation_steps}: {reason}; use a larger local.batch_size"
     if local.schedule.per == "step" and not by_function and (exchanges(local.component) or rule.accepts("local_lr")):
         needing = local.algorithm if exchanges(local.component) else rule.name
         yield f'local.schedule.per = "step": {show(needing)} needs one learning rate per round; use per=round'
@@ -394,6 +405,8 @@ def _check_numbers_of_tests(experiment: Settings) -> Iterator[str]:
         yield f"{where}: the task {experiment.task.name} has no accuracy; use stop.metric=test_loss or one of `metrics`"
     elif label.startswith("validation_") and not experiment.data.validation_fraction:
         yield f"{where}: needs data.validation_fraction; set it to 0.1, or use stop.metric=test_accuracy"
+    elif stop.metric.startswith("worker_") and (problem := problem_with_worker_tests(experiment)):
+        yield f"{where}: {problem}"
 
 
 def _check_workers(experiment: Settings) -> Iterator[str]:
@@ -466,7 +479,7 @@ def _check_private_stops(experiment: Settings, where: str) -> Iterator[str]:
     stop, labels = experiment.stop, [table.component.label for table in experiment.metrics]
     public = {"epsilon", *labels, *(f"validation_{label}" for label in labels)}  # the labels are those of test metrics
     is_private = stop.metric.startswith("metrics.") and stop.metric.removeprefix("metrics.") not in public
-    if stop.active and (is_private or stop.metric == "train_loss"):
+    if stop.active and (is_private or stop.metric in ("train_loss", "worker_accuracy", "worker_loss")):
         yield (
             f"stop.metric = {show(stop.metric)}: is not computed from test or validation samples, so the end of a run "
             f"would reveal values of workers that {where} does not protect; use stop.metric=test_loss"

@@ -82,7 +82,7 @@ def test_a_number_of_attackers_draws_the_same_workers_as_the_fraction(more, tabl
     assert number.experiment.f == 2
 
 
-@pytest.mark.parametrize("engine", ["serial", "batched", "spawn"])
+@pytest.mark.parametrize("engine", ["serial", "batched", "processes"])
 def test_attackers_are_drawn_anew_in_each_round(engine, tables):
     changes = {"attack": {"name": "inf", "fraction": 0.3, "resample": True}, "rounds": 4, "engine": engine}
     changes |= {"aggregate": {"rule": "mean", "nonfinite": "exclude"}, "processes": 1 if engine == "batched" else None}
@@ -114,7 +114,7 @@ DRAWN = {
 @pytest.mark.parametrize(
     ("rule", "sync", "engine"),
     [
-        ("tests.components:drawn_mean", "gradients", "spawn"),
+        ("tests.components:drawn_mean", "gradients", "processes"),
         ("tests.components:drawn_on_device", "parameters", "serial"),
     ],
 )
@@ -168,7 +168,7 @@ def test_attacks_of_a_cohort_without_honest_workers(attack, expected, tables):
 
 
 @pytest.mark.filterwarnings("ignore:round 1. no honest")
-@pytest.mark.parametrize("engine", ["serial", "spawn", "batched"])
+@pytest.mark.parametrize("engine", ["serial", "processes", "batched"])
 def test_an_attacker_with_more_steps_than_honest_workers_sends_its_own_gradient(engine, tables):
     """No honest worker takes part in the last steps."""
     tables = {

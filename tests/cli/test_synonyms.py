@@ -12,7 +12,7 @@ from fedsim.config.load import load_experiment
 from fedsim.config.tables import keys_called
 from fedsim.core.suggestions import VOCABULARY, answer, words_of
 from fedsim.errors import ExperimentError
-from fedsim.synonyms import ANSWERS
+from fedsim.synonyms import ANSWERS, NAMES
 
 COMPONENT_NAMES = {name: kind for kind in COMPONENTS for name in registry_of(kind).names()}
 
@@ -65,6 +65,16 @@ def test_answers_lead_to_keys_and_names_that_exist():
         filled = [setting for setting in filled if setting.partition(".")[0] not in imported]
         assert not problems_of(filled), phrase
         assert set(re.findall(r"fedsim list (\w+)", text)) <= COMPONENTS.keys()
+
+
+def test_names_of_recorded_numbers_exist():
+    assert {name for names in NAMES.values() for name in names} == {
+        "test_accuracy",
+        "test_loss",
+        "train_loss",
+        "worker_accuracy",
+        "to_dataframe",
+    }
 
 
 def test_phrases_of_the_same_words_have_one_answer():

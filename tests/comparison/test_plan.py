@@ -140,13 +140,13 @@ def test_model_and_curve_are_written_only_on_request(source, words, expected):
     ("source", "words", "chosen"),
     [
         ({}, [], False),
-        ({"engine": "spawn"}, [], True),
+        ({"engine": "processes"}, [], True),
         ({}, ["processes=2"], True),
-        ({}, ["engine=serial,spawn"], True),
+        ({}, ["engine=serial,processes"], True),
         ({"policy": "hogwild"}, ["mode=clock,race"], True),
         ({"policy": "hogwild"}, ["mode=clock"], False),
         (Experiment(rounds=3), [], False),
-        (Experiment(engine="spawn"), [], True),
+        (Experiment(engine="processes"), [], True),
     ],
 )
 def test_a_comparison_records_whether_its_engine_is_chosen(source, words, chosen):
