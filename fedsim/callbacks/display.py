@@ -80,6 +80,8 @@ class Display(Callback):
         self._run, done = run, run.facts.done
         self._bar.set_description()
         self._print(headline(run))
+        if run.facts.assumed:
+            self._print(f"data: {'; '.join(run.facts.assumed)}")
         if done:
             self._done = self._before = done
             self._print(f"continuing after round {done} of {self._bar.total}")
@@ -182,14 +184,16 @@ def headline(run: LiveRun) -> str:
     shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
     seen = "" if facts.sampled_workers is None else f", estimated from {len(facts.sampled_workers):,} workers"
     started = {"fork": "forked ", "spawn": "spawned "}.get(facts.how.get("start_method", ""), "")
-    processes = f", {facts.how['processes']} {started}processes" if facts.how["processes"] > 1 else ""
+    count, engine = facts.how["processes"], facts.how["engine"]
+    processes = f"{count} {started}process{'es' * (count > 1)}" if started or count > 1 else ""
+    way = processes if engine in ("processes", "spawn") else ", ".join(filter(None, (engine, processes)))
     width = f", stacks of {facts.how['width']} rows" if "width" in facts.how else ""
     held_out = f"{facts.validation_samples:,} validation, " if facts.validation_samples else ""
     samples = f"{facts.train_samples:,} train, {held_out}{facts.test_samples:,} test"
     return (
         f"{experiment.data.name} ({samples}), {experiment.model.name} ({facts.parameters:,} parameters); "
         f"{shards} samples each ({experiment.partition.name}{seen}); "
-        f"{facts.how['engine']}{processes}{width} on {facts.device}"
+        f"{way}{width} on {facts.device}"
     )
 
 

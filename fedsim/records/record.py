@@ -249,7 +249,7 @@ class RoundRecord(Record):
     seconds: Annotated[Named, Metric("{}", "lower", "s", decimals=3, column="{} s", tag="seconds/{}", chart=False)] = (
         field(default_factory=dict)
     )
-    """Seconds spent in each phase: pull_down, train, aggregate, test."""
+    """Seconds of each phase: `broadcast` (copying the global model to the workers), `train`, `aggregate`, `test`."""
     cohort: list[Count] = field(default_factory=list)
     """IDs of the workers that took part. Empty if no worker was available or no worker reported."""
     coefficients: list[Number] | None = None

@@ -78,7 +78,7 @@ class Simulation(Executor):
         pair.
         """
         task, shared, group, self.timer = self.task, self.shared, self.group, PhaseTimer()
-        with self.phase("pull_down"):
+        with self.phase("broadcast"):
             drawn, work, mine = self.cohort_of(round)
             self.agree_on(drawn, round)
             if not drawn.workers:

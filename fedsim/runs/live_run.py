@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedsim.clients import PersonalModel
 from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import Snapshot
-from fedsim.engines import Engine, RunTask, SpawnEngine
+from fedsim.engines import Engine, RunTask
 from fedsim.errors import DivergedError
 from fedsim.processes.retry import STARTED, retried
 from fedsim.records.record import RoundRecord
@@ -41,7 +41,7 @@ def loop_of(experiment: Experiment, task: RunTask, engine: Engine, folder: RunFo
         engine: engine that is ready for the first round.
         folder: writer of the run's records, which receives the log of a race; None to keep no log.
     """
-    if isinstance(engine, SpawnEngine) and experiment.mode == "race":
+    if experiment.mode == "race":
         return RaceLoop(experiment, task, engine, folder.race_log if folder else None)
     return SynchronousLoop(task, engine) if experiment.in_rounds else ClockLoop(experiment, task, engine)
 

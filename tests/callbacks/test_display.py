@@ -18,7 +18,7 @@ from fedsim.records.record import RoundRecord
 from fedsim.records.round_table import columns_of, table_header, table_line
 from tests.commands import ended, start
 
-SYNCHRONOUS = "round  accuracy  test loss  train loss  pull_down s   train s  aggregate s    test s"
+SYNCHRONOUS = "round  accuracy  test loss  train loss  broadcast s   train s  aggregate s    test s"
 ON_CLOCK = "round  accuracy  test loss  train loss  virtual s"
 
 
@@ -125,7 +125,7 @@ def test_runs_take_no_semaphore_for_their_display(tiny_experiment, tmp_path):
 
 
 def record(**more):
-    phases = {"pull_down": 0.001, "train": 0.2794, "aggregate": 0.0, "test": 1.5}
+    phases = {"broadcast": 0.001, "train": 0.2794, "aggregate": 0.0, "test": 1.5}
     losses = {"round": 7, "test_loss": 1.22184, "test_accuracy": 0.745, "train_loss": 2.0249}
     return RoundRecord(**{**losses, "seconds": phases, **more})
 

@@ -144,7 +144,7 @@ def test_a_race_does_not_stop_early():
         fedsim.Experiment(mode="race", policy="hogwild", stop={"metric": "test_loss", "target": 1.0})
 
 
-@pytest.mark.parametrize("changes", [{}, {"engine": "spawn", "processes": 2}])
+@pytest.mark.parametrize("changes", [{}, {"engine": "processes", "processes": 2}])
 def test_a_run_that_stops_tests_its_workers_at_its_end(changes, tiny_experiment, tmp_path):
     data = {"name": "tests.components:tiny", "local_test_fraction": 0.25}
     tables = {**tiny_experiment, **SMALL, "data": data, "stop": {"metric": "test_loss", "target": 1e9}, **changes}

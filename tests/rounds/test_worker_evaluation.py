@@ -200,7 +200,7 @@ def test_training_is_the_same_without_them(tables, case):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"engine": "spawn", "processes": 2}, {"engine": "batched"}], ids=["spawn", "batched"]
+    "changes", [{"engine": "processes", "processes": 2}, {"engine": "batched"}], ids=["processes", "batched"]
 )
 def test_engines_agree(tables, changes):
     tables = {**tables, "cohort": 2, "workers": 5, "worker_evaluation": {"fine_tune": 1}}
