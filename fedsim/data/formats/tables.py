@@ -26,7 +26,7 @@ def table(
     ids: list[str] | None = None,
     test_fraction: ProperFraction = 0.2,
 ) -> tuple[TensorData, TensorData]:
-    """Table in a CSV or Parquet file, one sample per line, read by PyArrow (`pip install 'fedsim-sgd[tables]'`).
+    """Table in a CSV or Parquet file, one sample per line, read by PyArrow (`pip install pyarrow`).
 
     Columns of numbers are concatenated to inputs [n, features]. A single column of lists of one length is an input
     [n, length]. Targets that are text become class labels in sorted order.
