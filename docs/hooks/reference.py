@@ -18,6 +18,8 @@ from docstrings import cell, escaped, markdown_of
 
 import fedsim
 from fedsim.cli.main import app
+from fedsim.clients.algorithm import ClientAlgorithm
+from fedsim.clients.capabilities import CAPABILITIES
 from fedsim.config.components import COMPONENTS, registry_of, trait_line
 from fedsim.config.keys import attribute_docstrings, key_tables, type_text
 from fedsim.errors import show
@@ -47,6 +49,7 @@ KINDS = {  # page title of each kind of component
     "hooks": "Communication hooks",
     "loggers": "Loggers",
 }
+ROUND = "worker_state server_state message send start start_round step step_rows finish receive"  # in order
 IN_A_RUN = re.compile(r"\*\*In a run\*\*: `(fedsim[\w.]+)`")  # in docstrings: a function that uses the described name
 NAMED = re.compile(r"`(fedsim(?:\.[a-z_]+)*\.[A-Z_a-z]\w*(?:\.\w+)?)`")  # names of functions and classes
 PYTHON = {  # section titles of the Python API page, and their names
@@ -77,7 +80,26 @@ def component_page(kind: str, pictures: dict[str, str]) -> str:
         f"In an experiment: {keys}. `fedsim list {kind}` prints a list, `fedsim list {components[0].name}` one of them."
     )
     sections = [_component_section(registration, pictures.get(registration.name)) for registration in components]
+    if kind == "client-algorithms":
+        sections.append(_methods_of_algorithms())
     return "\n\n".join([f"# {KINDS[kind]}", lead, "\n".join(["| name | |", "|---|---|", *rows]), *sections])
+
+
+def _methods_of_algorithms() -> str:
+    """Return the section on the methods that a client algorithm may define."""
+    methods = [(ClientAlgorithm, name) for name in ROUND.split()]
+    methods += [(base, name) for base in CAPABILITIES for name in vars(base) if inspect.isfunction(vars(base)[name])]
+    rows = []
+    for base, name in methods:
+        _, *parameters = inspect.signature(vars(base)[name]).parameters
+        summary = cell(escaped(_summary(vars(base)[name])))
+        rows.append(f"| `{name}({', '.join(parameters)})` | `{base.__name__}` | {summary} |")
+    lead = (
+        "A round calls the methods of `ClientAlgorithm` in this order. `row` is a flat parameter vector [d]. `rows` "
+        "are one or several such vectors [..., d]. To define a method of another base class, derive from that class."
+    )
+    table = "\n".join(["| method | base class | |", "|---|---|---|", *rows])
+    return "\n\n".join(["## Methods of a client algorithm", markdown_of(ClientAlgorithm, {}), lead, table])
 
 
 def _summary(target: Any) -> str:
