@@ -63,6 +63,9 @@ KEYS: dict[str, tuple[str, ...]] = _split_words(
         "augmentation augmentations transform transforms": ("data.augment",),
         "net network architecture arch backbone model_name": ("model.name",),
         "num_classes n_classes": ("model.classes",),
+        "image_size img_size": ("data.size",),
+        "sep separator": ("data.delimiter",),
+        "normalize normalise standardise scale": ("data.standardize",),
         "random_seed random_state manual_seed rng_seed": ("seed",),
         "num_processes n_processes nproc n_jobs num_cpus cores": ("processes",),
         "threads num_threads n_threads": ("threads_per_process",),
@@ -80,6 +83,12 @@ KEYS: dict[str, tuple[str, ...]] = _split_words(
 NAMES: dict[str, tuple[str, ...]] = _split_words(
     {
         "fedavg federated_averaging": ("weighted_mean", "sync", "sgd"),
+        "accuracy acc test_acc": ("test_accuracy",),
+        "loss": ("test_loss", "train_loss"),
+        "to_pandas to_df dataframe df": ("to_dataframe",),
+        "personal_accuracy personalized_accuracy local_accuracy local_test_accuracy client_accuracy": (
+            "worker_accuracy",
+        ),
         "avg average averaging": ("mean",),
         "comed cwmed coordinate_median coordinatewise_median": ("median",),
         "geomed geometric gm rfa": ("geometric_median",),

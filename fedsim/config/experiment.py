@@ -28,7 +28,7 @@ from fedsim.core.objects import own_copy, plain
 from fedsim.core.suggestions import VOCABULARY
 from fedsim.core.validation_errors import explain
 from fedsim.data.formats.images import lacks_files
-from fedsim.data.sources import load_dataset_once
+from fedsim.data.sources import load_dataset_once, one_per_worker
 from fedsim.data.subsets import validation_positions
 from fedsim.errors import MAX_NAME, ExperimentError, show
 from fedsim.system.files import is_outside
@@ -49,6 +49,8 @@ class Experiment(Settings):
         if problem := problem_with_words(tables):
             raise ExperimentError(problem)
         try:
+            if "partition" not in tables and one_per_worker(tables.get("data")):
+                tables = {**tables, "partition": "natural"}
             if "workers" not in tables and (count := count_workers(tables)) is not None:
                 tables = {**tables, "workers": count}
             super().__init__(**tables)

@@ -37,6 +37,7 @@ class TensorData(Dataset):
         rows: position of each sample in `inputs` and `targets`, int64 [n], for samples that overlap, such as windows of
             a text. `inputs` and `targets` may then be views of one small tensor, and targets may be of any integer
             type. None: sample i has position i.
+        assumed: what was assumed when the data was read, such as how test samples were drawn. A run prints it first.
 
     >>> data = fedsim.TensorData(torch.tensor([[0], [255]], dtype=torch.uint8), torch.tensor([0, 1]), scale=1 / 255)
     >>> data.gather(torch.tensor([1]))
@@ -50,6 +51,7 @@ class TensorData(Dataset):
     dtype: torch.dtype = torch.float32
     ids: Mapping[str, Any] = field(default_factory=dict)
     rows: Tensor | None = None
+    assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", id_columns(self.ids))

@@ -72,6 +72,5 @@ def test_the_scaffold_of_the_document_is_the_built_in_one(engine, tmp_path, monk
 
 def test_the_document_on_asynchronous_runs_lists_every_policy_slowdown_and_noise():
     text = (ROOT / "docs/explanation/asynchronous.md").read_text()
-    for name in fedsim.policies():
-        assert len(re.findall(rf"^\| (?:`\w+`, )?`{name}`(?:, `\w+`)? \|", text, re.MULTILINE)) == 1, name
-    assert all(f"`{name}`" in text for kind in (fedsim.slowdowns, fedsim.noises) for name in kind())
+    kinds = fedsim.policies, fedsim.slowdowns, fedsim.noises
+    assert all(f"`{name}`" in text for kind in kinds for name in kind())

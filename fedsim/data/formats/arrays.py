@@ -11,15 +11,14 @@ from fedsim.data.columns import (
     data_path,
     require_finite,
     samples_of,
-    split_test,
     unreadable,
     without_spaces,
 )
-from fedsim.data.sources import dataset
+from fedsim.data.drawn_tests import split_test
+from fedsim.data.sources import PICKLES, dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, show
 
-PICKLES = ".pt", ".pth", ".pkl", ".pickle", ".npy"
 NAMES = {  # accepted names of each array
     "inputs": ("inputs", "x_train", "x"),
     "targets": ("targets", "y_train", "y"),

@@ -20,6 +20,7 @@ from fedsim.core.numbers import ProperFraction
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, show
+from fedsim.system.files import decoded
 from fedsim.system.packages import import_extra
 
 SHAKESPEARE_FILE = Path(__file__).parents[1] / "shakespeare.json.xz"  # shakespeare.txt says where the texts come from
@@ -245,13 +246,11 @@ def _files_of(name: str) -> list[Path]:
 def _read(file: Path) -> str:
     """Return the text of a file. Raises DataError if the file cannot be read, is empty, or is not UTF-8."""
     try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"data.path = {show(str(file))}: byte {error.start} is not UTF-8; convert the file to UTF-8"
-        ) from None
+        text = decoded(file.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise DataError(f"data.path = {show(str(file))}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DataError(f"data.path = {show(str(file))}: {error}") from None
     if not text:
         raise DataError(f"data.path = {show(str(file))}: is empty")
     return text
