@@ -320,7 +320,7 @@ ANSWERS: dict[str, str] = _split_words(
         "accuracy acc metric_loss": "accuracy and loss are always recorded; omit it",
         "partition_random partition_equal": "partition=iid",
         "sampling_random": "sampling=uniform",
-        "attack_random": "attack=gaussian",
+        "attack_random attack_noise": "attack=gaussian",
         "server_fedavg server_sgdm": "server=sgd or server=momentum",
         "test_every evaluate_every validation_every validation_check_every check_val_every_n_epoch eg test_step "
         "evaluate_steps test_rounds evaluate_rounds test_every_round evaluate_every_round": (

@@ -70,7 +70,7 @@ WORDS = [
     # values
     ("cohort=0.1", "must be a valid integer; write a whole number, not a fraction"),
     ("rounds=1e1", "must be a valid integer; write 10"),
-    ("local.lr=0,1", "must be a valid number; write 0.1, or use fedsim compare for several values"),
+    ("local.lr=0,1", "must be a valid number; write 0.1; for several values use fedsim compare"),
     ("local.lr=10%", "must be a valid number; write 0.1"),
     ("local.lr=1/4", "must be a valid number; write 0.25"),
     ("local.drop_last=yes", "must be true or false; write true"),
@@ -109,7 +109,7 @@ COMPARED = [
     ("seed=0..3", "0..3 is not a number; write seed=0,1,2,3"),
     ("seed=0 1 2", '"1": expected key=value; for several values write fedsim compare seed=0,1,2'),
     ("aggregate.rule=mean median", "for several values write fedsim compare aggregate.rule=mean,median"),
-    ("server=sgd diloco", "is an experiment, and could be a value of server; write the experiment first"),
+    ("server=sgd diloco", "write fedsim compare server=sgd,diloco; write an experiment first"),
     ("--resume cc", "--resume: no such option; write --out cc, which continues a comparison"),
     ("--jobs two", "error: fedsim compare: Invalid value for '--jobs'"),
     ("", "nothing to compare"),
