@@ -10,12 +10,13 @@ from typing import Any
 from fedsim.comparison.axes import shape_of
 from fedsim.comparison.leaderboard import Leaderboard, leaderboard
 from fedsim.comparison.rows import NO_SETTINGS, Choice, ComparisonSettings, Group, Row, groups_of, score_of
+from fedsim.core.attributes import HintingAttributes
 from fedsim.records.reader import Run
 from fedsim.records.record import Metric
 
 
 @dataclass(frozen=True)
-class ComparedRuns:
+class ComparedRuns(HintingAttributes):
     """Runs of a comparison, with the properties that tables and figures need. `Comparison` describes the attributes."""
 
     name: str

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
 from pydantic.dataclasses import dataclass as validated_dataclass
 
+from fedsim.core.attributes import attribute_error, attribute_hint
 from fedsim.core.equality import same
 from fedsim.core.numbers import Count
 from fedsim.errors import ExperimentError, cut
@@ -128,14 +129,12 @@ class Record(dict[str, Any]):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __missing__(self, key: str) -> Any:
-        raise KeyError(f"{key}: is now called {RENAMED[key]}" if key in RENAMED else key)
+        raise KeyError(f"{key}: {f'is now called {RENAMED[key]}' if key in RENAMED else attribute_hint(key, self)}")
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"{name}: is now called {RENAMED[name]}"
-            if name in RENAMED
-            else f"{type(self).__name__!r} object has no attribute {name!r}"
-        )
+        if name in RENAMED:
+            raise AttributeError(f"{name}: is now called {RENAMED[name]}")
+        raise attribute_error(f"{type(self).__name__!r} object", name, self)
 
     def __post_init__(self) -> None:
         self.update({item.name: getattr(self, item.name) for item in fields(self)})

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import read_toml
 from fedsim.config.load import load_experiment
+from fedsim.core.attributes import HintingAttributes
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.notebook import figure_html
 from fedsim.core.rows import Layout
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(HintingAttributes):
     """Result of a run.
 
     Attributes:
