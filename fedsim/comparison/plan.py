@@ -46,7 +46,7 @@ from fedsim.core.import_policy import untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.learning_task import correct_of
 from fedsim.core.objects import plain
-from fedsim.core.suggestions import nearest
+from fedsim.core.suggestions import closest, nearest
 from fedsim.data.sources import data_loaded_once
 from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.records.record import METRICS, RoundRecord, metric_called, metrics_in
@@ -227,8 +227,11 @@ def _how_to_compare(changes: Iterable[Change]) -> str:
     """Return a hint on how to compare several values of a setting, for users who gave no values to compare."""
     for keys, value in changes:
         if isinstance(value, list) and len(value) > 1:
-            key = ".".join(keys)
-            return f"{key} has one value, a list; for several values write {key}={','.join(map(label, value))}"
+            key, place = ".".join(keys), ".".join([*closest(keys[0], Experiment.model_fields)[:1], *keys[1:]])
+            return (
+                f"{key} has one value, a list; for several values write {place}={','.join(map(label, value))}, or in "
+                f"Python plan={{{show(place)}: {show(value)}}}"
+            )
     return "every key has one value; write several values as in seed=0,1,2, or add a table [comparison] to the file"
 
 

@@ -453,5 +453,5 @@ def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
         experiment.rule.dry_run(count)
     except ExperimentError as error:
         where = f"in round 1 only {count} of {len(sizes)} workers have data left for the last step"
-        remedy = "set local.steps to give all workers the same number of steps"
-        raise ExperimentError(*(f"{line}; {where}; {remedy}" for line in error.lines)) from None
+        remedy = "or set local.steps to give all workers the same number of steps"
+        raise ExperimentError(*(f"{where}: {line}; {remedy}" for line in error.lines)) from None

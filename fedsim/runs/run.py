@@ -83,7 +83,7 @@ def run(
         RecordError: the folder has other content, or cannot be written.
         WorkerError: a worker failed, or processes were lost more often than `process_retries` allows.
     """
-    users = UserCallbacks([FunctionCallback(on_setup, on_start, on_round), *callbacks])
+    users = UserCallbacks(FunctionCallback(on_setup, on_start, on_round), callbacks)
     try:
         with sole_use_of_generators(for_run=True), data_loaded_once(), contextlib.ExitStack() as stack:
             experiment = under_launcher(load_experiment(experiment, allow_imports=allow_imports, **changes))
