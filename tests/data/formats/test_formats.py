@@ -207,7 +207,7 @@ class TestArrays:
             ({"inputs": INPUTS, "targets": LABELS, "user": USERS[:4]}, r'"user" has the shape \[4\]; .* \[20\]'),
             (
                 {"x_train": INPUTS, "y_train": LABELS, "x_val": INPUTS[:5], "y_val": LABELS[:5]},
-                r'"x_val" has the shape \[5, 3\]; it is none of the parts inputs, x_train, x, .*, test_labels, and a column',
+                r'"x_val" has the shape \[5, 3\]; it is none of the parts inputs, x_train, x, .*, test_labels, and',
             ),
             (
                 {"inputs": np.full((2, 2), np.inf), "targets": LABELS[:2]},
