@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedsim.core.import_policy import IMPORT_PATH
 from fedsim.core.objects import ObjectName, name_of, plain
 from fedsim.core.registry import Registration, Registry
 from fedsim.data.brought import ACCEPTED, source_of
@@ -85,16 +86,19 @@ def _format_of(path: str) -> str | None:
 
     Raises ExperimentError for other existing files, and for folders, which may have several formats.
     """
+    if IMPORT_PATH.fullmatch(path) or path in dataset.names():
+        return None
     for suffix, name in {**FORMATS, **dict.fromkeys(PICKLES, "npz")}.items():  # which refuses pickles with a remedy
-        if path.lower().endswith(suffix) and ":" not in path.rpartition("/")[2]:
+        if path.lower().endswith(suffix):
             return name
-    if (path in (".", "..") or re.search(r"[/\\]", path)) and Path(path).expanduser().is_dir():
+    file = Path(path).expanduser()
+    if path in (".", "..") or path.endswith(("/", "\\")) or (re.search(r"[/\\]", path) and file.is_dir()):
         folder = f"data.path={path}"
         raise ExperimentError(
             f"data.name = {show(path)}: is a folder; write data=image_folder {folder}, or leaf, text or huggingface "
             "instead of image_folder"
         )
-    if path not in dataset.names() and not path.endswith(".py") and Path(path).expanduser().is_file():
+    if path.lower().endswith(UNREAD) or (file.is_file() and file.suffix != ".py"):
         raise ExperimentError(
             f"data.name = {show(path)}: no data set reads such a file; allowed: {', '.join(FORMATS)}, folders of "
             "images, or your own function"
@@ -107,6 +111,7 @@ FORMATS = {  # name of the data set that reads files with an ending
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
     **{".npz": "npz", ".safetensors": "safetensors", ".txt": "text"},
 }
+UNREAD = ".json", ".jsonl", ".xlsx", ".xls", ".ods", ".zip", ".gz", ".tar", ".h5", ".hdf5", ".mat", ".feather", ".arff"
 PICKLES = ".pt", ".pth", ".pkl", ".pickle", ".npy"
 MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # mnist5k.txt describes the origin of the images
 MNIST5K_TRAIN = 4000  # number of training images, at the start of the file; the rest are test images
