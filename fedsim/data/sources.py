@@ -8,19 +8,90 @@ anything that `as_tensor_data` accepts.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from fedsim.core.learning_task import LearningTask, output_count
 from fedsim.core.registry import Registration, Registry
 from fedsim.data.columns import is_table, samples_of_tables
-from fedsim.data.tensors import TensorData, as_tensor_data
-from fedsim.errors import DataError, FedsimError, one_line, show
+from fedsim.data.tensors import TensorData, as_tensor_data, compact
+from fedsim.errors import DataError, FedsimError, one_line, plural, show
+
+FEWEST_PIXELS = 16  # sides of the smallest images for which the model `net` is chosen
+MOST_UNLIKELY_CLASSES = 100
+
+
+@dataclass(frozen=True)
+class SampleShape:
+    """What the training samples of a data set prescribe to a task and a model.
+
+    Attributes:
+        inputs: shape of one input.
+        classes: the highest training label or target token plus one; 0 for floating-point targets.
+        targets: shape of one target.
+        tokens: the highest token of the inputs plus one; 0 if inputs are floating-point numbers.
+        gaps: whether the labels are so high and so few that they are probably not consecutive classes.
+    """
+
+    inputs: tuple[int, ...]
+    classes: int
+    targets: tuple[int, ...] = ()
+    tokens: int = 0
+    gaps: bool = False
+
+    @classmethod
+    def of(cls, train: TensorData) -> SampleShape:
+        """Return the shape of training samples."""
+        tokens = 0 if train.dtype.is_floating_point else int(compact(train.inputs).cpu().numpy().max()) + 1
+        classes = max(train.classes, not train.targets.is_floating_point())
+        gaps = train.has_integers and classes > max(MOST_UNLIKELY_CLASSES, 2 * len(train.targets.unique()))
+        return cls(tuple(train.inputs.shape[1:]), classes, tuple(train.targets.shape[1:]), tokens, gaps)
+
+    def __str__(self) -> str:
+        if self.tokens:
+            return plural(self.inputs[0], "token") if len(self.inputs) == 1 else f"integers {list(self.inputs)}"
+        if len(self.inputs) == 3:
+            channels, height, width = self.inputs
+            return f"an image of {height}x{width} pixels with {plural(channels, 'channel')}"
+        return plural(self.inputs[0], "number") if len(self.inputs) == 1 else f"numbers {list(self.inputs)}"
+
+    @property
+    def task(self) -> str:
+        """Name of the learning task for the targets."""
+        if not self.classes:
+            return "regression"
+        return "next_token" if self.tokens and self.targets == self.inputs else "classification"
+
+    @property
+    def model(self) -> str:
+        """Name of the default model: a network for tokens, for square images that are not too small, or for numbers."""
+        if self.tokens:
+            return "char_lstm"
+        return "net" if self._is_square and self.inputs[1] >= FEWEST_PIXELS else "mlp"
+
+    @property
+    def _is_square(self) -> bool:
+        return len(self.inputs) == 3 and self.inputs[1] == self.inputs[2]
+
+    def dimensions(self, task: LearningTask) -> dict[str, int]:
+        """Return the parameters that a model takes from the data, by name (see `fedsim.models.base.DIMENSIONS`)."""
+        classes = max(self.classes, self.tokens) if self.tokens and self.targets else self.classes
+        outputs = output_count(task, classes, math.prod(self.targets))
+        values = {"classes": outputs, "outputs": outputs}
+        if self.tokens:
+            return {**values, "vocabulary": self.tokens, "context": self.inputs[-1], "last_only": not self.targets}
+        values["inputs"] = math.prod(self.inputs)
+        if len(self.inputs) == 3:
+            values["channels"] = self.inputs[0]
+        return {**values, "size": self.inputs[1]} if self._is_square else values
 
 
 class DatasetRegistry(Registry):
@@ -33,7 +104,9 @@ class DatasetRegistry(Registry):
 dataset = DatasetRegistry(
     "data set",
     inputs=("root",),
-    traits=("lacks_files",),  # a function (root, **parameters) that says whether files would be downloaded
+    # lacks_files: a function (root, **parameters) that says whether files would be downloaded.
+    # declared: a function of the parameters that returns the SampleShape, so that it is known before a download.
+    traits=("lacks_files", "declared"),
     accepts="a function, a class, a data frame, or a tuple (train, test) of data sets or (inputs, targets)",
 )
 
@@ -105,16 +178,21 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
 
 
 _kept: ContextVar[dict[str, tuple[TensorData, TensorData]] | None] = ContextVar("fedsim_kept_data", default=None)
+_shapes: ContextVar[dict[str, SampleShape] | None] = ContextVar("fedsim_kept_shapes", default=None)
 
 
 @contextlib.contextmanager
 def data_loaded_once() -> Iterator[None]:
     """Context manager: a data set that was loaded to count the workers is reused by the run, not loaded twice."""
-    token = _kept.set({} if _kept.get() is None else _kept.get())
+    token, shapes = (
+        _kept.set({} if _kept.get() is None else _kept.get()),
+        _shapes.set({} if _shapes.get() is None else _shapes.get()),
+    )
     try:
         yield
     finally:
         _kept.reset(token)
+        _shapes.reset(shapes)
 
 
 def load_dataset_once(
@@ -133,6 +211,21 @@ def load_dataset_once(
     return data
 
 
+def known_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape | None:
+    """Return the shape of a data set's samples if it is declared, or known within `data_loaded_once`, else None."""
+    if declared := getattr(dataset.get(name).target, "declared", None) if name in dataset.names() else None:
+        return declared(**params)
+    return (_shapes.get() or {}).get(repr((name, root, sorted(params.items()))))
+
+
+def sample_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape:
+    """Return the shape of a data set's samples. The data set is loaded if the shape is not known."""
+    shape = known_shape(name, root, params) or SampleShape.of(load_dataset_once(name, root, params)[0])
+    if (shapes := _shapes.get()) is not None:
+        shapes[repr((name, root, sorted(params.items())))] = shape
+    return shape
+
+
 def _read(data: Any, name: str) -> TensorData:
     """Return a training or test set as TensorData. Raise DataError, with the data set's name, if it cannot be used."""
     try:
@@ -141,7 +234,7 @@ def _read(data: Any, name: str) -> TensorData:
         raise DataError(f"data.name = {show(name)}: {error}") from None
 
 
-@dataset("mnist5k")
+@dataset("mnist5k", declared=lambda: SampleShape((1, 28, 28), 10))
 def mnist5k() -> tuple[TensorData, TensorData]:
     """5,000 MNIST images that are included in fedsim: 4,000 to train and 1,000 to test, equally many per class.
 
