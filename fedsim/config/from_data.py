@@ -61,7 +61,7 @@ def _unsuitable(model: schema.Model, dataset: str, shape: SampleShape, lacking: 
     """Yield the error line for a model with parameters for which the data has no value, if there are any."""
     if lacking:
         yield (
-            f"{model.setting}: needs {DIMENSIONS[lacking[-1]]}, but each sample of {show(dataset)} consists of {shape}; "
+            f"{model.setting}: needs {DIMENSIONS[lacking[-1]]}, but each sample of {show(dataset)} has {shape}; "
             f"use another model, such as model={shape.model}"
         )
 
