@@ -138,7 +138,7 @@ def race_seconds(cores: int) -> float:
     local = {"batch_size": BATCH, "lr": LR, "momentum": MOMENTUM}
     where = {"data": "mnist", "partition": "contiguous", "workers": cores, "processes": cores}
     how = {"mode": "race", "policy": "hogwild", "race": {"runs": 1}, "rounds": 3}
-    history = fedsim.run({**where, **how, "local": local, "engine": "spawn"}).history
+    history = fedsim.run({**where, **how, "local": local, "engine": "processes"}).history
     return median([record["seconds"]["train"] for record in history[1:]])
 
 

@@ -1,14 +1,14 @@
-"""Ranks of the engine `distributed` on one host: scaling, time compared with `spawn`, and bytes sent.
+"""Ranks of the engine `distributed` on one host: scaling, time compared with `processes`, and bytes sent.
 
 Workers train `2nn` on random images of MNIST's size with batch size 10 and one thread per process. The time of a round
 is the sum of its phases without the test, as the median over all rounds except the first. Strong scaling: 8 workers on
-1, 2 and 4 ranks. Weak scaling: 4 workers per rank. The baseline is the engine `spawn` with the same number of
+1, 2 and 4 ranks. Weak scaling: 4 workers per rank. The baseline is the engine `processes` with the same number of
 processes. Then rounds of `sync = "gradients"` that average with each hook are compared with the mean of the workers'
 rows. Before the timing, the rows of the ranks are compared with those of `serial`.
 
 Bytes are counted by the kernel at the loopback interface of a new network namespace (Linux, as root). The bytes of a
 run of two rounds are subtracted from those of a run of six rounds, which removes start and end. The result is compared
-with the formulas in docs/explanation/performance.md. Without a network namespace, bytes are not measured.
+with the formulas in fedsim/engines/distributed.py. Without a network namespace, bytes are not measured.
 
     python benchmarks/distributed.py [--rounds 6] [--most-ranks 4]
 """
@@ -38,7 +38,7 @@ from fedsim.data import TensorData
 from fedsim.records.history import METRICS
 from fedsim.records.run_folder import MODEL
 
-ALLOWED = 1.3  # allowed multiple of the time of spawn's round
+ALLOWED = 1.3  # allowed multiple of the time of processes's round
 EXACT = 0.05  # allowed relative difference between measured bytes and the formula
 TOLERANCE = 1e-9  # allowed difference between rows of engines, in float64
 WORKERS, A_RANK = 8, 4  # workers in strong scaling, and workers per rank in weak scaling
@@ -132,7 +132,7 @@ def check_work(ranks: int) -> float:
 
 
 def formula(rule: str, n: int, d: int, ranks: int) -> float:
-    """Return the bytes of float32 rows that all ranks together send per round (docs/explanation/performance.md)."""
+    """Return the bytes of float32 rows that all ranks together send per round (fedsim/engines/distributed.py)."""
     if rule == "mean":
         return 2 * (ranks - 1) * d * 4
     pairs = 2 * (ranks - 1) * n * n * 8 if rule == "krum" else 0
@@ -194,7 +194,7 @@ def main() -> None:
         for count in counts:
             tables = experiment(workers_of(count), options.rounds + 1)
             ranked = round_seconds(run({**tables, "engine": "distributed"}, count)[0])
-            spawned = round_seconds(run({**tables, "engine": "spawn", "processes": count})[0])
+            spawned = round_seconds(run({**tables, "engine": "processes", "processes": count})[0])
             figures.setdefault(f"{name}_seconds", []).append(ranked)
             figures.setdefault(f"{name}_spawn_seconds", []).append(spawned)
             figures.setdefault(f"{name}_ratio", []).append(round(ranked / spawned, 3))

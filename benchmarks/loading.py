@@ -28,7 +28,7 @@ from fedsim.data.formats.images import MNIST_FILES
 IMAGES, FEW, TESTS = 1_275_510, 5_000, 1_000  # 28 x 28 pixels: 1 GB
 SETTINGS = [
     *(
-        "engine=spawn",
+        "engine=processes",
         "processes=2",
         "start_method=spawn",
         "workers=4",

@@ -36,7 +36,7 @@ def peak_pss(*overrides: str) -> float:
     """Return the peak PSS of a run's process tree in MB."""
     with tempfile.TemporaryDirectory() as parent:
         script = str(ROOT / "run_experiment.py")
-        command = [sys.executable, script, str(EXPERIMENT), "rounds=2", "engine=spawn", *overrides]
+        command = [sys.executable, script, str(EXPERIMENT), "rounds=2", "engine=processes", *overrides]
         process = subprocess.Popen(
             [*command, "--out", f"{parent}/run"], stdout=subprocess.DEVNULL, cwd=Path(__file__).parent
         )

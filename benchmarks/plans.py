@@ -30,7 +30,7 @@ ROWS, STEPS, TIMES = 10, 4, 4
 ROUNDING = 1e-9
 WAYS = {
     "serial": ("engine=serial",),
-    "spawn": ("engine=spawn",),
+    "processes": ("engine=processes",),
     "batched, one process": ("engine=batched", "processes=1"),
     "batched": ("engine=batched",),
 }

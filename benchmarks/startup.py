@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 ROUNDS = 10
 COMMANDS = {
     "one process": ["engine=serial"],
-    "two processes": ["engine=spawn", "processes=2"],
-    "two processes, spawned": ["engine=spawn", "processes=2", "start_method=spawn"],
+    "two processes": ["engine=processes", "processes=2"],
+    "two processes, spawned": ["engine=processes", "processes=2", "start_method=spawn"],
     "stacks": ["engine=batched", "processes=1"],
     "auto": ["engine=auto"],
 }

@@ -39,7 +39,7 @@ def fedsim_steps(name: str) -> tuple[float, Tensor]:
     result = fedsim.run(
         {
             "model": {"name": name, **NO_DROPOUT.get(name, {})},
-            "engine": "spawn",
+            "engine": "processes",
             "sync": "gradients",
             "workers": PROCESSES,
             "processes": PROCESSES,

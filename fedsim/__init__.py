@@ -48,11 +48,11 @@ if TYPE_CHECKING:
         Heterogeneity,
         TensorData,
         dataset_split,
-        draw_partition,
         label_counts,
         load_dataset,
         partition,
         partition_transforms,
+        plot_partition,
     )
     from fedsim.data.heterogeneity import heterogeneity
     from fedsim.errors import DataError, ExperimentError, FedsimError, RecordError, StopRun, WorkerError

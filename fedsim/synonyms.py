@@ -26,6 +26,11 @@ KEYS: dict[str, tuple[str, ...]] = _split_words(
         "global_rounds global_epochs iterations num_iterations iters nb_steps max_rounds": ("rounds",),
         "max_epochs": ("rounds", "local.epochs"),
         "e num_epochs n_epochs local_epochs epoch client_epochs": ("local.epochs",),
+        "accumulate grad_accumulation gradient_accumulation gradient_accumulation_steps accumulate_grad_batches": (
+            "local.accumulation_steps",
+        ),
+        "train trainable_parameters": ("local.trainable",),
+        "max_rows": ("batched.max_workers",),
         "num_steps local_steps local_iterations local_updates max_steps": ("local.steps",),
         "bs batch batchsize minibatch minibatch_size local_batch_size client_batch_size train_batch_size local_bs": (
             "local.batch_size",
@@ -58,6 +63,9 @@ KEYS: dict[str, tuple[str, ...]] = _split_words(
         "augmentation augmentations transform transforms": ("data.augment",),
         "net network architecture arch backbone model_name": ("model.name",),
         "num_classes n_classes": ("model.classes",),
+        "image_size img_size": ("data.size",),
+        "sep separator": ("data.delimiter",),
+        "normalize normalise standardise scale": ("data.standardize",),
         "random_seed random_state manual_seed rng_seed": ("seed",),
         "num_processes n_processes nproc n_jobs num_cpus cores": ("processes",),
         "threads num_threads n_threads": ("threads_per_process",),
@@ -75,6 +83,12 @@ KEYS: dict[str, tuple[str, ...]] = _split_words(
 NAMES: dict[str, tuple[str, ...]] = _split_words(
     {
         "fedavg federated_averaging": ("weighted_mean", "sync", "sgd"),
+        "accuracy acc test_acc": ("test_accuracy",),
+        "loss": ("test_loss", "train_loss"),
+        "to_pandas to_df dataframe df": ("to_dataframe",),
+        "personal_accuracy personalized_accuracy local_accuracy local_test_accuracy client_accuracy": (
+            "worker_accuracy",
+        ),
         "avg average averaging": ("mean",),
         "comed cwmed coordinate_median coordinatewise_median": ("median",),
         "geomed geometric gm rfa": ("geometric_median",),
@@ -100,7 +114,7 @@ NAMES: dict[str, tuple[str, ...]] = _split_words(
         "foe inner_product inner_product_manipulation": ("ipm",),
         "zero zeros lazy": ("free_rider",),
         "vmap vectorized": ("batched",),
-        "multiprocess multiprocessing parallel processes ray": ("spawn",),
+        "multiprocess multiprocessing parallel fork forked ray": ("processes",),
         "ddp torchrun": ("distributed",),
         "single sequential": ("serial",),
         "async asynchronous fedasgd": ("asgd", "fedasync"),

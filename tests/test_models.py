@@ -185,7 +185,7 @@ def test_a_model_of_torchvision_that_does_not_exist_gets_a_hint():
 def test_a_model_of_torchvision_runs_with_further_arguments_of_its_function():
     tables = {
         "data": {"name": "tests.real_models:noise", "shape": [3, 32, 32], "classes": 3},
-        **{"workers": 2, "rounds": 1, "local": {"batch_size": 8}, "engine": "spawn", "processes": 2},
+        **{"workers": 2, "rounds": 1, "local": {"batch_size": 8}, "engine": "processes", "processes": 2},
     }
     made = {"name": "torchvision:squeezenet1_1", "classes": 3, "dropout": 0.0}
     assert fedsim.run({**tables, "model": made}).history[-1]["test_loss"] > 0

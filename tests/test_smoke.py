@@ -22,8 +22,8 @@ def test_a_run_learns_and_leaves_its_records(cli):
 
 def test_spawn_is_bit_identical_to_serial():
     serial = fedsim.run({**TABLES, "engine": "serial"})
-    spawn = fedsim.run({**TABLES, "engine": "spawn", "processes": 2})
-    assert torch.equal(spawn.global_row, serial.global_row)
+    pooled = fedsim.run({**TABLES, "engine": "processes", "processes": 2})
+    assert torch.equal(pooled.global_row, serial.global_row)
 
 
 def test_a_resumed_run_is_bit_identical_to_a_whole_one(tmp_path):

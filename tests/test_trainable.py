@@ -18,7 +18,7 @@ from fedsim.runs.setup import task_of
 from tests import components
 from tests.textbook import Federation, small_two_nn
 
-ENGINES = ["serial", "spawn", "batched"]
+ENGINES = ["serial", "processes", "batched"]
 
 
 def start_module(tables):
@@ -124,7 +124,7 @@ def test_tests_use_the_adapters_of_transformer_layers(tables):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_only_named_parameters_are_trained(engine, tables, federation):
-    tables["local"] = {**tables["local"], "train": ["5"]}
+    tables["local"] = {**tables["local"], "trainable": ["5"]}
     last = Layout.of(federation.model).parameters[-2].offset
 
     def gradient(row, batch):
@@ -137,13 +137,15 @@ def test_only_named_parameters_are_trained(engine, tables, federation):
 
 def test_adapters_and_named_parameters_are_trained_together(tables):
     tables = {**tables, "model": {**tables["model"], "lora": {"rank": 1, "targets": ["1"]}}}
-    module = start_module({**tables, "local": {**tables["local"], "train": ["*.bias"]}})
+    module = start_module({**tables, "local": {**tables["local"], "trainable": ["*.bias"]}})
     names = [entry.name for entry in Layout.of(module).parameters]
     assert names == ["1.bias", "1.lora_a", "1.lora_b", "3.bias", "5.bias"]
 
 
 def test_frozen_parameters_exist_once_per_process(tables):
-    task = task_of(fedsim.Experiment(**{**tables, "local": {**tables["local"], "train": ["5"]}}), torch.device("cpu"))
+    task = task_of(
+        fedsim.Experiment(**{**tables, "local": {**tables["local"], "trainable": ["5"]}}), torch.device("cpu")
+    )
     first, second = task.new_module(), task.new_module()
     shared = [a is b for a, b in zip(first.parameters(), second.parameters(), strict=True)]
     assert shared == [True, True, True, True, False, False]
@@ -157,7 +159,7 @@ def change_frozen(model, batches):
 
 
 def test_a_change_of_a_shared_frozen_parameter_is_an_error(tables):
-    local = {"algorithm": change_frozen, "train": ["5"]}
+    local = {"algorithm": change_frozen, "trainable": ["5"]}
     with pytest.raises(ExperimentError, match="changes the frozen parameter 1.weight"):
         fedsim.run({**tables, "engine": "serial", "local": local})
 
@@ -195,7 +197,7 @@ def test_a_finished_comparison_is_read_without_the_weights_and_the_device(tables
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"local": {"train": ["4*"]}}, 'local.train: no parameter matches "4\\*"; allowed: 1, 3, 5'),
+        ({"local": {"trainable": ["4*"]}}, 'local.trainable: no parameter matches "4\\*"; allowed: 1, 3, 5'),
         ({"model": {"lora": {"rank": 1, "targets": ["2"]}}}, 'model.lora.targets: no linear layer matches "2"'),
         ({"model": {"weights": "missing.safetensors"}}, "model.weights = .*: cannot be read: No such file"),
         ({"model": {"weights": "model.pt"}}, "must be a .safetensors file, because reading a pickle can run code"),
@@ -225,7 +227,7 @@ def test_biases_of_group_norms_are_trained_alone(engine):
     model = {"name": "resnet20", "channels": 3, "classes": 3, "norm": "group"}
     tables = {"data": {"name": "tests.real_models:noise", "shape": [3, 8, 8], "classes": 3}, "model": model}
     tables |= {"workers": 2, "rounds": 1, "engine": engine, "precision": "float64"}
-    tables["local"] = {"train": ["*bias"], "batch_size": 4, "steps": 1, "lr": 0.1}
+    tables["local"] = {"trainable": ["*bias"], "batch_size": 4, "steps": 1, "lr": 0.1}
     result = fedsim.run(tables)
     names = [name for name, value in result.model.named_parameters() if value.requires_grad]
     assert names

@@ -30,7 +30,7 @@ GOALS = (
     Goal("char_lstm, batched", "round_ms", 300),
     Goal("resnet20, batched", "round_ms", 60),
     *(Goal(f"{name}, batched", "first_round_ms", 300) for name in ("w1", "w2", "w3")),
-    Goal("w3, spawn", "start_seconds", 4),
+    Goal("w3, processes", "start_seconds", 4),
     Goal("which_rule", "seconds", 12),
     *(Goal(f"rules, {n} x {d}", "most_over_byzfl", 1) for n in (20, 100) for d in (21_840, 1_663_370)),
 )

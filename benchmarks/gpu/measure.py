@@ -54,7 +54,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 STACKED = ("engine=batched", "processes=1")
 ENGINES = {
     **{"batched": STACKED, "serial": ("engine=serial",), "auto": ("engine=auto",)},
-    **{"spawn": ("engine=spawn", "processes=4")},
+    **{"processes": ("engine=processes", "processes=4")},
     **({"no graphs": (*STACKED, "cuda_graphs=false"), "tf32": (*STACKED, "precision=tf32")} if ON_GPU else {}),
 }
 NAMES = ("w3", "w1", "w2")
@@ -336,7 +336,7 @@ def measurements() -> dict[str, Callable[[], Figures]]:
         **{"launch": launch, "wait": wait, "copy of 8 kB to the device": copy_to_the_device},
         "node of a graph": node_of_a_graph,
         **{f"{name}, batched": partial(rounds_of, name, "batched") for name in (*NAMES, "w3-1000", *OTHERS, *MODELS)},
-        "w3, spawn": partial(rounds_of, "w3", "spawn"),
+        "w3, processes": partial(rounds_of, "w3", "processes"),
         "which_rule": which_rule,
         **{f"rules, {n} x {d}": partial(rules_on, n, d) for n, d in UPDATES},
         **{f"{name}, {program}": partial(baseline_rounds, name, program) for name, program in programs},

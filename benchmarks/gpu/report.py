@@ -11,7 +11,7 @@ from benchmarks.gpu.goals import BASELINES, Verdict, verdicts
 
 MOST_FAILURES, MOST_WARNINGS, WIDTH = 20, 4, 150
 WORKLOADS = ("w1", "w2", "w3", "w4", "w3-1000", "resnet20", "char_lstm", "gpt")
-WAYS = ("batched", "no graphs", "tf32", "auto", "spawn", "serial", *BASELINES)
+WAYS = ("batched", "no graphs", "tf32", "auto", "processes", "serial", *BASELINES)
 LIMIT = "limit"  # column of the lower bounds
 MACHINE = {"processor": "", "cores": " cores", "device": ""}  # facts that name the machine, with their units
 

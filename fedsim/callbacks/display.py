@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fedsim.callbacks.callback import Callback
+from fedsim.clients import PersonalModel
 from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.from_data import taken_from_data
@@ -80,6 +81,8 @@ class Display(Callback):
         self._run, done = run, run.facts.done
         self._bar.set_description()
         self._print(headline(run))
+        if run.facts.assumed:
+            self._print(f"data: {'; '.join(run.facts.assumed)}")
         if done:
             self._done = self._before = done
             self._print(f"continuing after round {done} of {self._bar.total}")
@@ -100,7 +103,7 @@ class Display(Callback):
         self._bar.set_postfix_str(score_text(record).removeprefix("test "), refresh=False)
         self._bar.update()
         if not self._columns:
-            self._columns = columns_of(record)
+            self._columns = columns_of(record, of_workers=bool(self._experiment.data.local_test_fraction))
             self._print(table_header(self._columns))
         self._print(table_line(self._columns, record))
 
@@ -119,6 +122,12 @@ class Display(Callback):
             f"final {score_text(last)} after {plural(self._done, 'round')}{virtual}{now} in {seconds:.1f} s "
             f"(and {self._started - self._begun:.1f} s to start)"
         )
+        experiment = self._experiment
+        untested = isinstance(experiment.local.component, PersonalModel) and not experiment.data.local_test_fraction
+        if untested and experiment.in_rounds:
+            self._print(
+                "this is the global model; data.local_test_fraction=0.2 also tests the workers' personal models"
+            )
 
     def _leave(self) -> None:
         """Print how an unfinished run can be continued."""
@@ -176,7 +185,9 @@ def headline(run: LiveRun) -> str:
     shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
     seen = "" if facts.sampled_workers is None else f", estimated from {len(facts.sampled_workers):,} workers"
     started = {"fork": "forked ", "spawn": "spawned "}.get(facts.how.get("start_method", ""), "")
-    processes = f", {facts.how['processes']} {started}processes" if facts.how["processes"] > 1 else ""
+    count, engine = facts.how["processes"], facts.how["engine"]
+    processes = f"{count} {started}process{'es' * (count > 1)}" if started or count > 1 else ""
+    way = processes if engine in ("processes", "spawn") else ", ".join(filter(None, (engine, processes)))
     width = f", stacks of {facts.how['width']} rows" if "width" in facts.how else ""
     held_out = f"{facts.validation_samples:,} validation, " if facts.validation_samples else ""
     dimensions = "".join(f"{words}, " for words in taken_from_data(experiment))
@@ -184,7 +195,7 @@ def headline(run: LiveRun) -> str:
     return (
         f"{experiment.data.name} ({samples}), {experiment.model.name} ({dimensions}{facts.parameters:,} parameters); "
         f"{shards} samples each ({experiment.partition.name}{seen}); "
-        f"{facts.how['engine']}{processes}{width} on {facts.device}"
+        f"{way}{width} on {facts.device}"
     )
 
 

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, ClassVar
 
 from fedsim.core.plotting import encode
-from fedsim.processes.child_process import Child, can_fork, init_child_process, signals_deferred, start_process
+from fedsim.processes.child_process import Child, forks, init_child_process, signals_deferred, start_process
 from fedsim.processes.messages import Channel
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Painter:
         return _files(drawings, formats)
 
     def __enter__(self) -> Painter:
-        if can_fork() and not Painter.came_before and "matplotlib.figure" not in sys.modules:
+        if forks("auto", 1) and not Painter.came_before and "matplotlib.figure" not in sys.modules:
             Painter.came_before = True
             with signals_deferred():
                 self._child = start_process(_serve, name="fedsim-figures", daemon=True, fork=True)
@@ -70,7 +70,7 @@ def _files(drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
 def _serve(pipe: Connection) -> None:
     init_child_process()
     os.nice(19)  # the rounds have priority
-    from matplotlib.figure import Figure
+    from fedsim.core.figure import Figure
 
     figure = Figure(layout="constrained")
     figure.subplots().plot([0, 1], label="0123456789")

@@ -37,7 +37,7 @@ class Schedule:
     """How much a worker trains in one round: a number of epochs or of steps, and the batch size.
 
     If the number is drawn at random for each worker and round, `of` returns the schedule of one worker in one round. A
-    step trains on one batch. With `accumulate`, the parameters are updated only once per `accumulate` batches:
+    step trains on one batch. The parameters are updated only once per `accumulation_steps` batches:
     `local_steps` counts these updates, and all other methods count batches. Methods accept numbers of one worker, or
     int64 arrays [n] of n workers.
 
@@ -46,7 +46,7 @@ class Schedule:
         epochs: number of passes over a worker's samples; not used if `steps` is set.
         steps: number of parameter updates; None to count epochs.
         drop_last: whether an incomplete last batch of an epoch is left out.
-        accumulate: number of batches per update of the parameters.
+        accumulation_steps: number of batches per update of the parameters.
 
     >>> from fedsim.clients.schedule import DrawnAmount, Schedule
     >>> schedule = Schedule(batch_size=10, epochs=DrawnAmount(range(1, 6), seed=0))
@@ -58,7 +58,7 @@ class Schedule:
     epochs: Amount | None = 1
     steps: Amount | None = None
     drop_last: bool = False
-    accumulate: int = 1
+    accumulation_steps: int = 1
 
     @property
     def drawn(self) -> bool:
@@ -120,11 +120,11 @@ class Schedule:
         assert not varies, "the amount of work varies; call `of` for the schedule of a worker and a round"
         if self.steps is None:
             return amount * self.batches_per_epoch(n_samples)
-        return amount * self.accumulate * (np.ones_like(n_samples) if isinstance(n_samples, np.ndarray) else 1)
+        return amount * self.accumulation_steps * (np.ones_like(n_samples) if isinstance(n_samples, np.ndarray) else 1)
 
     def local_steps(self, steps: Numbers) -> Numbers:
         """Return how often the client algorithm updates the parameters in the first `steps` batches of a round."""
-        return -(-steps // self.accumulate)
+        return -(-steps // self.accumulation_steps)
 
     def samples_in(self, steps: Numbers, n_samples: Numbers) -> Numbers:
         """Return how many samples a worker with `n_samples` samples processes in its first `steps` batches."""

@@ -14,7 +14,7 @@ from fedsim.config.components import registry_of
 from fedsim.system.devices import default_processes
 
 DEFAULT_ENGINE = "auto"
-RACING = "spawn"  # the engine that runs `mode = "race"`
+RACING = "processes"  # the engine that runs `mode = "race"`
 SETTINGS_OF_POOLS = frozenset(("start_method", "timeout", "process_retries"))
 
 
@@ -29,6 +29,7 @@ class EngineTraits:
         one_process_on_gpu: whether the engine uses one process by default if the device is not a CPU.
         stacks: whether the engine may train several workers at once.
         ranks: whether a launcher such as torchrun starts the engine's processes.
+        spawns: whether the engine always spawns its processes, whatever forking would save.
         chooses: whether the engine itself chooses how a task is computed, as the engine `auto` does.
         races_on: name of the engine that runs experiments with `mode = "race"` in place of this engine; None if this
             engine does not support them.
@@ -39,6 +40,7 @@ class EngineTraits:
     one_process_on_gpu: bool = False
     stacks: bool = False
     ranks: bool = False
+    spawns: bool = False
     chooses: bool = False
     races_on: str | None = None
 
@@ -59,7 +61,8 @@ class EngineTraits:
 
 TRAITS = {
     "serial": EngineTraits(),
-    "spawn": EngineTraits(frozenset({"processes"}), pool_from=1, races_on=RACING),
+    "processes": EngineTraits(frozenset({"processes"}), pool_from=1, races_on=RACING),
+    "spawn": EngineTraits(frozenset({"processes"}), pool_from=1, spawns=True, races_on="spawn"),
     "batched": EngineTraits(
         frozenset({"processes", "batched", "cuda_graphs"}), pool_from=2, one_process_on_gpu=True, stacks=True
     ),

@@ -29,7 +29,8 @@ from fedsim.core.objects import own_copy, plain
 from fedsim.core.suggestions import VOCABULARY
 from fedsim.core.validation_errors import explain
 from fedsim.data.formats.images import lacks_files
-from fedsim.data.sources import SampleShape, default_root, known_shape, load_dataset_once, sample_shape
+from fedsim.data.shapes import SampleShape
+from fedsim.data.sources import default_root, known_shape, load_dataset_once, one_per_worker, sample_shape
 from fedsim.data.subsets import validation_positions
 from fedsim.errors import MAX_NAME, DataError, ExperimentError, show
 from fedsim.system.files import is_outside
@@ -52,6 +53,8 @@ class Experiment(Settings):
         if problem := problem_with_words(tables):
             raise ExperimentError(problem)
         try:
+            if "partition" not in tables and one_per_worker(tables.get("data")):
+                tables = {**tables, "partition": "natural"}
             if "workers" not in tables and (count := count_workers(tables)) is not None:
                 tables = {**tables, "workers": count}
             super().__init__(**tables)

@@ -13,7 +13,7 @@ from fedsim.core.input_limits import MAX_DEPTH, problem_with_words, refuse_long_
 from fedsim.core.suggestions import has_words, nearest
 from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, cut, show
-from fedsim.system.files import is_file, read_bounded
+from fedsim.system.files import decoded, is_file, read_bounded
 from fedsim.system.packages import import_extra
 
 if sys.version_info >= (3, 11):
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedsim.config.experiment import Experiment
 
 COMPARISON = "comparison"  # table that contains the axes of a comparison
+EXPERIMENT = "experiment.toml"  # name of the file with all settings in a run folder
 MAX_BYTES = 8 * 2**20  # maximum size of an experiment file: enough for the weights of a million workers
 NAME_COLUMNS = 20
 PACKAGE = Path(__file__).parent.parent
@@ -76,7 +77,7 @@ def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
     """
     where = cut(str(path))
     try:
-        return read_bounded(path, MAX_BYTES, inside).decode("utf-8").replace("\r\n", "\n")
+        return decoded(read_bounded(path, MAX_BYTES, inside)).replace("\r\n", "\n")
     except FileNotFoundError:
         known, is_name = experiments(), path.name == path.stem == str(path)
         hint = f"; {nearest(path.stem, known)}" if is_name or path.stem in known else ""
@@ -109,6 +110,21 @@ def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
         raise ExperimentError(f"{where}: cannot be read as TOML: {cut(str(error))}") from None
     if problem := problem_with_words(tables):
         raise ExperimentError(f"{where}: {problem}")
+    return with_new_names(tables) if path.name == EXPERIMENT else tables
+
+
+def with_new_names(tables: dict[str, Any]) -> dict[str, Any]:
+    """Rename settings that an earlier version of fedsim has stored, in place, and return them.
+
+    The engine `spawn` with `start_method = "fork"` was what `processes` with `auto` is now.
+    """
+    local, batched = tables.get("local"), tables.get("batched")
+    if isinstance(local, dict) and "accumulate" in local:
+        values = {("engine", "spawn"): "processes", ("start_method", "fork"): "auto"}
+        tables |= {key: new for (key, old), new in values.items() if tables.get(key) == old}
+        local["accumulation_steps"], local["trainable"] = local.pop("accumulate"), local.pop("train", [])
+        if isinstance(batched, dict) and "max_rows" in batched:
+            batched["max_workers"] = batched.pop("max_rows")
     return tables
 
 

@@ -9,7 +9,7 @@ from fedsim.config import schema
 from fedsim.config.settings import Settings
 from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.learning_task import LearningTask, Regression
-from fedsim.data.sources import SampleShape
+from fedsim.data.shapes import SampleShape
 from fedsim.errors import ExperimentError, plural, show
 from fedsim.models.base import DIMENSIONS
 

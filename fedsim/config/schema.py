@@ -39,6 +39,7 @@ from fedsim.core.registry import Registration
 from fedsim.core.suggestions import nearest
 from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
+from fedsim.data.sources import data_table
 from fedsim.errors import ExperimentError, show
 from fedsim.loggers import logger
 from fedsim.models import model
@@ -53,6 +54,8 @@ DIRECTIONS: dict[str, Literal["min", "max"]] = {
     "validation_loss": "min",
     "test_accuracy": "max",
     "test_loss": "min",
+    "worker_accuracy": "max",
+    "worker_loss": "min",
     "train_loss": "min",
 }
 
@@ -127,7 +130,7 @@ class EvaluationMetric(ComponentTable):
 class LoRA(Table):
     """Low-rank adapters: linear layers of the model are frozen, and a low-rank term that is added to each is trained.
 
-    All other parameters are frozen too, except those that match `local.train`. Hu et al. 2022.
+    All other parameters are frozen too, except those that match `local.trainable`. Hu et al. 2022.
     """
 
     rank: Count = 0
@@ -202,14 +205,8 @@ class Data(ComponentTable):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_other_pairs(cls, value: Any) -> Any:
-        pair = isinstance(value, dict) and {"train", "test"} <= value.keys() and "name" not in value
-        if pair or isinstance(value, list):
-            raise ExperimentError(
-                "data: must be a name, a table, or a tuple (train, test), not a list or a dict; train and test must be "
-                "data sets, tuples (inputs, targets) of tensors or arrays, or lists of samples (input, target)"
-            )
-        return value
+    def _in_full(cls, value: Any) -> Any:
+        return value if isinstance(value, cls) else data_table(value)
 
 
 class Partition(ComponentTable):
@@ -304,12 +301,12 @@ class Local(ComponentTable):
     drop_last: bool = False
     """Whether to drop the last batch of an epoch if it is smaller than `batch_size`. A shard that is smaller than one
     batch is still used as one batch."""
-    accumulate: PositiveCount = 1
+    accumulation_steps: PositiveCount = 1
     """Number of batches whose mean gradient is used for one step. The last step of a round may use fewer batches."""
     clip_norm: PositiveFloat | None = None
     """Maximum L2 norm of a worker's gradient. Larger gradients are scaled down before weight decay and momentum. Unset:
     no clipping."""
-    train: list[str] = Field(default=[])
+    trainable: list[str] = Field(default=[])
     """Name patterns of the parameters that are trained, such as `["fc2.*"]`. All other parameters are frozen, and rows
     do not contain them. Empty: all parameters, or only the adapters of `model.lora`."""
     keep_state: bool = False
@@ -347,17 +344,29 @@ class Local(ComponentTable):
         return table if keys_set else {**table, "epochs": 1}
 
 
+def _refuse_count(workers: Any) -> Any:
+    """Return `workers`, or raise ValueError if it is an integer, which could mean a number of workers or an ID."""
+    if type(workers) is int:
+        raise ValueError(
+            f"must be a list of worker IDs; write attack.f={workers} for the number of attackers, or "
+            f"attack.workers=[{workers}] for worker {workers}"
+        )
+    return workers
+
+
 class Attack(ComponentTable):
     """The attack, and the Byzantine workers."""
 
     place, named_by, registry = "attack", "name", attack_strategy
-    alternatives = ("fraction", "workers")
+    alternatives = ("f", "fraction", "workers")
 
     name: Name = "none"
+    f: Count | None = None
+    """Number of Byzantine workers, which are drawn at random."""
     fraction: FractionBelowOne = 0.0
-    """Fraction of Byzantine workers, which are drawn at random."""
-    workers: list[Count] | None = None
-    """List of Byzantine workers, instead of a fraction."""
+    """Fraction of Byzantine workers, instead of a number. The number is rounded down."""
+    workers: Annotated[list[Count], BeforeValidator(_refuse_count)] | None = None
+    """IDs of the Byzantine workers, instead of a number."""
     resample: bool = False
     """Whether the Byzantine workers are drawn again in each round."""
     by_class: Count | None = None
@@ -370,12 +379,15 @@ class Attack(ComponentTable):
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
-        if table.get("fraction") and table.get("workers") is not None:
+        chosen = [table.get("f") is not None, bool(table.get("fraction")), table.get("workers") is not None]
+        if sum(chosen) > 1:
             raise cls.not_both()
         return table
 
     def count(self, n_workers: int) -> int:
         """Return the number of Byzantine workers."""
+        if self.f is not None:
+            return self.f
         return int(self.fraction * n_workers + 1e-9) if self.workers is None else len(self.workers)
 
 
@@ -427,6 +439,12 @@ class Aggregate(ComponentTable):
     def pipeline(self, f: int) -> Pipeline:
         """Return the rule with its parameters for `f` Byzantine rows."""
         return make_pipeline(self._resolve(self.rule, self.params, f))
+
+    @property
+    def takes_f(self) -> bool:
+        """Whether the rule or a pre-aggregator has the parameter `f`."""
+        stages = self._resolve(self.rule, self.params, 0)
+        return any("f" in stage.parameter_names or stage.accepts_any for stage, _ in stages)
 
     @property
     def label(self) -> str:
@@ -505,7 +523,7 @@ class Server(ComponentTable):
 class Batched(Table):
     """Settings of the engine `batched`."""
 
-    max_rows: PositiveCount | None = None
+    max_workers: PositiveCount | None = None
     """Maximum number of workers in a stack. Unset: depends on the model and the cohort, and on a GPU on its memory."""
 
 
@@ -614,8 +632,8 @@ class Stop(Table):
     """
 
     metric: str = "validation_accuracy"
-    """Number that decides: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`, `train_loss`, or
-    `metrics.NAME`."""
+    """Number that decides: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`, `worker_accuracy`,
+    `worker_loss`, `train_loss`, or `metrics.NAME`."""
     mode: Literal["min", "max"] | None = None
     """Whether lower (`min`) or higher (`max`) values are better. Unset: `min` for losses and `max` for accuracies."""
     patience: PositiveCount | None = None

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, field_validator
 
 from fedsim.aggregation import Pipeline
 from fedsim.byzantine.base import draw_attackers
@@ -20,7 +20,7 @@ from fedsim.config.schema import matching
 from fedsim.core.base_table import Table
 from fedsim.core.numbers import Count, PositiveCount
 from fedsim.core.objects import Name
-from fedsim.errors import MAX_NAME, show
+from fedsim.errors import MAX_NAME, ExperimentError, show
 from fedsim.privacy import Releases
 from fedsim.processes.hooks import CommunicationHook
 from fedsim.processing import UpdateProcessor
@@ -46,18 +46,18 @@ class Settings(Table):
     cohort: PositiveCount | None = None
     """Number of workers that take part in each round. Unset: all workers."""
     engine: Name = DEFAULT_ENGINE
-    """How workers are trained: one after another (`serial`), in several processes (`spawn`), stacked into batched
-    operations (`batched`), on the ranks of a launcher (`distributed`), or by an engine chosen for this experiment
-    (`auto`), which is `distributed` under a launcher. `fedsim list engines` describes each engine."""
+    """How workers are trained: one after another (`serial`), in several processes (`processes`, or `spawn`, which never
+    forks), stacked into batched operations (`batched`), on the ranks of a launcher (`distributed`), or by an engine
+    chosen for this experiment (`auto`), which is `distributed` under a launcher. See `fedsim list engines`."""
     processes: Processes | None = None
-    """Number of processes for `spawn` and `batched`, or the maximum number for `auto`. Unset: depends on cores and
-    memory."""
+    """Number of processes for `processes`, `spawn` and `batched`, or the maximum number for `auto`. Unset: depends on
+    cores and memory."""
     threads_per_process: Processes = 1
     """Number of PyTorch threads in each process."""
-    start_method: Literal["fork", "spawn"] = "fork"
-    """How processes start. `fork` takes hundredths of a second. It is used only where it is safe: on Linux without a
-    GPU, with one thread per process, in a program without other threads. Otherwise, and with `spawn`, each process is a
-    new Python that imports PyTorch, which takes seconds."""
+    start_method: Literal["auto", "fork", "spawn"] = "auto"
+    """How processes start. `fork` copies this program, which takes hundredths of a second. `spawn` starts a new Python
+    that imports PyTorch, which takes seconds. `auto` forks where forking is safe: on Linux without a GPU, with one
+    thread per process, in a program without other threads."""
     timeout: PositiveFloat = 300.0
     """Seconds without a training step after which a process counts as lost."""
     process_retries: Count = 2
@@ -84,7 +84,8 @@ class Settings(Table):
     worker keeps its own buffers, and tests use their average. `frozen`: buffers are never updated. `error`: models with
     buffers are refused. The buffers of personal models always stay with the workers."""
     processors: Annotated[list[schema.Processor], Field(max_length=100)] = Field(default=[])
-    """Processing steps for each update (or gradient) before aggregation: names or tables, applied in this order."""
+    """Processing steps (not CPUs, which `processes` sets) for each update or gradient before aggregation, such as
+    `"sign"`: names or tables, applied in this order."""
     broadcast: Annotated[list[schema.BroadcastProcessor], Field(max_length=100)] = Field(default=[])
     """Processing steps for the difference of the global model to the workers' copy of it, which the server sends to all
     workers before each round: names or tables, applied in this order. Empty: workers receive the global model."""
@@ -109,6 +110,16 @@ class Settings(Table):
     stop: schema.Stop = schema.Stop()
     records: schema.Records = schema.Records()
     checkpoint: schema.Checkpoint = schema.Checkpoint()
+
+    @field_validator("processors", mode="before")
+    @classmethod
+    def _refuse_count(cls, value: Any) -> Any:
+        if isinstance(value, int):
+            raise ExperimentError(
+                f"processors = {value}: must be a list of processing steps for updates; for {value} processes write "
+                f"processes={value}"
+            )
+        return value
 
     @property
     def byzantine(self) -> list[int]:

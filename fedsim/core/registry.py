@@ -30,7 +30,7 @@ from fedsim.core.import_policy import ImportRefusedError, import_object
 from fedsim.core.objects import ObjectName, holds_objects, name_of, names_in, plain
 from fedsim.core.suggestions import component_name_error, nearest_key
 from fedsim.core.validation_errors import explain
-from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, one_line, show
+from fedsim.errors import MAX_PROBLEMS, DataError, ExperimentError, cut, one_line, show
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -307,8 +307,8 @@ class Registry:
             registration = dataclasses.replace(self._registration(name, target), imported=True)
             registration.parameters  # noqa: B018  # raises an error if an annotation cannot be evaluated
             return registration
-        except ImportRefusedError as error:
-            raise ImportRefusedError(f"{where}: {error}") from None
+        except (ImportRefusedError, DataError) as error:
+            raise type(error)(f"{where}: {error}") from None
         except TypeError as error:
             raise ExperimentError(f"{where}: cannot be used: {cut(' '.join(str(error).split()))}") from error
         except Exception as error:

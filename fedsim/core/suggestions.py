@@ -56,6 +56,12 @@ def nearest(name: str, allowed: Iterable[str], *, is_component: bool = False) ->
     return _hint(name, known, {each: [each] for each in allowed}, allowed, may_be_component=is_component)
 
 
+def attribute_error(owner: object, name: str) -> AttributeError:
+    """Return the error for an unknown attribute of an object, which suggests the most similar public attribute."""
+    hint = "" if name.startswith("_") else f"; {nearest(name, [known for known in dir(owner) if known[0] != '_'])}"
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}")
+
+
 def nearest_key(
     name: str, allowed: Iterable[str], place: str = "", elsewhere: Mapping[str, Sequence[str]] | None = None
 ) -> str:

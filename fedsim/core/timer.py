@@ -15,7 +15,7 @@ class PhaseTimer:
 
     def reset(self) -> None:
         """Set all phases to zero. Earlier references to `seconds` keep their values."""
-        self.seconds = {"pull_down": 0.0, "train": 0.0, "aggregate": 0.0, "test": 0.0}
+        self.seconds = {"broadcast": 0.0, "train": 0.0, "aggregate": 0.0, "test": 0.0}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

@@ -10,7 +10,7 @@ from fedsim.data.formats import (  # noqa: F401  (registers the data sets)
     tables,
     text,
 )
-from fedsim.data.heterogeneity import Heterogeneity, draw_partition, label_counts
+from fedsim.data.heterogeneity import Heterogeneity, label_counts, plot_partition
 from fedsim.data.partitions import (
     ListedShards,
     Shards,
@@ -35,7 +35,6 @@ __all__ = [
     "as_tensor_data",
     "dataset",
     "dataset_split",
-    "draw_partition",
     "hold_out",
     "label_counts",
     "load_dataset",
@@ -43,5 +42,6 @@ __all__ = [
     "partition_shards",
     "partition_strategy",
     "partition_transforms",
+    "plot_partition",
     "transforms_of_workers",
 ]

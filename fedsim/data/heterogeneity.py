@@ -129,19 +129,18 @@ def _mean_hellinger(roots: np.ndarray) -> float:
     return float(total / (n * (n - 1) / 2)) if n > 1 else 0.0
 
 
-def draw_partition(counts: np.ndarray, title: str) -> bytes:
+def plot_partition(counts: np.ndarray, title: str) -> bytes:
     """Plot label counts [n_workers, C] (see `label_counts`), and return the content of a PNG file.
 
     With at most 30 workers and 20 classes, each worker is one stacked bar. Larger partitions are drawn as a heat map of
     the workers' label histograms (square-root colour scale from 0 to 1), with the workers' sizes above it. The title
     contains the statistics computed by `heterogeneity`. Raises ExperimentError if a worker has no samples.
 
-    >>> png = fedsim.draw_partition(np.array([[5, 0], [0, 3]]), "two workers")
+    >>> png = fedsim.plot_partition(np.array([[5, 0], [0, 3]]), "two workers")
     >>> png[1:4]
     b'PNG'
     """
-    # Imported here because the import takes half a second. pyplot is avoided: it needs a display and global state.
-    from matplotlib.figure import Figure
+    from fedsim.core.figure import Figure
 
     counts = np.asarray(counts)
     statistics = heterogeneity(counts)

@@ -25,7 +25,7 @@ from fedsim.core.randomness import preserve_random_state
 from fedsim.engines.base import Engine
 from fedsim.engines.named import stacked
 from fedsim.errors import ExperimentError, FedsimWarning, first_line
-from fedsim.processes.child_process import can_fork
+from fedsim.processes.child_process import forks
 from fedsim.rounds.executor import MakeTrainer
 from fedsim.system.devices import release_memory
 from fedsim.training.capture import OperationCheck
@@ -82,8 +82,8 @@ def probe_if_stacks_pay(task: RunTask, shared: SharedState) -> tuple[StackingPro
         return None, f"batches of {batch} samples are large (more than {LARGEST_BATCH})"
     if on_cpu and workers < SMALLEST_COHORT:
         return None, f"a round has {workers} workers (fewer than {SMALLEST_COHORT})"
-    if on_cpu and task.experiment.batched.max_rows is not None and task.experiment.batched.max_rows < SMALLEST_STACK:
-        return None, f"batched.max_rows = {task.experiment.batched.max_rows} (less than {SMALLEST_STACK})"
+    if on_cpu and (width := task.experiment.batched.max_workers) is not None and width < SMALLEST_STACK:
+        return None, f"batched.max_workers = {width} (less than {SMALLEST_STACK})"
     try:
         probe = StackingProbe.of(task, shared)
     except ExperimentError as refusal:
@@ -173,7 +173,7 @@ class AutoEngine(Engine):
     def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
         super().__init__(processes, threads, timeout, start_method)
         self._processes = processes
-        self._start_seconds = FORK_SECONDS if start_method == "fork" and threads == 1 and can_fork() else SPAWN_SECONDS
+        self._start_seconds = FORK_SECONDS if forks(start_method, threads) else SPAWN_SECONDS
         self._plans: dict[str, Plan] = {}
         self._plan = Plan(1, None, "")
 
@@ -218,7 +218,7 @@ class AutoEngine(Engine):
 
     def facts(self) -> dict[str, Any]:
         plan = self._plan
-        name = "batched" if plan.stacked else "spawn" if plan.processes > 1 else "serial"
+        name = "batched" if plan.stacked else "processes" if plan.processes > 1 else "serial"
         return {"engine": name, **super().facts(), "reason": plan.reason}
 
 
@@ -235,12 +235,12 @@ def _plan_key(task: RunTask, shared: SharedState) -> str:
         task.algorithm,
         experiment.rule.accepts("root"),
     )
-    where = task.precision, experiment.cuda_graphs, task.device, experiment.batched.max_rows, experiment.data.transforms
+    where = task.precision, experiment.cuda_graphs, task.device, experiment.batched, experiment.data.transforms
     return repr(
         (
             experiment.model.component,
             experiment.model.lora,
-            experiment.local.train,
+            experiment.local.trainable,
             *how,
             *where,
             *sizes,

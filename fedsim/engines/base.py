@@ -78,6 +78,7 @@ class Engine:
         return resolve_device(name)
 
     def __init__(self, processes: int, threads: int, timeout: float, start_method: str) -> None:
+        start_method = "spawn" if self.traits.spawns else start_method
         self._new_pool = partial(ProcessPool, processes, threads, timeout, start_method)
         self._in_pool = self.traits.may_lose_processes(processes) and not self.traits.chooses
         self._pool = self._new_pool() if self._in_pool else None

@@ -36,6 +36,18 @@ class DistributedEngine(Engine):
     Under a launcher, the engine `auto` is this engine. Each rank trains some of the workers and updates a part of the
     global model. The ranks run on CPUs or GPUs, on one or several machines. Results agree with the engine `serial` up
     to rounding.
+
+    Bytes that P ranks together send in each aggregation of n updates of d numbers, where a number takes s bytes (4 in
+    float32), with `sync = "gradients"` in each step:
+
+        mean, weighted_mean                    2 (P - 1) d s
+        columnwise rules, such as median       n d s (P - 1) / P + (P - 1) d s
+        distance-based rules, such as krum     as columnwise rules, plus 16 (P - 1) n^2
+        rules of whole rows, such as fltrust   (n + 1) d s (P - 1) / P + (P - 1) d s
+        b Byzantine workers, in addition       (n + b) d s (P - 1) / P
+
+    Losses, buffers and test results add little. Every rank stores n^2 products for distance-based rules, which
+    therefore suit cohorts of up to a few thousand workers.
     """
 
     traits = TRAITS["distributed"]
@@ -123,7 +135,7 @@ class DistributedEngine(Engine):
             return super().trainers(task, shared)
         probe = StackingProbe.of(task, shared)
         width = stack_width(task, shared, probe, self._threads)
-        if task.device.type != "cpu" and task.experiment.batched.max_rows is None:
+        if task.device.type != "cpu" and task.experiment.batched.max_workers is None:
             width = max(1, width // self._group.neighbours)  # all ranks of this machine, which may share a GPU
         return partial(StackTrainer, width=width, probe=probe), {"width": width}
 

@@ -1,4 +1,4 @@
-"""The engines `serial`, `spawn` and `batched`."""
+"""The engines `serial`, `processes`, `spawn` and `batched`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def stacked(
     if task.device.type == "cpu":
         at_once = min(workers, width * processes)
         needed = at_once * bytes_per_worker(task, shared, probe)
-        purpose = f"training {at_once} workers at once (batched.max_rows = {width}, processes = {processes})"
-        require_memory(needed, purpose, "a smaller batched.max_rows, fewer processes or engine=serial")
+        purpose = f"training {at_once} workers at once (batched.max_workers = {width}, processes = {processes})"
+        require_memory(needed, purpose, "a smaller batched.max_workers, fewer processes or engine=serial")
     return partial(StackTrainer, width=width, probe=probe), {"width": width}
 
 
@@ -46,10 +46,20 @@ class SerialEngine(Engine):
     """Engine that trains one worker after another in one process. It is the reference for all other engines."""
 
 
-class SpawnEngine(Engine):
-    """Engine that divides the workers among several processes.
+class ProcessesEngine(Engine):
+    """Engine that divides the workers among several processes, which are forked where that is safe.
 
-    On a CPU, the results are bit-identical to the results of the engine `serial`.
+    On a CPU, the results are bit-identical to the results of the engine `serial`. `start_method` says how the processes
+    start.
+    """
+
+    traits = TRAITS["processes"]
+
+
+class SpawnEngine(Engine):
+    """Engine like `processes` that always spawns its processes, as on a GPU: each one is a new Python.
+
+    Use it on a CPU to test whether a program works with spawned processes. They take seconds to start.
     """
 
     traits = TRAITS["spawn"]

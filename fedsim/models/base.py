@@ -11,7 +11,7 @@ from torch import nn
 from fedsim.core.registry import Registration, Registry
 
 # Parameters of models that an experiment takes from the data unless it sets them, and the inputs that a model with such
-# a parameter needs. The class `fedsim.data.sources.SampleShape` of a data set yields their values.
+# a parameter needs. The class `fedsim.data.shapes.SampleShape` of a data set yields their values.
 DIMENSIONS = {
     "inputs": "numbers",
     "channels": "images",

@@ -66,7 +66,7 @@ def train_only(module: nn.Module, patterns: Sequence[str]) -> None:
     Raises ExperimentError if a pattern matches no parameter.
     """
     parameters = dict(module.named_parameters())
-    chosen = matching(patterns, list(parameters), "local.train", "parameter")
+    chosen = matching(patterns, list(parameters), "local.trainable", "parameter")
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in chosen or name.endswith(ADAPTERS))
     for part in module.modules():

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing import current_process, get_context, parent_process  # these share tensors
 
-from fedsim.errors import WorkerError, show_warnings_as_lines
+from fedsim.errors import ExperimentError, WorkerError, show_warnings_as_lines
 from fedsim.processes.messages import Channel
 from fedsim.system.limits import limit_hint
 
@@ -33,11 +33,29 @@ class Child(NamedTuple):
     pipe: Channel
 
 
-def can_fork() -> bool:
-    """Whether this process can safely be forked now."""
+def forks(start_method: str, threads: int | None) -> bool:
+    """Whether processes are forked (or else spawned).
+
+    Args:
+        start_method: "spawn"; "fork"; or "auto", which forks where forking is safe now.
+        threads: number of threads that PyTorch uses in each process.
+
+    Raises ExperimentError if `start_method` is "fork" and forking is not safe.
+    """
     alone = threading.active_count() == 1 and threading.current_thread() is threading.main_thread()
-    may_have_children = not current_process().daemon
-    return sys.platform == "linux" and alone and may_have_children and not torch.accelerator.is_available()
+    hazards = {
+        "this system is not Linux": sys.platform != "linux",
+        "PyTorch uses a GPU": torch.accelerator.is_available(),
+        "threads_per_process is not 1": threads != 1,
+        "this program has other threads": not alone,
+        "this process is daemonic": current_process().daemon,
+    }
+    hazard = next((reason for reason, holds in hazards.items() if holds), "")
+    if start_method == "fork" and hazard:
+        raise ExperimentError(
+            f'start_method = "fork": forking is not safe here, because {hazard}; use start_method=auto'
+        )
+    return start_method != "spawn" and not hazard
 
 
 def start_process(serve: Callable[..., object], *arguments: Any, name: str, daemon: bool, fork: bool = False) -> Child:
@@ -49,7 +67,7 @@ def start_process(serve: Callable[..., object], *arguments: Any, name: str, daem
         arguments: objects that can be pickled, or that multiprocessing can pass to a starting process.
         name: name of the process.
         daemon: as in multiprocessing: the process cannot have children, and Python ends it at exit.
-        fork: whether to fork (see `can_fork`), which takes about 10 ms. Otherwise a new Python imports everything.
+        fork: whether to fork (see `forks`), which takes about 10 ms. Otherwise a new Python imports everything.
 
     Raises WorkerError if the system does not start another process. The message names the limit that was reached.
     """

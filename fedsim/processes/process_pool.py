@@ -21,9 +21,9 @@ from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, Worker
 from fedsim.processes.child_process import (
     GRACE,
     Child,
-    can_fork,
     describe_exit,
     describe_failed_start,
+    forks,
     init_child_process,
     require_importable_main,
     signals_deferred,
@@ -47,7 +47,7 @@ class ProcessPool:
         processes: number of processes.
         threads: number of threads that PyTorch uses in each process; None for PyTorch's default.
         timeout: seconds without a heartbeat after which a process counts as hanging.
-        start_method: "spawn", or "fork" (which is used only where it is safe).
+        start_method: how processes start: "auto", "fork" or "spawn", as in `forks`.
         instead: alternative that error messages recommend, such as a setting that starts no processes.
         called: format string that names a process in error messages, such as "process {}", where {} is its index.
         daemon: as in multiprocessing: the processes cannot have children, and Python terminates them at exit.
@@ -56,7 +56,8 @@ class ProcessPool:
         count: number of processes.
         start_method: how the processes were really started, "spawn" or "fork".
 
-    Raises WorkerError if the system cannot start so many processes.
+    Raises WorkerError if the system cannot start so many processes, and ExperimentError if they cannot be forked safely
+    with start_method="fork".
     """
 
     def __init__(
@@ -64,13 +65,13 @@ class ProcessPool:
         processes: int,
         threads: int | None = 1,
         timeout: float = 300.0,
-        start_method: str = "fork",
+        start_method: str = "auto",
         *,
         instead: str = INSTEAD,
         called: str = "process {}",
         daemon: bool = True,
     ) -> None:
-        fork = start_method == "fork" and threads == 1 and can_fork()
+        fork = forks(start_method, threads)
         if not fork:
             require_importable_main(instead)
         require_files(processes, instead)

@@ -12,12 +12,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fedsim.config.files import EXPERIMENT
 from fedsim.core.input_limits import problem_with_words
 from fedsim.errors import RecordError, cut
 from fedsim.records.record import MOST_NAMES, RECORD, RoundRecord
 from fedsim.system.files import is_file, read_bounded, to_json
 
-EXPERIMENT, METRICS, EVENTS = "experiment.toml", "metrics.jsonl", "events.jsonl"
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 RACE_LOG = "race.csv"
 MOST_METRICS_BYTES, MOST_LINE_BYTES, MOST_ROUNDS = 2**29, 2**26, 500_000  # much more than any run writes
 MOST_OBJECT_BYTES = 2**24

@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 
 from fedsim.core.equality import same
 from fedsim.core.numbers import Count
+from fedsim.core.suggestions import attribute_error
 from fedsim.errors import ExperimentError, cut
 
 LARGEST = 1e145  # largest number that is read from a file; a sum of squares of such numbers is finite
@@ -131,10 +132,8 @@ class Record(dict[str, Any]):
         raise KeyError(f"{key}: is now called {RENAMED[key]}" if key in RENAMED else key)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"{name}: is now called {RENAMED[name]}"
-            if name in RENAMED
-            else f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise (
+            AttributeError(f"{name}: is now called {RENAMED[name]}") if name in RENAMED else attribute_error(self, name)
         )
 
     def __post_init__(self) -> None:
@@ -235,6 +234,13 @@ class RoundRecord(Record):
         None
     )
     """Loss on the samples held out by `data.validation_fraction`, or None without such samples."""
+    worker_accuracy: Annotated[
+        Number, Metric("Worker accuracy", "higher", share=True, column="worker accuracy", tag="worker/accuracy")
+    ] = None
+    """Accuracy on the workers' local test samples, averaged over the tested workers. Each worker uses its personal
+    model, or the global model if the client algorithm has no personal models. None in a round without such tests."""
+    worker_loss: Annotated[Number, Metric("Worker loss", "lower", column="worker loss", tag="worker/loss")] = None
+    """Loss of the same models on the same samples, averaged over the tested workers."""
     train_loss: Annotated[Number, Metric("Train loss", "lower", column="train loss", tag="train/loss")] = None
     """Loss during training, averaged over the samples of all workers in the cohort that were not excluded."""
     attack_success: Annotated[Number, Metric("Attack success", "lower", share=True, tag="attack/success")] = None
@@ -243,7 +249,7 @@ class RoundRecord(Record):
     seconds: Annotated[Named, Metric("{}", "lower", "s", decimals=3, column="{} s", tag="seconds/{}", chart=False)] = (
         field(default_factory=dict)
     )
-    """Seconds spent in each phase: pull_down, train, aggregate, test."""
+    """Seconds of each phase: `broadcast` (copying the global model to the workers), `train`, `aggregate`, `test`."""
     cohort: list[Count] = field(default_factory=list)
     """IDs of the workers that took part. Empty if no worker was available or no worker reported."""
     coefficients: list[Number] | None = None

@@ -32,7 +32,7 @@ State = tuple[int, Snapshot]  # (last finished round, state after this round)
 
 
 NO_EFFECT = (  # keys that change results at most by rounding, of which a warning then tells
-    *("name", "engine", "processes", "start_method", "timeout", "batched.max_rows", "cuda_graphs"),
+    *("name", "engine", "processes", "start_method", "timeout", "batched.max_workers", "cuda_graphs"),
     *("distributed.backend", "distributed.timeout", "distributed.init_method", "distributed.trainer"),
     *("checkpoint.every", "checkpoint.keep", "process_retries", "worker_state_memory"),
     *("records.figures", "records.tensorboard", "records.loggers"),
@@ -69,9 +69,9 @@ class ResumeState:
         """
         width = _rounding_in(newest[1]).get("width") if (newest := self.newest()) else None
         traits, table = traits_of(experiment.engine), experiment.batched
-        if not _is_count(width) or table.max_rows is not None or traits.ranks or not traits.stacks:
+        if not _is_count(width) or table.max_workers is not None or traits.ranks or not traits.stacks:
             return experiment
-        return experiment.model_copy(update={"batched": table.model_copy(update={"max_rows": width})})
+        return experiment.model_copy(update={"batched": table.model_copy(update={"max_workers": width})})
 
     def restore(self, run: LiveRun) -> int:
         """Restore the state of a run from the newest usable checkpoint. Later records and checkpoints are dropped.

@@ -48,8 +48,8 @@ def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
         return "the client algorithm is not element-wise: each step needs all parameters of a model"
     if task.algorithm.sample_noise is not None:
         return "the noise of each step depends on the worker"
-    if task.schedule.accumulate > 1:
-        return "gradients are accumulated (local.accumulate)"
+    if task.schedule.accumulation_steps > 1:
+        return "gradients are accumulated (local.accumulation_steps)"
     if task.experiment.local_schedule is not None:
         return "the learning rate changes (local.schedule), but a captured step has a fixed rate"
     if probe.coupled:

@@ -38,7 +38,7 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
     gradients_of_all = "gradients" in task.syncs and not stacked
     modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
     if stacked:
-        width = min(experiment.batched.max_rows or 1, -(-n_rows // processes))
+        width = min(experiment.batched.max_workers or 1, -(-n_rows // processes))
         training = processes * (3 + 2 * algorithm_state) * width
     else:
         training = processes * (1 + algorithm_state)
@@ -104,8 +104,8 @@ def what_would_fit(task: RunTask, processes: int, width: int | None = None) -> s
 
     Example: `cuda:0 is out of memory; reduce one of: processes (now 4), local.batch_size (now 64)`.
     """
-    width = width or task.experiment.batched.max_rows
-    sizes = {"processes": processes, "batched.max_rows": width or 1, "local.batch_size": task.schedule.batch_size}
+    width = width or task.experiment.batched.max_workers
+    sizes = {"processes": processes, "batched.max_workers": width or 1, "local.batch_size": task.schedule.batch_size}
     larger = [f"{key} (now {size})" for key, size in sizes.items() if size > 1]
     remedy = f"reduce one of: {', '.join(larger)}" if larger else "use a smaller model"
     return f"{task.device} is out of memory; {remedy}"

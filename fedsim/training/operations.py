@@ -28,7 +28,7 @@ DROPOUT_CALLS_VARY = "the model's dropout calls differ between forward passes"
 
 
 NOT_STACKABLE = 'engine = "batched": the model cannot be trained in stacks of workers: '
-NOT_STACKED = "; use engine=spawn"
+NOT_STACKED = "; use engine=processes"
 
 
 def not_stackable(reason: str) -> ExperimentError:

@@ -66,7 +66,7 @@ class StackingProbe:
         if isinstance(task.algorithm, TrainFunction):
             name = show(task.algorithm.name)
             raise ExperimentError(
-                f'engine = "batched": the function {name} trains one worker at a time; use engine=spawn'
+                f'engine = "batched": the function {name} trains one worker at a time; use engine=processes'
             )
         _require_finite(shared)
         trials = Trials(task, shared.data.train)
@@ -100,7 +100,7 @@ def _require_finite(shared: SharedState) -> None:
     if bad:
         raise ExperimentError(
             f'engine = "batched": cannot test the model, because {bad} of the first {len(inputs)} training samples '
-            "contain NaN or infinity; remove them, or use engine=spawn"
+            "contain NaN or infinity; remove them, or use engine=processes"
         )
 
 

@@ -366,7 +366,7 @@ class LocalSteps:
 
     def step(self) -> None:
         self.batches, self.accumulated = self.batches - 1, self.accumulated + 1
-        if self.accumulated == self.task.schedule.accumulate or not self.batches:
+        if self.accumulated == self.task.schedule.accumulation_steps or not self.batches:
             if self.accumulated > 1:
                 self.gradient.div_(self.accumulated)
             clip_rows(self.gradient, self.task.experiment.local.clip_norm)

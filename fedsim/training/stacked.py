@@ -143,7 +143,7 @@ class StackTrainer:
         beside = rounds.buffers_beside()
         of_stack = [] if beside is None else self._module.unpack_buffers(beside[stack.index])
         state = StackState(self._module, rows, algorithm_state, self._buffers(stack), of_stack)
-        if self._task.schedule.accumulate > 1:
+        if self._task.schedule.accumulation_steps > 1:
             self._accumulate(stack, state)
         else:
             ahead = stack.dropout_factors(self._probe.dropouts)
@@ -158,16 +158,16 @@ class StackTrainer:
             shared.cohort.rows[stack.index] = rows
 
     def _accumulate(self, stack: Stack, state: StackState) -> None:
-        """Train a stack with one parameter update per `local.accumulate` batches."""
-        ahead, accumulate = stack.dropout_factors(self._probe.dropouts), self._task.schedule.accumulate
+        """Train a stack with one parameter update per `local.accumulation_steps` batches."""
+        ahead, per_update = stack.dropout_factors(self._probe.dropouts), self._task.schedule.accumulation_steps
         total = torch.zeros_like(state.rows)
         for whole in stack.step_batches():
             for part, theirs, batch in self._parts(stack, state, whole, ahead):
                 losses, gradients = self._step.row_gradients(theirs, batch, clips=False)
                 total[part.places] += gradients
                 stack.count(part, losses)
-            number, count = whole.step // accumulate, whole.step % accumulate + 1
-            waiting = int((stack.steps > whole.step + 1).sum()) if count < accumulate else 0
+            number, count = whole.step // per_update, whole.step % per_update + 1
+            waiting = int((stack.steps > whole.step + 1).sum()) if count < per_update else 0
             if waiting < len(whole.members):  # members are sorted by descending number of steps
                 stepping = slice(waiting, len(whole.members))
                 theirs = state.of(stepping)
@@ -258,8 +258,8 @@ def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, thread
         probe: result of a trial run of the model.
         threads: PyTorch threads of each process.
     """
-    if task.experiment.batched.max_rows is not None:
-        return task.experiment.batched.max_rows
+    if task.experiment.batched.max_workers is not None:
+        return task.experiment.batched.max_workers
     workers = len(shared.cohort.rows)
     if task.device.type != "cpu":
         fitting = MEMORY_SHARE * total_memory_of(task.device) / bytes_per_worker(task, shared, probe)
@@ -278,7 +278,7 @@ def bytes_per_worker(task: RunTask, shared: SharedState, probe: StackingProbe) -
     state_rows = len(task.algorithm.start(shared.server.row[:1]))
     captured = task.experiment.cuda_graphs is not False and unsafe(task, probe) is None
     clips = task.experiment.local.clip_norm is not None
-    gradients = 1 + clips + 2 * (task.schedule.accumulate > 1)  # plus the concatenated gradients and their sums
+    gradients = 1 + clips + 2 * (task.schedule.accumulation_steps > 1)  # plus the concatenated gradients and their sums
     made = (gradients if task.device.type == "cpu" else 3 + state_rows) * row_bytes
     made += 2 * task.schedule.batch_size * probe.sample_bytes
     return (2 + 2 * state_rows) * row_bytes + (2 if captured else 1) * made

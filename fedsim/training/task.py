@@ -74,7 +74,8 @@ class RunTask:
                 return DrawnAmount(range(uniform[0], uniform[1] + 1) if uniform else tuple(choice), seed)
             return tuple(setting) if isinstance(setting, list) else setting
 
-        return Schedule(local.batch_size, amount(local.epochs), amount(local.steps), local.drop_last, local.accumulate)
+        amounts = amount(local.epochs), amount(local.steps)
+        return Schedule(local.batch_size, *amounts, local.drop_last, local.accumulation_steps)
 
     @cached_property
     def transforms(self) -> Sequence[Transform | None] | None:
@@ -147,9 +148,9 @@ class RunTask:
         """Return a new module with the initial parameters, which are the same in every process.
 
         All modules of a process share their frozen parameters. Raises ExperimentError if the model has complex tensors,
-        or does not fit the settings `model` and `local.train`.
+        or does not fit the settings `model` and `local.trainable`.
         """
-        model, train = self.experiment.model, self.experiment.local.train
+        model, train = self.experiment.model, self.experiment.local.trainable
         with preserve_random_state(torch.device("cpu")):
             seed_everything(torch.device("cpu"), self.experiment.seed, "model")
             module = model.component()

@@ -249,19 +249,19 @@ CASES = {
 }
 
 
-@in_turn(("case", "engine"), CASES, ["spawn", "batched"])
+@in_turn(("case", "engine"), CASES, ["processes", "batched"])
 def test_engines_agree(case, engine, session):
-    """`spawn` is bit-identical to `serial`; `batched` agrees up to rounding."""
+    """`processes` is bit-identical to `serial`; `batched` agrees up to rounding."""
     tables = {**SMALL, "rounds": 2, "clock": JITTER, "precision": "float64", **CASES[case]}
     serial = fedsim.run(tables)
-    if engine == "spawn":
-        spawned = fedsim.run({**tables, "engine": "spawn", "processes": 2}, session=session)
+    if engine == "processes":
+        spawned = fedsim.run({**tables, "engine": "processes", "processes": 2}, session=session)
         assert torch.equal(serial.global_row, spawned.global_row)
         assert without_times(serial.history) == without_times(spawned.history)
         for name, value in serial.model.state_dict().items():
             assert torch.equal(value, spawned.model.state_dict()[name]), name
         return
-    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 2}})
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_workers": 2}})
     for name, value in serial.model.state_dict().items():
         assert torch.allclose(value, stacked.model.state_dict()[name], rtol=0, atol=1e-9), name
     for key in ("virtual_seconds", "asynchronous", "samples", "cohort", "bytes_up", "bytes_down"):

@@ -328,7 +328,7 @@ def test_a_record_adds_the_measurements_of_processes_and_repetitions():
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
-        ({"engine": "serial"}, 'engine = "serial": mode=race needs engine=spawn or engine=auto'),
+        ({"engine": "serial"}, 'engine = "serial": mode=race needs engine=processes or engine=auto'),
         ({"cohort": 2}, 'cohort = 2: with mode=race and policy.name = "hogwild" all workers take part; omit it'),
         (
             {"aggregate": {"rule": "fltrust", "root_samples": 10}},

@@ -77,7 +77,7 @@ def test_each_worker_is_charged_its_own_update():
     assert clock.now == before + (1 + 0.5 + 10) + (4 + 0.5 + 10) + (1 + 0.5 + 5)
 
 
-@pytest.mark.parametrize("engine", ["serial", "spawn"])
+@pytest.mark.parametrize("engine", ["serial", "processes"])
 @pytest.mark.parametrize(("sync", "waits"), [("parameters", 1), ("gradients", 2)])
 def test_a_round_waits_for_the_attacker_that_does_not_compress(sync, waits, engine, tiny_experiment):
     """The attacker sends 7850 numbers, the other workers 100 numbers with indices of 13 bits.
@@ -86,7 +86,7 @@ def test_a_round_waits_for_the_attacker_that_does_not_compress(sync, waits, engi
     computes for longer.
     """
     tables = {**tiny_experiment, "model": "logistic", "rounds": 1, "mode": "clock", "workers": 3, "sync": sync}
-    tables |= {"engine": engine, "processes": 2} if engine == "spawn" else {"engine": engine}
+    tables |= {"engine": engine, "processes": 2} if engine == "processes" else {"engine": engine}
     tables |= {"attack": {"name": "sign_flipping", "workers": [1]}, "processors": [{"name": "top_k", "k": 100}]}
     tables |= {"local": {"steps": 2}, "clock": {"slowdown": {"name": "list", "values": [1, 1, 1.5]}, "bandwidth": 1e4}}
     record = fedsim.run(tables).history[0]
@@ -139,7 +139,7 @@ FURTHER = {  # in addition to all client algorithms with their defaults
     "pfedme of three inner steps": {"algorithm": "pfedme", "inner_steps": 3},
     "scaffold with full gradients": {"algorithm": "scaffold", "option": 1},
     "apfl that adapts": {"algorithm": "apfl", "adaptive": True},
-    "accumulated gradients": {"algorithm": "sgd", "accumulate": 2},
+    "accumulated gradients": {"algorithm": "sgd", "accumulation_steps": 2},
     "smaller batches left out": {"algorithm": "mimelite", "drop_last": True},
     "kept momentum": {"algorithm": "sgd", "momentum": 0.9, "keep_state": True},
 }

@@ -112,7 +112,7 @@ def test_a_verdict_names_the_best_baseline_that_did_the_same_work():
     lines = {verdict.goal: verdict for verdict in verdicts(figures)}
     assert str(lines[GOALS[0]]) == "goal NOT met: w1, batched: round_ms 61 (at most 60), best baseline: jax 165"
     assert str(lines[GOALS[1]]) == "goal met: w2, batched: round_ms 50 (at most 50)"
-    assert str(lines[Goal("w3, spawn", "start_seconds", 4)]) == (
-        "goal not measured: w3, spawn: start_seconds (at most 4)"
+    assert str(lines[Goal("w3, processes", "start_seconds", 4)]) == (
+        "goal not measured: w3, processes: start_seconds (at most 4)"
     )
     assert len(lines) == len(GOALS)

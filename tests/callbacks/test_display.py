@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import sys
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from fedsim.records.record import RoundRecord
 from fedsim.records.round_table import columns_of, table_header, table_line
 from tests.commands import ended, start
 
-SYNCHRONOUS = "round  accuracy  test loss  train loss  pull_down s   train s  aggregate s    test s"
+SYNCHRONOUS = "round  accuracy  test loss  train loss  broadcast s   train s  aggregate s    test s"
 ON_CLOCK = "round  accuracy  test loss  train loss  virtual s"
 
 
@@ -84,6 +85,20 @@ def test_a_run_prints_what_is_run_before_its_setup_then_a_line_for_each_round(ti
     assert capsys.readouterr().out == ""
 
 
+def test_the_last_line_says_how_personal_models_are_tested(tiny_experiment, capsys):
+    ditto = {"algorithm": "ditto", "batch_size": 16}
+    fedsim.run({**tiny_experiment, "local": ditto}, progress=True)
+    last = "this is the global model; data.local_test_fraction=0.2 also tests the workers' personal models"
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    tested = {"name": "tests.components:tiny", "local_test_fraction": 0.2}
+    result = fedsim.run({**tiny_experiment, "rounds": 2, "local": ditto, "data": tested}, progress=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert last not in lines
+    heads, first, second = (re.split("  +", line.strip()) for line in lines[2:5])
+    column = heads.index("worker accuracy")
+    assert (first[column], float(second[column])) == ("-", pytest.approx(result.history[-1].worker_accuracy, abs=1e-4))
+
+
 def test_a_comparison_is_silent_or_shows_a_line_for_each_run(tiny_experiment, capsys):
     comparison = fedsim.compare(tiny_experiment, {"seed": [0, 1]}, rounds=1, name="pair")
     assert capsys.readouterr().out == ""
@@ -110,7 +125,7 @@ def test_runs_take_no_semaphore_for_their_display(tiny_experiment, tmp_path):
 
 
 def record(**more):
-    phases = {"pull_down": 0.001, "train": 0.2794, "aggregate": 0.0, "test": 1.5}
+    phases = {"broadcast": 0.001, "train": 0.2794, "aggregate": 0.0, "test": 1.5}
     losses = {"round": 7, "test_loss": 1.22184, "test_accuracy": 0.745, "train_loss": 2.0249}
     return RoundRecord(**{**losses, "seconds": phases, **more})
 

@@ -180,7 +180,7 @@ def test_the_event_file_holds_each_round_as_soon_as_it_is_over_and_the_settings(
     result = fedsim.run(tables, folder, on_round=lambda _: steps.append(steps_in(folder)))
     assert steps == [[1], [1, 2]]
     board = board_of(folder)
-    phases = {f"seconds/{phase}" for phase in ("pull_down", "train", "aggregate", "test")}
+    phases = {f"seconds/{phase}" for phase in ("broadcast", "train", "aggregate", "test")}
     tags = {"test/accuracy": "test_accuracy", "train/loss": "train_loss", "bytes/up": "bytes_up"}
     assert set(board.Tags()["scalars"]) == {*tags, "test/loss", "bytes/down", *phases}
     for tag, key in tags.items():

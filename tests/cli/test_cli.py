@@ -238,7 +238,7 @@ def test_a_stdout_that_cannot_be_written_gives_a_one_line_error(words, tmp_path)
 
 ENDLESS = [
     str(ROOT / "run_experiment.py"),
-    "engine=spawn",
+    "engine=processes",
     "processes=2",
     "data=tests.components:tiny",
     "model=logistic",

@@ -55,7 +55,7 @@ CENTRAL = {"mechanism": "central", "clip": 0.01, "noise": 0.2}
         {"aggregate": [{"rule": "bucketing", "s": 2}, "mean"]},
         {"aggregate": {"rule": "centered_clipping", "tau": 0.1}},  # starts at the previous result
         {"aggregate": {"rule": "fltrust", "root_samples": 10}},
-        {"aggregate": {"rule": "qfedavg"}, "engine": "spawn", "processes": 2},
+        {"aggregate": {"rule": "qfedavg"}, "engine": "processes", "processes": 2},
         {"attack": {"name": "nan", "workers": [2, 5]}, "aggregate": {"rule": "mda", "f": 2, "nonfinite": "keep"}},
     ],
 )

@@ -7,6 +7,7 @@ import re
 from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
+from fedsim.config.schema import DIRECTIONS
 from fedsim.config.tables import keys_called
 from fedsim.errors import ExperimentError
 from fedsim.synonyms import KEYS, NAMES, NOTES
@@ -53,7 +54,9 @@ def test_words_for_keys_lead_to_keys_that_exist():
 
 
 def test_words_for_names_lead_to_names_that_exist():
-    assert {name for names in NAMES.values() for name in names} <= COMPONENT_NAMES.keys()
+    assert {name for names in NAMES.values() for name in names} <= COMPONENT_NAMES.keys() | DIRECTIONS.keys() | {
+        "to_dataframe"
+    }
 
 
 def test_notes_lead_to_keys_and_names_that_exist():

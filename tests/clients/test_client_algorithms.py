@@ -50,7 +50,7 @@ def tables_of(name, params, **changes):
 @in_turn(
     ("variant", "engine"),
     VARIANTS,
-    [{"engine": "serial"}, {"engine": "batched", "processes": 1, "batched": {"max_rows": 2}}],
+    [{"engine": "serial"}, {"engine": "batched", "processes": 1, "batched": {"max_workers": 2}}],
 )
 def test_the_rows_equal_those_of_a_plain_loop(variant, engine):
     """The cohorts are partial and the shards uneven, so some workers take more steps, also an odd number of steps."""
@@ -132,5 +132,5 @@ def test_per_fedavg_refuses_a_round_that_a_policy_shortens_to_one_step():
 
 
 def test_a_race_trains_rows_by_whole_row_steps():
-    tables = tables_of("per_fedavg", {}, mode="race", policy="fedasync", cohort=None, rounds=1, engine="spawn")
+    tables = tables_of("per_fedavg", {}, mode="race", policy="fedasync", cohort=None, rounds=1, engine="processes")
     assert fedsim.run(tables).global_row.isfinite().all()

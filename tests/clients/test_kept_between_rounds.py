@@ -52,8 +52,8 @@ def run(case, out=None, engine="serial", session=None, **changes):
 @pytest.mark.parametrize("case", list(CASES)[:4])  # the other cases are in engines/test_contract.py
 def test_spawn_is_bit_identical_to_serial_and_stacks_agree(case, session):
     serial = run(case)
-    assert torch.equal(serial, run(case, engine="spawn", processes=2, session=session))
-    stacked = run(case, engine="batched", processes=1, batched={"max_rows": 2})
+    assert torch.equal(serial, run(case, engine="processes", processes=2, session=session))
+    stacked = run(case, engine="batched", processes=1, batched={"max_workers": 2})
     assert torch.allclose(serial, stacked, rtol=0, atol=1e-9)
 
 
@@ -68,7 +68,7 @@ def test_a_resumed_run_has_bitwise_the_same_result(case, tmp_path):
 
 @pytest.mark.parametrize(
     ("case", "engine"),
-    [("algorithm state and residuals of updates", "batched"), ("momentum and residuals of gradients", "spawn")],
+    [("algorithm state and residuals of updates", "batched"), ("momentum and residuals of gradients", "processes")],
 )
 def test_a_round_that_lost_a_process_is_repeated_with_what_was_kept_before(case, engine, tmp_path):
     model = {"name": "tests.lethal:Mortal", "folder": str(tmp_path)}

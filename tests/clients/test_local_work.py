@@ -36,7 +36,7 @@ EXPERIMENT = {
     "data": "tests.asynchronous.test_clock_runs:points",
     "aggregate": "mean",
 }
-STACKED = {"engine": "batched", "processes": 1, "batched": {"max_rows": 3}}
+STACKED = {"engine": "batched", "processes": 1, "batched": {"max_workers": 3}}
 ENGINES = {"serial": {}, "stacks": STACKED}
 
 
@@ -58,16 +58,16 @@ def averaged(steps_of, train_round, workers=WORKERS):
     return federation.row
 
 
-def round_of(*, accumulate=1, clip_norm=None, gamma=1.0, per="step", **of_sgd):
+def round_of(*, accumulation_steps=1, clip_norm=None, gamma=1.0, per="step", **of_sgd):
     """Return a function that trains a worker for one round in PyTorch; `gamma` decays its rate per step or round."""
 
     def train(model, batches, round):
         lr = LR * gamma ** (round - 1) if per == "round" else LR
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, **of_sgd)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma if per == "step" else 1.0)
-        for start in range(0, len(batches), accumulate):
+        for start in range(0, len(batches), accumulation_steps):
             optimizer.zero_grad()
-            group = batches[start : start + accumulate]
+            group = batches[start : start + accumulation_steps]
             for inputs, targets in group:
                 (F.cross_entropy(model(inputs), targets) / len(group)).backward()
             if clip_norm:
@@ -139,9 +139,9 @@ def test_all_gradients_of_a_client_algorithm_are_clipped():
 )
 def test_a_step_takes_the_mean_gradient_of_several_batches(local, batches, engine):
     schedule = {"name": "exponential", "gamma": 0.5, "per": "step"}
-    tables = of_local(**local, accumulate=3, clip_norm=0.5, momentum=0.5, schedule=schedule)
+    tables = of_local(**local, accumulation_steps=3, clip_norm=0.5, momentum=0.5, schedule=schedule)
     result = fedsim.run({**tables, **ENGINES[engine]})
-    train_round = round_of(accumulate=3, clip_norm=0.5, momentum=0.5, gamma=0.5)
+    train_round = round_of(accumulation_steps=3, clip_norm=0.5, momentum=0.5, gamma=0.5)
     expected = averaged(lambda worker, round: batches[worker], train_round)
     assert torch.allclose(result.global_row, expected, rtol=0, atol=1e-12)
     sizes = [4, 4, 4, 3]
@@ -205,15 +205,16 @@ def test_a_shard_smaller_than_a_batch_is_one_batch():
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("per_update", [1, 3])
 @pytest.mark.parametrize(
     "amount", [{"epochs": 2}, {"steps": 5}, {"epochs": (1, 2, 3, 1)}, {"steps": (4, 1, 2, 9)}, "drawn"]
 )
-def test_a_schedule_of_many_workers_counts_their_batches(amount, accumulate, drop_last):
+def test_a_schedule_of_many_workers_counts_their_batches(amount, per_update, drop_last):
     """The reference cuts the shuffled samples of each worker into batches, epoch by epoch."""
     workers, rounds, sizes = np.arange(4), np.array([1, 1, 7, 2]), np.array([1, 5, 9, 12])
     drawn = {"steps": DrawnAmount((1, 4, 6), seed=3)} if amount == "drawn" else amount
-    schedule = Schedule(4, **{"epochs": None, **drawn}, drop_last=drop_last, accumulate=accumulate).of(workers, rounds)
+    amounts = {"epochs": None, **drawn, "accumulation_steps": per_update}
+    schedule = Schedule(4, **amounts, drop_last=drop_last).of(workers, rounds)
     steps, first = schedule.steps_for(sizes), schedule.batch_size_at(0, sizes)
     samples, third = schedule.samples_in(steps, sizes), schedule.batch_size_at(2, sizes)
     for worker, size in enumerate(sizes.tolist()):
@@ -224,7 +225,7 @@ def test_a_schedule_of_many_workers_counts_their_batches(amount, accumulate, dro
             number = (1, 4, 6)[draw_key(3, "local_work", int(rounds[worker]), worker) % 3]
         else:
             number = numbers[worker] if isinstance(numbers, tuple) else numbers
-        count = number * len(epoch) if unit == "epochs" else number * accumulate
+        count = number * len(epoch) if unit == "epochs" else number * per_update
         batches = (epoch * count)[:count]
         assert (steps[worker], samples[worker]) == (count, sum(batches))
         assert (first[worker], third[worker]) == (batches[0], batches[2] if count > 2 else 0)

@@ -215,8 +215,8 @@ TABLES = {
 }
 ENGINES = {
     "serial": {"engine": "serial"},
-    "batched": {"engine": "batched", "processes": 1, "batched": {"max_rows": 3}},
-    "spawn": {"engine": "spawn", "processes": 2},
+    "batched": {"engine": "batched", "processes": 1, "batched": {"max_workers": 3}},
+    "processes": {"engine": "processes", "processes": 2},
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import fedsim
 
 CLOCK = {"mode": "clock", "policy": "asgd"}
-RACE = {"mode": "race", "policy": "fedasync", "engine": "spawn"}
+RACE = {"mode": "race", "policy": "fedasync", "engine": "processes"}
 AT_WORKER = {"momentum_at": "worker", "momentum": 0.9}
 BY_STEP = {"name": "cosine", "per": "step"}
 
@@ -65,9 +65,12 @@ REFUSED = [
     (of_local(steps={"choice": []}), "must be an integer, a list of integers"),
     ({**of_local(steps=[1, 2, 3, 1]), "aggregate": "fltrust"}, "the server also trains; use one number for all"),
     ({**of_local(steps={"choice": [1, 2]}), **CLOCK}, "because workers send every gradient; use one number"),
-    ({**of_local(accumulate=2), "sync": "gradients"}, "the gradients of each batch are averaged; use a larger"),
-    ({**of_local(accumulate=2), **CLOCK, "policy": "fedasync"}, "only works with synchronous rounds; use a larger"),
-    (of_local(accumulate=2, algorithm="fedsam"), "computes several gradients per batch; use a larger"),
+    ({**of_local(accumulation_steps=2), "sync": "gradients"}, "the gradients of each batch are averaged; use a larger"),
+    (
+        {**of_local(accumulation_steps=2), **CLOCK, "policy": "fedasync"},
+        "only works with synchronous rounds; use a larger",
+    ),
+    (of_local(accumulation_steps=2, algorithm="fedsam"), "computes several gradients per batch; use a larger"),
     # learning rates
     (scheduled({"name": "constant", "factor": 0.5}), "local.schedule.total_iters = 0: "),
     ({"server": {"schedule": {"factor": 0.5, "warmup": 2}}}, "server.schedule.total_iters = 0: "),

@@ -163,7 +163,7 @@ def test_the_engine_auto_does_not_stack_and_batched_refuses():
     fedsim.run({**tables, "engine": "auto", "local": {"algorithm": "sgd", **WORK}}, on_start=started.append)
     assert started[1].how["engine"] == "batched"
     with pytest.raises(
-        fedsim.ExperimentError, match=r'^engine = "batched": .*by_optimizer.* one .*; use engine=spawn$'
+        fedsim.ExperimentError, match=r'^engine = "batched": .*by_optimizer.* one .*; use engine=processes$'
     ):
         fedsim.run({**tables, "engine": "batched"})
 
@@ -212,10 +212,14 @@ def test_a_function_that_cannot_be_used_gives_a_one_line_error(algorithm, local,
 
 
 def test_settings_of_single_steps_have_no_effect_on_a_function():
-    keys = {"clip_norm": 1.0, "accumulate": 2, "schedule": {"name": "exponential", "gamma": 0.5, "per": "step"}}
+    keys = {"clip_norm": 1.0, "accumulation_steps": 2, "schedule": {"name": "exponential", "gamma": 0.5, "per": "step"}}
     experiment = fedsim.Experiment(**{**TABLES, "local": {"algorithm": by_optimizer, "lr": 0.1, "steps": 2, **keys}})
     lines = [line for line in warnings_about(experiment) if "by_optimizer, which performs the steps itself" in line]
-    assert [line.partition(" ")[0] for line in lines] == ["local.accumulate", "local.clip_norm", "local.schedule.per"]
+    assert [line.partition(" ")[0] for line in lines] == [
+        "local.accumulation_steps",
+        "local.clip_norm",
+        "local.schedule.per",
+    ]
 
 
 def test_gradients_that_are_averaged_at_each_step_are_no_work_for_a_function():

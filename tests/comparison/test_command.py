@@ -114,7 +114,7 @@ def test_ctrl_c_while_jobs_start_leaves_no_process(tmp_path):
 
 
 def test_jobs_and_their_processes_end_when_the_program_is_killed(tmp_path):
-    process = start(*LONG, *ENDLESS, "engine=spawn", "processes=1", cwd=tmp_path)
+    process = start(*LONG, *ENDLESS, "engine=processes", "processes=1", cwd=tmp_path)
     read_until(process, "[2/8]")
     assert len(processes_of_group(process.pid)) >= 5
     process.kill()

@@ -105,7 +105,7 @@ def test_jobs_cores_missing_runs_and_shards_decide_where_runs_are_computed_but_c
     [
         ("serial", "auto", "1 run with engine=serial instead of auto .such as seed0.$"),
         ("batched", "serial", "1 run with engine=batched instead of serial .such as seed0.$"),
-        ("serial", "spawn", None),  # they agree bit for bit
+        ("serial", "processes", None),  # they agree bit for bit
     ],
 )
 def test_runs_by_another_engine_are_named_in_one_line(before, now, told, for_stacks, tmp_path, recwarn):
@@ -144,10 +144,10 @@ def test_runs_whose_settings_need_other_stacks_or_precisions_are_not_reported(fo
 
 @pytest.mark.slow
 def test_jobs_of_an_experiment_that_sets_its_engine_have_child_processes(quick, tmp_path):
-    tables = {**quick, "rounds": 1, "engine": "spawn", "processes": 1}
+    tables = {**quick, "rounds": 1, "engine": "processes", "processes": 1}
     comparison = fedsim.compare(tables, {"seed": [0, 1]}, tmp_path, jobs=2)
     assert not comparison.failed
-    assert engines_of(comparison) == {"spawn"}
+    assert engines_of(comparison) == {"processes"}
 
 
 def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, serial, tmp_path):

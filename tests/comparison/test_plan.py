@@ -140,13 +140,13 @@ def test_model_and_curve_are_written_only_on_request(source, words, expected):
     ("source", "words", "chosen"),
     [
         ({}, [], False),
-        ({"engine": "spawn"}, [], True),
+        ({"engine": "processes"}, [], True),
         ({}, ["processes=2"], True),
-        ({}, ["engine=serial,spawn"], True),
+        ({}, ["engine=serial,processes"], True),
         ({"policy": "hogwild"}, ["mode=clock,race"], True),
         ({"policy": "hogwild"}, ["mode=clock"], False),
         (Experiment(rounds=3), [], False),
-        (Experiment(engine="spawn"), [], True),
+        (Experiment(engine="processes"), [], True),
     ],
 )
 def test_a_comparison_records_whether_its_engine_is_chosen(source, words, chosen):
@@ -260,7 +260,7 @@ def test_variants_differ_in_several_tables_at_once(variants):
             {"policy": {"name": "ssp", "k": 3}},
             "variant=b: policy.k = 3: unknown key (the policy is ssp); k is a parameter of",
         ),
-        ({"local": {"steps": 3, "epochs": 1}}, "variant=b: local: set epochs or steps, not both"),
+        ({"local": {"steps": 3, "epochs": 1}}, "variant=b: local: set only one of epochs, steps"),
         ({"local": {"lr": -1.0}}, "variant=b: local.lr = -1.0: must be"),
         ({"workers": 3}, "variant=b workers=2: workers: is set by two comparison axes"),
     ],

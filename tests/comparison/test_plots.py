@@ -22,7 +22,7 @@ from fedsim.comparison.rows import numeric_axes
 from fedsim.comparison.tables import summary_text
 from fedsim.core.confidence import on_common_grid
 from fedsim.core.plotting import encode
-from fedsim.data import draw_partition
+from fedsim.data import plot_partition
 from fedsim.records.figures import draw_curve, draw_workers
 from fedsim.records.worker_results import WorkerResults, workers_csv
 from tests.comparison.made_up import compared, comparison_of, in_last_round, on_the_clock
@@ -80,7 +80,7 @@ def test_labels_and_names_are_not_shown_as_formulas():
     assert all(encode(figure, "png") for figure in figures)
     shown = encode(figures[0], "svg").decode()
     assert all(f"<!-- {text} -->" in shown for text in DOLLARS)
-    assert draw_partition(np.array([[5, 0], [0, 3]]), "$x^{$").startswith(b"\x89PNG")
+    assert plot_partition(np.array([[5, 0], [0, 3]]), "$x^{$").startswith(b"\x89PNG")
 
 
 def test_numbers_at_ticks_stay_formulas():

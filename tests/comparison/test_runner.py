@@ -172,7 +172,7 @@ def test_processes_of_an_engine_are_kept_from_run_to_run(quick, tmp_path):
         def on_round(self, run, record):
             seen.add(frozenset(process.pid for process in multiprocessing.active_children()))
 
-    plan = plan_comparison({**quick, "engine": "spawn", "processes": 2}, {"aggregate": RULES})
+    plan = plan_comparison({**quick, "engine": "processes", "processes": 2}, {"aggregate": RULES})
     run_comparison(plan, tmp_path, callback=Look())
     assert len(seen) == 1
     assert len(*seen) == 2
@@ -199,7 +199,7 @@ def jobs_for(tables, axes):
         ({"threads_per_process": 3}, 20, 2),
         ({"threads_per_process": 9}, 20, 1),
         ({"engine": "serial"}, 3, 1),
-        ({"engine": "spawn"}, 3, 1),
+        ({"engine": "processes"}, 3, 1),
         ({"processes": 2}, 3, 1),
     ],
 )

@@ -111,9 +111,9 @@ def test_a_wrong_experiment_gives_one_line_with_key_value_and_remedy(tables, lin
 WITHOUT_EFFECT = [
     ("gradient_rounds=2", "gradient_rounds: sync=parameters"),
     ("engine=serial processes=2 timeout=5.0", "processes: engine=serial, timeout: engine=serial"),
-    ("engine=spawn batched.max_rows=3", "batched: engine=spawn"),
-    ("engine=distributed batched.max_rows=3", "batched: engine=distributed"),
-    ("engine=distributed distributed.trainer=batched batched.max_rows=3", ""),
+    ("engine=processes batched.max_workers=3", "batched: engine=processes"),
+    ("engine=distributed batched.max_workers=3", "batched: engine=distributed"),
+    ("engine=distributed distributed.trainer=batched batched.max_workers=3", ""),
     ("engine=batched processes=1 process_retries=0", "process_retries: engine=batched"),
     ("engine=serial processes=1 cuda_graphs=false", ""),
     ('aggregate.root_samples=50 aggregate=["nnm","mean"]', "aggregate.root_samples: aggregate.rule=nnm + mean"),
@@ -132,7 +132,7 @@ WITHOUT_EFFECT = [
     ("sync=gradients server=momentum", "server: sync=gradients"),
     ("clock.step_seconds=2.0 race.runs=3", "clock: mode=rounds, race: mode=rounds"),
     ("mode=clock policy=asgd clock.replay_log=x clock.latency=1.0", "clock.latency: clock.replay_log"),
-    ("mode=race policy=hogwild batched.max_rows=3", "batched: mode=race"),
+    ("mode=race policy=hogwild batched.max_workers=3", "batched: mode=race"),
     ("mode=clock policy=asgd sync=gradients aggregate=median", "aggregate.rule: policy=asgd, sync: policy=asgd"),
     (
         "mode=clock policy=asgd sampling=by_size sampling.client_dropout=0.1",
@@ -140,8 +140,14 @@ WITHOUT_EFFECT = [
     ),
     ("mode=clock policy=asgd server=momentum records.updates=[1]", "records.updates: policy=asgd, server: policy=asg"),
     ("mode=clock policy=fedbuff server=momentum", ""),
-    ("attack=alie", "attack.name: no Byzantine workers (set attack.fraction or attack.workers)"),
-    ("attack.resample=true", "attack.resample: attack.fraction unset"),
+    ("attack=alie", "attack.name: no Byzantine workers (set attack.f)"),
+    (
+        "attack=alie attack.fraction=0.1",
+        "attack.name: no Byzantine workers (0.1 of 4 workers is less than one; set attack.f=1)",
+    ),
+    ("aggregate.f=1", "aggregate.f: aggregate.rule=weighted_mean"),
+    ("aggregate=trimmed_mean aggregate.f=1", ""),
+    ("attack.resample=true", "attack.resample: attack.f and attack.fraction unset"),
     ("attack=sign_flipping attack.fraction=0.25 attack.compressed=true", "attack.compressed: processors unset"),
     ("privacy.delta=0.001", "privacy.delta: privacy.mechanism=none"),
     ("worker_evaluation.every=3", "worker_evaluation: data.local_test_fraction unset"),
@@ -163,7 +169,10 @@ def test_a_key_without_effect_is_a_warning(words, expected):
 @pytest.mark.parametrize(
     ("tables", "more"),
     [
-        ({}, {"processes": 2, "timeout": 9.0, "batched": {"max_rows": 2}, "cuda_graphs": True, "gradient_rounds": 1}),
+        (
+            {},
+            {"processes": 2, "timeout": 9.0, "batched": {"max_workers": 2}, "cuda_graphs": True, "gradient_rounds": 1},
+        ),
         ({}, {"distributed": {"trainer": "batched", "timeout": 9.0}, "race": {"runs": 3}, "clock": {"latency": 1.0}}),
         ({}, {"attack": "alie", "worker_evaluation": {"every": 1}, "stop": {"metric": "test_loss"}}),
         ({"sync": "gradients"}, {"server": {"name": "momentum", "lr": 0.5}}),
@@ -200,7 +209,7 @@ def test_an_error_survives_pickling():
         {"checkpoint": {"every": 0, "keep": 2}, "aggregate": {"root_samples": 100}},
         {"process_retries": 2, "engine": "serial"},
         {"process_retries": 0, "processes": 1},  # `auto` may choose a single process
-        {"aggregate": {"rule": "mean", "f": 1}},  # f is used by `fedsim replay`
+        {"aggregate": {"rule": "mean", "f": 1}, "records": {"updates": [1]}},  # f is used by `fedsim replay`
         {"rounds": 3, "records": {"updates": [7]}},  # the run may be continued to more rounds
         {"mode": "clock", "policy": "asgd", "clock": {"departures": {"0": 5, "3": 0}}},
         {"mode": "clock", "policy": {"name": "ssp", "s": "inf"}},

@@ -231,7 +231,7 @@ def linear() -> nn.Module:
     return nn.Linear(5, 3)
 
 
-@pytest.mark.parametrize("engine", ["serial", pytest.param("spawn", marks=pytest.mark.slow), "batched"])
+@pytest.mark.parametrize("engine", ["serial", pytest.param("processes", marks=pytest.mark.slow), "batched"])
 @pytest.mark.parametrize("name", JOINT)
 def test_what_a_loss_returns_for_a_batch_is_the_loss_of_the_batch(name, engine):
     """Batches of workers in a stack differ in size. The loss of a data set is that of all its samples at once."""
@@ -364,7 +364,7 @@ def test_what_is_not_a_loss_per_sample_gives_a_one_line_error(loss, line):
     [
         {"mode": "clock", "policy": "asgd"},
         {"mode": "clock", "policy": "fedasync"},
-        {"mode": "race", "policy": "hogwild", "race": {"runs": 2}, "engine": "spawn", "rounds": 1},
+        {"mode": "race", "policy": "hogwild", "race": {"runs": 2}, "engine": "processes", "rounds": 1},
         {"sync": "gradients"},
         {"local": {"algorithm": "scaffold", "option": 1, "batch_size": 16}},
         {"data.validation_fraction": 0.2, "precision": "bf16"},

@@ -75,7 +75,11 @@ def test_metrics_are_computed_from_all_test_samples(tiny_experiment):
 
 @pytest.mark.parametrize(
     "how",
-    [{"engine": "spawn", "processes": 2}, {"engine": "batched", "processes": 1}, {"mode": "clock", "policy": "asgd"}],
+    [
+        {"engine": "processes", "processes": 2},
+        {"engine": "batched", "processes": 1},
+        {"mode": "clock", "policy": "asgd"},
+    ],
 )
 def test_metrics_and_validation_agree_between_engines(how, tiny_experiment):
     tables = {**tiny_experiment, **SMALL, "precision": "float64", "metrics": METRICS}

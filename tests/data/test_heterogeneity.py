@@ -73,7 +73,7 @@ def drawn(monkeypatch):
 )
 def test_few_workers_are_bars_and_many_are_a_heat_map(n_workers, n_classes, as_bars, drawn):
     counts = np.random.default_rng(0).integers(0, 50, (n_workers, n_classes)) + 1
-    png = fedsim.draw_partition(counts, "a title")
+    png = fedsim.plot_partition(counts, "a title")
     picture = Image.open(io.BytesIO(png))
     assert picture.format == "PNG"
     assert picture.width > picture.height > 300

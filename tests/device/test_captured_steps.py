@@ -48,7 +48,7 @@ CASES = {
         )
     },
     "drop_last": {**UNEVEN, "local": {"batch_size": 16, "drop_last": True, "epochs": 2}},
-    "more members than the width": {**UNEVEN, "workers": 5, "batched": {"max_rows": 3}},
+    "more members than the width": {**UNEVEN, "workers": 5, "batched": {"max_workers": 3}},
     "a model with buffers": {"model": f"{__name__}:Counting", **UNEVEN},
     "dropout of many steps": {"model": f"{__name__}:Dropping", **UNEVEN, "local": {"steps": 19, "batch_size": 8}},
     "rounds on the clock": {"mode": "clock", "policy": "fedasync", "rounds": 2, **UNEVEN},
@@ -161,7 +161,7 @@ def test_steps_that_cannot_be_captured_take_the_ordinary_path(reason):
 def test_captured_steps_need_a_gpu_and_an_engine_that_has_stacks(tiny_experiment):
     with pytest.raises(fedsim.ExperimentError, match="cuda_graphs = true: .* need a CUDA device, not cpu"):
         fedsim.run({**tiny_experiment, **ENGINES["batched"], "cuda_graphs": True, "device": "cpu"})
-    for engine in ("serial", "spawn", "auto"):
+    for engine in ("serial", "processes", "auto"):
         unused = fedsim.Experiment(**{**tiny_experiment, "engine": engine, "cuda_graphs": True})
         assert any(line.startswith("cuda_graphs has no effect") for line in warnings_about(unused))
 

@@ -23,7 +23,7 @@ LARGE = {  # an experiment that needs more memory than that
 }
 WAYS = {
     **{name: ENGINES[name] for name in ("serial", "batched")},
-    **{"spawn": {"engine": "spawn", "processes": 2}, "auto": {"engine": "auto"}},
+    **{"processes": {"engine": "processes", "processes": 2}, "auto": {"engine": "auto"}},
 }
 
 pytestmark = [

@@ -69,7 +69,7 @@ def test_auto_stacks_all_rows_in_one_process_and_replays_their_steps(gpu, tables
 
 
 @pytest.mark.parametrize("phase", ["train", "test"])
-@pytest.mark.parametrize("engine", ["serial", "batched", "spawn"])
+@pytest.mark.parametrize("engine", ["serial", "batched", "processes"])
 def test_a_full_gpu_ends_one_run_with_a_line_and_no_later_one(engine, phase, gpu, failing, monkeypatch):
     monkeypatch.setattr(base, "ProcessPool", InProcessPool)
     matrices, allocate = [], SharedState.allocate.__func__
@@ -150,7 +150,7 @@ def test_a_snapshot_stays_on_the_gpu_if_that_has_room_and_is_the_same_on_the_hos
 @pytest.mark.parametrize("changes", [{}, CLOCK], ids=["rounds", "clock"])
 def test_a_round_that_lost_a_process_is_repeated_from_a_copy_on_the_gpu(changes, gpu, tables, monkeypatch, tmp_path):
     monkeypatch.setattr(base, "ProcessPool", InProcessPool)
-    tables = {**tables, **changes, "engine": "spawn", "processes": 2, "rounds": 3, "checkpoint": {"every": 2}}
+    tables = {**tables, **changes, "engine": "processes", "processes": 2, "rounds": 3, "checkpoint": {"every": 2}}
     tables["records"] = {"curve": False}
     whole = fedsim.run(tables, tmp_path / "whole")
     call, calls = InProcessPool.call, []

@@ -14,7 +14,7 @@ from tests.device.pretend import GPU, upload
 from tests.engines.in_process import InProcessPool
 
 CLOCK = {"mode": "clock", "policy": {"name": "k_sync", "k": 2}, "clock": {"slowdown": "lognormal"}}
-RACE = {"engine": "spawn", "processes": 2, "mode": "race", "policy": "fedbuff", "race": {"runs": 1}}
+RACE = {"engine": "processes", "processes": 2, "mode": "race", "policy": "fedbuff", "race": {"runs": 1}}
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from tests.engines.test_contract import ALL_CASES, syncs_of
 pytestmark = [pytest.mark.gpu, *([] if REAL else [pytest.mark.slow])]
 needs_gpu = pytest.mark.skipif(not REAL, reason="needs a real GPU")
 
-SPAWN = {"engine": "spawn", "processes": 2}
+SPAWN = {"engine": "processes", "processes": 2}
 PLAIN = {**TINY, "workers": 4, "rounds": 3}
 CASES = [f"{case}, {sync}" for case in ALL_CASES for sync in syncs_of((case,))][::2]
 SLACK = 2**20  # bytes that a library may keep
@@ -120,10 +120,10 @@ def tokens_beyond(root):
 
 
 @needs_gpu
-@pytest.mark.parametrize("engine", ["serial", "batched", "auto", "spawn"])
+@pytest.mark.parametrize("engine", ["serial", "batched", "auto", "processes"])
 def test_memory_does_not_grow_from_run_to_run(engine):
     """Python's cycle collector is off, so memory that is held by a reference cycle is detected too."""
-    way = {**ENGINES, "auto": {"engine": "auto", "processes": 1}, "spawn": SPAWN}[engine]
+    way = {**ENGINES, "auto": {"engine": "auto", "processes": 1}, "processes": SPAWN}[engine]
     tables = {**TINY, "model": "cnn", "workers": 8, "rounds": 1, "precision": "float32", **way}
     used = []
     gc.collect()

@@ -16,7 +16,7 @@ from tests.engines.in_process import InProcessPool
 @pytest.fixture
 def tables(tiny_experiment, monkeypatch):
     monkeypatch.setattr(base, "ProcessPool", InProcessPool)
-    return {**tiny_experiment, "device": "cuda", "engine": "spawn", "processes": 2, "model": "logistic"}
+    return {**tiny_experiment, "device": "cuda", "engine": "processes", "processes": 2, "model": "logistic"}
 
 
 @pytest.mark.parametrize("policy", ["hogwild", "fedbuff"])

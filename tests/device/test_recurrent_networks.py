@@ -23,7 +23,7 @@ def test_processes_pass_on_no_warning_about_weights(monkeypatch, recwarn):
     """Neither in training nor in tests."""
     monkeypatch.setattr(base, "ProcessPool", InProcessPool)
     with pretend_gpu():
-        fedsim.run({**experiment("LSTM"), "rounds": 1, "engine": "spawn", "processes": 2, "device": "cuda"})
+        fedsim.run({**experiment("LSTM"), "rounds": 1, "engine": "processes", "processes": 2, "device": "cuda"})
     assert not [warning for warning in recwarn if "RNN" in str(warning.message)]
 
 

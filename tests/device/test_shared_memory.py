@@ -109,7 +109,7 @@ def test_processes_release_the_memory_of_a_run_before_their_parent(failing, tiny
     monkeypatch.setattr(base, "ProcessPool", InProcessPool)
     monkeypatch.setattr(base.Engine, "leave", noted)
     try:
-        fedsim.run({**tiny_experiment, "engine": "spawn", "processes": 2}, on_round=on_round)
+        fedsim.run({**tiny_experiment, "engine": "processes", "processes": 2}, on_round=on_round)
     except fedsim.FedsimError:
         assert failing
     called = pools[-1].called

@@ -18,7 +18,7 @@ from tests.device.pretend import pretend_gpu
 FEW, MANY = 4, 12  # workers in a round
 CHANCE = 2  # waits and copies that depend on whether the drawn workers happen to be consecutive
 LOCAL = {"batch_size": 2, "epochs": 1}
-STACKS = {"batched": {"max_rows": 2}}  # the number of stacks grows with the number of workers
+STACKS = {"batched": {"max_workers": 2}}  # the number of stacks grows with the number of workers
 NO_GRAPHS = {"cuda_graphs": False}
 DROPOUT = {"model": "tests.device.test_waits:with_dropout"}
 

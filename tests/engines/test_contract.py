@@ -170,7 +170,7 @@ WORK = {
         **{**UNEVEN, **NORMALISED, "local": {"clip_norm": 0.5, "momentum": 0.5, "drop_last": True}},
     },
     "accumulated gradients": {
-        **{**UNEVEN, **NORMALISED, "local": {"accumulate": 3, "epochs": 2, "drop_last": True}},
+        **{**UNEVEN, **NORMALISED, "local": {"accumulation_steps": 3, "epochs": 2, "drop_last": True}},
     },
     "learning rates by round": {
         **{"local": {"algorithm": "adam", "schedule": "cosine"}, "rounds": 3},
@@ -215,9 +215,9 @@ ALGORITHMS = {  # with the data that their additional gradients and full gradien
     },
 }
 ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK, **ALGORITHMS, **SAMPLED}
-SPAWN = {"engine": "spawn", "processes": 2}  # bit-identical to serial on a CPU
-BATCHED = {"engine": "batched", "processes": 1, "batched": {"max_rows": 3}}  # several stacks; agrees up to rounding
-REFUSED = {("batched", "state that no row holds"): "which are not stored for each worker; use engine=spawn"}
+SPAWN = {"engine": "processes", "processes": 2}  # bit-identical to serial on a CPU
+BATCHED = {"engine": "batched", "processes": 1, "batched": {"max_workers": 3}}  # several stacks; agrees up to rounding
+REFUSED = {("batched", "state that no row holds"): "which are not stored for each worker; use engine=processes"}
 ROUNDING = 1e-9  # tolerance in float64, after a few rounds
 
 
@@ -326,7 +326,11 @@ def syncs_of(names):
     """Return the values of `sync` with which these cases can run."""
     tables = merged(*names)
     algorithm = fedsim.Experiment(local=tables.get("local", {})).local.component
-    if needs_local_steps(algorithm) or {"server", "privacy"} & tables.keys() or "accumulate" in tables.get("local", {}):
+    if (
+        needs_local_steps(algorithm)
+        or {"server", "privacy"} & tables.keys()
+        or "accumulation_steps" in tables.get("local", {})
+    ):
         return (tables.get("sync", "parameters"),)
     return "parameters", "gradients"
 
@@ -391,7 +395,7 @@ def test_the_number_of_processes_does_not_show_even_if_workers_are_fewer(process
         for sync in ("parameters", "gradients"):
             tables, settings = {**tiny_experiment, "model": "net", "sync": sync}, []
             serial = fedsim.run({**tables, "engine": "serial"})
-            wanted = {**tables, "engine": "spawn", "processes": processes}
+            wanted = {**tables, "engine": "processes", "processes": processes}
             spawned = fedsim.run(wanted, session=session, on_start=settings.append)
             assert torch.equal(serial.global_row, spawned.global_row)
             assert settings[0].how["processes"] == min(processes, 3)
@@ -401,5 +405,5 @@ def test_the_number_of_processes_does_not_show_even_if_workers_are_fewer(process
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_mnist5k_in_full_gives_the_same_bits(sync):
     tables = {"rounds": 3, "workers": 7, "cohort": 5, "sync": sync, "partition": "tests.components:uneven"}
-    serial, spawn = run_both(tables)
-    assert torch.equal(serial.global_row, spawn.global_row)
+    serial, pooled = run_both(tables)
+    assert torch.equal(serial.global_row, pooled.global_row)

@@ -68,7 +68,7 @@ def test_processes_release_device_memory_when_nothing_holds_the_rows(changes, ti
     alive_at_release = []
     monkeypatch.setattr(base, "ProcessPool", InProcessPool)
     monkeypatch.setattr(base, "release_memory", lambda device: alive_at_release.append(alive(matrices)))
-    fedsim.run({**tiny_experiment, "engine": "spawn", "processes": 2, "rounds": 1, **changes})
+    fedsim.run({**tiny_experiment, "engine": "processes", "processes": 2, "rounds": 1, **changes})
     assert alive_at_release == [[True], [False]], "before the processes start, and after the run"
 
 

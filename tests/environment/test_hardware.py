@@ -29,13 +29,13 @@ def test_one_core_is_one_process_unless_more_are_asked_for(one_core, tiny_experi
     processes = []
     fedsim.run({**tables, "engine": "auto"}, on_start=lambda facts: processes.append(facts.how["processes"]))
     assert processes == [1]
-    several = fedsim.run({**tables, "engine": "spawn", "processes": 2})
+    several = fedsim.run({**tables, "engine": "processes", "processes": 2})
     assert torch.equal(several.global_row, alone)
 
 
 @pytest.mark.slow
 def test_on_one_core_four_processes_race_to_the_end(one_core, tiny_experiment):
-    race = {"engine": "spawn", "processes": 4, "mode": "race", "policy": "hogwild", "workers": 4}
+    race = {"engine": "processes", "processes": 4, "mode": "race", "policy": "hogwild", "workers": 4}
     assert len(fedsim.run({**tiny_experiment, **race, "local": {"batch_size": 16}}).history) == 2
 
 

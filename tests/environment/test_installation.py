@@ -62,7 +62,7 @@ def test_the_core_runs_compares_and_draws_without_an_extra_or_the_checkout(insta
     for words in (
         ["list"],
         ["run", "rounds=2", "--out", "default"],
-        ["run", "mnist_sync_sgd", "data=mnist5k", "rounds=1", "engine=spawn", "processes=2", "--out", "spawned"],
+        ["run", "mnist_sync_sgd", "data=mnist5k", "rounds=1", "engine=processes", "processes=2", "--out", "spawned"],
         ["run", "aggregate=signguard", "rounds=1", "--out", "clustered"],
         ["compare", "which_rule", "rounds=1", "seed=0", "workers=5", "--jobs", "1", "--out", "compared"],
         ["plot", "compared"],

@@ -16,7 +16,7 @@ from tests.commands import environment
 from tests.environment.confined import QUICK, as_somebody_else, limited
 
 PACKAGE = Path(fedsim.__file__).parent
-SPAWN = [*QUICK, "engine=spawn", "workers=6", "rounds=1", "records.curve=false", "-q"]
+SPAWN = [*QUICK, "engine=processes", "workers=6", "rounds=1", "records.curve=false", "-q"]
 
 
 def run(*words, before=(), cwd, **most):

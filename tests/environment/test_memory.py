@@ -23,8 +23,8 @@ SERIAL = {"workers": 4, "model": "logistic", "data": "tests.components:tiny", "e
         ({"local": {"momentum": 0.9, "keep_state": True}}, True, 4 + 1 + 3 + 2 + 4 + 4 + 3 + 3 * 4),
         ({"server": "adam"}, True, 4 + 3 + 3 + 1 + 3 * 3),
         ({"sync": "gradients"}, False, 4 + 1 + 6 + 1),
-        ({"engine": "spawn", "processes": 2}, False, 4 + 1 + 6 + 2 + 1),
-        ({"engine": "batched", "processes": 1, "batched": {"max_rows": 2}}, False, 4 + 1 + 3 + 6),
+        ({"engine": "processes", "processes": 2}, False, 4 + 1 + 6 + 2 + 1),
+        ({"engine": "batched", "processes": 1, "batched": {"max_workers": 2}}, False, 4 + 1 + 3 + 6),
         ({"aggregate": "fltrust"}, False, 5 + 1 + 3 + 1),
     ],
 )
@@ -43,7 +43,7 @@ def test_rules_that_compare_all_pairs_need_memory_for_them(monkeypatch):
         fedsim.run({**SERIAL, "aggregate": {"rule": "krum", "f": 0}})
 
 
-@pytest.mark.parametrize("engine", [{}, {"engine": "spawn", "processes": 1}])
+@pytest.mark.parametrize("engine", [{}, {"engine": "processes", "processes": 1}])
 def test_memory_that_runs_out_in_a_round_gives_a_one_line_error(engine):
     with pytest.raises(WorkerError) as caught:
         fedsim.run({**SERIAL, "model": "tests.models:Greedy", **engine})

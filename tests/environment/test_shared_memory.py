@@ -24,8 +24,8 @@ def test_a_full_shared_memory_folder_changes_nothing(tmp_path):
     words = [*QUICK, "rounds=2", "records.curve=false"]
     commands = [
         ["run", *words, "--out", "one"],
-        ["run", *words, "engine=spawn", "processes=2", "--out", "two"],
-        ["run", *words, "engine=spawn", "processes=1", "mode=race", "policy=hogwild", "--out", "race"],
+        ["run", *words, "engine=processes", "processes=2", "--out", "two"],
+        ["run", *words, "engine=processes", "processes=1", "mode=race", "policy=hogwild", "--out", "race"],
     ]
     shm = devices.SHARED_MEMORY
     results = outcomes(*commands, mounts=[(shm, "ro,size=4k")], cwd=tmp_path)

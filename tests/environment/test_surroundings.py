@@ -73,7 +73,15 @@ def test_a_user_without_a_home_folder_can_load_data(monkeypatch):
 def test_processes_need_no_temporary_folder(folder, tmp_path):
     if len(folder) > 100:  # too long for a socket name
         (tmp_path / folder).mkdir()
-    words = "engine=spawn", "processes=1", "data=tests.components:tiny", "model=logistic", "rounds=1", "--out", "run"
+    words = (
+        "engine=processes",
+        "processes=1",
+        "data=tests.components:tiny",
+        "model=logistic",
+        "rounds=1",
+        "--out",
+        "run",
+    )
     process = start_python("-m", "fedsim", "run", *words, cwd=tmp_path, TMPDIR=str(tmp_path / folder))
     _, error = process.communicate(timeout=120)
     assert (process.returncode, error) == (0, "")

@@ -27,8 +27,8 @@ def wholes(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        *((killed_run, "spawn"), (killed_child, "spawn"), (signalled, "spawn"), (lonely_rank, "ranks")),
-        *((foreign_files, "serial"), (foreign_files, "spawn")),
+        *((killed_run, "processes"), (killed_child, "processes"), (signalled, "processes"), (lonely_rank, "ranks")),
+        *((foreign_files, "serial"), (foreign_files, "processes")),
         pytest.param(stopped_child, "ranks", marks=pytest.mark.slow),
         pytest.param(signalled, "torchrun", marks=pytest.mark.slow),
         pytest.param(exception_in_rank, "restarts", marks=pytest.mark.slow),

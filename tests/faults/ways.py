@@ -35,9 +35,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 DISTRIBUTED = ("engine=distributed", "distributed.timeout=5")
 WAYS: dict[str, tuple[Any, ...]] = {
     "serial": (*RUN, "engine=serial", "records.updates=[2]", "data.local_test_fraction=0.3"),
-    "spawn": (*RUN, "engine=spawn", "processes=2", *IN_POOLS),
+    "processes": (*RUN, "engine=processes", "processes=2", *IN_POOLS),
     "batched": (*RUN, "engine=batched", "processes=2", *IN_POOLS),
-    "race": (*RUN, "engine=spawn", "processes=2", "mode=race", "policy=hogwild", *IN_POOLS),
+    "race": (*RUN, "engine=processes", "processes=2", "mode=race", "policy=hogwild", *IN_POOLS),
     "clock": (*RUN, "engine=serial", "mode=clock", "policy=fedbuff", "clock.slowdown=lognormal"),
     "compare": (*COMPARE, *IN_POOLS, "--jobs", "2"),  # jobs of one process each
     "ranks": (*RUN, *DISTRIBUTED),
@@ -45,7 +45,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "restarts": (*TORCHRUN, "--max-restarts", "3", ROOT / "run_experiment.py", *RESUME, *DISTRIBUTED),
 }
 LAUNCHED = ("torchrun", "restarts")
-RANKS, POOLS = ("ranks", *LAUNCHED), ("spawn", "batched", "race", "compare")
+RANKS, POOLS = ("ranks", *LAUNCHED), ("processes", "batched", "race", "compare")
 LONGEST = START_TIMEOUT + 60.0  # seconds until programs end (a process may be stopped while it starts)
 LONGEST_OF_RANKS = 45.0  # seconds until ranks without a launcher end; their time-out is 5 seconds
 LONGEST_STAY = 40.0  # seconds until the processes of a killed launcher are gone

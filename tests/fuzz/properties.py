@@ -148,10 +148,10 @@ def stacks(lab: Lab, settings: Settings) -> str | None:
     return far(lab, settings, lab.run(settings), batched, "serial and batched")
 
 
-@named("spawn")
-def spawn(lab: Lab, settings: Settings) -> str | None:
-    """`spawn` gives the bits of `serial`."""
-    return difference(lab.run(settings), lab.run(settings, engine="spawn", processes=2), "serial and spawn")
+@named("pool")
+def pool(lab: Lab, settings: Settings) -> str | None:
+    """`processes` gives the bits of `serial`."""
+    return difference(lab.run(settings), lab.run(settings, engine="processes", processes=2), "serial and processes")
 
 
 @named("ranks")
@@ -321,7 +321,7 @@ def _reduced(settings: Settings, more: tuple[str, ...]) -> Settings:
 def _optimizer_keys(settings: Settings) -> list[str]:
     """Return the keys of a client algorithm that `torch.optim` has too."""
     require(_torch_optimizer(settings.get("local.algorithm", "sgd")))
-    own = ("local.schedule", "local.keep_state", "local.accumulate", "local.momentum_at", "local.train")
+    own = ("local.schedule", "local.keep_state", "local.accumulation_steps", "local.momentum_at", "local.trainable")
     return [key for key in settings if key.startswith("local.") and not key.startswith(own)]
 
 

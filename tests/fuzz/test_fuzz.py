@@ -69,7 +69,7 @@ def test_a_failure_is_reduced_to_the_settings_that_cause_it():
 def test_a_command_has_the_settings_of_the_draw():
     for number in range(8):
         settings = draw(random.Random(f"command {number}"))
-        words = command("spawn", settings).split("--check spawn ")[1]
+        words = command("pool", settings).split("--check pool ")[1]
         assert settings_in(shlex.split(words)) == settings
         assert is_valid(settings)
 

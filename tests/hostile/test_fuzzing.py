@@ -62,12 +62,12 @@ TABLES = [
         "policy": {"name": "ssp", "s": 3},
         "clock": {"slowdown": "geometric", "noise": {"name": "trace", "path": "t"}},
     },
-    {"mode": "race", "policy": "hogwild", "engine": "spawn", "processes": 2, "race": {"runs": 2}},
+    {"mode": "race", "policy": "hogwild", "engine": "processes", "processes": 2, "race": {"runs": 2}},
     {"data": {"name": "mnist", "root": "data", "augment": ["flip", {"name": "shift"}]}, "sync": "gradients"},
     {
         "engine": "distributed",
         "distributed": {"trainer": "batched", "init_method": "env://"},
-        "batched": {"max_rows": 4},
+        "batched": {"max_workers": 4},
     },
     {"clock": {"departures": {"1": 3.0}, "replay_log": "x"}, "mode": "clock", "policy": "asgd", "workers": 3},
 ]

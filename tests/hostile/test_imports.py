@@ -196,7 +196,7 @@ LINES = {
 
 
 def test_allow_imports_reaches_the_processes(cli, here):
-    write(here / "sub" / "x.toml", {**LINES, "engine": "spawn", "processes": 1})
+    write(here / "sub" / "x.toml", {**LINES, "engine": "processes", "processes": 1})
     words = ["run", "sub/x.toml", "--out", "run", "-q"]
     refused = cli(*words)
     assert refused.exit_code == 2

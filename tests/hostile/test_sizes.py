@@ -30,7 +30,7 @@ DEEP = 5_000
         ('"\\u001b[2J" = 1', '"\\u001b[2J": keys must be printable and have at most 100 characters'),
         ("local = {lr = nan}", "local.lr = nan: must be a finite number"),
         (f"rounds = {2**63}", "rounds = 9223372036854775808: must be less than 9223372036854775808"),
-        ("processes = 100000\nengine = 'spawn'", "processes = 100000: must be less than or equal to 1024"),
+        ("processes = 100000\nengine = 'processes'", "processes = 100000: must be less than or equal to 1024"),
         ('"local[" = 1', "local[ = 1: unknown key"),
     ],
 )

@@ -93,7 +93,7 @@ def test_recurrent_layers_are_refused_and_attention_is_not():
         ({"sampling": {"name": "power_of_choice", "candidates": 5}, "workers": 9, "cohort": 2}, "sampling.name"),
         ({"aggregate": "qfedavg"}, "aggregate.rule"),
         ({"mode": "clock", "policy": "fedbuff"}, "local.algorithm"),
-        ({"local": {**LOCAL, "accumulate": 2}}, "local.accumulate"),
+        ({"local": {**LOCAL, "accumulation_steps": 2}}, "local.accumulation_steps"),
         ({"privacy": {"mechanism": "central", "clip": 1.0, "noise": 1.0}}, "privacy.mechanism"),
     ],
 )

@@ -7,9 +7,11 @@ import sys
 import threading
 
 import pytest
+import torch
 
 import fedsim
-from fedsim.processes.child_process import can_fork
+from fedsim.processes.child_process import forks
+from fedsim.runs.setup import engine_of
 from tests.commands import run_python
 
 # A program without a main guard, with a model from `__main__`, after computations with OpenMP threads. Processes must
@@ -39,7 +41,7 @@ serial = fedsim.run(tables, engine="serial").global_row
 for start_method in sys.argv[1:]:
     folder = tempfile.mkdtemp() + "/run"
     with fedsim.Session() as session:
-        some = dict(engine="spawn", processes=2, start_method=start_method, session=session)
+        some = dict(engine="processes", processes=2, start_method=start_method, session=session)
         fedsim.run(tables, folder, **some)
         longer = fedsim.run({**tables, "rounds": 3}, folder, resume=True, **some)
         print(torch.equal(serial, fedsim.run(tables, **some).global_row), len(longer.history), torch.get_num_threads())
@@ -57,10 +59,25 @@ def test_a_program_with_other_threads_does_not_fork():
     thread = threading.Thread(target=ended.wait)
     thread.start()
     try:
-        assert not can_fork()
+        assert not forks("auto", 1)
+        with pytest.raises(
+            fedsim.ExperimentError, match="because this program has other threads; use start_method=auto$"
+        ):
+            forks("fork", 1)
     finally:
         ended.set()
         thread.join()
+
+
+def test_the_engine_spawn_spawns_its_processes_also_in_races(tiny_experiment):
+    ways, tables = [], {**tiny_experiment, "model": "logistic", "rounds": 1, "engine": "spawn", "processes": 1}
+    spawned = fedsim.run(tables, on_start=lambda facts: ways.append(facts.how))
+    assert torch.equal(spawned.global_row, fedsim.run({**tables, "engine": "serial"}).global_row)
+    assert (ways[0]["engine"], ways[0]["start_method"]) == ("spawn", "spawn")
+    assert engine_of(fedsim.Experiment(mode="race", policy="hogwild", engine="spawn")) == "spawn"
+    message = '^start_method = "fork": the engine "spawn" spawns its processes; use engine=processes$'
+    with pytest.raises(fedsim.ExperimentError, match=message):
+        fedsim.Experiment(engine="spawn", start_method="fork")
 
 
 def test_a_daemonic_process_may_run_an_experiment(tmp_path):

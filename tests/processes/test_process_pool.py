@@ -279,7 +279,7 @@ def test_a_process_prepares_by_importing_all_that_a_task_needs_and_nothing_of_th
     monkeypatch.setattr(base, "ProcessPool", InProcessPool)
     prepared = []
     monkeypatch.setattr(InProcessPool, "prepare", lambda self, *work: prepared.append(Message(work).data))
-    fedsim.run({**tiny_experiment, "engine": "spawn", "processes": 2})
+    fedsim.run({**tiny_experiment, "engine": "processes", "processes": 2})
     program = f"import fedsim.processes.process_pool, pickle, sys; f, *a = pickle.loads({prepared[0]!r}); f(None, *a)"
     imported = set(run_python("-c", f"{program}; print(*sys.modules)").stdout.split())
     assert needed

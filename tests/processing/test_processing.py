@@ -141,7 +141,7 @@ def warning(update: Tensor) -> Tensor:
 
 
 def test_a_warning_of_several_processes_is_given_once(tiny_experiment, session):
-    tables = {**tiny_experiment, "engine": "spawn", "processes": 2, "rounds": 1}
+    tables = {**tiny_experiment, "engine": "processes", "processes": 2, "rounds": 1}
     with pytest.warns(UserWarning, match="lossy") as caught:
         fedsim.run({**tables, "processors": [f"{__name__}:warning"]}, session=session)
     assert len(caught) == 1

@@ -113,7 +113,7 @@ PERSONAL = {
     "local": {"lr": 0.1, "algorithm": "local_only"},
     "data": {"name": "tests.components:tiny", "local_test_fraction": 0.25},
 }
-BY_PERSONAL = {"metric": "metrics.personal_worker_accuracy_mean", "mode": "max", "target": 0.0}
+BY_PERSONAL = {"metric": "worker_accuracy", "target": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ BY_PERSONAL = {"metric": "metrics.personal_worker_accuracy_mean", "mode": "max",
 )
 def test_a_global_model_of_which_a_part_is_never_trained_ends_no_run(stop, changes, tiny_experiment):
     with pytest.raises(
-        ExperimentError, match=r"^stop.metric = .* workers keep a part of the model; use stop.metric=metrics"
+        ExperimentError, match=r"^stop.metric = .* workers keep a part of the model; use stop.metric=worker_accuracy"
     ):
         fedsim.run({**tiny_experiment, **SMALL, **PERSONAL, "stop": stop, **changes})
 
@@ -144,7 +144,7 @@ def test_a_race_does_not_stop_early():
         fedsim.Experiment(mode="race", policy="hogwild", stop={"metric": "test_loss", "target": 1.0})
 
 
-@pytest.mark.parametrize("changes", [{}, {"engine": "spawn", "processes": 2}])
+@pytest.mark.parametrize("changes", [{}, {"engine": "processes", "processes": 2}])
 def test_a_run_that_stops_tests_its_workers_at_its_end(changes, tiny_experiment, tmp_path):
     data = {"name": "tests.components:tiny", "local_test_fraction": 0.25}
     tables = {**tiny_experiment, **SMALL, "data": data, "stop": {"metric": "test_loss", "target": 1e9}, **changes}

@@ -86,7 +86,7 @@ def invent_round(number: int, accuracy: float) -> dict[str, Any]:
         "test_loss": 1 - accuracy,
         "test_accuracy": accuracy,
         "train_loss": 2 - accuracy,
-        "seconds": {"pull_down": 0.001, "train": 0.2, "aggregate": 0.01, "test": 0.02},
+        "seconds": {"broadcast": 0.001, "train": 0.2, "aggregate": 0.01, "test": 0.02},
         "cohort": [0, 1],
         "bytes_up": 1000,
         "bytes_down": 2000,

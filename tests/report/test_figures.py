@@ -79,7 +79,7 @@ def test_the_curves_of_a_run_have_the_values_of_its_records(run_folder):
     assert curves["Test accuracy"] == {"test accuracy": [record["test_accuracy"] for record in records]}
     assert set(curves["Test and train loss"]) == {"test loss", "train loss"}
     assert curves["Test loss"]["test loss"] == pytest.approx([r["test_loss"] for r in records], abs=6e-5)
-    assert set(curves["Seconds"]) == {"seconds", "pull down", "train", "aggregate", "test"}
+    assert set(curves["Seconds"]) == {"seconds", "broadcast", "train", "aggregate", "test"}
     assert curves["Seconds"]["seconds"] == pytest.approx([sum(r["seconds"].values()) for r in records], rel=1e-5)
     assert curves["Bytes"]["bytes"] == [record["bytes_up"] + record["bytes_down"] for record in records]
     assert curves["Attack success"] == {"attack success": [0.25] * len(records)}

@@ -85,7 +85,7 @@ def test_the_history_has_one_complete_record_per_round(tiny_experiment):
     assert [record["round"] for record in result.history] == [1, 2, 3]
     for record in result.history:
         assert set(record) == set(FIELDS.split())
-        assert set(record["seconds"]) == {"pull_down", "train", "aggregate", "test"}
+        assert set(record["seconds"]) == {"broadcast", "train", "aggregate", "test"}
         assert len(record["cohort"]) == 2
         assert record["bytes_up"] == record["bytes_down"] == 2 * 4 * 16_330
         assert json.loads(json.dumps(record)) == record
@@ -122,7 +122,7 @@ def test_train_loss_is_the_mean_per_sample_seen(tiny_experiment):
             )
 
 
-@pytest.mark.parametrize("engine", [{}, {"engine": "spawn", "processes": 1}], ids=["serial", "spawn"])
+@pytest.mark.parametrize("engine", [{}, {"engine": "processes", "processes": 1}], ids=["serial", "processes"])
 def test_a_run_leaves_global_state_as_it_was(engine, tiny_experiment):
     torch.manual_seed(5)
     np.random.seed(5)
@@ -171,7 +171,7 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
         ),
         ({"aggregate": "tests.components:refusing"}, "^aggregate.f = 5: needs more than 10 workers, not 3$"),
         (
-            {"engine": "spawn", "processes": 1, "aggregate": "tests.components:refusing"},
+            {"engine": "processes", "processes": 1, "aggregate": "tests.components:refusing"},
             "^aggregate.f = 5: needs more than 10 workers, not 3$",
         ),
         (

@@ -14,10 +14,10 @@ TEST_BATCH = 250  # test batch size on a CPU
 TIMED = {"mode": "clock", "clock": {"slowdown": {"name": "list", "values": [1.0, 1.5, 2.2]}}}
 ENGINES = {
     "serial": {"engine": "serial"},
-    "spawn": {"engine": "spawn", "processes": 2},
+    "processes": {"engine": "processes", "processes": 2},
     "batched": {"engine": "batched", "processes": 1},
     "clock": {"engine": "serial", "policy": "asgd", **TIMED},
-    "race": {"engine": "spawn", "processes": 2, "mode": "race", "policy": "asgd", "race": {"runs": 1}},
+    "race": {"engine": "processes", "processes": 2, "mode": "race", "policy": "asgd", "race": {"runs": 1}},
 }
 
 

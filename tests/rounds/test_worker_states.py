@@ -108,7 +108,7 @@ def test_a_file_that_cannot_grow_gives_a_one_line_error(tmp_path):
         WorkerStates({"x": torch.zeros(4)}, 8, str(tmp_path / "none")).reserve([1, 2, 3])
 
 
-@pytest.mark.parametrize("engine", ["serial", "spawn", "batched"])
+@pytest.mark.parametrize("engine", ["serial", "processes", "batched"])
 def test_a_run_with_its_worker_state_in_a_file_is_bit_identical(engine, tmp_path, tiny_experiment):
     tables = {**tiny_experiment, "engine": engine, "local": COUNTING, "workers": 9, "cohort": 3, "rounds": 5}
     tables |= {"model": "tests.models:Normalised", "buffers": "local", "checkpoint": {"every": 1}}
@@ -187,13 +187,13 @@ def test_a_lost_process_leaves_no_trace_in_what_workers_keep(changes, tmp_path, 
     """A repeated round starts with the state from before that round."""
     model = {"name": changes.get("model", "tests.lethal:Mortal"), "folder": str(tmp_path)}
     tables = {**tiny_experiment, **changes, "model": model, "rounds": 3}
-    spawn = {**tables, "engine": "spawn", "processes": 2}
+    pooled = {**tables, "engine": "processes", "processes": 2}
 
     def kill_in_round_2(record):
         order(str(tmp_path), *(["train"] if record["round"] == 1 else []))
 
     with pytest.warns(fedsim.errors.FedsimWarning, match="killed"):
-        result = fedsim.run(spawn, on_round=kill_in_round_2)
+        result = fedsim.run(pooled, on_round=kill_in_round_2)
     whole = fedsim.run({**tables, "engine": "serial"})
     assert torch.equal(result.global_row, whole.global_row)
     assert all(map(torch.equal, result.model.buffers(), whole.model.buffers()))
@@ -204,7 +204,7 @@ def test_a_lost_process_leaves_no_trace_in_what_workers_keep(changes, tmp_path, 
     [
         ({"sync": "gradients"}, "needs local steps"),
         ({"mode": "clock", "policy": "asgd"}, "needs local steps"),
-        ({"mode": "race", "policy": "fedasync", "engine": "spawn"}, "which a race does not support"),
+        ({"mode": "race", "policy": "fedasync", "engine": "processes"}, "which a race does not support"),
     ],
 )
 def test_worker_state_and_messages_need_rounds_of_local_steps(changes, message, tiny_experiment):

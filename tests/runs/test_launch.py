@@ -58,7 +58,7 @@ def test_under_a_launcher_auto_is_distributed_and_a_named_engine_runs_copies_wit
     ranked = under_launcher(auto)
     assert ranked.engine == "distributed"
     assert ranked.resolved() == {**auto.resolved(), "engine": "distributed"}
-    for engine in ("serial", "spawn", "batched", "distributed"):
+    for engine in ("serial", "processes", "batched", "distributed"):
         experiment = fedsim.Experiment(**{**tiny_experiment, "engine": engine})
         assert under_launcher(experiment) is experiment
     with pytest.warns(FedsimWarning) as caught:

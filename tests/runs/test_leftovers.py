@@ -83,10 +83,10 @@ CASES = [
     {"engine": "serial", **SCHEDULES},
     {"engine": "batched"},
     {"engine": "auto", "model": "net", "rounds": 1, "processes": 1},
-    {"engine": "spawn", "processes": 2},
+    {"engine": "processes", "processes": 2},
     {"engine": "auto", "workers": 8, "processes": 1},  # trains them in stacks
     {**CLOCK, "engine": "batched", "policy": "fedbuff"},
-    {"mode": "race", "policy": "hogwild", "engine": "spawn", "processes": 2},
+    {"mode": "race", "policy": "hogwild", "engine": "processes", "processes": 2},
     {"engine": "batched", "processors": [{"name": "top_k", "ratio": 0.1}, "qsgd"], "broadcast": ["cast"]},
 ]
 
@@ -96,7 +96,7 @@ def test_a_run_leaves_no_tensors_and_changes_no_settings(changes, run):
     assert_leaves_nothing(lambda seed: run(seed, **changes))
 
 
-@pytest.mark.parametrize("engine", ["serial", "batched", "spawn"])
+@pytest.mark.parametrize("engine", ["serial", "batched", "processes"])
 def test_a_failed_or_interrupted_run_leaves_no_tensors_as_long_as_its_error_exists(engine, run):
     """A notebook keeps the last error, and with it everything that the frames of its traceback refer to."""
     errors = []

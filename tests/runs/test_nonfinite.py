@@ -37,7 +37,7 @@ def tables(tiny_experiment):
 def in_mode(tables, mode):
     tables = {**tables, **MODES[mode]}
     if "race" in mode:
-        tables["engine"] = "spawn"
+        tables["engine"] = "processes"
     return tables
 
 
@@ -80,7 +80,7 @@ def test_an_excluded_worker_does_not_count_in_the_correction_of_the_update(rule,
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "engine"), [("scaffold", "serial"), ("scaffold", "spawn"), ("mimelite", "batched")]
+    ("algorithm", "engine"), [("scaffold", "serial"), ("scaffold", "processes"), ("mimelite", "batched")]
 )
 def test_a_worker_whose_message_is_nan_is_excluded_though_an_attack_replaces_its_update(
     algorithm, engine, tables, session
@@ -164,7 +164,7 @@ WITH_BUFFERS = {
 }
 ENGINES = {
     "serial": {"engine": "serial"},
-    "spawn": {"engine": "spawn", "processes": 2},
+    "processes": {"engine": "processes", "processes": 2},
     "batched": {"engine": "batched", "processes": 1},
 }
 
@@ -213,8 +213,8 @@ def test_global_buffers_stay_if_only_workers_of_weight_zero_have_finite_ones(tab
         ("serial", "parameters", "local", {}),
         ("serial", "parameters", "average", FINITE),
         ("serial", "gradients", "average", {}),
-        ("spawn", "parameters", "average", {}),
-        ("spawn", "gradients", "local", {}),
+        ("processes", "parameters", "average", {}),
+        ("processes", "gradients", "local", {}),
         ("batched", "parameters", "local", {}),
         ("batched", "gradients", "average", {}),
     ],

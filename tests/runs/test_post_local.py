@@ -17,8 +17,8 @@ from tests.matrix import in_turn
 SWITCH, ROUNDS = 2, 4
 ENGINES = {
     "serial": {},
-    "spawn": {"processes": 2},
-    "batched": {"processes": 1, "batched": {"max_rows": 2}},
+    "processes": {"processes": 2},
+    "batched": {"processes": 1, "batched": {"max_workers": 2}},
 }
 BUFFERED = {"model": "tests.models:Normalised", "workers": 5, "cohort": 3}
 

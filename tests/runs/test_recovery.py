@@ -22,7 +22,7 @@ TABLES = {
     **{"rounds": 4, "workers": 4, "data": "tests.components:tiny", "records": {"curve": False}},
     "local": {"batch_size": 16, "lr": 0.05, "momentum": 0.5},
 }
-SPAWN = {"engine": "spawn", "processes": 2}
+SPAWN = {"engine": "processes", "processes": 2}
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_auto_replaces_the_processes_of_the_engine_that_it_chose(mortal, monkeyp
 def test_an_interrupt_during_recovery_ends_the_program_cleanly(mortal, tmp_path):
     order(folder_of(mortal), "train")
     words = [
-        "engine=spawn",
+        "engine=processes",
         "processes=2",
         "data=tests.components:tiny",
         "model.name=tests.lethal:Mortal",

@@ -146,7 +146,7 @@ def test_a_resumed_run_has_bitwise_the_same_result(case, tables, tmp_path, sessi
 @in_turn(
     ("case", "engine"),
     ["rule with a state", "fedbuff, sampled", "feddyn", "scaffold"],
-    [{"engine": "spawn", "processes": 2}, {"engine": "batched", "processes": 1}],
+    [{"engine": "processes", "processes": 2}, {"engine": "batched", "processes": 1}],
 )
 def test_other_engines_resume_with_bitwise_the_same_result(case, engine, tables, tmp_path, session):
     tables |= {**(CASES | ASYNCHRONOUS)[case], **engine}
@@ -183,7 +183,7 @@ def test_resuming_a_finished_run_changes_nothing(tables, tmp_path):
 def test_a_resumed_run_keeps_the_width_of_its_stacks(tables, tmp_path):
     """On a GPU, the default depends on the memory of the GPU."""
     tables |= {"engine": "batched", "processes": 1}
-    whole = fedsim.run({**tables, "batched": {"max_rows": 3}}, tmp_path / "whole")
+    whole = fedsim.run({**tables, "batched": {"max_workers": 3}}, tmp_path / "whole")
     folder = broken_off(tmp_path / "whole", tmp_path / "again", 2)
     result = fedsim.run(tables, folder, resume=True)
     assert torch.equal(result.global_row, whole.global_row)
@@ -192,10 +192,10 @@ def test_a_resumed_run_keeps_the_width_of_its_stacks(tables, tmp_path):
 
 def test_a_width_that_is_set_is_that_of_the_resumed_run(tables, tmp_path):
     tables |= {"engine": "batched", "processes": 1}
-    fedsim.run({**tables, "batched": {"max_rows": 3}}, tmp_path / "whole")
+    fedsim.run({**tables, "batched": {"max_workers": 3}}, tmp_path / "whole")
     folder, facts = broken_off(tmp_path / "whole", tmp_path / "again", 2), []
     with pytest.warns(FedsimWarning, match=r"in stacks of 3, now in stacks of 2$"):
-        fedsim.run({**tables, "batched": {"max_rows": 2}}, folder, resume=True, on_start=facts.append)
+        fedsim.run({**tables, "batched": {"max_workers": 2}}, folder, resume=True, on_start=facts.append)
     assert facts[0].how["width"] == 2
 
 
@@ -230,8 +230,8 @@ def test_another_experiment_is_refused_with_the_differences(tables, tmp_path):
 @pytest.mark.filterwarnings("always")
 def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_use(tmp_path, cli):
     words = "data=tests.components:tiny", "model=logistic", "workers=4", "checkpoint.every=1", "rounds=4"
-    spawn = "engine=spawn", "processes=2", "timeout=100", "process_retries=0"
-    assert cli("run", *words, *spawn, "--out", "whole").exit_code == 0
+    pooled = "engine=processes", "processes=2", "timeout=100", "process_retries=0"
+    assert cli("run", *words, *pooled, "--out", "whole").exit_code == 0
     broken_off(tmp_path / "whole", tmp_path / "again", 2)
     resumed = cli("run", "--resume", "again", "engine=serial", "--allow-imports")
     keys = ("process_retries", "processes", "timeout")
@@ -240,6 +240,18 @@ def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_us
     assert_the_same(tmp_path / "again", tmp_path / "whole")
     stored = fedsim.load_experiment(tmp_path / "again" / "experiment.toml", allow_imports=True)
     assert stored.engine == "serial"
+
+
+def test_a_run_of_the_version_before_resumes_with_the_new_names(tmp_path, cli):
+    words = "data=tests.components:tiny", "model=logistic", "workers=4", "rounds=2"
+    assert cli("run", *words, "engine=processes", "processes=2", "--out", "run").exit_code == 0
+    file, now = tmp_path / "run" / "experiment.toml", {"engine": "processes", "start_method": "auto"}
+    before = file.read_text().replace('"processes"', '"spawn"').replace('"auto"', '"fork"', 1)
+    before = before.replace("accumulation_steps", "accumulate").replace("trainable", "train")
+    file.write_text(before)
+    stored = fedsim.load_experiment(file, allow_imports=True)
+    assert now == {key: getattr(stored, key) for key in now}
+    assert cli("run", "--resume", "run", "rounds=3", "--allow-imports").exit_code == 0
 
 
 @pytest.mark.parametrize("resume", [False, True])

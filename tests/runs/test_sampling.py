@@ -134,4 +134,6 @@ def of_this_process(n_workers, size, *, others):
 def test_processes_that_draw_different_cohorts_end_the_run_in_one_line(others, tables):
     sampling = {"name": "tests.runs.test_sampling:of_this_process", "others": others}
     with pytest.raises(fedsim.ExperimentError, match="returned different cohorts in different processes in round 1"):
-        fedsim.run({**tables, "cohort": 2, "engine": "spawn", "processes": 2, "timeout": 20.0, "sampling": sampling})
+        fedsim.run(
+            {**tables, "cohort": 2, "engine": "processes", "processes": 2, "timeout": 20.0, "sampling": sampling}
+        )

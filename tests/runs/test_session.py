@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def spawned(tiny_experiment):
-    return {**tiny_experiment, "engine": "spawn", "processes": 2, "rounds": 1, "model": "logistic"}
+    return {**tiny_experiment, "engine": "processes", "processes": 2, "rounds": 1, "model": "logistic"}
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ ROUNDS = 1_000
 # Rounds. Of each range, the minimum of the memory is compared, because it fluctuates, and the maximum of the counts,
 # because the process that draws the curve opens its fonts with the first picture.
 EARLY, LATE = range(100, 201, 10), range(900, 1_001, 10)
-ENGINES = {"serial": {}, "spawn": {"processes": 2}, "batched": {"processes": 1}}
+ENGINES = {"serial": {}, "processes": {"processes": 2}, "batched": {"processes": 1}}
 MODES = {"rounds": {}, "clock": {"mode": "clock", "policy": "fedbuff", "clock": {"slowdown": "lognormal"}}}
 
 

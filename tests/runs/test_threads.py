@@ -87,7 +87,7 @@ def test_after_a_failed_run_other_threads_may_run(run):
     [
         {"model": f"{__name__}:Noisy"},
         {"engine": "batched"},
-        {"engine": "spawn", "processes": 2},
+        {"engine": "processes", "processes": 2},
         {"mode": "clock", "clock.slowdown": "lognormal"},
     ],
     ids=str,

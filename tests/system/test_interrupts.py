@@ -111,7 +111,7 @@ def test_many_signals_are_one_word(seed, tmp_path):
     rng = random.Random(seed)
     for moment in ("starting", "training"):
         words = [
-            "engine=spawn",
+            "engine=processes",
             "processes=2",
             "data=tests.components:tiny",
             "rounds=100000",

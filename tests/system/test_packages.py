@@ -25,7 +25,7 @@ def test_a_run_imports_no_compiler():
     code = """
 import sys, fedsim
 local = {"algorithm": "fedper", "personal": ["*bias"], "steps": 1}
-fedsim.run(rounds=1, model="logistic", engine="spawn", processes=2, local=local, records={"curve": False})
+fedsim.run(rounds=1, model="logistic", engine="processes", processes=2, local=local, records={"curve": False})
 print([name for name in ("torch._dynamo", "torch._inductor", "hypothesis") if name in sys.modules])
 """
     assert in_a_fresh_process(code) == "[]"

@@ -196,7 +196,7 @@ def stacked(function, *tensors, factors=()):
 @pytest.mark.parametrize("shapes", [[], [(3, 7)] * 2, [(4, 7)]], ids=["too few", "too many", "other samples"])
 def test_factors_that_do_not_fit_the_calls_are_refused(shapes):
     with pytest.raises(
-        ExperimentError, match="the model's dropout calls differ between forward passes; use engine=spawn"
+        ExperimentError, match="the model's dropout calls differ between forward passes; use engine=processes"
     ):
         stacked(F.dropout, torch.ones(2, 3, 7), factors=[torch.ones(2, *shape) for shape in shapes])
 

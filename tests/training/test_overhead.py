@@ -45,7 +45,7 @@ def calls_of_a_round(workers, changes, monkeypatch):
     tables = {
         **{"rounds": 2, "workers": 2 * workers, "cohort": workers, "model": "logistic", "partition": "contiguous"},
         **{"data": {"name": "tests.components:tiny", "train": 8 * workers}, "local": LOCAL, "device": "cpu"},
-        **{"engine": "batched", "processes": 1, "batched": {"max_rows": 32}},
+        **{"engine": "batched", "processes": 1, "batched": {"max_workers": 32}},
     }
     fedsim.run({**tables, **changes})
     monkeypatch.undo()

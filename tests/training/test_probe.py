@@ -39,7 +39,7 @@ def test_a_model_that_is_stacked_agrees_with_serial_and_its_batches_are_merged_w
     tables, probes, of = {**experiment(kind), "sync": sync}, [], StackingProbe.of
     monkeypatch.setattr(StackingProbe, "of", lambda *arguments: probes.append(of(*arguments)) or probes[0])
     serial = fedsim.run({**tables, "engine": "serial"})
-    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 3}})
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_workers": 3}})
     assert_close(serial, stacked, ROUNDING)
     assert [(probe.coupled, probe.merged) for probe in probes] == [(kind in COUPLED, kind not in COUPLED | VMAPPED)]
 
@@ -51,7 +51,7 @@ def test_a_model_that_cannot_be_stacked_is_refused_with_the_reason(kind, dry_run
         dry_run(experiment(kind))
     (line,) = str(refusal.value).splitlines()
     assert line.startswith(f'engine = "batched": the model cannot be trained in stacks of workers: {reason}')
-    assert line.endswith("; use engine=spawn")
+    assert line.endswith("; use engine=processes")
 
 
 def test_a_difference_in_float32_is_confirmed_in_float64(dry_run, tiny_experiment, monkeypatch):
@@ -75,7 +75,7 @@ def test_first_samples_that_are_nan_are_named_and_not_the_model(dry_run, tiny_ex
         '^engine = "batched": cannot test the model, because 60 of the first 64 training samples '
         "contain NaN or infinity"
     )
-    with pytest.raises(fedsim.ExperimentError, match=f"{line}; remove them, or use engine=spawn$"):
+    with pytest.raises(fedsim.ExperimentError, match=f"{line}; remove them, or use engine=processes$"):
         dry_run(tables)
 
 
@@ -105,7 +105,7 @@ def test_every_model_is_stacked_as_it_declares(name, dry_run):
     tables = {**task, "model": {"name": name, **params}, "workers": 3, "local": {"batch_size": 4}}
     declared = models.get(name).target.stacked
     if declared not in ("merged", "vmap"):
-        with pytest.raises(fedsim.ExperimentError, match=f"stacks of workers: {declared}; use engine=spawn$"):
+        with pytest.raises(fedsim.ExperimentError, match=f"stacks of workers: {declared}; use engine=processes$"):
             dry_run({**tables, "precision": "float64"})
         return
     probe = dry_run({**tables, "precision": "float64"})
@@ -223,7 +223,7 @@ LARGER += ["the last of a batch, but for the first", "its share of the batch"]
 def test_a_model_that_depends_on_the_size_of_batches_agrees_with_serial(kind, width):
     tables = {**experiment(kind), "local": {"batch_size": 7, "lr": 0.05}}
     serial = fedsim.run({**tables, "engine": "serial"})
-    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": width}})
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_workers": width}})
     assert_close(serial, stacked, ROUNDING)
 
 
@@ -232,6 +232,6 @@ def test_a_model_that_splits_large_batches_is_refused_when_it_does():
     tables = {**experiment("in pieces"), "local": {"batch_size": 8, "lr": 0.05}}
     with pytest.raises(
         fedsim.ExperimentError,
-        match="the model's operations depend on the size or the values of a batch.*; use engine=spawn$",
+        match="the model's operations depend on the size or the values of a batch.*; use engine=processes$",
     ):
-        fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_rows": 2}})
+        fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_workers": 2}})

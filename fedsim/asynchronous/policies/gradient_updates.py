@@ -51,7 +51,7 @@ class Hogwild(Policy):
 @policy("locked")
 @dataclass(frozen=True)
 class Locked(Hogwild):
-    """Hogwild with a lock around each read and each change of the global model, so that no update is lost.
+    """Asynchronous SGD with a lock: workers lock the global model while they read or change it, so no update is lost.
 
     On the virtual clock, the results are the same as those of `hogwild`.
 

@@ -177,7 +177,7 @@ def test_byte_pairs_give_the_text_again(files):
     [
         (None, {}, "there is no such file or folder"),
         (b"", {}, "is empty"),
-        (b"good text " * 90 + b"\xff\xfe", {}, "byte 900 is not UTF-8; convert the file"),
+        (b"good text " * 90 + b"\xff\xfe", {}, "line 1 is not UTF-8 .*; save the file as UTF-8"),
         (b"short" * 60, {}, "have 240 and 60 tokens; each needs 81 or more for one window; use a smaller data.length"),
         (b"long " * 200, {"tokens": "bpe", "vocabulary": 100}, "data.vocabulary = 100: must be at least 256"),
     ],
@@ -216,12 +216,12 @@ TINY = {
 
 
 def test_engines_train_on_windows_alike():
-    serial, spawn, batched = (fedsim.run({**TINY, "engine": e}) for e in ("serial", "spawn", "batched"))
+    serial, pooled, batched = (fedsim.run({**TINY, "engine": e}) for e in ("serial", "processes", "batched"))
     assert serial.experiment.workers == 7
-    assert torch.equal(serial.global_row, spawn.global_row)
+    assert torch.equal(serial.global_row, pooled.global_row)
     assert torch.allclose(serial.global_row, batched.global_row, rtol=0, atol=1e-9)
     last = serial.history[-1]
-    assert last.test_loss == spawn.history[-1].test_loss == pytest.approx(batched.history[-1].test_loss)
+    assert last.test_loss == pooled.history[-1].test_loss == pytest.approx(batched.history[-1].test_loss)
 
 
 def test_the_losses_and_the_perplexity_of_windows_are_per_token():
