@@ -249,6 +249,8 @@ def _check_work(value: Any) -> Any:
         form, values = "list", value
     elif isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), list):
         ((form, values),) = value.items()
+    if form == "one" and isinstance(value, float) and value < 1:
+        raise ValueError("must be at least 1; for less than an epoch set local.steps")
     if form not in ("one", "list", "uniform", "choice") or not values or any(type(n) is not int for n in values):
         raise ValueError("must be an integer, a list of integers, {uniform = [low, high]} or {choice = [n, ...]}")
     if min(values) < 1 or max(values) >= 2**63:

@@ -101,6 +101,8 @@ def _format_of(path: str) -> str | None:
             f"data.name = {show(path)}: is a folder; write data=image_folder {folder}, or leaf, text or huggingface "
             "instead of image_folder"
         )
+    if re.search(r"[/\\]", path) and not re.search(r":|\.py$", path) and not file.exists():
+        raise ExperimentError(f"data.name = {show(path)}: no such file or folder; check the path")
     if path.lower().endswith(UNREAD) or (file.is_file() and file.suffix != ".py"):
         raise ExperimentError(
             f"data.name = {show(path)}: no data set reads such a file; allowed: {', '.join(FORMATS)}, folders of "
