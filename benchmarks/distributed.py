@@ -8,7 +8,7 @@ rows. Before the timing, the rows of the ranks are compared with those of `seria
 
 Bytes are counted by the kernel at the loopback interface of a new network namespace (Linux, as root). The bytes of a
 run of two rounds are subtracted from those of a run of six rounds, which removes start and end. The result is compared
-with the formulas in docs/explanation/performance.md. Without a network namespace, bytes are not measured.
+with the formulas in fedsim/engines/distributed.py. Without a network namespace, bytes are not measured.
 
     python benchmarks/distributed.py [--rounds 6] [--most-ranks 4]
 """
@@ -132,7 +132,7 @@ def check_work(ranks: int) -> float:
 
 
 def formula(rule: str, n: int, d: int, ranks: int) -> float:
-    """Return the bytes of float32 rows that all ranks together send per round (docs/explanation/performance.md)."""
+    """Return the bytes of float32 rows that all ranks together send per round (fedsim/engines/distributed.py)."""
     if rule == "mean":
         return 2 * (ranks - 1) * d * 4
     pairs = 2 * (ranks - 1) * n * n * 8 if rule == "krum" else 0

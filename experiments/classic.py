@@ -1,4 +1,4 @@
-"""Synchronous SGD: each worker is a process, and after each epoch the workers' models are aggregated."""
+"""Local SGD: each worker is a process, and after each epoch the workers' models are aggregated."""
 
 import argparse
 import signal

@@ -1,7 +1,7 @@
-"""The gallery: one page for each file in experiments/, with a figure and a table from stored results.
+"""The gallery: stored results of the files in experiments/, and the pages that show them.
 
     python docs/hooks/gallery.py add NAME FOLDER [WORDS...]    store the results in the folder of a comparison
-    python docs/hooks/gallery.py check [NAME...]               check that stored results belong to the present files
+    python docs/hooks/gallery.py write [PAGE...]               write figures and tables into the pages (default: all)
 
 WORDS are those of the command `fedsim compare NAME WORDS` that created the folder. docs/gallery/results/NAME/ contains
 
@@ -9,18 +9,16 @@ WORDS are those of the command `fedsim compare NAME WORDS` that created the fold
                     figure and, for a table of other metrics than the compared one, the metric names by heading
     records.tar.xz  the comparison without models: comparison.json, and experiment.toml and metrics.jsonl of each run
 
-The build of the site stops if a result does not belong to the file in experiments/. docs/gallery/NAME.md contains the
-title, followed by what is known in addition to the results. The build inserts the results between the two.
+In a page, `write` replaces what stands between `<!-- results: NAME -->` and `<!-- end -->`, with `all` for the table of
+all experiments. Results that do not belong to the file in experiments/ are an error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import itertools
 import json
-import os
 import re
 import shlex
 import sys
@@ -31,16 +29,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from blocks import store
+
 if TYPE_CHECKING:
     from fedsim.comparison import Comparison
     from fedsim.comparison.rows import Row
 
 ROOT = Path(__file__).parents[2]
+RESULTS = re.compile(r"<!-- results: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 GALLERY = ROOT / "docs" / "gallery"
 EXPERIMENTS = ROOT / "experiments"
 MOST_BYTES = 300_000  # maximum size of the stored records of an experiment
 # keys that change no result, or belong to a machine
-NOT_COMPARED = ("data.root", "model.weights", "records.", "engine", "processes", "distributed.")
+NOT_COMPARED = ("data.root", "model.weights", "records.", "device", "engine", "processes", "distributed.")
 NOT_KEPT = ("coefficients", "seconds")  # large entries that no figure shows
 DIGITS = 6  # significant digits of the stored numbers
 MOST_WIDE = 3  # maximum number of columns with intervals that fit on a page
@@ -221,9 +222,28 @@ def unpacked(name: str) -> Iterator[Path]:
 # -- Pages
 
 
-def title(name: str) -> str:
-    """Return the heading of an experiment's page."""
-    return (GALLERY / f"{name}.md").read_text().partition("\n")[0].removeprefix("# ")
+def pages() -> dict[str, Path]:
+    """Return the page of each experiment that a page names, and of "all"."""
+    paths = sorted(GALLERY.glob("*.md"))
+    return {match[1]: path for path in paths for match in RESULTS.finditer(path.read_text())}
+
+
+def write(path: Path) -> None:
+    """Write the results into a page, and its figures beside it."""
+    pictures: dict[str, bytes] = {}
+    path.write_text(filled(path.read_text(), pictures))
+    for name, content in pictures.items():
+        store(io.BytesIO(content), path.parent / name)
+
+
+def filled(page: str, pictures: dict[str, bytes]) -> str:
+    """Return a page with the present results, and put its figures into `pictures`. Raises StaleResultError."""
+
+    def results_of(match: re.Match[str]) -> str:
+        text = overview() if match[1] == "all" else section(match[1], pictures)
+        return f"<!-- results: {match[1]} -->\n\n{text}\n\n<!-- end -->"
+
+    return RESULTS.sub(results_of, page)
 
 
 def question(name: str) -> tuple[str, str]:
@@ -245,64 +265,44 @@ def command(name: str, words: Iterable[str] = ()) -> str:
     return shlex.join(["fedsim", "compare" if is_comparison_file or words else "run", name, *words])
 
 
-@functools.cache
-def figures(name: str) -> dict[str, bytes]:
-    """Return the figures by file name: each as PNG (shown) and SVG, with its caption. Raises StaleResultError.
-
-    FEDSIM_DOCS_RUN=no builds without drawing and checking.
-    """
-    if os.environ.get("FEDSIM_DOCS_RUN") == "no":
-        stems = [f"{name}-{number}" if number else name for number, _ in enumerate(about(name)["figures"])]
-        return {f"{stem}.{format}": b"not drawn" for stem in stems for format in ("png", "svg", "txt")}
+def figures(name: str) -> Iterator[tuple[bytes, str]]:
+    """Yield each figure as PNG with its caption."""
     import fedsim
     from fedsim.core.plotting import PAPER, encode
 
-    check(name)
-    files = {}
     with unpacked(name) as folder:
-        for number, arguments in enumerate(about(name)["figures"]):
+        for arguments in about(name)["figures"]:
             figure = fedsim.plot(folder, **arguments)
-            stem = f"{name}-{number}" if number else name
             with PAPER.applied():
-                files |= {f"{stem}.{format}": encode(figure, format, 200) for format in ("png", "svg")}
-            files[f"{stem}.txt"] = figure.get_label().encode()
-    return files
+                yield encode(figure, "png", 160), figure.get_label()
 
 
-def filled(name: str, markdown: str) -> str:
-    """Return the page of an experiment: title, question, command, figures, table and notes."""
-    title, _, notes = markdown.partition("\n")
+def section(name: str, pictures: dict[str, bytes]) -> str:
+    """Return what a page shows of an experiment: question, command, figures and table."""
     first, rest = question(name)
-    parts = [title, f"**{first}**", rest]
-    if results(name) is None:
-        parts.append(f"```bash\n{command(name)}\n```")
-        parts.append("The records of this experiment are not stored, so there is no figure from them.")
-    else:
-        known = about(name)
-        parts.append(f"The results are from this command:\n\n```bash\n{command(name, known['words'])}\n```")
-        for file in figures(name):
-            if file.endswith(".png"):
-                stem = file.removesuffix(".png")
-                caption = figures(name)[f"{stem}.txt"].decode()
-                parts.append(f"![{caption}]({file})\n\n{caption} [SVG]({stem}.svg)")
+    known = about(name) if results(name) else {"words": []}
+    parts = [f"**{first}** {rest}", f"```bash\n{command(name, known['words'])}\n```"]
+    if results(name):
+        check(name)
+        for number, (picture, caption) in enumerate(figures(name)):
+            file = f"{name}-{number}.png" if number else f"{name}.png"
+            pictures[file] = picture
+            parts.append(f"![{first}]({file})\n\n*{caption}*")
         parts.append(results_table(name, known.get("table")))
         parts.append(
-            f"{known['runs']} runs, {_hours(known['core_hours'])} of one core in all ({known['processor']}, "
-            f"PyTorch {known['torch']}, {known['date']})."
+            f"{known['runs']} runs of `experiments/{name}.toml`, {_hours(known['core_hours'])} of one core in all "
+            f"({known['processor']}, PyTorch {known['torch']}, {known['date']})."
         )
-    parts.append(f"The file: `experiments/{name}.toml`")
-    return "\n\n".join([*parts, notes.strip()]) + "\n"
+    return "\n\n".join(parts)
 
 
 def results_table(name: str, metrics: dict[str, str] | None) -> str:
-    """Return the stored results as a Markdown table with explanations, or "" if FEDSIM_DOCS_RUN=no.
+    """Return the stored results as a Markdown table with explanations.
 
     Args:
         metrics: names of metrics by heading. Shown are the means over the seeds after the last round. None: the
             compared metric, with one column for each value of the last axis if there are several axes.
     """
-    if os.environ.get("FEDSIM_DOCS_RUN") == "no":
-        return ""
     from fedsim.comparison import Comparison
 
     with unpacked(name) as folder:
@@ -381,45 +381,21 @@ def _hours(hours: float) -> str:
 
 def overview() -> str:
     """Return the table of all experiments with thumbnails, for the first page of the gallery."""
-    rows = ["| | question | command | stored results |", "|---|---|---|---|"]
+    rows, places = ["| | question | command | stored results |", "|---|---|---|---|"], pages()
     for name in names():
-        known = about(name) if results(name) else None
+        known, page = about(name) if results(name) else None, places[name].name
         time = f"{known['runs']} runs, {_hours(known['core_hours'])}" if known else "none stored"
-        picture = f"[![]({name}.png){{ width=160 }}]({name}.md)" if known else ""
-        rows.append(f"| {picture} | [{title(name)}]({name}.md)<br>{question(name)[0]} | `{command(name)}` | {time} |")
+        picture = f"[![]({name}.png){{ width=160 }}]({page})" if known else ""
+        rows.append(f"| {picture} | [{question(name)[0]}]({page}) | `{command(name)}` | {time} |")
     return "\n".join(rows)
-
-
-# -- mkdocs
-
-
-def on_files(files: Any, config: Any) -> Any:
-    """mkdocs hook: add the figures. Raises StaleResultError, which ends the build."""
-    from mkdocs.structure.files import File
-
-    for name in filter(results, names()):
-        for file, content in figures(name).items():
-            if not file.endswith(".txt"):
-                files.append(File.generated(config, f"gallery/{file}", content=content))
-    return files
-
-
-def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """mkdocs hook: fill the pages of the gallery."""
-    path = Path(page.file.src_uri)
-    if path.parent.name != "gallery":
-        return markdown
-    if path.stem == "index":
-        return f"{markdown}\n{overview()}\n"
-    return filled(path.stem, markdown) if path.stem in names() else markdown
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["add", name, folder, *words]:
             add(name, Path(folder), words)
-        case ["check", *chosen]:
-            for name in chosen or filter(results, names()):
-                check(name)
+        case ["write", *chosen]:
+            for path in map(Path, chosen) if chosen else set(pages().values()):
+                write(path)
         case _:
             sys.exit(__doc__)

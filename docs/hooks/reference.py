@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-import os
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import typer
-from blocks import CACHE, ROOT, code_digest
+from blocks import ROOT
 from component_pictures import draw
 from docstrings import cell, escaped, markdown_of
 
 import fedsim
 from fedsim.cli.main import app
+from fedsim.clients.algorithm import ClientAlgorithm
+from fedsim.clients.capabilities import CAPABILITIES
 from fedsim.config.components import COMPONENTS, registry_of, trait_line
 from fedsim.config.keys import attribute_docstrings, key_tables, type_text
 from fedsim.errors import show
@@ -48,6 +49,7 @@ KINDS = {  # page title of each kind of component
     "hooks": "Communication hooks",
     "loggers": "Loggers",
 }
+ROUND = "worker_state server_state message send start start_round step step_rows finish receive"  # in order
 IN_A_RUN = re.compile(r"\*\*In a run\*\*: `(fedsim[\w.]+)`")  # in docstrings: a function that uses the described name
 NAMED = re.compile(r"`(fedsim(?:\.[a-z_]+)*\.[A-Z_a-z]\w*(?:\.\w+)?)`")  # names of functions and classes
 PYTHON = {  # section titles of the Python API page, and their names
@@ -78,7 +80,26 @@ def component_page(kind: str, pictures: dict[str, str]) -> str:
         f"In an experiment: {keys}. `fedsim list {kind}` prints a list, `fedsim list {components[0].name}` one of them."
     )
     sections = [_component_section(registration, pictures.get(registration.name)) for registration in components]
+    if kind == "client-algorithms":
+        sections.append(_methods_of_algorithms())
     return "\n\n".join([f"# {KINDS[kind]}", lead, "\n".join(["| name | |", "|---|---|", *rows]), *sections])
+
+
+def _methods_of_algorithms() -> str:
+    """Return the section on the methods that a client algorithm may define."""
+    methods = [(ClientAlgorithm, name) for name in ROUND.split()]
+    methods += [(base, name) for base in CAPABILITIES for name in vars(base) if inspect.isfunction(vars(base)[name])]
+    rows = []
+    for base, name in methods:
+        _, *parameters = inspect.signature(vars(base)[name]).parameters
+        summary = cell(escaped(_summary(vars(base)[name])))
+        rows.append(f"| `{name}({', '.join(parameters)})` | `{base.__name__}` | {summary} |")
+    lead = (
+        "A round calls the methods of `ClientAlgorithm` in this order. `row` is a flat parameter vector [d]. `rows` "
+        "are one or several such vectors [..., d]. To define a method of another base class, derive from that class."
+    )
+    table = "\n".join(["| method | base class | |", "|---|---|---|", *rows])
+    return "\n\n".join(["## Methods of a client algorithm", markdown_of(ClientAlgorithm, {}), lead, table])
 
 
 def _summary(target: Any) -> str:
@@ -250,41 +271,32 @@ def index_page() -> str:
     return "\n".join(["# Reference", "", *lines, "", "What an experiment can name:", "", *components])
 
 
-def pictures_of(kind: str) -> dict[str, Path]:
-    """Return the pictures of the components of a kind, drawn once per version of the code."""
-
-    folder = CACHE / f"pictures-{code_digest()}" / kind
-    if not folder.is_dir():
-        part = folder.with_name(f"{kind}.part")
-        part.mkdir(parents=True, exist_ok=True)
-        for registration in registry_of(kind):
-            if (picture := draw(kind, registration)) is not None:
-                (part / f"{registration.name}.svg").write_bytes(picture)
-        part.rename(folder)
-    return {path.stem: path for path in sorted(folder.iterdir())}
-
-
 def on_files(files: Any, config: Any) -> None:
-    """mkdocs hook: add the pages and, unless blocks are not run, the pictures."""
+    """mkdocs hook: add the pages."""
     from mkdocs.structure.files import File
 
     pages = {"index": index_page, "experiment": experiment_page, "command-line": command_page}
     pages |= {"python": python_page, "run-folder": run_folder_page}
+    pages |= {kind: functools.partial(component_page, kind, {}) for kind in KINDS}
     for name, write in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=write()))
-    for kind in KINDS:
-        pictures = pictures_of(kind) if os.environ.get("FEDSIM_DOCS_RUN") != "no" else {}
-        addresses = {name: f"{kind}-{name}.svg" for name in pictures}
-        for name, path in pictures.items():
-            files.append(File.generated(config, f"reference/{addresses[name]}", abs_src_path=str(path)))
-        files.append(File.generated(config, f"reference/{kind}.md", content=component_page(kind, addresses)))
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """mkdocs hook: link the names of functions and classes on the architecture page to their source code."""
-    if page.file.src_uri != "explanation/architecture.md":
+    """mkdocs hook: add pictures of components, and link names on the architecture page to their source code."""
+    from mkdocs.structure.files import File
+
+    folder, _, name = page.file.src_uri.removesuffix(".md").rpartition("/")
+    if page.file.src_uri == "explanation/architecture.md":
+        return linked(markdown, NAMED, r"[`\1`](#\1)", "Source code")
+    if folder != "reference" or name not in KINDS:
         return markdown
-    return linked(markdown, NAMED, r"[`\1`](#\1)", "Source code")
+    addresses = {}
+    for registration in registry_of(name):
+        if (picture := draw(name, registration)) is not None:
+            addresses[registration.name] = f"{name}-{registration.name}.svg"
+            files.append(File.generated(config, f"reference/{addresses[registration.name]}", content=picture))
+    return component_page(name, addresses)
 
 
 def on_config(config: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fedsim.callbacks.callback import Callback
+from fedsim.clients import PersonalModel
 from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.errors import plural, show
@@ -79,6 +80,8 @@ class Display(Callback):
         self._run, done = run, run.facts.done
         self._bar.set_description()
         self._print(headline(run))
+        if run.facts.assumed:
+            self._print(f"data: {'; '.join(run.facts.assumed)}")
         if done:
             self._done = self._before = done
             self._print(f"continuing after round {done} of {self._bar.total}")
@@ -99,7 +102,7 @@ class Display(Callback):
         self._bar.set_postfix_str(score_text(record).removeprefix("test "), refresh=False)
         self._bar.update()
         if not self._columns:
-            self._columns = columns_of(record)
+            self._columns = columns_of(record, of_workers=bool(self._experiment.data.local_test_fraction))
             self._print(table_header(self._columns))
         self._print(table_line(self._columns, record))
 
@@ -118,6 +121,12 @@ class Display(Callback):
             f"final {score_text(last)} after {plural(self._done, 'round')}{virtual}{now} in {seconds:.1f} s "
             f"(and {self._started - self._begun:.1f} s to start)"
         )
+        experiment = self._experiment
+        untested = isinstance(experiment.local.component, PersonalModel) and not experiment.data.local_test_fraction
+        if untested and experiment.in_rounds:
+            self._print(
+                "this is the global model; data.local_test_fraction=0.2 also tests the workers' personal models"
+            )
 
     def _leave(self) -> None:
         """Print how an unfinished run can be continued."""

@@ -53,5 +53,6 @@ class FinalWorkerTests(Callback):
             self._test(record)
 
     def _test(self, record: RoundRecord) -> None:
-        figures = self._run.test_workers(record.round)
-        self._run.history[-1] = replace(record, metrics=record.metrics | figures)
+        if tested := self._run.test_workers(record.round):
+            metrics = record.metrics | tested.metrics()
+            self._run.history[-1] = replace(record, **tested.means(), metrics=metrics)

@@ -70,7 +70,7 @@ def _files(drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
 def _serve(pipe: Connection) -> None:
     init_child_process()
     os.nice(19)  # the rounds have priority
-    from matplotlib.figure import Figure
+    from fedsim.core.figure import Figure
 
     figure = Figure(layout="constrained")
     figure.subplots().plot([0, 1], label="0123456789")

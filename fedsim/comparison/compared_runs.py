@@ -9,7 +9,16 @@ from typing import Any
 
 from fedsim.comparison.axes import shape_of
 from fedsim.comparison.leaderboard import Leaderboard, leaderboard
-from fedsim.comparison.rows import NO_SETTINGS, Choice, ComparisonSettings, Group, Row, groups_of, score_of
+from fedsim.comparison.rows import (
+    NO_SETTINGS,
+    Choice,
+    ComparisonSettings,
+    Group,
+    Row,
+    canonical,
+    groups_of,
+    score_of,
+)
 from fedsim.core.attributes import HintingAttributes
 from fedsim.records.reader import Run
 from fedsim.records.record import Metric
@@ -25,6 +34,7 @@ class ComparedRuns(HintingAttributes):
     settings: ComparisonSettings = NO_SETTINGS
     folder: Path | None = None
     left_out: list[str] = field(default_factory=list)
+    whole: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def shape(self) -> str:
@@ -58,6 +68,14 @@ class ComparedRuns(HintingAttributes):
     def choices(self) -> list[Choice]:
         """The value that `tune` has chosen for each combination of the other compared values."""
         return self.settings.of(self.runs, list(self.axes))[1]
+
+    def style_of(self, key: str, place: int) -> int:
+        """Return the number of the line style for a compared value, by its index among the values of `key`.
+
+        If only some values are drawn, their lines look as in the figure of the whole comparison.
+        """
+        value = canonical(self.axes[key][place])
+        return [canonical(each) for each in self.whole.get(key, self.axes[key])].index(value)
 
     @property
     def metric(self) -> Metric:

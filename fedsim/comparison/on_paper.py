@@ -94,8 +94,9 @@ def _draw_lines(chart: LineChart, style: FigureStyle) -> Figure:
 
 def _empty_panels(chart: LineChart, count: int, style: FigureStyle) -> tuple[Figure, list[Axes]]:
     """Return a figure with a legend, and its `count` empty panels."""
-    from matplotlib.figure import Figure  # imported here because matplotlib is slow to import
     from matplotlib.lines import Line2D
+
+    from fedsim.core.figure import Figure
 
     names = [label(value) for key in chart.keys[:1] for value in chart.comparison.axes[key]]
     if style.widths:
@@ -122,7 +123,8 @@ def _empty_panels(chart: LineChart, count: int, style: FigureStyle) -> tuple[Fig
             panel.set_xlabel(chart.x_text)
     if names:
         place = "outside upper center" if style.widths else "center" if free else "outside right center"
-        handles = [Line2D([], [], label=name, **line_style(index)) for index, name in enumerate(names)]
+        styles = [line_style(chart.comparison.style_of(chart.keys[0], place)) for place in range(len(names))]
+        handles = [Line2D([], [], label=name, **style) for name, style in zip(names, styles, strict=True)]
         sizes: dict[str, Any] = {"fontsize": "small", "title_fontsize": "small", "handlelength": 3}
         where: Any = panels[-1] if free else figure
         where.legend(
@@ -141,7 +143,7 @@ def _draw_panel(panel: Axes, chart: LineChart, lines: Sequence[Line]) -> None:
         if line.failed:
             failures.append(f"{name} ({line.failed})")
         if line.mean:
-            _draw_line(panel, line, line.mean, line.place[first] if first else 0)
+            _draw_line(panel, line, line.mean, chart.comparison.style_of(first, line.place[first]) if first else 0)
             drawn[name] = line.mean
     title = ", ".join(f"{key_name(key)}: {label(chart.value(lines[0], key))}" for key in chart.keys[1:])
     panel.set_title(title, fontsize="small")
@@ -206,7 +208,7 @@ def draw_heatmap(
 
 
 def _draw_one_map(comparison: ComparedRuns, style: FigureStyle) -> Figure | None:
-    from matplotlib.figure import Figure
+    from fedsim.core.figure import Figure
 
     first, second, *others = comparison.compared
     down, across = ([label(value) for value in comparison.axes[axis]] for axis in (first, second))
@@ -236,7 +238,7 @@ def _draw_one_map(comparison: ComparedRuns, style: FigureStyle) -> Figure | None
 
 
 def _draw_maps(comparison: ComparedRuns, over: tuple[str, str], style: FigureStyle) -> Figure:
-    from matplotlib.figure import Figure
+    from fedsim.core.figure import Figure
 
     maps, first = best_maps(comparison, over), comparison.compared[0]
     means = [mean for _, heat_map in maps for mean in heat_map.means]
@@ -320,7 +322,7 @@ def draw_worker_comparison(comparison: ComparedRuns) -> Figure | None:
     The figure has one line for each combination of compared values and each tested model. Each stroke on a line is a
     worker, the bar covers the middle half of the workers, and the dot is the mean.
     """
-    from matplotlib.figure import Figure
+    from fedsim.core.figure import Figure
 
     tested = []
     for row in comparison.rows:
@@ -331,6 +333,7 @@ def draw_worker_comparison(comparison: ComparedRuns) -> Figure | None:
     if not tested:
         return None
     del tested[MOST_ROWS:]
+    colours = dict(zip(LABELS, COLOURS[1:], strict=False))
     models = [model for model in LABELS if any(model in seed.scores for _, results in tested for seed in results)]
     figure = Figure(figsize=(7.5, 1.6 + ROW * len(tested) * (len(models) + 0.5)), layout="constrained")
     axes, names = figure.subplots(), []
@@ -339,12 +342,12 @@ def draw_worker_comparison(comparison: ComparedRuns) -> Figure | None:
         for index, model in enumerate(models):
             values = [value for seed in results for value in seed.scores.get(model, ())]
             if values:
-                y, color = place + (index - (len(models) - 1) / 2) / (len(models) + 0.5), COLOURS[index + 1]
+                y, color = place + (index - (len(models) - 1) / 2) / (len(models) + 0.5), colours[model]
                 axes.plot(values, [y] * len(values), "|", color=color, alpha=0.5, markersize=8)
                 axes.plot(np.quantile(values, [0.25, 0.75]), [y, y], color=color, linewidth=5, alpha=0.4)
                 axes.plot(np.mean(values), y, "o", color=color, markeredgecolor="white")
-    for index, model in enumerate(models):
-        axes.plot([], [], "o", color=COLOURS[index + 1], label=LABELS[model])
+    for model in models:
+        axes.plot([], [], "o", color=colours[model], label=LABELS[model])
     axes.set_yticks(range(len(names)), names, fontsize="small")
     score = tested[0][1][0].score_name
     axes.set(xlabel=f"{score} on the worker's own test samples", ylim=(len(names) - 0.5, -0.5))
@@ -363,7 +366,7 @@ def draw_tuning(comparison: ComparedRuns) -> Figure | None:
 
     There is one line for each combination of the other settings. Larger markers show the chosen values.
     """
-    from matplotlib.figure import Figure
+    from fedsim.core.figure import Figure
 
     settings, tuned = comparison.settings, comparison.choices
     assert settings.tune is not None
@@ -401,7 +404,7 @@ def draw_tuning(comparison: ComparedRuns) -> Figure | None:
 
 def draw_leaderboard(board: Leaderboard, title: str) -> Figure:
     """Draw the mean ranks. A bar connects ranks that are not significantly different (Demsar 2006, figure 1)."""
-    from matplotlib.figure import Figure
+    from fedsim.core.figure import Figure
 
     count = len(board.standings)
     figure = Figure(figsize=(7.5, 1.6 + LINE * (count + len(board.groups))), layout="constrained")

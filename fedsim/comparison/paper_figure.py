@@ -1,4 +1,4 @@
-"""Draw run folders or the folder of a comparison: `fedsim.plot` and `fedsim plot`."""
+"""Draw runs or a comparison: `fedsim.plot` and `fedsim plot`."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fedsim.comparison.axes import axis_called, label
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap, draw_values
+from fedsim.comparison.plan import hint_for
 from fedsim.comparison.results import Comparison, comparison_of, read_records
 from fedsim.comparison.rows import canonical, numeric_axes
 from fedsim.comparison.stored import places_in
-from fedsim.core.plotting import STYLES, UNDATED, FigureStyle, encode, show_dollars
+from fedsim.core.plotting import STYLES, FigureStyle, save, show_dollars
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.numbers import SCALES
+from fedsim.records.reader import Run
 from fedsim.records.record import LARGEST, metric_called, metrics_in
-from fedsim.system.files import write_atomically
+from fedsim.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Source = Result | Run | Comparison | str | Path
 Kind = Literal["curves", "heatmap"]
 LEAST_INCHES, MOST_INCHES = 1, 30  # limits of width and height; 30 inches are 9,000 pixels in style "paper"
 
 
 def plot(
-    folders: str | Path | Sequence[str | Path],
+    source: Source | Sequence[Source],
     *,
     metric: str | None = None,
     x: str = "round",
@@ -40,14 +43,16 @@ def plot(
     y_range: tuple[float, float] | None = None,
     out: str | Path | None = None,
 ) -> Figure:
-    """Draw the results of a comparison, or of one or more runs, from their folders.
+    """Draw the results of a comparison, or of one or more runs.
 
     For a comparison, the figure has one line for each value of the first compared setting, and one panel for each
     combination of the other settings. Runs that differ only in the seed share a line, which shows their mean. Thin
     lines show single seeds if there are two or three. With more seeds, a band shows the 95 percent intervals.
+    `Result.plot` draws accuracy and losses of a single run.
 
     Args:
-        folders: the folder of a comparison, or the folders of one or more runs.
+        source: a comparison, the result of a run, or a list of results, as `fedsim.compare` and `fedsim.run` return
+            them, or their folders.
         metric: the metric to draw, such as "test_loss" or "metrics.drift". None: the metric of the comparison, or else
             the test accuracy or loss. A sign before the name says whether higher ("+") or lower ("-") is better.
         x: the x axis: "round", "virtual_seconds", "updates", "arrivals", "seconds" (computation time), "bytes" (sent in
@@ -55,7 +60,8 @@ def plot(
             a compared setting with three or more numbers, such as "attack.scale", to draw the final results over its
             values.
         kind: "curves", or "heatmap" for a heat map of the final results.
-        only: values to draw for some keys of a comparison, such as {"attack": ["none", "alie"]}.
+        only: values to draw for some keys of a comparison, such as {"attack": ["none", "alie"]}. Lines keep the
+            colours that they have in the figure of the whole comparison.
         style: "paper" has 8-point TrueType fonts, no title, and a width of 3.35 inches (one column of a two-column
             page), or 6.9 inches with several panels. "screen" has a title and matplotlib's default fonts.
         width: width of the figure in inches, from 1 to 30.
@@ -70,7 +76,7 @@ def plot(
     >>> import fedsim, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     comparison = fedsim.compare({"rounds": 2, "model": "logistic"}, {"seed": [0, 1]}, folder, jobs=1)
-    ...     fedsim.plot(folder, metric="train_loss").get_label()
+    ...     fedsim.plot(comparison, metric="train_loss").get_label()
     'Train loss by seed. logistic-mnist5k-weighted_mean: mean over 2 seeds (thin lines: single seeds).'
     """
     _require(kind, "kind", get_args(Kind))
@@ -78,11 +84,8 @@ def plot(
     for name, inches in (("width", width), ("height", height)):
         if inches is not None and not LEAST_INCHES <= inches <= MOST_INCHES:
             raise ExperimentError(f"{name} = {show(inches)}: must be between {LEAST_INCHES} and {MOST_INCHES} inches")
-    format = "" if out is None else Path(out).suffix.removeprefix(".").lower()
-    if out is not None and format not in UNDATED:
-        raise ExperimentError(f"out = {show(str(out))}: must end in .{', .'.join(UNDATED)}")
-    paths = [Path(folder) for folder in ([folders] if isinstance(folders, (str, Path)) else folders)]
-    comparison = _with_metric(metric, _only(_comparison_in(paths), only or {}))
+    sources: list[Any] = [*source] if isinstance(source, (list, tuple)) else [source]
+    comparison = _with_metric(metric, _only(_comparison_of(sources), only or {}))
     look = STYLES[style]
     with look.applied():
         figure = _heatmap(comparison, look) if kind == "heatmap" else _curves(comparison, x, look)
@@ -92,9 +95,7 @@ def plot(
         figure.set_size_inches(own_width if width is None else width, own_height if height is None else height)
         show_dollars(figure)
         figure.draw_without_rendering()  # creates the tick labels while the style is active
-        if out is not None:
-            write_atomically(Path(out), encode(figure, format, look.dpi))
-    return figure
+        return save(figure, out, look.dpi)
 
 
 def _require(value: str, name: str, allowed: Any) -> None:
@@ -107,7 +108,8 @@ def _with_metric(metric: str | None, comparison: Comparison) -> Comparison:
     if metric is None:
         return comparison
     known = [recorded.key for recorded in metrics_in(record for run in comparison.runs for record in run.history)]
-    _require(metric_called(metric).key, "metric", known)
+    if (key := metric_called(metric).key) not in known:
+        raise ExperimentError(f"metric = {show(metric)}: no run has recorded this number; {hint_for(key, known)}")
     if metric == metric_called(comparison.settings.metric or "").key:
         return comparison  # whose settings may contain a sign, as in -NAME
     return replace(comparison, settings=replace(comparison.settings, metric=metric))
@@ -150,19 +152,30 @@ def _heatmap(comparison: Comparison, style: FigureStyle) -> Figure:
     return figure
 
 
-def _comparison_in(folders: Sequence[Path]) -> Comparison:
-    """Return the comparison stored in a folder. Several folders of single runs are combined into one comparison."""
-    records = [read_records(folder) for folder in folders]
+def _records_of(source: Source) -> Run | Comparison:
+    """Return a run or a comparison, which may be given by its folder. Raises ExperimentError for any other object."""
+    if isinstance(source, Result):
+        return Run(source.folder, source.experiment.resolved(), source.history)
+    if isinstance(source, (str, Path)):
+        return read_records(Path(source))
+    if not isinstance(source, (Run, Comparison)):
+        raise ExperimentError(f"source = {show(source)}: must be a result, a comparison, or the folder of one of them")
+    return source
+
+
+def _comparison_of(sources: Sequence[Source]) -> Comparison:
+    """Return the comparison in `sources`, or a comparison of the single runs in `sources`."""
+    records = list(map(_records_of, sources))
     if not records:
-        raise ExperimentError("folders: is empty; name at least one folder")
+        raise ExperimentError("source: is empty; name at least one run or comparison")
     if isinstance(records[0], Comparison) and len(records) == 1:
         return records[0]
     runs = []
     for record in records:
         if isinstance(record, Comparison):
             raise ExperimentError(
-                f"{record.folder}: is a comparison, but a figure shows either one comparison or several runs; to "
-                "merge comparisons, run: fedsim compare FOLDER FOLDER --out NEW"
+                f"{record.folder or record.name}: is a comparison, but a figure shows either one comparison or several "
+                "runs; to merge comparisons, run: fedsim compare FOLDER FOLDER --out NEW"
             )
         runs.append(record)
     return comparison_of(runs)
@@ -192,4 +205,4 @@ def _only(comparison: Comparison, only: Mapping[str, Any]) -> Comparison:
     places = places_in(axes)
     placed = [{axis: places[axis][canonical(value)] for axis, value in run.point.items()} for run in runs]
     runs = [replace(run, place=place) for run, place in zip(runs, placed, strict=True)]
-    return replace(comparison, axes=axes, runs=runs)
+    return replace(comparison, axes=axes, runs=runs, whole=comparison.axes)

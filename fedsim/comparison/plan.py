@@ -41,6 +41,7 @@ from fedsim.config.overrides import (
     override,
     removed_warnings,
 )
+from fedsim.config.validation import LACKS_LOCAL_TESTS, problem_with_worker_tests
 from fedsim.core.import_policy import untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.learning_task import correct_of
@@ -49,6 +50,7 @@ from fedsim.core.suggestions import closest, nearest
 from fedsim.data.sources import data_loaded_once
 from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.records.record import METRICS, RoundRecord, metric_called, metrics_in
+from fedsim.records.worker_results import METRIC as OF_WORKERS
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import resolve_device
 
@@ -409,7 +411,7 @@ def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
         seen.add(key)
         if task_of(experiment, torch.device("cpu")).algorithm.personal_columns.width:
             score = "accuracy" if correct_of(experiment.task.component) else "loss"
-            personal = f"metrics.personal_worker_{score}_mean and data.local_test_fraction=0.2"
+            personal = f"worker_{score} and data.local_test_fraction=0.2"
             number = personal if experiment.policy.component.in_rounds else "train_loss"
             return f"local.algorithm = {show(experiment.local.algorithm)}", number
     return None
@@ -467,7 +469,9 @@ def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
         )
     if key.startswith("validation_") and not all(experiment.data.validation_fraction for experiment in experiments):
         raise ExperimentError(f"{where}: needs validation samples; add data.validation_fraction=0.1")
-    if key in ("test_accuracy", "validation_accuracy"):
+    if OF_WORKERS.fullmatch(key):
+        _check_worker_tests(where, key, experiments)
+    if key in ("test_accuracy", "validation_accuracy", "worker_accuracy"):
         for experiment in experiments:
             if correct_of(experiment.task.component) is None:
                 raise ExperimentError(
@@ -491,5 +495,24 @@ def require_number(name: str, last: Sequence[RoundRecord]) -> None:
     """
     metric = metric_called(name)
     if last and all(metric.read(record) is None for record in last):
-        hint = nearest(metric.key, [recorded.key for recorded in metrics_in(last)])
+        hint = hint_for(metric.key, [recorded.key for recorded in metrics_in(last)])
         raise ExperimentError(f"metric = {show(name)}: no run has recorded this number in its last round; {hint}")
+
+
+def hint_for(key: str, recorded: Sequence[str]) -> str:
+    """Return how to get the metric `key`, which is not among the metrics that the runs have `recorded`."""
+    tested = any(map(OF_WORKERS.fullmatch, recorded))
+    return LACKS_LOCAL_TESTS if OF_WORKERS.fullmatch(key) and not tested else nearest(key, recorded)
+
+
+def _check_worker_tests(where: str, key: str, experiments: Sequence[Experiment]) -> None:
+    """Raise ExperimentError if an experiment does not test workers in the way that the metric `key` needs."""
+    if key.startswith("metrics.personal_"):
+        now = key.replace("metrics.personal_", "").removesuffix("_mean")
+        now = now if now in KEYS else f"metrics.{now}"
+        raise ExperimentError(f"{where}: is now called {now}; it also exists for algorithms without personal models")
+    for experiment in experiments:
+        if problem := problem_with_worker_tests(experiment):
+            raise ExperimentError(f"{where}: {problem}")
+        if key.startswith("metrics.fine_tuned_") and not experiment.worker_evaluation.fine_tune:
+            raise ExperimentError(f"{where}: needs models after local training; add worker_evaluation.fine_tune=1")

@@ -19,6 +19,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.tables import component_tables
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.notebook import PLAIN, figure_html
+from fedsim.core.plotting import save
 from fedsim.errors import ExperimentError, RecordError, cut, plural, show
 from fedsim.records.history import METRICS
 from fedsim.records.numbers import round_rows, to_frame
@@ -26,6 +27,7 @@ from fedsim.records.reader import Run
 from fedsim.system.files import is_file, is_outside
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 RUN = "run"  # name of the axis of single runs that are drawn together
@@ -43,6 +45,7 @@ class Comparison(ComparedRuns):
         settings: settings of the comparison itself, such as the metric.
         folder: folder of the records, or None if the records are not kept.
         left_out: one line of text for each reason why combinations were left out.
+        whole: values of the whole comparison for each key, if only some of them are drawn.
     """
 
     @classmethod
@@ -88,6 +91,20 @@ class Comparison(ComparedRuns):
         """The results as text, as `fedsim compare` prints them."""
         return comparison_text(self)
 
+    def plot(self, out: str | Path | None = None) -> Figure:
+        """Draw the results, as a notebook shows them: a heat map for several compared settings, otherwise curves.
+
+        `fedsim.plot(comparison)` has more options.
+
+        Args:
+            out: file to write. Its name must end in .png, .svg or .pdf.
+
+        Returns the matplotlib figure. Raises RecordError if no run is finished.
+        """
+        if (figure := draw_heatmap(self) or draw_curves(self)) is None:
+            raise RecordError(f"{self.folder or self.name}: no run is finished")
+        return save(figure, out)
+
     def to_dataframe(self, per: Literal["round", "run"] = "round") -> DataFrame:
         """Return the results as a pandas DataFrame.
 
@@ -117,8 +134,8 @@ class Comparison(ComparedRuns):
     def _repr_html_(self) -> str:
         lines = [html.escape(line) for line in self.table.splitlines()]
         table = "\n".join(f"<b>{line}</b>" if "  *  " in line else line for line in lines)
-        picture = draw_heatmap(self) or draw_curves(self)
-        shown = figure_html(picture, f"comparison {self.name}") if picture else ""
+        finished = any(run.finished for run in self.runs)
+        shown = figure_html(self.plot(), f"comparison {self.name}") if finished else ""
         return f'<h4>{html.escape(self.name)}</h4><pre style="{PLAIN}">{table}</pre>{shown}'
 
 
@@ -169,7 +186,7 @@ def _names_of(runs: Sequence[Run]) -> list[str]:
     names = [", ".join(text(key, table[key]) for key in differing if key in table) for table in leaves]
     same = Counter((name, run.seed) for name, run in zip(names, runs, strict=True))
     if max(same.values()) > 1:
-        return [cut(run.folder.resolve().name) if run.folder else run.id for run in runs]
+        return [cut(run.folder.resolve().name) if run.folder else f"run {n}" for n, run in enumerate(runs, start=1)]
     return [name or runs[0].name for name in names]
 
 

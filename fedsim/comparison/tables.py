@@ -74,6 +74,9 @@ def columns(comparison: ComparedRuns) -> dict[str, Column]:
     def mean(name: str, show: Callable[[float], str]) -> Callable[[Row], Cell]:
         return lambda row: Cell(show(value.mean), value.mean) if (value := row.metrics.get(name)) else Cell()
 
+    def mean_of(name: str) -> Callable[[Row], Cell]:
+        return lambda row: estimate_cell(row.metrics.get(name), _four)
+
     def amount(name: str) -> Callable[[Row], Cell]:
         return lambda row: estimate_cell(row.metrics.get(name))
 
@@ -83,7 +86,7 @@ def columns(comparison: ComparedRuns) -> dict[str, Column]:
         by_name["difference"] = Column(f"difference to {first}", lambda row: _difference(row, row.difference))
         by_name["to_best"] = Column("difference to best", _to_best)
     if test.key != metric.key:
-        by_name[test.key] = Column(test.label.lower(), lambda row: estimate_cell(row.metrics.get(test.key), _four))
+        by_name[test.key] = Column(test.label.lower(), mean_of(test.key))
     if comparison.settings.target is not None:
         heading = f"{'virtual s' if timed else 'rounds'} to {target_text(comparison)}"
         by_name["to_target"] = Column(heading, lambda row: _to_target(row, timed))
@@ -92,10 +95,14 @@ def columns(comparison: ComparedRuns) -> dict[str, Column]:
         by_name["updates_to_target"] = Column("updates", amount("updates_to_target"))
         by_name["arrivals_to_target"] = Column("arrivals", amount("arrivals_to_target"))
         by_name |= {"bytes_to_target": of_bytes} if by_bytes else {}
+    of_workers = test.key.replace("test_", "worker_")
+    by_name[of_workers] = Column(of_workers.replace("_", " "), mean_of(of_workers))
     if by_bytes:
         by_name["bytes"] = Column("MB sent", mean("bytes", _megabytes))
-    success = Column("attack success", lambda row: estimate_cell(row.metrics.get("attack_success"), _four))
-    by_name |= {"attack_success": success, "byzantine_weight": Column("Byzantine weight", _byzantine_weight)}
+    by_name |= {
+        "attack_success": Column("attack success", mean_of("attack_success")),
+        "byzantine_weight": Column("Byzantine weight", _byzantine_weight),
+    }
     by_name["virtual_seconds"] = Column("virtual s", amount("virtual_seconds"))
     components = [name for name in names if name.startswith(COMPONENT)]
     means_first = sorted(components, key=lambda name: not name.endswith("_mean"))  # "_mean": means over workers

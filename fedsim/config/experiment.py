@@ -13,22 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from pydantic import ValidationError, field_validator, model_validator
 
 from fedsim.asynchronous.policies import policy
 from fedsim.config import schema
+from fedsim.config.components import COMPONENTS
 from fedsim.config.engines import traits_of
 from fedsim.config.settings import Settings
-from fedsim.config.tables import keys_called, keys_of_component, keys_of_tables
+from fedsim.config.tables import keys_called, owners_of, settings_of
 from fedsim.config.validation import problems_with
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.import_policy import is_untrusted
 from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import own_copy, plain
-from fedsim.core.suggestions import VOCABULARY
+from fedsim.core.suggestions import VOCABULARY, answer
 from fedsim.core.validation_errors import explain
 from fedsim.data.formats.images import lacks_files
-from fedsim.data.sources import load_dataset_once
+from fedsim.data.sources import load_dataset_once, one_per_worker
 from fedsim.data.subsets import validation_positions
 from fedsim.errors import MAX_NAME, ExperimentError, show
 from fedsim.system.files import is_outside
@@ -49,16 +51,29 @@ class Experiment(Settings):
         if problem := problem_with_words(tables):
             raise ExperimentError(problem)
         try:
+            if "partition" not in tables and one_per_worker(tables.get("data")):
+                tables = {**tables, "partition": "natural"}
             if "workers" not in tables and (count := count_workers(tables)) is not None:
                 tables = {**tables, "workers": count}
             super().__init__(**tables)
         except ValidationError as error:
-            raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(type(self), tables))) from None
+            raise ExperimentError(*explain(error, type(self))) from None
 
     @field_validator("engine")
     @classmethod
     def _engine_exists(cls, name: str) -> str:
         traits_of(name)
+        return name
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _device_has_a_known_type(cls, name: Any) -> Any:
+        try:
+            torch.device("cpu" if name == "auto" else name)
+        except (RuntimeError, TypeError):
+            hint = f"write device=cuda:{name}" if isinstance(name, int) else answer(str(name))
+            hint = hint or "allowed: auto, cpu, cuda, cuda:1, ..."
+            raise ExperimentError(f"device = {show(name)}: no such device; {hint}") from None
         return name
 
     @field_validator("mode", mode="before")
@@ -102,7 +117,11 @@ class Experiment(Settings):
         return _without_unset(self.model_dump(mode="json"))
 
 
-VOCABULARY.keys_called, VOCABULARY.keys_of_component = partial(keys_called, Experiment), keys_of_component
+VOCABULARY.keys_called, VOCABULARY.owners_of = partial(keys_called, Experiment), partial(owners_of, Experiment)
+VOCABULARY.settings_of = settings_of
+VOCABULARY.component_keys = frozenset(
+    key for keys, _ in COMPONENTS.values() for key in keys.partition(", before")[0].replace(".name", "").split(", ")
+)
 
 
 def count_workers(tables: Mapping[str, Any]) -> int | None:

@@ -13,7 +13,7 @@ from fedsim.core.input_limits import MAX_DEPTH, problem_with_words, refuse_long_
 from fedsim.core.suggestions import has_words, nearest
 from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, cut, show
-from fedsim.system.files import is_file, read_bounded
+from fedsim.system.files import decoded, is_file, read_bounded
 from fedsim.system.packages import import_extra
 
 if sys.version_info >= (3, 11):
@@ -77,7 +77,7 @@ def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
     """
     where = cut(str(path))
     try:
-        return read_bounded(path, MAX_BYTES, inside).decode("utf-8").replace("\r\n", "\n")
+        return decoded(read_bounded(path, MAX_BYTES, inside)).replace("\r\n", "\n")
     except FileNotFoundError:
         known, is_name = experiments(), path.name == path.stem == str(path)
         hint = f"; {nearest(path.stem, known)}" if is_name or path.stem in known else ""

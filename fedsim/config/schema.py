@@ -29,6 +29,7 @@ from fedsim.core.registry import Registration
 from fedsim.core.suggestions import nearest
 from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
+from fedsim.data.sources import data_table
 from fedsim.errors import ExperimentError, show
 from fedsim.loggers import logger
 from fedsim.models import model
@@ -42,6 +43,8 @@ DIRECTIONS: dict[str, Literal["min", "max"]] = {
     "validation_loss": "min",
     "test_accuracy": "max",
     "test_loss": "min",
+    "worker_accuracy": "max",
+    "worker_loss": "min",
     "train_loss": "min",
 }
 
@@ -55,6 +58,13 @@ def matching(pattern: str, requirement: str) -> AfterValidator:
         return text
 
     return AfterValidator(check)
+
+
+def _in_list(value: Any) -> Any:
+    return [value] if isinstance(value, dict) or (isinstance(value, str) and "," not in value) else value
+
+
+OneOrMore = BeforeValidator(_in_list)  # for a list of components, which may be given as a single name or table
 
 
 class Task(ComponentTable):
@@ -161,7 +171,7 @@ class Data(ComponentTable):
     """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, or `~/.cache/fedsim/data`."""
     local_test_fraction: FractionBelowOne = 0.0
     """Fraction of each worker's samples that is used for tests and not for training."""
-    augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])
+    augment: Annotated[list[Augment], OneOrMore, Field(max_length=100)] = Field(default=[])
     """Augmentations of training batches: names or tables, applied in this order."""
     validation_fraction: FractionBelowOne = 0.0
     """Fraction of the training samples that no worker trains on. Each round records `validation_loss` and
@@ -174,14 +184,8 @@ class Data(ComponentTable):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_other_pairs(cls, value: Any) -> Any:
-        pair = isinstance(value, dict) and {"train", "test"} <= value.keys() and "name" not in value
-        if pair or isinstance(value, list):
-            raise ExperimentError(
-                "data: must be a name, a table, or a tuple (train, test), not a list or a dict; train and test must be "
-                "data sets, tuples (inputs, targets) of tensors or arrays, or lists of samples (input, target)"
-            )
-        return value
+    def _in_full(cls, value: Any) -> Any:
+        return value if isinstance(value, cls) else data_table(value)
 
 
 class Partition(ComponentTable):
@@ -319,17 +323,29 @@ class Local(ComponentTable):
         return table if keys_set else {**table, "epochs": 1}
 
 
+def _refuse_count(workers: Any) -> Any:
+    """Return `workers`, or raise ValueError if it is an integer, which could mean a number of workers or an ID."""
+    if type(workers) is int:
+        raise ValueError(
+            f"must be a list of worker IDs; write attack.f={workers} for the number of attackers, or "
+            f"attack.workers=[{workers}] for worker {workers}"
+        )
+    return workers
+
+
 class Attack(ComponentTable):
     """The attack, and the Byzantine workers."""
 
     place, named_by, registry = "attack", "name", attack_strategy
-    alternatives = ("fraction", "workers")
+    alternatives = ("f", "fraction", "workers")
 
     name: Name = "none"
+    f: Count | None = None
+    """Number of Byzantine workers, which are drawn at random."""
     fraction: FractionBelowOne = 0.0
-    """Fraction of Byzantine workers, which are drawn at random."""
-    workers: list[Count] | None = None
-    """List of Byzantine workers, instead of a fraction."""
+    """Fraction of Byzantine workers, instead of a number. The number is rounded down."""
+    workers: Annotated[list[Count], BeforeValidator(_refuse_count)] | None = None
+    """IDs of the Byzantine workers, instead of a number."""
     resample: bool = False
     """Whether the Byzantine workers are drawn again in each round."""
     by_class: Count | None = None
@@ -342,12 +358,15 @@ class Attack(ComponentTable):
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
-        if table.get("fraction") and table.get("workers") is not None:
+        chosen = [table.get("f") is not None, bool(table.get("fraction")), table.get("workers") is not None]
+        if sum(chosen) > 1:
             raise cls.not_both()
         return table
 
     def count(self, n_workers: int) -> int:
         """Return the number of Byzantine workers."""
+        if self.f is not None:
+            return self.f
         return int(self.fraction * n_workers + 1e-9) if self.workers is None else len(self.workers)
 
 
@@ -399,6 +418,12 @@ class Aggregate(ComponentTable):
     def pipeline(self, f: int) -> Pipeline:
         """Return the rule with its parameters for `f` Byzantine rows."""
         return make_pipeline(self._resolve(self.rule, self.params, f))
+
+    @property
+    def takes_f(self) -> bool:
+        """Whether the rule or a pre-aggregator has the parameter `f`."""
+        stages = self._resolve(self.rule, self.params, 0)
+        return any("f" in stage.parameter_names or stage.accepts_any for stage, _ in stages)
 
     @property
     def label(self) -> str:
@@ -522,11 +547,16 @@ class AsyncPolicy(ComponentTable):
 
 
 class Slowdown(ComponentTable):
-    """Factor on each worker's computing time on the virtual clock: 2 means twice as slow."""
+    """Factor on each worker's computing time on the virtual clock: 2 means twice as slow. A list has one per worker."""
 
     place, named_by, registry = "clock.slowdown", "name", slowdown
 
     name: Name = "equal"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_is_given(cls, value: Any) -> Any:
+        return {"name": "list", "values": value} if isinstance(value, list) else value
 
 
 class Noise(ComponentTable):
@@ -586,8 +616,8 @@ class Stop(Table):
     """
 
     metric: str = "validation_accuracy"
-    """Number that decides: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`, `train_loss`, or
-    `metrics.NAME`."""
+    """Number that decides: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`, `worker_accuracy`,
+    `worker_loss`, `train_loss`, or `metrics.NAME`."""
     mode: Literal["min", "max"] | None = None
     """Whether lower (`min`) or higher (`max`) values are better. Unset: `min` for losses and `max` for accuracies."""
     patience: PositiveCount | None = None
@@ -638,7 +668,7 @@ class Records(Table):
     """File formats of all figures."""
     tensorboard: bool = False
     """Whether to write TensorBoard files, as the logger `tensorboard` does."""
-    loggers: Annotated[list[Logger], Field(max_length=20)] = Field(default=[])
+    loggers: Annotated[list[Logger], OneOrMore, Field(max_length=20)] = Field(default=[])
     """Loggers that receive the numbers of each round: names or tables."""
 
     @property

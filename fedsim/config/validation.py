@@ -31,6 +31,7 @@ TRUE_OF_ANY_ENGINE = {
     "processes": 1,
     "cuda_graphs": False,
 }  # values that are also right for engines that do not use the key
+LACKS_LOCAL_TESTS = "needs tests of individual workers; add data.local_test_fraction=0.2"
 NOT_IN_ROUNDS = ("data", "partition", "model", "records")  # tables whose objects are used before the first round only
 
 
@@ -74,7 +75,7 @@ def warnings_about(experiment: Settings) -> list[str]:
         experiment.cohort_size == experiment.workers
     ):  # otherwise the numbers of workers and attackers vary between rounds
         lines.append(attack.component.weakness(experiment.workers, attack.count(experiment.workers)))
-    if (attack.fraction or attack.workers) and "name" not in attack.model_fields_set:
+    if attack.count(experiment.workers) and "name" not in attack.model_fields_set:
         lines.append(
             "attack.name is unset: the Byzantine workers train like honest workers; write attack.name=sign_flipping, "
             "or attack.name=none if this is intended"
@@ -163,7 +164,11 @@ def _unused_in_rounds(experiment: Settings, *, ranks: bool) -> Iterator[tuple[st
         yield f"{reason}, because ranks do not average gradients", {"distributed.hook"}
     yield f"sync={sync}", {"gradient_rounds"} if sync != "post_local" else ()
     yield f"sync={sync}", {"server"} if sync == "gradients" else ()
-    rule_keys = {"aggregate.root_samples": rule.accepts("root"), "aggregate.weights": rule.accepts_weights}
+    rule_keys = {
+        "aggregate.f": experiment.aggregate.takes_f or experiment.records.updates,  # `fedsim replay` uses it
+        "aggregate.root_samples": rule.accepts("root"),
+        "aggregate.weights": rule.accepts_weights,
+    }
     yield f"aggregate.rule={rule.name}", {key for key, is_used in rule_keys.items() if not is_used}
 
 
@@ -184,11 +189,11 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
         (not isinstance(algorithm, TrainFunction), function, by_function),
         (
             attack.count(experiment.workers),
-            "no Byzantine workers (set attack.fraction or attack.workers)",
+            f"no Byzantine workers ({_why_no_attackers(experiment)})",
             of_attack,
         ),
         (experiment.processors, "processors unset", {"attack.compressed"}),
-        (attack.fraction, "attack.fraction unset", {"attack.resample", "attack.by_class"}),
+        (attack.fraction or attack.f, "attack.f and attack.fraction unset", {"attack.resample", "attack.by_class"}),
         (experiment.model.lora.rank, "model.lora.rank=0", {"model.lora.alpha", "model.lora.targets"}),
         (experiment.data.local_test_fraction, "data.local_test_fraction unset", {"worker_evaluation"}),
         (stop.active, "stop.patience and stop.target unset", {"stop.metric", "stop.mode"}),
@@ -196,6 +201,11 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
         (experiment.checkpoint.every != 0, "checkpoint.every=0", {"checkpoint.keep"}),
     ]
     yield from ((setting, keys) for used, setting, keys in uses if not used)
+
+
+def _why_no_attackers(experiment: Settings) -> str:
+    fraction, workers = experiment.attack.fraction, experiment.workers
+    return f"{fraction:g} of {workers} workers is less than one; set attack.f=1" if fraction else "set attack.f"
 
 
 def _needs_local_steps(experiment: Settings, setting: str, instead: str) -> str:
@@ -211,7 +221,8 @@ def _check_sizes(experiment: Settings) -> Iterator[str]:
         key = "workers" if experiment.cohort is None else "cohort"
         lists.append((f"{key} = {cohort}: data about the members of a cohort", cohort))
     if workers > LARGE and attack.workers is None and attack.count(workers):
-        lists.append((f"attack.fraction = {attack.fraction}: drawing from {workers} workers", workers))
+        key = "fraction" if attack.f is None else "f"
+        lists.append((f"attack.{key} = {getattr(attack, key)}: drawing from {workers} workers", workers))
     for line, count in lists:
         needed, free = count * BYTES_PER_WORKER, free_memory()
         if needed > free:
@@ -231,6 +242,13 @@ def _check_engine(experiment: Settings) -> Iterator[str]:
         yield f"engine = {name}: mode=race needs engine=processes or engine=auto"
     if traits.spawns and experiment.start_method == "fork":
         yield f'start_method = "fork": the engine {name} spawns its processes; use engine=processes'
+
+
+def problem_with_worker_tests(experiment: Settings) -> str | None:
+    """Return what an experiment lacks for tests of individual workers, with a remedy. None if it has such tests."""
+    if not experiment.in_rounds:
+        return f"needs synchronous rounds, unlike {experiment.policy.setting}; use test_loss"
+    return None if experiment.data.local_test_fraction else LACKS_LOCAL_TESTS
 
 
 def _check_worker_tests(experiment: Settings) -> Iterator[str]:
@@ -387,6 +405,8 @@ def _check_numbers_of_tests(experiment: Settings) -> Iterator[str]:
         yield f"{where}: the task {experiment.task.name} has no accuracy; use stop.metric=test_loss or one of `metrics`"
     elif label.startswith("validation_") and not experiment.data.validation_fraction:
         yield f"{where}: needs data.validation_fraction; set it to 0.1, or use stop.metric=test_accuracy"
+    elif stop.metric.startswith("worker_") and (problem := problem_with_worker_tests(experiment)):
+        yield f"{where}: {problem}"
 
 
 def _check_workers(experiment: Settings) -> Iterator[str]:
@@ -396,7 +416,8 @@ def _check_workers(experiment: Settings) -> Iterator[str]:
     if len(set(listed)) < len(listed) or any(worker >= workers for worker in listed):
         yield f"attack.workers = {show(listed)}: must be distinct worker IDs from 0 to {workers - 1}"
     elif count >= workers:
-        yield f"attack.workers: {count} of {workers} workers are Byzantine; at least one must be honest"
+        key = "workers" if attack.f is None else "f"
+        yield f"attack.{key} = {show(getattr(attack, key))}: must be fewer than {workers}, the number of workers"
     if attack.resample and attack.by_class is not None:
         yield f"attack.by_class = {attack.by_class}: does not work with attack.resample; remove one of the two"
     if attack.start_round > experiment.rounds:
@@ -458,7 +479,7 @@ def _check_private_stops(experiment: Settings, where: str) -> Iterator[str]:
     stop, labels = experiment.stop, [table.component.label for table in experiment.metrics]
     public = {"epsilon", *labels, *(f"validation_{label}" for label in labels)}  # the labels are those of test metrics
     is_private = stop.metric.startswith("metrics.") and stop.metric.removeprefix("metrics.") not in public
-    if stop.active and (is_private or stop.metric == "train_loss"):
+    if stop.active and (is_private or stop.metric in ("train_loss", "worker_accuracy", "worker_loss")):
         yield (
             f"stop.metric = {show(stop.metric)}: is not computed from test or validation samples, so the end of a run "
             f"would reveal values of workers that {where} does not protect; use stop.metric=test_loss"

@@ -114,7 +114,7 @@ class ComponentTable(Table):
     @classmethod
     def not_both(cls) -> ExperimentError:
         """Return the error for a table that sets more than one of the keys in the attribute `alternatives`."""
-        return ExperimentError(f"{cls.place}: set {' or '.join(cls.alternatives)}, not both")
+        return ExperimentError(f"{cls.place}: set only one of {', '.join(cls.alternatives)}")
 
     @model_validator(mode="after")
     def _check(self) -> ComponentTable:

@@ -36,6 +36,7 @@ from fedsim.errors import ExperimentError, one_line, show
 Value = TypeVar("Value")
 
 AT_START = ("__init__", "__post_init__", "__new__", "__setstate__")  # methods that run before the first call
+DATA = "data", "data.name", "name"  # keys whose value may be a tuple (inputs, targets) of arrays
 LONGEST_NOTE = 60  # maximum number of characters
 NUMBER = re.compile(r" \d+(?=>$)")
 
@@ -79,11 +80,13 @@ def name_of(target: Any) -> ObjectName:
     """
     if path := _import_path(target):
         return ObjectName(path, target)
-    parts = target if isinstance(target, tuple) else (target,)
-    key = tuple(map(id, parts))
+    parts = tuple(target.values()) if isinstance(target, dict) else target
+    parts = tuple(parts) if isinstance(parts, (tuple, list)) else (target,)
+    key = (id(type(target)), *map(id, parts))
     note = _notes.get(key)
     if note is None:
-        text = ", ".join(map(_word_for, parts))[:LONGEST_NOTE]
+        words = list(map(_word_for, parts))
+        text = f"{len(words)} {words[0]}" if isinstance(target, list) and words else ", ".join(words)[:LONGEST_NOTE]
         number = next(_numbers[text])
         note = f"<{text}>" if number == 1 else f"<{text} {number}>"
         with contextlib.suppress(TypeError):  # no weak references (a list, for example): a new name for each call
@@ -92,10 +95,10 @@ def name_of(target: Any) -> ObjectName:
             _notes[key] = note
     if isinstance(target, nn.Module):
         return ObjectName(note, lambda: copy.deepcopy(target))  # keeps the parameters of the instance
-    return ObjectName(note, (lambda: target) if isinstance(target, tuple) else target)
+    return ObjectName(note, target)
 
 
-_notes: dict[tuple[int, ...], str] = {}  # by the ids of living objects
+_notes: dict[tuple[int, ...], str] = {}  # by the ids of a type and of living objects
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 
 
@@ -112,7 +115,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray, Tensor)):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        if type(value) is not dict and value and all(map(_is_data, value.values())):  # such as a DatasetDict
+            return name_of(dict(value))
+        return {key: name_of(item) if key in DATA and _is_pair(item) else plain(item) for key, item in value.items()}
     if isinstance(value, tuple) and len(value) == 2 and all(map(_is_data, value)):
         return name_of(value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
@@ -243,6 +248,13 @@ def _is_data(value: Any) -> bool:
     arrays = all(isinstance(part, (Tensor, np.ndarray)) or (_is_object(part) and not callable(part)) for part in value)
     return (arrays and len(value) == 2) or (
         isinstance(value, list) and isinstance(next(iter(value), None), (tuple, dict))
+    )
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether a value is a tuple (inputs, targets) of arrays."""
+    return (
+        isinstance(value, tuple) and len(value) == 2 and all(isinstance(item, (Tensor, np.ndarray)) for item in value)
     )
 
 

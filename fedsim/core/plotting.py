@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedsim.errors import ExperimentError, show
+from fedsim.system.files import write_atomically
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -103,7 +106,7 @@ def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
 
     The axis becomes logarithmic if the values are far apart (see `far_apart`).
 
-    >>> from matplotlib.figure import Figure
+    >>> from fedsim.core.figure import Figure
     >>> axes = Figure().subplots()
     >>> mark_values(axes, {"0.1": 0.1, "10.0": 10.0})
     >>> axes.get_xscale()
@@ -139,6 +142,19 @@ def show_dollars(figure: Figure) -> None:
         if isinstance(axis.get_major_formatter(), FuncFormatter):  # fixed labels, not numbers such as 10^3
             for tick in axis.get_majorticklabels():
                 tick.set_parse_math(False)
+
+
+def save(figure: Figure, out: str | Path | None, dpi: int = DPI) -> Figure:
+    """Write a figure to the file `out`, unless `out` is None, and return the figure.
+
+    Raises ExperimentError if the name of the file does not end in .png, .svg or .pdf.
+    """
+    if out is not None:
+        format = Path(out).suffix.removeprefix(".").lower()
+        if format not in UNDATED:
+            raise ExperimentError(f"out = {show(str(out))}: must end in .{', .'.join(UNDATED)}")
+        write_atomically(Path(out), encode(figure, format, dpi))
+    return figure
 
 
 def encode(figure: Figure, format: str, dpi: int = DPI) -> bytes:

@@ -30,7 +30,7 @@ from fedsim.core.import_policy import ImportRefusedError, import_object
 from fedsim.core.objects import ObjectName, holds_objects, name_of, names_in, plain
 from fedsim.core.suggestions import component_name_error, nearest_key
 from fedsim.core.validation_errors import explain
-from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, one_line, show
+from fedsim.errors import MAX_PROBLEMS, DataError, ExperimentError, cut, one_line, show
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -155,7 +155,11 @@ def parameter_errors(
     lines = []
     for name in unknown[:MAX_PROBLEMS]:
         owners = sorted({registration.name for registration in siblings if name in registration.parameter_names})
-        hint = f"{name} is a parameter of {', '.join(owners)}" if owners else nearest_key(name, keys, place)
+        hint = (
+            f"{name} is a parameter of {', '.join(owners)}"
+            if owners
+            else nearest_key(name, keys, place or None, values[name])
+        )
         where = f"{place}." if place else ""
         lines.append(f"{where}{name} = {show(values[name])}: unknown key (the {kind} is {names}); {hint}")
     return lines
@@ -298,7 +302,7 @@ class Registry:
             except LookupError as error:
                 raise ExperimentError(f"{where}: {error.args[0]}") from None
         if not isinstance(name, ObjectName) and (
-            line := component_name_error(self.kind, name, where, self._components)
+            line := component_name_error(self.kind, name, where, place, self._components)
         ):
             raise ExperimentError(line)
         try:
@@ -307,8 +311,8 @@ class Registry:
             registration = dataclasses.replace(self._registration(name, target), imported=True)
             registration.parameters  # noqa: B018  # raises an error if an annotation cannot be evaluated
             return registration
-        except ImportRefusedError as error:
-            raise ImportRefusedError(f"{where}: {error}") from None
+        except (ImportRefusedError, DataError) as error:
+            raise type(error)(f"{where}: {error}") from None
         except TypeError as error:
             raise ExperimentError(f"{where}: cannot be used: {cut(' '.join(str(error).split()))}") from error
         except Exception as error:

@@ -141,8 +141,7 @@ def plot_partition(counts: np.ndarray, title: str) -> bytes:
     >>> png[1:4]
     b'PNG'
     """
-    # Imported here because the import takes half a second. pyplot is avoided: it needs a display and global state.
-    from matplotlib.figure import Figure
+    from fedsim.core.figure import Figure
 
     counts = np.asarray(counts)
     statistics = heterogeneity(counts)

@@ -9,34 +9,105 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
 
+from fedsim.core.objects import ObjectName, name_of, plain
 from fedsim.core.registry import Registration, Registry
-from fedsim.data.columns import is_table, samples_of_tables
-from fedsim.data.tensors import TensorData, as_tensor_data
-from fedsim.errors import DataError, FedsimError, one_line, show
+from fedsim.data.brought import ACCEPTED, source_of
+from fedsim.data.tensors import TensorData
+from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show
 
 
 class DatasetRegistry(Registry):
-    """Registry of data sets. The data set may also be one table, such as a data frame, from which tests are drawn."""
+    """Registry of data sets. A data set may also be an object that is no function (see `fedsim.data.brought`)."""
 
     def _registration(self, name: str, target: Any) -> Registration:
-        return super()._registration(name, (lambda: (target, None)) if is_table(target) else target)
+        return super()._registration(name, target if callable(target) else source_of(target))
 
 
 dataset = DatasetRegistry(
     "data set",
     inputs=("root",),
     traits=("lacks_files",),  # a function (root, **parameters) that says whether files would be downloaded
-    accepts="a function, a class, a data frame, or a tuple (train, test) of data sets or (inputs, targets)",
+    accepts=ACCEPTED,
 )
 
+
+def data_table(value: Any) -> dict[str, Any]:
+    """Return a data set as a table of its name and parameters, which may also be written in shorter ways.
+
+    A path of a file in a known format becomes the name of the format and the parameter `path`. A dict of parts and a
+    list of data sets (one per worker) become one object.
+
+    Raises ExperimentError if the value is none of these.
+
+    >>> data_table("points.csv")
+    {'name': 'csv', 'path': 'points.csv'}
+    """
+    table = dict(value) if isinstance(value, Mapping) else {"name": value}
+    parts = {key: part for key, part in table.items() if isinstance(part, ObjectName)}
+    if parts and "name" not in table:
+        table = {"name": parts, **{key: item for key, item in table.items() if key not in parts}}
+    name = str(table["name"]) if isinstance(table.get("name"), Path) else table.get("name")
+    if isinstance(name, (dict, list)) and name:
+        pairs = list(name.items()) if isinstance(name, dict) else list(enumerate(name))
+        if all(isinstance(part, ObjectName) for _, part in pairs):
+            targets = {key: part.target for key, part in pairs}
+            return {**table, "name": name_of(targets if isinstance(name, dict) else list(targets.values()))}
+    if isinstance(name, str) and not isinstance(name, ObjectName) and (known := _format_of(name)):
+        if "path" in table:
+            raise ExperimentError(f"data.path = {show(table['path'])}: {show(name)} is a path too; omit one of the two")
+        return {**table, "name": known, "path": name}
+    keys = {str(key).casefold() for key in table}
+    if not isinstance(name, (str, NoneType)) or {"x", "y"} <= keys or (name is None and keys & {"train", "x_train"}):
+        raise ExperimentError(
+            f'data: must be {ACCEPTED}; name and parameters form a table, as in data={{"name": frame, "ids": "client"}}'
+        )
+    return table
+
+
+def one_per_worker(value: Any) -> bool:
+    """Whether the setting `data` is a list of data sets, of which each belongs to one worker."""
+    name = value.get("name") if isinstance(value, Mapping) else value
+    return isinstance(name.target if isinstance(name, ObjectName) else name, list)
+
+
+def _format_of(path: str) -> str | None:
+    """Return the name of the data set that reads a file, or None if `path` is no path of a data file or folder.
+
+    Raises ExperimentError for other existing files, and for folders, which may have several formats.
+    """
+    for suffix, name in {**FORMATS, **dict.fromkeys(PICKLES, "npz")}.items():  # which refuses pickles with a remedy
+        if path.lower().endswith(suffix) and ":" not in path.rpartition("/")[2]:
+            return name
+    if (path in (".", "..") or re.search(r"[/\\]", path)) and Path(path).expanduser().is_dir():
+        folder = f"data.path={path}"
+        raise ExperimentError(
+            f"data.name = {show(path)}: is a folder; write data=image_folder {folder}, or leaf, text or huggingface "
+            "instead of image_folder"
+        )
+    if path not in dataset.names() and not path.endswith(".py") and Path(path).expanduser().is_file():
+        raise ExperimentError(
+            f"data.name = {show(path)}: no data set reads such a file; allowed: {', '.join(FORMATS)}, folders of "
+            "images, or your own function"
+        )
+    return None
+
+
+FORMATS = {  # name of the data set that reads files with an ending
+    **dict.fromkeys((".csv", ".tsv", ".csv.gz", ".tsv.gz"), "csv"),
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    **{".npz": "npz", ".safetensors": "safetensors", ".txt": "text"},
+}
+PICKLES = ".pt", ".pth", ".pkl", ".pickle", ".npy"
 MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # mnist5k.txt describes the origin of the images
 MNIST5K_TRAIN = 4000  # number of training images, at the start of the file; the rest are test images
 MNIST_STATISTICS = (0.1307,), (0.3081,)  # mean and standard deviation of the pixels
@@ -56,18 +127,20 @@ def default_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "fedsim" / "data"
 
 
-def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tuple[TensorData, TensorData]:
+def load_dataset(name: Any, root: str | Path | None = None, **params: Any) -> tuple[TensorData, TensorData]:
     """Load the training samples and the test samples of a data set.
 
     Args:
-        name: a registered name (`fedsim list datasets`), "package.module:function", or a function.
+        name: a registered name (`fedsim list datasets`), the path of a file, "package.module:function", a function, or
+            the data itself: a data set, data frame or tuple (inputs, targets), a tuple (train, test) of them, or a list
+            with one data set per worker.
         root: folder for downloaded files. None: $FEDSIM_DATA if set, else the user's cache folder.
         params: parameters of the data set.
 
     Returns two TensorData (train, test), each with inputs [n, ...] and targets [n] (class labels) or [n, ...].
 
     Raises DataError if files can be neither found nor downloaded, if the training or test set is empty, if their inputs
-    differ in type or shape, or if targets are NaN or infinite.
+    differ in type or shape, or if inputs or targets are NaN or infinite.
 
     In a run: `fedsim.data.sources.load_dataset_once` calls `load_dataset`.
 
@@ -76,15 +149,20 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
     >>> inputs.shape, targets
     (torch.Size([3, 1, 28, 28]), tensor([0, 1, 2]))
     """
+    params = data_table({**plain({"name": name}), **params})
+    name = params.pop("name")
     registration = dataset.get(name, "data.name")
     params = registration.check(params, "data", beside=["name", "root"])
     try:
         folder = Path(root).expanduser() if root else default_root()
-        train, test = registration.target(**registration.select_inputs(root=folder), **params)
-        if is_table(train):
-            train, test = samples_of_tables(train, test)
-        else:
-            train, test = (_read(part, name) for part in (train, test))
+        loaded = registration.target(**registration.select_inputs(root=folder), **params)
+        loaded = tuple(loaded) if isinstance(loaded, list) else loaded  # a function may return [train, test]
+        if not (isinstance(loaded, tuple) and all(isinstance(part, TensorData) for part in loaded)):
+            try:
+                loaded = source_of(loaded)()
+            except DataError as error:
+                raise DataError(f"data.name = {show(name)}: {error}") from None
+        train, test = loaded
     except FedsimError:
         raise
     except Exception as error:
@@ -92,8 +170,12 @@ def load_dataset(name: str, root: str | Path | None = None, **params: Any) -> tu
     for part, data in (("training", train), ("test", test)):
         if not len(data):
             raise DataError(f"data.name = {show(name)}: the {part} set is empty; it needs at least one sample")
-        if data.targets.is_floating_point() and not data.targets.isfinite().all():
-            raise DataError(f"data.name = {show(name)}: the {part} set has targets that are NaN or infinite")
+        for kind, values in (("inputs", data.inputs), ("targets", data.targets)):
+            if values.is_floating_point() and not (finite := values.isfinite()).all():
+                raise DataError(
+                    f"data.name = {show(name)}: the {part} set has {kind} that are NaN or infinite, first in sample "
+                    f"{int((~finite).nonzero()[0, 0])}; replace them, or remove such samples"
+                )
     first, second = (f"{data.inputs.dtype} of shape {list(data.inputs.shape[1:])}" for data in (train, test))
     images = [data.inputs.dtype == torch.uint8 for data in (train, test)]  # only these are divided by 255
     if train.inputs.shape[1:] != test.inputs.shape[1:] or images[0] != images[1]:
@@ -131,14 +213,6 @@ def load_dataset_once(
         if not take:
             kept[key] = data
     return data
-
-
-def _read(data: Any, name: str) -> TensorData:
-    """Return a training or test set as TensorData. Raise DataError, with the data set's name, if it cannot be used."""
-    try:
-        return as_tensor_data(data)
-    except DataError as error:
-        raise DataError(f"data.name = {show(name)}: {error}") from None
 
 
 @dataset("mnist5k")

@@ -12,6 +12,7 @@ from fedsim.config.schema import Stop
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, plural, show
 from fedsim.records.record import Better, Metric, RoundRecord
+from fedsim.records.worker_results import METRIC as OF_WORKERS
 
 
 class EarlyStopping:
@@ -39,6 +40,8 @@ class EarlyStopping:
         first, *name = self._metric.path
         # Files store a NaN train loss as null, so only a non-empty cohort shows that the train loss was measured.
         measured = record[first].keys() & set(name) if name else first != "train_loss" or record.cohort
+        if first.startswith("worker_"):
+            measured = any(map(OF_WORKERS.fullmatch, (f"metrics.{metric}" for metric in record.metrics)))
         if not measured:
             return None
         value = self._metric.read(record)

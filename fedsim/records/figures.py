@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
     """Return a figure of accuracy and losses over the rounds and, if there is a virtual clock, over virtual time."""
-    # Imported here because the import takes half a second. Not pyplot, which has global state.
-    from matplotlib.figure import Figure
+    from fedsim.core.figure import Figure
 
     def numbers(key: str) -> list[Any]:
         return [record[key] for record in history]
@@ -33,10 +32,10 @@ def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
     figure.suptitle(f"{title}: {score_text(history[-1])} after {plural(rounds[-1], 'round')}", fontsize="medium")
     panels_of_figure = figure.subplots(1, panels, squeeze=False)[0]
     for axes, quantity in zip(panels_of_figure, shown, strict=False):
-        for index, split in enumerate(("test", "train", "validation")):
-            key = f"{split}_{quantity}"
-            if key in history[-1] and (split != "validation" or numbers(key)[-1] is not None):
-                axes.plot(rounds, numbers(key), **line_style(index, len(rounds)), label=split)
+        for index, split in enumerate(("test", "train", "validation", "worker")):
+            known = [(record.round, record.get(f"{split}_{quantity}")) for record in history]
+            if points := [point for point in known if point[1] is not None]:  # workers are not tested in every round
+                axes.plot(*zip(*points, strict=True), **line_style(index, len(points)), label=split)
         prepare_axes(axes, whole_numbers=True)
         axes.set(xlabel="round", ylabel="loss" if quantity == "loss" else "test accuracy")
         if len(axes.lines) > 1:
@@ -54,7 +53,7 @@ def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
 
 def draw_workers(results: WorkerResults, title: str) -> Figure:
     """Return a figure of the workers' test results, from lowest to highest, with one line for each tested model."""
-    from matplotlib.figure import Figure
+    from fedsim.core.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     heading = f"{results.score_name} on the workers' own test samples"
@@ -62,9 +61,9 @@ def draw_workers(results: WorkerResults, title: str) -> Figure:
     axes = figure.subplots()
     n = len(results.workers)
     share = 100 * (np.arange(n) + 0.5) / n
-    for index, (model, values) in enumerate(results.scores.items()):
+    for model, values in results.scores.items():
         label = f"{LABELS[model]}, mean {np.mean(values):.3f}"
-        axes.plot(share, np.sort(values), **line_style(index, n), label=label)
+        axes.plot(share, np.sort(values), **line_style(list(LABELS).index(model), n), label=label)
     prepare_axes(axes, whole_numbers=False)
     axes.set(xlabel="percent of workers", ylabel=results.score_name, xlim=(0, 100))
     if results.accuracy:

@@ -32,7 +32,10 @@ SUMS: dict[str, Callable[[RoundRecord], float | None]] = {  # scales that are cu
 }
 
 # Numbers of the last round that are also metrics of the whole run.
-LAST_ROUND = ("test_loss", "train_loss", "attack_success", "validation_accuracy", "validation_loss")
+LAST_ROUND = (
+    *("test_loss", "train_loss", "attack_success", "validation_accuracy", "validation_loss"),
+    *("worker_accuracy", "worker_loss"),
+)
 ALWAYS = ("test_accuracy", "test_loss", "train_loss")  # columns of every DataFrame
 
 

@@ -234,6 +234,13 @@ class RoundRecord(Record):
         None
     )
     """Loss on the samples held out by `data.validation_fraction`, or None without such samples."""
+    worker_accuracy: Annotated[
+        Number, Metric("Worker accuracy", "higher", share=True, column="worker accuracy", tag="worker/accuracy")
+    ] = None
+    """Accuracy on the workers' local test samples, averaged over the tested workers. Each worker uses its personal
+    model, or the global model if the client algorithm has no personal models. None in a round without such tests."""
+    worker_loss: Annotated[Number, Metric("Worker loss", "lower", column="worker loss", tag="worker/loss")] = None
+    """Loss of the same models on the same samples, averaged over the tested workers."""
     train_loss: Annotated[Number, Metric("Train loss", "lower", column="train loss", tag="train/loss")] = None
     """Loss during training, averaged over the samples of all workers in the cohort that were not excluded."""
     attack_success: Annotated[Number, Metric("Attack success", "lower", share=True, tag="attack/success")] = None

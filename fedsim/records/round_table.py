@@ -6,17 +6,24 @@ from collections.abc import Sequence
 
 from fedsim.core.confidence import fixed
 from fedsim.records.record import METRICS, Metric, RoundRecord, metrics_in
+from fedsim.records.worker_results import METRIC as OF_WORKERS
 
 MOST_METRICS = 4  # maximum number of component metrics in the table; the files contain all of them
 ROUND = Metric("Round", None, decimals=0, column="round", path=("round",))
 
 
-def columns_of(record: RoundRecord) -> list[Metric]:
-    """Return the columns of the table in the terminal, given the first record of a run."""
+def columns_of(record: RoundRecord, *, of_workers: bool = False) -> list[Metric]:
+    """Return the columns of the table in the terminal, given the first record of a run.
+
+    `of_workers`: whether later rounds test individual workers, even if this round does not.
+    """
     asynchronous = record.asynchronous is not None and record.race is None
     on_clock = asynchronous or record.virtual_seconds is not None
     optional = ("virtual_seconds", "test_accuracy", "validation_accuracy", "validation_loss")
     absent = {key for key in optional if record[key] is None}
+    score = "worker_loss" if record.test_accuracy is None else "worker_accuracy"
+    tested = of_workers or record[score] is not None
+    absent |= {"worker_accuracy", "worker_loss"} - ({score} if tested else set())
     absent |= set() if asynchronous else {"asynchronous.updates", "staleness"}
     columns = [ROUND]
     columns += [
@@ -24,7 +31,7 @@ def columns_of(record: RoundRecord) -> list[Metric]:
     ]
     for group, most in (("seconds", 0 if on_clock else None), ("metrics", MOST_METRICS)):
         present = metrics_in([record])
-        shown = [metric for metric in present if metric.path[0] == group and "_worker_" not in metric.key]
+        shown = [metric for metric in present if metric.path[0] == group and not OF_WORKERS.fullmatch(metric.key)]
         columns += shown[:most]
     return columns
 

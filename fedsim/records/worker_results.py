@@ -19,6 +19,7 @@ from fedsim.system.files import to_csv
 MOST_BYTES = 2**28  # maximum size of a table that is read, much more than any run writes
 LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": "after local training"}
 WORST = 0.1  # fraction of workers in the mean over the worst workers
+METRIC = re.compile(r"(metrics\.((global|fine_tuned|personal)_)?)?worker_(accuracy|loss)(_\w+)?")
 
 Tested = dict[str, tuple[float, float | None]]  # loss and accuracy by model; accuracy None if the task has none
 
@@ -68,35 +69,50 @@ class WorkerResults:
         """Accuracy of each worker (or loss, if the task has no accuracy), as a list for each tested model."""
         return self.accuracy or self.loss
 
+    @property
+    def used(self) -> str:
+        """The tested model that workers would use: "personal" if there are personal models, otherwise "global"."""
+        return "personal" if "personal" in self.loss else "global"
+
+    def means(self) -> dict[str, float]:
+        """Return `worker_accuracy` and `worker_loss`: means over the workers for the models that they would use."""
+        scores = {"accuracy": self.accuracy, "loss": self.loss}
+        return {f"worker_{name}": float(np.mean(values[self.used])) for name, values in scores.items() if values}
+
     def metrics(self) -> dict[str, float]:
-        """Return statistics of the workers' scores by metric name, such as `global_worker_accuracy_gini`.
+        """Return statistics of the workers' scores by metric name, such as `worker_accuracy_gini`.
 
-        The statistics of each tested model are the mean, the standard deviation, the mean of the worst 10 percent and
-        the Gini coefficient.
+        The statistics are those of `describe`, for the model that each worker would use. There are also statistics for
+        the global and the fine-tuned model, such as `global_worker_accuracy_mean`.
         """
-        return {
-            f"{model}_worker_{self.score_name}_{name}": value
-            for model, values in self.scores.items()
-            for name, value in describe(values, lower_is_better=self.score_name == "loss").items()
+        models = {"": self.used, **{f"{model}_": model for model in self.scores if model != "personal"}}
+        statistics = {
+            f"{prefix}worker_{self.score_name}_{name}": value
+            for prefix, model in models.items()
+            for name, value in describe(self.scores[model], self.samples, self.score_name == "loss").items()
         }
+        del statistics[f"worker_{self.score_name}_mean"]  # it is in `means`
+        return statistics
 
 
-def describe(values: Sequence[float], *, lower_is_better: bool = False) -> dict[str, float]:
-    """Return mean, standard deviation, mean of the worst 10 percent and Gini coefficient of per-worker values.
+def describe(values: Sequence[float], samples: Sequence[int], lower_is_better: bool = False) -> dict[str, float]:
+    """Return statistics of per-worker values by name.
 
-    All workers have equal weight. The worst 10 percent (at least one worker) have the lowest values, or the highest if
+    All workers have equal weight, except in `weighted_mean`, where a worker's weight is its number of `samples`.
+    `worst10` is the mean of the worst 10 percent (at least one worker), which have the lowest values, or the highest if
     `lower_is_better` is true. The Gini coefficient is the mean absolute difference between two values, over all pairs,
     divided by twice the mean. It is 0 if all values are equal.
 
     >>> from fedsim.records.worker_results import describe
-    >>> {name: round(value, 3) for name, value in describe([0.5, 1.0]).items()}
-    {'mean': 0.75, 'std': 0.25, 'worst10': 0.5, 'gini': 0.167}
+    >>> {name: round(value, 3) for name, value in describe([0.5, 1.0], samples=[30, 10]).items()}
+    {'mean': 0.75, 'weighted_mean': 0.625, 'std': 0.25, 'worst10': 0.5, 'gini': 0.167}
     """
     ascending = np.sort(np.asarray(values, dtype=np.float64))
     n, mean = len(ascending), float(ascending.mean())
     pairs = float((2 * np.arange(1, n + 1) - n - 1) @ ascending)  # half the sum of all differences
     return {
         "mean": mean,
+        "weighted_mean": float(np.average(values, weights=samples)),
         "std": float(ascending.std()),
         "worst10": float((ascending[::-1] if lower_is_better else ascending)[: max(1, round(WORST * n))].mean()),
         "gini": pairs / (n * n * mean) if mean else 0.0,
@@ -148,14 +164,12 @@ def _round_of(path: Path) -> int:
 
 
 def workers_line(results: WorkerResults) -> str:
-    """Return one line of text: for each model, the mean test result of all workers and of the worst 10 percent.
+    """Return one line of text: for each model, the mean test result over all workers and over the worst 10 percent.
 
     Example: "4 workers: global model 0.6525 (worst 10 percent 0.0625), personal model 0.8252 (worst 10 percent 0.6565)"
     """
-    figures, score = results.metrics(), results.score_name
-    parts = [
-        f"{LABELS[model]} {figures[f'{model}_worker_{score}_mean']:.4f} "
-        f"(worst 10 percent {figures[f'{model}_worker_{score}_worst10']:.4f})"
-        for model in results.scores
-    ]
+    parts = []
+    for model, values in results.scores.items():
+        figures = describe(values, results.samples, results.score_name == "loss")
+        parts.append(f"{LABELS[model]} {figures['mean']:.4f} (worst 10 percent {figures['worst10']:.4f})")
     return f"{plural(len(results.workers), 'worker')}: {', '.join(parts)}"

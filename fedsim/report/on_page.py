@@ -502,7 +502,7 @@ def _time_figure(traces: list[dict[str, Any]], height: int, along: str, **axes: 
 def workers_chart(results: WorkerResults) -> dict[str, Any]:
     """Return a chart of the workers' test results, from lowest to highest, with one line for each tested model."""
     n, traces = len(results.workers), []
-    for index, (model, values) in enumerate(results.scores.items()):
+    for model, values in results.scores.items():
         order = sorted(range(n), key=values.__getitem__)
         trace = {
             "type": "scatter",
@@ -512,7 +512,7 @@ def workers_chart(results: WorkerResults) -> dict[str, Any]:
             "y": [round(values[i], 4) for i in order],
             "customdata": [[results.workers[i], results.samples[i]] for i in order],
             "hovertemplate": "worker %{customdata[0]}, %{customdata[1]} samples<br>%{y}",
-            "line": {"color": PALETTE[index]},
+            "line": {"color": PALETTE[list(LABELS).index(model)]},
         }
         traces.append(trace)
     layout = {

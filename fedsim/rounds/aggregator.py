@@ -1,7 +1,7 @@
 """Application of the aggregation rule to the updates of the workers.
 
 The engine `distributed` communicates as much as the rule needs, for n rows of d numbers on P ranks
-(docs/explanation/performance.md has the formulas):
+(`fedsim.engines.distributed.DistributedEngine` has the formulas):
 
     RowSums         rules that are a weighted mean: each rank sums its own rows, and the sums [d] are added over the
                     ranks

@@ -64,13 +64,13 @@ def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> A
         if not train.has_labels:
             raise ExperimentError(
                 f"{place}: needs one class label per sample, but the targets are {described(train.targets)}; "
-                "choose the attackers by attack.fraction or attack.workers instead"
+                "choose the attackers by attack.f or attack.workers instead"
             )
         if not (labels == attack.by_class).any():
             raise ExperimentError(f"{place}: must be the label of a training sample, from 0 to {labels.max()}")
         if workers_to_describe(shards, experiment.seed) is not None:
             raise ExperimentError(
-                f"{place}: supports at most {MOST_SAMPLED} workers with a virtual partition; use attack.fraction or "
+                f"{place}: supports at most {MOST_SAMPLED} workers with a virtual partition; omit it, or use "
                 "attack.workers"
             )
         counts = np.array([(labels[shards.of(worker).numpy()] == attack.by_class).sum() for worker in range(workers)])

@@ -132,7 +132,8 @@ class Simulation(Executor):
             train_loss: mean training loss per sample; None if no worker has trained.
         """
         tested = self.tested()
-        of_tests = tested.metrics | metrics_of(of_workers) | self.privacy.metrics(round)
+        metrics, means_of_workers = (of_workers.metrics(), of_workers.means()) if of_workers else ({}, {})
+        of_tests = tested.metrics | metrics | self.privacy.metrics(round)
         record = RoundRecord(
             round=round,
             train_loss=train_loss,
@@ -145,6 +146,7 @@ class Simulation(Executor):
             bytes_down=self.bytes_down(drawn, stats.sent, round),
             samples=[] if samples is None else samples.tolist(),
             virtual_seconds=self.clock.now if self.clock else None,
+            **means_of_workers,
             **tested.fields() | {"metrics": joined(means(stats.sent.metrics, stats.metrics), drawn.metrics, of_tests)},
         )
         return record, of_workers
@@ -612,11 +614,6 @@ def mean_loss(losses: Tensor, samples: np.ndarray) -> float:
     weights = torch.from_numpy(samples).double()
     counted = weights > 0
     return float(weights[counted] @ losses[counted] / weights.sum())
-
-
-def metrics_of(results: WorkerResults | None) -> dict[str, float]:
-    """Return the metrics of tests of individual workers, by name. The dict is empty if there were no tests."""
-    return results.metrics() if results else {}
 
 
 def joined(*metrics: dict[str, float]) -> dict[str, float]:

@@ -117,8 +117,8 @@ def check_client_algorithm(task: RunTask, layout: Layout) -> None:
             "of the model; use another strategy"
         )
     if task.algorithm.personal_columns.width and _stops_by_global_model(experiment):
-        score, mode = ("accuracy", "max") if correct_of(experiment.task.component) else ("loss", "min")
-        personal = f"metrics.personal_worker_{score}_mean with stop.mode={mode} and data.local_test_fraction=0.2"
+        score = "accuracy" if correct_of(experiment.task.component) else "loss"
+        personal = f"worker_{score} and data.local_test_fraction=0.2"
         raise ExperimentError(
             f"stop.metric = {show(experiment.stop.metric)}: is a test result of the global model, but with {algorithm} "
             "workers keep a part of the model; "

@@ -31,6 +31,7 @@ class RunFacts:
             not class labels.
         byzantine: IDs of the Byzantine workers; empty if they are drawn in each round.
         record_bytes: approximate size in bytes of the large files that the run writes.
+        assumed: what was assumed when the data was read, such as how test samples were drawn.
         done: number of rounds that were finished before the run was resumed, otherwise 0.
     """
 
@@ -45,6 +46,7 @@ class RunFacts:
     label_counts: np.ndarray
     byzantine: list[int]
     record_bytes: int
+    assumed: tuple[str, ...] = ()
     done: int = 0
 
     @classmethod
@@ -69,6 +71,7 @@ class RunFacts:
             sampled_workers=sampled,
             label_counts=counts,
             byzantine=sorted(task.byzantine.fixed),
+            assumed=shared.data.train.assumed,
             record_bytes=shared.server.row.nbytes * _rows_on_record(experiment, how),
         )
 
@@ -89,6 +92,7 @@ class RunFacts:
             **({"validation_samples": self.validation_samples} if self.validation_samples else {}),
             "smallest_shard": min(self.shard_sizes),
             "largest_shard": max(self.shard_sizes),
+            **({"assumed": list(self.assumed)} if self.assumed else {}),
             **({} if self.sampled_workers is None else {"workers_looked_at": len(self.sampled_workers)}),
         }
 

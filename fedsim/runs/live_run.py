@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from fedsim.clients import PersonalModel
 from fedsim.config.experiment import Experiment
-from fedsim.core.rows import Layout
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines import Engine, RunTask
 from fedsim.errors import DivergedError
@@ -24,6 +24,7 @@ from fedsim.runs.loops.clock_loop import ClockLoop
 from fedsim.runs.loops.loop import Loop
 from fedsim.runs.loops.race_loop import RaceLoop
 from fedsim.runs.loops.synchronous import SynchronousLoop
+from fedsim.runs.personal_models import PersonalModels, module_of
 from fedsim.runs.result import Result
 
 T = TypeVar("T")
@@ -133,20 +134,14 @@ class LiveRun:
         """Return the results of tests of individual workers after `round`; None if there were none."""
         return self.tests if self.tests and self.tests.round == round else None
 
-    def test_workers(self, round: int) -> dict[str, float]:
-        """Test the models of individual workers after `round`, and return the metrics by name.
-
-        The dict is empty if the experiment has no such tests.
-        """
+    def test_workers(self, round: int) -> WorkerResults | None:
+        """Test the models of individual workers after `round`. Returns None if the experiment has no such tests."""
         return self._repeated(lambda: self.loop.test_workers(round), TESTED, round)
 
     def model(self) -> nn.Module:
         """Return a copy of the global model, on the CPU and in evaluation mode."""
-        module, server = self.task.new_module(), self.engine.shared.server
-        layout = Layout.of(module)
-        layout.write(server.row, module)
-        layout.write_buffers(server.buffers, module)
-        return module.cpu().eval()
+        server = self.engine.shared.server
+        return module_of(self.task, server.row, server.buffers)
 
     @property
     def global_row(self) -> Tensor:
@@ -170,6 +165,9 @@ class LiveRun:
         folder = self.folder.path if self.folder else None
         result = Result(self.experiment, self.history, folder, self.stopped)
         vars(result).update(model=self.model(), global_row=self.global_row)  # not from files, as in a loaded result
+        personal = isinstance(self.experiment.local.component, PersonalModel)
+        if personal and not self.engine.traits.ranks:  # which divide the worker states
+            vars(result)["_personal_models"] = PersonalModels.of_engine(self.task, self.engine)
         return result
 
     def release(self) -> None:

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from fedsim.clients import PersonalModel
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import read_toml
 from fedsim.config.load import load_experiment
 from fedsim.core.attributes import HintingAttributes
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.notebook import figure_html
+from fedsim.core.plotting import save
 from fedsim.core.rows import Layout
-from fedsim.errors import RecordError, plural, show
+from fedsim.errors import ExperimentError, RecordError, plural, show
 from fedsim.models.trainable import load_weights
 from fedsim.records.figures import draw_curve
 from fedsim.records.formatting import score_text
@@ -28,10 +30,12 @@ from fedsim.records.reader import Run
 from fedsim.records.record import RoundRecord
 from fedsim.records.round_table import columns_of, table_cell
 from fedsim.records.run_folder import EXPERIMENT, MODEL
+from fedsim.runs.personal_models import PersonalModels
 from fedsim.runs.setup import task_of
 from fedsim.system.files import is_file
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 
@@ -74,9 +78,65 @@ class Result(HintingAttributes):
         return self.history[-1].test_accuracy
 
     @property
+    def worker_accuracy(self) -> float | None:
+        """Mean accuracy on the local test samples of each worker, with the model that the worker would use.
+
+        This is the worker's personal model, or the global model if the client algorithm has no personal models. None if
+        the run did not test individual workers (`data.local_test_fraction`).
+        """
+        return self.history[-1].worker_accuracy
+
+    @property
     def test_loss(self) -> float | None:
         """Test loss of the global model after the last round."""
         return self.history[-1].test_loss
+
+    def plot(self, out: str | Path | None = None) -> Figure:
+        """Draw accuracy and losses over the rounds.
+
+        `fedsim.plot` draws other numbers, and several results in one figure.
+
+        Args:
+            out: file to write. Its name must end in .png, .svg or .pdf.
+
+        Returns the matplotlib figure.
+
+        >>> import fedsim
+        >>> result = fedsim.run(rounds=2, workers=2, model="logistic", engine="serial", local={"steps": 1})
+        >>> [axes.get_ylabel() for axes in result.plot().axes]
+        ['test accuracy', 'loss']
+        """
+        return save(draw_curve(self.history, self.experiment.name), out)
+
+    def personal_model(self, worker: int) -> nn.Module:
+        """Return the personal model of a worker after the last round, on the CPU and in evaluation mode.
+
+        A worker that has not taken part has its initial personal model. A loaded result needs a checkpoint of the last
+        round, which runs with `checkpoint.every` write. It is read when this method is first called.
+
+        Args:
+            worker: worker ID.
+
+        Raises ExperimentError if the client algorithm has no personal models or if there is no such worker, and
+        RecordError if the personal models are not available.
+
+        >>> import fedsim
+        >>> result = fedsim.run(rounds=1, workers=2, model="logistic", engine="serial", local={"algorithm": "ditto"})
+        >>> result.personal_model(1)(torch.zeros(1, 1, 28, 28)).shape
+        torch.Size([1, 10])
+        """
+        if not isinstance(self.experiment.local.component, PersonalModel):
+            raise ExperimentError(f"{self.experiment.local.setting}: workers have no personal models; use result.model")
+        return self._personal_models.of(worker)
+
+    @functools.cached_property
+    def _personal_models(self) -> PersonalModels:
+        if self.folder is None:
+            raise RecordError(
+                "this result has no personal models, because it is a copy, or because ranks have divided them; run the "
+                f"experiment with a folder and checkpoint.every={self.history[-1].round}"
+            )
+        return PersonalModels.in_folder(self.experiment, self.folder, self.history[-1].round)
 
     def to_dataframe(self) -> DataFrame:
         """Return the numbers of each round as a pandas data frame with one row per round.
@@ -112,7 +172,7 @@ def _html(result: Result) -> str:
     if changed:
         items = ", ".join(f"<code>{html.escape(line)}</code>" for line in changed)
         parts.append(f"<p>Settings: {items}</p>")
-    curve = figure_html(draw_curve(result.history, result.experiment.name), "curves of the run")
+    curve = figure_html(result.plot(), "curves of the run")
     return "".join([*parts, _last_round(last), curve])
 
 

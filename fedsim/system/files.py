@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import errno
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fedsim.errors import RecordError, show_bytes
+from fedsim.errors import RecordError, show, show_bytes
 from fedsim.system.limits import limit_hint
 
 ELSEWHERE = "or choose another folder with --out"
@@ -47,6 +48,20 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise unwritable_error(path, error, len(content)) from error
     finally:
         _remove(temporary)
+
+
+def decoded(content: bytes) -> str:
+    """Return text in UTF-8 without a byte-order mark. Raise ValueError, with the line, if it is not UTF-8."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise ValueError("the text is UTF-16, not UTF-8; save the file as UTF-8") from None
+        line, letter = error.object.count(b"\n", 0, error.start) + 1, show(chr(error.object[error.start]))
+        raise ValueError(
+            f"line {line} is not UTF-8 ({letter} in Latin-1); save the file as UTF-8, for example with iconv -f LATIN1 "
+            "-t UTF-8"
+        ) from None
 
 
 def remove_parts(folder: Path, patterns: Iterable[str]) -> None:

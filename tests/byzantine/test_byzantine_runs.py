@@ -67,6 +67,21 @@ def test_workers_follow_the_protocol_before_they_attack(tables):
     assert honest[3] != poisoned[3]
 
 
+@pytest.mark.parametrize("more", [{}, {"resample": True}, {"by_class": 1}, {"name": "label_flipping"}])
+def test_a_number_of_attackers_draws_the_same_workers_as_the_fraction(more, tables):
+    def run(**count):
+        return fedsim.run({**tables, "rounds": 2, "attack": {"name": "sign_flipping", **count, **more}})
+
+    number, fraction = run(f=2), run(fraction=0.3)
+    assert torch.equal(number.global_row, fraction.global_row)
+    assert (
+        number.experiment.byzantine
+        == fraction.experiment.byzantine
+        == ([] if len(more) and "name" not in more else draw_attackers(0, 7, 2))
+    )
+    assert number.experiment.f == 2
+
+
 @pytest.mark.parametrize("engine", ["serial", "batched", "processes"])
 def test_attackers_are_drawn_anew_in_each_round(engine, tables):
     changes = {"attack": {"name": "inf", "fraction": 0.3, "resample": True}, "rounds": 4, "engine": engine}
@@ -145,7 +160,7 @@ def test_attacks_of_a_cohort_without_honest_workers(attack, expected, tables):
     tables = {**tables, "precision": "float64"}
     start, updates = updates_of(tables)
     cohort = sample_cohort(0, 1, 7, 2).tolist()
-    change = {"cohort": 2, "attack": {**attack, "workers": cohort}, "aggregate": {"rule": "mean", "f": 0}}
+    change = {"cohort": 2, "attack": {**attack, "workers": cohort}, "aggregate": "mean"}
     needs_honest = attack["name"] in ("alie", "opt_ipm") or attack.get("of") == "mean"
     with pytest.warns(FedsimWarning, match="round 1: no honest") if needs_honest else contextlib.nullcontext():
         global_row = fedsim.run({**tables, **change}).global_row
@@ -208,8 +223,14 @@ def test_a_backdoor_is_learnt_and_its_success_is_measured(tables):
     ("change", "message"),
     [
         ({"attack": {"name": "alie", "workers": [7]}}, r"workers = \[7\]: must be distinct worker IDs from 0 to 6"),
-        ({"attack": {"name": "alie", "workers": list(range(7))}}, "7 of 7 workers are Byzantine"),
-        ({"attack": {"name": "alie", "fraction": 0.3, "workers": [1]}}, "set fraction or workers, not both"),
+        ({"attack": {"name": "alie", "workers": list(range(7))}}, "must be fewer than 7, the number of workers"),
+        ({"attack": {"name": "alie", "fraction": 0.3, "workers": [1]}}, "set only one of f, fraction, workers"),
+        ({"attack": {"name": "alie", "f": 0, "fraction": 0.3}}, "set only one of f, fraction, workers"),
+        ({"attack": {"name": "alie", "f": 7}}, "attack.f = 7: must be fewer than 7, the number of workers"),
+        (
+            {"attack": {"name": "alie", "workers": 2}},
+            "write attack.f=2 for the number of attackers, or attack.workers=",
+        ),
         (
             {"attack": {"name": "ipm", "fraction": 0.3, "resample": True, "by_class": 1}},
             "attack.by_class = 1: does not work",

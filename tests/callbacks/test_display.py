@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import sys
 from types import SimpleNamespace
 
@@ -82,6 +83,20 @@ def test_a_run_prints_what_is_run_before_its_setup_then_a_line_for_each_round(ti
     assert [line.split()[0] for line in lines] == ["round", "1", "2", "final"]
     fedsim.run(tiny_experiment)
     assert capsys.readouterr().out == ""
+
+
+def test_the_last_line_says_how_personal_models_are_tested(tiny_experiment, capsys):
+    ditto = {"algorithm": "ditto", "batch_size": 16}
+    fedsim.run({**tiny_experiment, "local": ditto}, progress=True)
+    last = "this is the global model; data.local_test_fraction=0.2 also tests the workers' personal models"
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    tested = {"name": "tests.components:tiny", "local_test_fraction": 0.2}
+    result = fedsim.run({**tiny_experiment, "rounds": 2, "local": ditto, "data": tested}, progress=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert last not in lines
+    heads, first, second = (re.split("  +", line.strip()) for line in lines[2:5])
+    column = heads.index("worker accuracy")
+    assert (first[column], float(second[column])) == ("-", pytest.approx(result.history[-1].worker_accuracy, abs=1e-4))
 
 
 def test_a_comparison_is_silent_or_shows_a_line_for_each_run(tiny_experiment, capsys):

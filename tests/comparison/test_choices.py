@@ -156,12 +156,10 @@ def test_a_global_model_of_which_a_part_is_never_trained_chooses_no_value(algori
         "data": {"name": "tests.components:tiny", "validation_fraction": 0.2, "local_test_fraction": 0.2},
     }
     algorithms, rates, tuned = [{"algorithm": "sgd"}, algorithm], [1e-5, 0.05], ComparisonSettings(tune="local.lr")
-    with pytest.raises(
-        ExperimentError, match=r'tune = "local.lr": .* with metric=metrics.personal_worker_accuracy_mean'
-    ):
+    with pytest.raises(ExperimentError, match=r'tune = "local.lr": .* with metric=worker_accuracy'):
         plan_comparison(tables, {"local": algorithms, "local.lr": rates}, (), tuned)
     assert plan_comparison(tables, {"local": algorithms[:1], "local.lr": rates}, (), tuned)
-    metric = "metrics.personal_worker_accuracy_mean"
+    metric = "worker_accuracy"
     result = fedsim.compare({**tables, "local": algorithm}, {"local.lr": rates}, metric=metric, jobs=1)
     assert [row.mark for row in result.summary] == ["", "*"]
 
@@ -169,8 +167,8 @@ def test_a_global_model_of_which_a_part_is_never_trained_chooses_no_value(algori
 @pytest.mark.parametrize(
     ("algorithm", "changes", "better"),
     [
-        ("local_only", {}, "metrics.personal_worker_accuracy_mean"),
-        ("local_only", {"task": "torch.nn.functional:cross_entropy"}, "metrics.personal_worker_loss_mean"),
+        ("local_only", {}, "worker_accuracy"),
+        ("local_only", {"task": "torch.nn.functional:cross_entropy"}, "worker_loss"),
         ("local_only", {"mode": "clock", "policy": "fedasync"}, "train_loss"),
         ("local_only", {"metric": "test_accuracy"}, None),
         ("sgd", {}, None),

@@ -86,6 +86,11 @@ def test_the_number_is_stored_and_reported(cli, tmp_path):
         ("metrics", 'metric = "metrics": is not a recorded number'),
         (3, "metric = 3: must be the name of a recorded number"),
         ("validation_loss", 'metric = "validation_loss": needs validation samples; add data.validation_fraction=0.1'),
+        ("personal_accuracy", 'metric = "personal_accuracy": is not a .* did you mean "worker_accuracy"'),
+        ("worker_accuracy", 'metric = "worker_accuracy": needs tests of .* workers; add data.local_test_fraction=0.2'),
+        ("metrics.global_worker_loss_mean", 'metric = "metrics.global_.* add data.local_test_fraction=0.2'),
+        ("metrics.personal_worker_accuracy_mean", 'metric = "metrics.personal_.*: is now called worker_accuracy;'),
+        ("metrics.personal_worker_loss_std", "is now called metrics.worker_loss_std;"),
     ],
 )
 def test_a_number_that_rounds_do_not_have_is_refused_before_the_runs(by, message, serial):
@@ -101,7 +106,34 @@ def test_a_number_of_no_run_is_refused_with_the_nearest(serial):
         fedsim.compare(tables, {"seed": [0, 1]}, metric="metrics.macro_f2", jobs=1)
 
 
-HIGHER = {"test_accuracy", "validation_accuracy"}  # the other numbers of a round are better when lower
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mode": "clock", "policy": "fedasync"},
+            "fine_tuned.* needs synchronous rounds, unlike policy.* use test_loss",
+        ),
+        ({"data": {"name": "tests.components:tiny", "local_test_fraction": 0.2}}, "add worker_evaluation.fine_tune=1"),
+    ],
+)
+def test_a_number_of_single_workers_needs_the_settings_of_its_tests(changes, message, serial):
+    with pytest.raises(ExperimentError, match=message):
+        plan_comparison({**serial, **changes}, {"seed": [0, 1], "metric": "metrics.fine_tuned_worker_accuracy_mean"})
+
+
+def test_a_figure_of_a_number_of_single_workers_says_which_setting_tests_them(serial, tmp_path):
+    fedsim.compare({**serial, "rounds": 1}, {"seed": [0, 1]}, tmp_path / "two", jobs=1)
+    with pytest.raises(
+        ExperimentError, match=r'metric = "worker_accuracy": no run has .* add data.local_test_fraction'
+    ):
+        fedsim.plot(tmp_path / "two", metric="worker_accuracy")
+
+
+HIGHER = {
+    "test_accuracy",
+    "validation_accuracy",
+    "worker_accuracy",
+}  # the other numbers of a round are better when lower
 NEITHER = {"asynchronous.updates", "asynchronous.arrivals", "asynchronous.buffered"}
 BETTER_OF_METRICS = {
     "top_k": "higher",
@@ -149,7 +181,7 @@ def test_every_metric_of_fedsim_says_which_value_is_better():
 
 @pytest.mark.parametrize("score", ["accuracy", "loss"])
 def test_every_number_of_single_workers_says_which_value_is_better(score):
-    tested = {0: {"personal": (0.5, 0.9 if score == "accuracy" else None)}}
+    tested = {0: {"global": (0.5, 0.9 if score == "accuracy" else None)}}
     names = WorkerResults.of(1, {0: 3}, tested).metrics()
     better = {name.rpartition("_")[2]: metric_called(f"metrics.{name}").better for name in names}
     of_score = {"accuracy": "higher", "loss": "lower"}[score]

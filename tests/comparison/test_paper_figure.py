@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 import fedsim
+from fedsim.comparison import Comparison
 from fedsim.core.plotting import COLOURS
 from fedsim.errors import ExperimentError, RecordError
 from tests.report.folders import add_to_rounds, invent_run, write_points
@@ -133,6 +134,8 @@ def test_only_draws_the_named_values(comparison, rule):
     assert [panel.get_title() for panel in figure.axes] == ["attack: alie,z=1.5"]
     (line,) = means_of(figure.axes[0])
     assert line.get_ydata()[-1] == pytest.approx(0.81)
+    assert line.get_color() == COLOURS[1], "the colour of the whole comparison"
+    assert [handle.get_color() for handle in figure.legends[0].legend_handles] == [COLOURS[1]]
 
 
 @pytest.mark.parametrize(
@@ -178,6 +181,40 @@ def test_runs_are_named_by_what_distinguishes_them_or_their_folders_and_seeds_ar
     assert len(figure.axes[0].lines) == 4  # two means, and two seeds of one of them
     assert legend_of(fedsim.plot([a, d])) == ["a", "d"]
     assert legend_of(fedsim.plot(a)) == []
+
+
+def test_results_and_comparisons_are_drawn_as_their_folders_are(comparison, tmp_path):
+    paths = [tmp_path / name for name in ("result.png", "folder.png", "loaded.png")]
+    results = [fedsim.run(rounds=2, workers=2, model="logistic", local={"steps": 1, "lr": lr}) for lr in (0.1, 0.2)]
+    assert legend_of(fedsim.plot(results, metric="train_loss")) == ["lr=0.1", "lr=0.2"]
+    assert legend_of(fedsim.plot([results[0], results[0]])) == ["run 1", "run 2"]
+    fedsim.plot(Comparison.read(comparison), out=paths[0])
+    fedsim.plot(str(comparison), out=paths[1])
+    Comparison.read(comparison).plot(paths[2])
+    images = [path.read_bytes() for path in paths]
+    assert images[0] == images[1] != images[2]
+    for source in (3, None, [results[0], 3]):
+        with pytest.raises(ExperimentError, match="source = .*: must be a result, a comparison, or the folder"):
+            fedsim.plot(source)
+
+
+def test_a_notebook_shows_figures_and_a_result_draws_its_accuracy_and_losses(tmp_path):
+    result = fedsim.run(rounds=2, workers=2, model="logistic", local={"steps": 1})
+    figure = result.plot(tmp_path / "curve.png")
+    assert [panel.get_ylabel() for panel in figure.axes] == ["test accuracy", "loss"]
+    assert figure._repr_png_() == (tmp_path / "curve.png").read_bytes()
+    with pytest.raises(ExperimentError, match=r"must end in \.png, \.svg, \.pdf"):
+        result.plot(tmp_path / "curve.jpg")
+
+
+@pytest.mark.parametrize("name", ["accuracy", "acc"])
+def test_an_unknown_attribute_of_a_result_names_the_nearest(name):
+    result = fedsim.run(rounds=1, workers=2, model="logistic", local={"steps": 1})
+    with pytest.raises(
+        AttributeError, match=f"'Result' object has no attribute '{name}'; did you mean \"test_accuracy\""
+    ):
+        getattr(result, name)
+    assert not hasattr(result, "_ipython_display_")
 
 
 @pytest.mark.parametrize("seed", [[1], "x", 0.5])

@@ -260,7 +260,7 @@ def test_variants_differ_in_several_tables_at_once(variants):
             {"policy": {"name": "ssp", "k": 3}},
             "variant=b: policy.k = 3: unknown key (the policy is ssp); k is a parameter of",
         ),
-        ({"local": {"steps": 3, "epochs": 1}}, "variant=b: local: set epochs or steps, not both"),
+        ({"local": {"steps": 3, "epochs": 1}}, "variant=b: local: set only one of epochs, steps"),
         ({"local": {"lr": -1.0}}, "variant=b: local.lr = -1.0: must be"),
         ({"workers": 3}, "variant=b workers=2: workers: is set by two comparison axes"),
     ],

@@ -36,7 +36,7 @@ WRONG = [
     ),
     ("name=../escape", 'name = "../escape": must be at most 100 characters (a-z, A-Z, 0-9, and . _ -), star'),
     ({"name": "a\nb"}, 'name = "a\\nb": contains unprintable characters'),
-    ("alpha=1.0", 'alpha = 1.0: unknown key; did you mean "data.alpha" or "partition.alpha" or "local.alpha" or '),
+    ("alpha=1.0", "alpha = 1.0: unknown key; write partition=dirichlet partition.alpha=1.0"),
     ('data.augment=["flop"]', 'data.augment[0].name = "flop": no such augmentation; did you mean "flip"?'),
     ({"data": {"augment": ["flip", {"name": "shift", "pixels": -3}]}}, "data.augment[1].pixels = -3: must be greater"),
     ("local.nesterov=true", "local.nesterov = true: needs local.momentum > 0"),
@@ -140,8 +140,14 @@ WITHOUT_EFFECT = [
     ),
     ("mode=clock policy=asgd server=momentum records.updates=[1]", "records.updates: policy=asgd, server: policy=asg"),
     ("mode=clock policy=fedbuff server=momentum", ""),
-    ("attack=alie", "attack.name: no Byzantine workers (set attack.fraction or attack.workers)"),
-    ("attack.resample=true", "attack.resample: attack.fraction unset"),
+    ("attack=alie", "attack.name: no Byzantine workers (set attack.f)"),
+    (
+        "attack=alie attack.fraction=0.1",
+        "attack.name: no Byzantine workers (0.1 of 4 workers is less than one; set attack.f=1)",
+    ),
+    ("aggregate.f=1", "aggregate.f: aggregate.rule=weighted_mean"),
+    ("aggregate=trimmed_mean aggregate.f=1", ""),
+    ("attack.resample=true", "attack.resample: attack.f and attack.fraction unset"),
     ("attack=sign_flipping attack.fraction=0.25 attack.compressed=true", "attack.compressed: processors unset"),
     ("privacy.delta=0.001", "privacy.delta: privacy.mechanism=none"),
     ("worker_evaluation.every=3", "worker_evaluation: data.local_test_fraction unset"),
@@ -203,7 +209,7 @@ def test_an_error_survives_pickling():
         {"checkpoint": {"every": 0, "keep": 2}, "aggregate": {"root_samples": 100}},
         {"process_retries": 2, "engine": "serial"},
         {"process_retries": 0, "processes": 1},  # `auto` may choose a single process
-        {"aggregate": {"rule": "mean", "f": 1}},  # f is used by `fedsim replay`
+        {"aggregate": {"rule": "mean", "f": 1}, "records": {"updates": [1]}},  # f is used by `fedsim replay`
         {"rounds": 3, "records": {"updates": [7]}},  # the run may be continued to more rounds
         {"mode": "clock", "policy": "asgd", "clock": {"departures": {"0": 5, "3": 0}}},
         {"mode": "clock", "policy": {"name": "ssp", "s": "inf"}},

@@ -144,7 +144,7 @@ def test_overriding_changes_no_source():
         ("=5", '"=5": expected key=value'),
         ("a..b=5", '"a..b=5": expected key=value'),
         ("rounds.x=5", "rounds.x = 5: "),
-        ("attack={fraction=0.2,workers=[1]}", "attack: set fraction or workers, not both"),
+        ("attack={fraction=0.2,workers=[1]}", "attack: set only one of f, fraction, workers"),
         ("local.lr.x=5", "local.lr.x = 5: "),
     ],
 )
@@ -222,7 +222,7 @@ def test_dotted_keys_in_python_are_nested_keys():
         ({"local.lr": 0.1, "local": {"lr": 0.2}}, "local.lr: is set twice"),
         ({"model.name": "net", "model": "2nn"}, "model.name: is set twice"),
         ({"local.name": "sgd", "local.algorithm": "adam"}, "local.algorithm: is set twice"),
-        ({"local.steps": 5, "local": {"epochs": 2}}, "local: set epochs or steps, not both"),
+        ({"local.steps": 5, "local": {"epochs": 2}}, "local: set only one of epochs, steps"),
         ({"rounds.x": 1, "rounds": 2}, "rounds.x = 1: rounds is not a table"),
         ({"local.lrr": 1}, r'local.lrr = 1: unknown key .*did you mean "lr"'),
     ],

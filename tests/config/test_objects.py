@@ -283,16 +283,15 @@ def test_functions_that_work_without_an_experiment_take_objects():
         ({"aggregate": lambda grads: grads[0]}, r"aggregate.rule = .*grads"),
         ({"rounds": len}, 'rounds = "builtins:len": must be a valid integer'),
         ({"server": SGD(lr=1.0)}, 'server.name = "<SGD.*>": cannot be used: the .* must be a dataclass'),
-        ({"data": TensorDataset(torch.zeros(3))}, r'data.name = "<TensorDataset.*>": .* \(train, test\)'),
-        (
-            {"data": [TensorDataset(torch.zeros(3)), TensorDataset(torch.zeros(3))]},
-            r"data: must be .* tuple \(train, test\)",
-        ),
         (
             {"data": {"train": [1], "test": [2]}},
-            r"data: must be .* tuple \(train, test\), .* tuples \(inputs, targets\)",
+            r'data: must be .* \(inputs, targets\), .* as in data={"name": frame, "ids": "client"}',
         ),
-        ({"data": (torch.zeros(3, 1), torch.zeros(3))}, r"data: must be .* tuple \(train, test\), "),
+        (
+            {"data": {"x": torch.zeros(3, 1), "y": torch.zeros(3)}},
+            r"data: must be .* tuple \(train, test\) of ",
+        ),
+        ({"data": [[0.0, 1.0], [0, 1]]}, r"data: must be .* tuple \(train, test\) of "),
         (
             {"local": {"algorithm": torch.optim.SGD}},
             r'local.algorithm = ".*:SGD": cannot be used: the class is a PyTorch opt.* did you mean "sgd"',

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.data.columns import split_test
+from fedsim.data.drawn_tests import split_test
 from fedsim.errors import DataError, SettingWarning
 
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import venv
 from importlib.util import find_spec
-from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
@@ -26,26 +25,21 @@ FETCHED = re.compile(
     r"""<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=["']?(?:https?:)?//|@import|url\(["']?(?:https?:)?//"""
 )
 
-
 sys.path.append(str(DOCS / "hooks"))  # as mkdocs does
 blocks = importlib.import_module("blocks")
-PAGES = {
-    path.relative_to(DOCS).as_posix(): text
-    for path in sorted(DOCS.rglob("*.md"))
-    if blocks.is_run(text := path.read_text())
-}
+PAGES = blocks.pages()
 
 
 @functools.cache
 def as_installed():
-    """Return the beginning of a program that has the packages of the extra `docs`, and those that blocks need."""
+    """Return the beginning of a program that has the packages of the extra `test`, and those that blocks need."""
     needed = {name for text in PAGES.values() for block in blocks.blocks_of(text) for name in block.packages}
-    others = modules_besides(distributions_of(f"{PROJECT['name']}[docs]", requirements())) - needed
+    others = modules_besides(distributions_of(f"{PROJECT['name']}[test]", requirements())) - needed
     return ABSENT.format(names=others)
 
 
 def run_forked(words, folder, environment):
-    """Run `python *words` with the packages of the extra `docs` and those that blocks name in `needs`.
+    """Run `python *words` with the packages of the extra `test` and those that blocks name in `needs`.
 
     The process is the fork of a process that has imported fedsim, which saves two seconds per page.
     """
@@ -56,22 +50,29 @@ def run_forked(words, folder, environment):
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] * blocks.is_slow(text)) for page, text in PAGES.items()]
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] * bool(blocks.SLOW.search(text))) for page, text in PAGES.items()],
 )
-def test_the_blocks_of_the_page_run(page, tmp_path):
-    assert blocks.error_of(PAGES[page], blocks.run(PAGES[page], tmp_path, run_forked), tmp_path) is None
+def test_the_blocks_of_the_page_print_the_outputs_below_them(page, tmp_path):
+    results = blocks.run(PAGES[page], tmp_path, run_forked)
+    assert blocks.error_of(PAGES[page], results, tmp_path) is None
+    for block, result in zip(blocks.blocks_of(PAGES[page]), results, strict=True):
+        if block.action and "output" in block.attributes:
+            remedy = f"python docs/hooks/blocks.py {page}"
+            assert (new := blocks.difference(block.output, result["output"])) is None, f"{block.line}: {new}\n{remedy}"
+        if block.action and "picture" in block.attributes:
+            assert (ROOT / page).with_name(block.address).is_file()
     if missing := blocks.missing_packages(PAGES[page]):
         pytest.skip(f"skipped only the blocks that need {', '.join(missing)}")
 
 
 def test_every_page_is_in_the_navigation_once(monkeypatch):
     """Here and on the site, mkdocs itself reads `mkdocs.yml` and lets the hooks add the generated pages."""
-    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install 'fedsim-sgd[docs]'")
+    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install -e '.[docs]'")
     from mkdocs.config import load_config
     from mkdocs.structure.files import get_files, set_exclusions
     from mkdocs.structure.nav import Link, get_navigation
 
-    monkeypatch.setenv("FEDSIM_DOCS_RUN", "no")
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
     config = load_config(str(ROOT / "mkdocs.yml"))
     files = config.plugins.on_files(get_files(config), config=config)
@@ -89,7 +90,6 @@ def test_every_page_is_in_the_navigation_once(monkeypatch):
     assert sorted(page.file.src_uri for page in navigation.pages) == sorted(pages)
     written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert written <= set(pages)
-    assert {f"notebooks/{path.stem}.md" for path in (DOCS / "notebooks").glob("*.ipynb")} <= set(pages)
 
 
 def test_the_page_on_the_architecture_shows_the_packages_in_order_and_names_functions_that_exist():
@@ -162,12 +162,56 @@ def test_blocks_run_in_order_in_one_namespace_and_folder(tmp_path):
     assert blocks.error_of(PAGE, results, tmp_path) is None
     assert [result["output"] for result in results] == ["", "it is 2\n", "1\n", "2\n", "", "", ""]
     assert blocks.missing_packages(PAGE) == ["no_such_package"]
-    page = blocks.shown(PAGE, results, lambda picture: f"page-{Path(picture).name}")
-    assert '    <div class="result" markdown>\n\n    ```text\n    it is 2\n    ```\n\n    </div>' in page
+
+
+def test_outputs_and_pictures_are_written_below_their_blocks(tmp_path):
+    results = blocks.run(PAGE, tmp_path)
+    page, pictures = blocks.written(PAGE, results, "page")
+    assert "    ```\n\n    ```text\n    it is 2\n    ```\n" in page
+    assert pictures == {"page-made.png": "figures/made.png"}
     assert "![made](page-made.png)" in page
-    assert '```python title="my_rules.py"\n' in page
-    assert not re.search(r"output=|picture=|needs=|run=", page)
-    assert "\n2\n" not in page  # printed by a block without output="yes"
+    assert page.count("```text") == 3
+    assert blocks.written(page, results, "page") == (page, pictures), "what is up to date does not change"
+    outdated = page.replace("it is 2", "it was 3").replace("![made]", "![A caption]")
+    assert blocks.written(outdated, results, "page")[0] == page.replace("![made]", "![A caption]")
+    site = blocks.on_page_markdown(page, None, None, None)
+    assert '    <div class="result" markdown>\n\n    ```text\n    it is 2\n    ```\n\n    </div>' in site
+    assert '```python title="my_rules.py"\n' in site
+    assert not re.search(r"output=|picture=|needs=|run=", site)
+
+
+ROUNDS = """net: 4 workers; spawn, 2 forked processes on cpu
+round  accuracy  train s
+    1    0.7390    0.228
+    2    0.8380    0.301
+    3    0.9100    0.222
+final accuracy 0.9100 in 2.3 s
+runs/net-20261122-094400
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "equal"),
+    [
+        ("spawn, 2 forked processes", "serial", True),
+        ("0.8380    0.301", "0.8390   12.301", True),
+        ("2.3 s\nruns/net-20261122-094400", "14.0 s\nruns/net-20271122-101112", True),
+        ("    1    0.7390    0.228\n    2    0.8380    0.301\n", "...\n", True),
+        ("    1    0.7390    0.228\n", "...\n", True),
+        ("0.8380", "0.7380", False),
+        ("0.8380", "1", False),
+        ("    2    0.8380    0.301\n", "", False),
+        ("round", "rounds", False),
+        ("4 workers", "5 workers", False),
+    ],
+)
+def test_outputs_are_equal_up_to_times_names_and_rounding(old, new, equal):
+    assert (blocks.difference(ROUNDS.replace(old, new), ROUNDS) is None) == equal
+
+
+def test_an_outdated_output_stays_shortened():
+    stored = ROUNDS.replace("    1    0.7390    0.228\n    2    0.8380    0.301\n", "    ...\n")
+    assert blocks.arranged(stored, ROUNDS.replace("0.9100", "0.9500")) == stored.replace("0.9100", "0.9500")
 
 
 @pytest.mark.parametrize(
@@ -185,15 +229,12 @@ def test_a_block_that_fails_is_an_error_with_its_line(page, problem, tmp_path):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Return the folder of the built site, whose code blocks have not been run."""
+    """Return the folder of the built site."""
     if find_spec("mkdocs") is None:
-        pytest.skip("needs mkdocs: pip install 'fedsim-sgd[docs]'")
-    return built(tmp_path_factory.mktemp("site"), run="no")
-
-
-def built(folder, run):
+        pytest.skip("needs mkdocs: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    environment = {**os.environ, "FEDSIM_DOCS_RUN": run, "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -201,7 +242,7 @@ def built(folder, run):
 
 @pytest.mark.slow
 def test_the_site_is_built_without_warnings(site):
-    assert (site / "index.html").is_file()
+    assert '<div class="result">' in (site / "tutorials" / "first-run.html").read_text()
     assert not (site / "hooks").exists()
 
 
@@ -214,14 +255,8 @@ def test_the_site_fetches_nothing(site):
 
 
 @pytest.mark.slow
-def test_the_site_is_built_with_the_outputs_of_its_blocks(tmp_path):
-    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install 'fedsim-sgd[docs]'")
-    assert '<div class="result">' in "".join(page.read_text() for page in built(tmp_path, run="yes").rglob("*.html"))
-
-
-@pytest.mark.slow
 def test_the_readmes_command_builds_the_site_in_a_fresh_environment(tmp_path):
-    """Only what the extra `docs` brings is installed. It takes about 15 minutes and needs a package index."""
+    """Only what the extra `docs` brings is installed. It takes minutes and needs a package index."""
     skipped = shutil.ignore_patterns(".*", "__pycache__", "site")
     shutil.copytree(ROOT, tmp_path / "clone", ignore=skipped)
     venv.create(tmp_path / "fresh", with_pip=True)

@@ -39,17 +39,16 @@ def test_the_components_of_the_documents_run_together_and_learn(tmp_path, monkey
     assert float(re.search(r"final test accuracy (0\.\d+)", done.stdout)[1]) > 0.5
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_tasks_of_the_document_learn(number, tmp_path, monkeypatch):
+def test_the_task_of_the_document_learns(tmp_path, monkeypatch):
     (text,) = (block for block in blocks("docs/how-to/tasks.md", "python") if "def lines" in block)
     (tmp_path / "my_tasks.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     (command,) = (block for block in blocks("docs/how-to/tasks.md", "bash") if "my_tasks" in block)
-    done = CliRunner().invoke(app, [*shlex.split(command.splitlines()[number])[1:], "engine=serial", "--out", "run"])
+    done = CliRunner().invoke(app, [*shlex.split(command)[1:], "engine=serial", "--out", "run"])
     assert done.exit_code == 0, done.output
     first, *_, last = read_history(Path("run"))
     assert last.test_loss < 0.9 * first.test_loss
-    assert len(last.metrics) == 2 - number
+    assert len(last.metrics) == 2
 
 
 @pytest.mark.parametrize("engine", ["serial", "batched"])
@@ -73,6 +72,5 @@ def test_the_scaffold_of_the_document_is_the_built_in_one(engine, tmp_path, monk
 
 def test_the_document_on_asynchronous_runs_lists_every_policy_slowdown_and_noise():
     text = (ROOT / "docs/explanation/asynchronous.md").read_text()
-    for name in fedsim.policies():
-        assert len(re.findall(rf"^\| (?:`\w+`, )?`{name}`(?:, `\w+`)? \|", text, re.MULTILINE)) == 1, name
-    assert all(f"`{name}`" in text for kind in (fedsim.slowdowns, fedsim.noises) for name in kind())
+    kinds = fedsim.policies, fedsim.slowdowns, fedsim.noises
+    assert all(f"`{name}`" in text for kind in kinds for name in kind())

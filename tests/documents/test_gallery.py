@@ -1,4 +1,4 @@
-"""The gallery: each experiment has a page, and the stored results belong to the files in experiments/."""
+"""The gallery: each experiment is on a page, and the stored results belong to the files in experiments/."""
 
 from __future__ import annotations
 
@@ -42,19 +42,23 @@ def small(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(gallery, "EXPERIMENTS", tmp_path / "experiments")
     monkeypatch.setattr(gallery, "GALLERY", tmp_path / "gallery")
-    gallery.figures.cache_clear()
     path = tmp_path / "experiments" / "small.toml"
     path.write_text(FILE)
     fedsim.compare(path, None, tmp_path / "folder", jobs=1, seed=0)
-    yield tmp_path / "folder"
-    gallery.figures.cache_clear()
+    return tmp_path / "folder"
 
 
-def test_each_experiment_has_a_page_with_a_title_of_its_own():
-    assert {path.stem for path in (DOCS / "gallery").glob("*.md")} == {*gallery.names(), "index"}
-    titles = {gallery.title(name) for name in gallery.names()}
-    assert len(titles) == len(gallery.names())
-    assert titles.isdisjoint(gallery.names())
+def test_each_experiment_is_on_a_page_of_the_gallery():
+    assert gallery.pages().keys() == {*gallery.names(), "all"}
+    assert {*gallery.pages().values()} == {*gallery.GALLERY.glob("*.md")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", sorted({*gallery.pages().values()}), ids=lambda path: path.stem)
+def test_the_page_shows_the_stored_results(page):
+    pictures = {}
+    assert gallery.filled(page.read_text(), pictures) == page.read_text(), "python docs/hooks/gallery.py write"
+    assert all(page.with_name(picture).is_file() for picture in pictures)
 
 
 @pytest.mark.parametrize(
@@ -74,23 +78,25 @@ def test_stored_results_equal_those_of_the_file(name):
 
 def test_the_page_has_the_question_the_command_the_figure_and_the_table(small):
     gallery.add("small", small, ["seed=0"])
-    notes = "# The rule of two\n\nThe notes.\n"
-    (gallery.GALLERY / "small.md").write_text(notes)
-    page = gallery.filled("small", notes)
-    assert page.startswith("# The rule of two\n\n**Which rule? Two of them.**\n\nThey take a second.\n")
+    page = gallery.GALLERY / "small.md"
+    page.write_text("# The rule of two\n\n<!-- results: small -->\n<!-- end -->\n\nThe notes.\n")
+    (gallery.GALLERY / "index.md").write_text("<!-- results: all -->\n<!-- end -->\n")
+    for path in (page, page.with_name("index.md")):
+        gallery.write(path)
+        assert gallery.filled(path.read_text(), {}) == path.read_text()
+    text, index = page.read_text(), page.with_name("index.md").read_text()
+    assert text.startswith(
+        "# The rule of two\n\n<!-- results: small -->\n\n**Which rule? Two of them.** They take a second.\n"
+    )
+    assert text.endswith("<!-- end -->\n\nThe notes.\n")
     for part in (
         "fedsim compare small seed=0\n",
-        "](small.png)",
-        "](small.svg)",
+        "](small.png)\n\n*Test accuracy",
         "| aggregate.rule | test accuracy |",
-        "\nThe notes.\n",
     ):
-        assert part in page
-    assert gallery.figures("small")["small.png"].startswith(b"\x89PNG")
-    assert (
-        "[The rule of two](small.md)<br>Which rule? Two of them. | `fedsim compare small` | 2 runs"
-        in gallery.overview()
-    )
+        assert part in text
+    assert page.with_name("small.png").read_bytes().startswith(b"\x89PNG")
+    assert "[Which rule? Two of them.](small.md) | `fedsim compare small` | 2 runs" in index
 
 
 @pytest.mark.parametrize(
@@ -105,7 +111,7 @@ def test_results_of_a_changed_file_are_stale(small, old, new, message):
     path = gallery.EXPERIMENTS / "small.toml"
     path.write_text(path.read_text().replace(old, new))
     with pytest.raises(gallery.StaleResultError, match=message):
-        gallery.filled("small", "# small\n")
+        gallery.section("small", {})
 
 
 def test_the_archive_has_no_paths_of_the_machine_and_is_the_same_each_time(small):

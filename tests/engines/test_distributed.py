@@ -331,7 +331,7 @@ def test_workers_whose_gradients_are_not_finite_are_named_as_by_serial(groups, s
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_send_the_bytes_of_the_formulas(count, groups):
-    """Bytes of all ranks together, in units of a row, as in docs/explanation/performance.md."""
+    """Bytes of all ranks together, in units of a row, as in the docstring of `DistributedEngine`."""
     ranks, _ = groups(count)
     d, rounds = len(ranks[0]["uneven shards"]["row"]), 2
 

@@ -16,7 +16,7 @@ from fedsim.aggregation.rule import rule as rules
 from fedsim.cli.main import app
 from tests.commands import ended, start, start_python, start_ranks
 
-PAGES = ("aggregate-your-updates", "ddp-and-lightning", "flower", "coming-from")
+PAGES = ("aggregate-your-updates", "ddp-and-lightning", "coming-from")
 TEXT = "".join((Path(__file__).parents[2] / "docs" / "how-to" / f"{page}.md").read_text() for page in PAGES)
 PROGRAMS = dict(re.findall(r'```python title="(\w+\.py)"\n(.*?)```', TEXT, re.DOTALL))
 UPDATES = torch.randn(11, 20, generator=torch.Generator().manual_seed(0))
@@ -42,7 +42,7 @@ def requires(package):
 
 
 def test_every_program_is_run_below():
-    names = {"updates.py", "loop.py", "train_ddp.py", "train_lightning.py", "flower_app.py", "flower_data.py"}
+    names = {"updates.py", "loop.py", "train_ddp.py", "train_lightning.py", "flower_app.py"}
     assert set(PROGRAMS) == names
 
 
@@ -51,7 +51,6 @@ def test_every_program_is_run_below():
     [
         "updates.py",
         "loop.py",
-        pytest.param("flower_data.py", marks=requires("flwr_datasets")),
         pytest.param("flower_app.py", marks=[requires("flwr"), requires("ray")]),
     ],
 )

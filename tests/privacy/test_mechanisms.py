@@ -317,14 +317,15 @@ PROTECTIONS = [
 
 @pytest.mark.parametrize("protection", PROTECTIONS)
 @pytest.mark.parametrize(
-    "metric", ["train_loss", "metrics.clipped_updates", "metrics.worker_accuracy_mean", "metrics.of_my_rule"]
+    "metric",
+    ["train_loss", "worker_loss", "metrics.clipped_updates", "metrics.worker_accuracy_std", "metrics.of_my_rule"],
 )
 def test_private_values_decide_no_end_of_a_run(metric, protection):
-    stop = {"metric": metric, "mode": "min", "patience": 2}
+    tables = {"stop": {"metric": metric, "mode": "min", "patience": 2}, "data": {"local_test_fraction": 0.2}}
     with pytest.raises(fedsim.ExperimentError, match=r"^stop.metric = .* reveal") as caught:
-        fedsim.Experiment(**protection, stop=stop)
+        fedsim.Experiment(**protection, **tables)
     assert len(caught.value.lines) == 1
-    fedsim.Experiment(stop=stop)
+    fedsim.Experiment(**tables)
 
 
 @pytest.mark.parametrize("protection", PROTECTIONS)

@@ -113,7 +113,7 @@ PERSONAL = {
     "local": {"lr": 0.1, "algorithm": "local_only"},
     "data": {"name": "tests.components:tiny", "local_test_fraction": 0.25},
 }
-BY_PERSONAL = {"metric": "metrics.personal_worker_accuracy_mean", "mode": "max", "target": 0.0}
+BY_PERSONAL = {"metric": "worker_accuracy", "target": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ BY_PERSONAL = {"metric": "metrics.personal_worker_accuracy_mean", "mode": "max",
 )
 def test_a_global_model_of_which_a_part_is_never_trained_ends_no_run(stop, changes, tiny_experiment):
     with pytest.raises(
-        ExperimentError, match=r"^stop.metric = .* workers keep a part of the model; use stop.metric=metrics"
+        ExperimentError, match=r"^stop.metric = .* workers keep a part of the model; use stop.metric=worker_accuracy"
     ):
         fedsim.run({**tiny_experiment, **SMALL, **PERSONAL, "stop": stop, **changes})
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import itertools
+import pickle
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -59,14 +60,16 @@ def test_the_test_samples_of_a_worker_are_not_trained_on():
 
 def test_the_figures_of_a_distribution():
     values = np.random.default_rng(0).random(37)
-    figures = describe(values.tolist())
+    samples = np.random.default_rng(1).integers(1, 9, 37)
+    figures = describe(values.tolist(), samples.tolist())
     differences = [abs(a - b) for a, b in itertools.product(values, values)]
     assert figures["gini"] == pytest.approx(np.mean(differences) / (2 * values.mean()))
     assert figures["mean"] == pytest.approx(values.mean())
+    assert figures["weighted_mean"] == pytest.approx((samples * values).sum() / samples.sum())
     assert figures["std"] == pytest.approx(values.std())
     assert figures["worst10"] == pytest.approx(np.sort(values)[:4].mean())
-    assert describe([0.0, 0.0])["gini"] == 0
-    assert describe([0.5])["worst10"] == 0.5
+    assert describe([0.0, 0.0], [1, 2])["gini"] == 0
+    assert describe([0.5], [3])["worst10"] == 0.5
 
 
 def test_they_equal_those_of_plain_pytorch(tables, tmp_path):
@@ -108,11 +111,63 @@ def fine_tuned(model, data, positions, worker):
     return copy
 
 
+USED = {
+    "the global model": ({"algorithm": "sgd"}, {}),
+    "a complete personal model": ({"algorithm": "ditto", "lam": 1.0}, {"engine": "spawn", "processes": 2}),
+    "personal parameters": ({"algorithm": "fedper", "personal": ["*.bias"]}, {"mode": "clock"}),
+    "a model that starts late": ({"algorithm": "pfedme", "eta": 0.05}, {"engine": "batched"}),
+}
+
+
+@pytest.mark.parametrize("case", USED)
+def test_the_accuracy_of_workers_is_that_of_the_model_that_each_of_them_would_use(case, tables, tmp_path):
+    local, changes = USED[case]
+    tables = {**tables, "rounds": 2, "workers": 5, "cohort": 2, "checkpoint": {"every": 2}, **changes}
+    live = fedsim.run(tables, tmp_path / "run", local={"batch_size": 16, "lr": 0.2, **local})
+    assert len({worker for record in live.history for worker in record.cohort}) < 5, "some workers take no part"
+    train, _ = fedsim.load_dataset("tests.components:tiny")
+    shards = hold_out(partition_shards(train.targets, 5, "dirichlet", 0), 0.25, seed=0)[1]
+    data = train.to(torch.device("cpu"), torch.float64)
+    for result in (live, fedsim.load_run(tmp_path / "run", allow_imports=True)):
+        losses, accuracies, samples = [], [], []
+        for worker in range(5):
+            model = result.model if case == "the global model" else result.personal_model(worker)
+            inputs, targets = data.gather(shards.of(worker))
+            outputs = model.double()(inputs)
+            losses.append(nn.functional.cross_entropy(outputs, targets).item())
+            accuracies.append((outputs.argmax(1) == targets).double().mean().item())
+            samples.append(len(targets))
+        record = result.history[-1]
+        assert len(set(samples)) > 1
+        assert (result.worker_accuracy, record.worker_accuracy) == pytest.approx([np.mean(accuracies)] * 2)
+        assert record.worker_loss == pytest.approx(np.mean(losses))
+        assert record.metrics["worker_accuracy_weighted_mean"] == pytest.approx(np.average(accuracies, weights=samples))
+        assert record.metrics["worker_accuracy_std"] == pytest.approx(np.std(accuracies))
+        assert "global_worker_accuracy_mean" in record.metrics
+        assert result.history[0].worker_accuracy is None
+
+
+def test_personal_models_that_do_not_exist_are_refused_with_a_remedy(tables, tmp_path):
+    ditto = fedsim.run({**tables, "local": {"algorithm": "ditto", "batch_size": 16}}, tmp_path / "run")
+    loaded = fedsim.load_run(tmp_path / "run", allow_imports=True)
+    for worker in (3, -1, True, 1.5):
+        with pytest.raises(fedsim.ExperimentError, match=r"^worker = .*: must be between 0 and 2$"):
+            ditto.personal_model(worker)
+    with pytest.raises(fedsim.ExperimentError, match=r'^local.algorithm = "sgd": .* use result.model$'):
+        fedsim.run(tables).personal_model(0)
+    with pytest.raises(fedsim.RecordError, match=r"no checkpoint of round 2; .* checkpoint.every=2$"):
+        loaded.personal_model(0)
+    with pytest.raises(fedsim.RecordError, match=r"it is a copy, .* checkpoint.every=2$"):
+        replace(ditto, folder=None).personal_model(0)
+    copied = pickle.loads(pickle.dumps(ditto)).personal_model(np.int64(1)).state_dict()
+    assert all(map(torch.equal, copied.values(), ditto.personal_model(1).state_dict().values()))
+
+
 def test_personal_models_are_tested_with_the_buffers_of_their_workers(tables, tmp_path):
     local = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow", "epochs": 2}
     tables |= {"rounds": 1, "workers": 3, "partition": "iid", "model": "tests.models:Normalised", "local": local}
     tables |= {"buffers": "local", "worker_evaluation": {}}
-    fedsim.run(tables, tmp_path / "run")
+    result = fedsim.run(tables, tmp_path / "run")
     read = Run.read(tmp_path / "run").workers
     with fedsim.Session() as session, begun(fedsim.Experiment(**tables), session) as (task, engine):
         data, model = engine.shared.data, task.new_module()
@@ -122,6 +177,8 @@ def test_personal_models_are_tested_with_the_buffers_of_their_workers(tables, tm
         with torch.no_grad():
             expected = nn.functional.cross_entropy(trained(inputs), targets).item()
         assert read.loss["personal"][worker] == pytest.approx(expected, rel=1e-9)
+        own = result.personal_model(worker).state_dict()
+        assert all(torch.allclose(own[name].double(), value.double()) for name, value in trained.state_dict().items())
 
 
 MODELS = {
@@ -150,7 +207,7 @@ def test_engines_agree(tables, changes):
     tables["local"] = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow"}
     metrics = [fedsim.run(tables, **more).history[-1].metrics for more in ({}, changes)]
     assert metrics[0] == pytest.approx(metrics[1], abs=1e-9)
-    assert {name.partition("_worker")[0] for name in metrics[0]} == {"global", "personal", "fine_tuned"}
+    assert {name.partition("worker_")[0] for name in metrics[0]} == {"", "global_", "fine_tuned_"}
 
 
 def test_a_resumed_run_repeats_them(tables, tmp_path):
@@ -218,9 +275,10 @@ def test_a_number_of_workers_is_required_in_the_first_round_that_tests_them(tabl
 
 
 def test_patience_counts_the_rounds_in_which_workers_are_tested(tables):
-    stop = {"metric": "metrics.global_worker_accuracy_mean", "patience": 1, "mode": "max", "min_delta": 2.0}
-    result = fedsim.run(tables, rounds=9, worker_evaluation={"every": 2}, stop=stop)
-    assert len(result.history) == 4  # the first test is the best one; the second does not improve on it
+    for metric in ("metrics.global_worker_accuracy_mean", "worker_accuracy"):
+        stop = {"metric": metric, "patience": 1, "mode": "max", "min_delta": 2.0}
+        result = fedsim.run(tables, rounds=9, worker_evaluation={"every": 2}, stop=stop)
+        assert len(result.history) == 4  # the first test is the best one; the second does not improve on it
 
 
 def test_the_terminal_shows_them(tables, capsys):

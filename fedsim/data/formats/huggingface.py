@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import data_path, parts_of, train_and_test
+from fedsim.data.columns import data_path, parts_of, warn_of_unused
+from fedsim.data.encoding import DataTable, Names, train_and_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, one_line, show
@@ -27,15 +28,16 @@ def huggingface(
     train: str | None = None,
     test: str | None = None,
     target: str | None = None,
-    inputs: list[str] | None = None,
-    ids: list[str] | None = None,
+    inputs: Names | None = None,
+    ids: Names | None = None,
+    standardize: bool = False,
     test_fraction: ProperFraction = 0.2,
 ) -> tuple[TensorData, TensorData]:
     """A Hugging Face data set, from the hub or from a folder that `save_to_disk` wrote (needs the extra `huggingface`).
 
-    Columns of numbers are concatenated to inputs [n, features]. A single column of lists of one length is an input
-    [n, length], and a column of images is an input uint8 [n, channels, height, width]. Text targets become class labels
-    in sorted order.
+    Columns are used as in the data set `csv`: numbers and one-hot text are concatenated to inputs [n, features]. A
+    single column of lists of one length is an input [n, length], and a column of images is an input uint8
+    [n, channels, height, width]. Text targets become class labels in sorted order.
 
     Args:
         root: folder for files that are downloaded from the hub.
@@ -48,10 +50,11 @@ def huggingface(
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
         inputs: columns of the inputs. Unset: all columns except the target and `ids`.
         ids: columns that contain the owner of each sample, for the partition `natural`.
+        standardize: whether to scale each column of numbers to mean 0 and standard deviation 1, as in `csv`.
         test_fraction: fraction of test samples, 0 < test_fraction < 1.
 
-    Raises DataError, which names the data set and the column, if the data set cannot be read, for missing columns, for
-    inputs that are text or images beside other inputs, and for NaN.
+    Raises DataError, which names the data set and the column, if the data set cannot be read, for missing columns and
+    values, for images beside other inputs, and for columns of more than 100 different texts.
 
     >>> train, test = fedsim.load_dataset(  # doctest: +SKIP
     ...     "huggingface", path="flwrlabs/femnist", inputs=["image"], target="character", ids=["writer_id"])
@@ -74,12 +77,11 @@ def huggingface(
     for key, name in (("train", train), ("test", test)):
         if name is not None and name not in splits:
             raise DataError(f"data.{key} = {show(name)}: no such split; {path} has {', '.join(splits)}")
-    parts = [None if name is None else _columns(splits[name]) for name in (train, test)]
-    places = f"{path}, split {train}", f"{path}, split {test}"
-    return train_and_test(
-        parts[0] or {}, parts[1], places, target=target, inputs=inputs, ids=ids, test_fraction=test_fraction
+    warn_of_unused(list(splits), (train, test), path)
+    first, second = (
+        None if name is None else DataTable({key: splits[name][key][:] for key in splits[name].column_names}, place)
+        for name, place in ((train, f"{path}, split {train}"), (test, f"{path}, split {test}"))
     )
-
-
-def _columns(split: Any) -> dict[str, Any]:
-    return {name: split[name][:] for name in split.column_names}
+    assert first is not None
+    options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "standardize": standardize}
+    return train_and_test(first, second, test_fraction=test_fraction, **options)

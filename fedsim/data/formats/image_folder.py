@@ -10,7 +10,8 @@ import torch
 from pydantic import PositiveInt
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import TEST_PARTS, part_like, parts_of, split_test, warn, warn_of_unlikely_classes
+from fedsim.data.columns import TEST_PARTS, part_like, parts_of, warn, warn_of_unlikely_classes
+from fedsim.data.drawn_tests import split_test
 from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedsim.core.suggestions import closest
 from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import MNIST_STATISTICS, dataset
-from fedsim.data.tensors import TensorData
+from fedsim.data.tensors import COLOURS, TensorData
 from fedsim.errors import DataError, FedsimError, MissingPackageError, one_line, show
 from fedsim.system import packages
 from fedsim.system.devices import require_memory
@@ -57,8 +57,7 @@ STATISTICS = {  # published mean and standard deviation of the training pixels p
 TEST_SPLITS = dict.fromkeys(("CLEVRClassification", "ImageNet", "Imagenette", "Places365"), "val")  # others: "test"
 WITHOUT_LABELS = "CelebA", "Cityscapes", "Kitti", "LFWPairs", "WIDERFace"  # one integer label per image
 SET_BY_FEDSIM = "root", "download", "loader", "transform", "target_transform", "transforms"
-PARAMETERS_OF_READING = "image_size", "mean", "std"  # of `read_images`, not of torchvision's classes
-COLOURS = 1, 3  # channels
+PARAMETERS_OF_READING = "size", "mean", "std"  # of `read_images`, not of torchvision's classes
 
 Parts = tuple[dict[str, Any], dict[str, Any]]  # arguments of a torchvision class for the training and the test images
 
@@ -185,11 +184,12 @@ def svhn(root: Path) -> tuple[TensorData, TensorData]:
 def torchvision_class(name: str) -> Any:
     """Data set of torchvision.datasets that has one label per image, training and test images, such as Flowers102.
 
-    The arguments of the torchvision class are parameters of the data set. `image_size` scales and crops images to
-    squares. `mean` and `std` replace the default values for normalisation (published, or of the training images).
+    The arguments of the torchvision class are parameters of the data set. `size` scales and crops images to squares.
+    `mean` and `std` replace the default values for normalisation (published, or of the training images). An argument of
+    the class with one of these names, such as Imagenette's size, keeps its default.
     """
     _, parameters, parts = _described(name)
-    excluded = {*SET_BY_FEDSIM, *parts[0]}
+    excluded = {*SET_BY_FEDSIM, *PARAMETERS_OF_READING, *parts[0]}
     theirs = [p.replace(kind=p.KEYWORD_ONLY) for key, p in parameters.items() if key not in excluded]
     function: Any = functools.partial(read_images, name)
     ours = list(inspect.signature(function, eval_str=True).parameters.values())[:-1]
@@ -202,7 +202,7 @@ def read_images(
     class_name: str,
     root: Path,
     *,
-    image_size: PositiveInt | None = None,
+    size: PositiveInt | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[PositiveFloat] | None = None,
     **arguments: Any,
@@ -212,7 +212,7 @@ def read_images(
     Args:
         class_name: name of the class.
         root: folder of data sets.
-        image_size: height and width to which images are scaled and cropped. None: all images must have one size.
+        size: height and width to which images are scaled and cropped. None: all images must have one size.
         mean, std: mean and standard deviation of the pixels in [0, 1], one value per channel. None: the published
             values of the data set if fedsim knows them, otherwise those of the training images.
         arguments: further arguments of the class.
@@ -225,10 +225,10 @@ def read_images(
     if missing := [root / file for file in files if not is_file(root / file)]:
         embedded = ", or use the embedded data set: data.name=mnist5k" if class_name == "MNIST" else ""
         _download(class_name, root, arguments, f"{missing[0]} is missing", f"that holds {files[0]}{embedded}")
-    if files and "idx" in files[0] and image_size is None:
+    if files and "idx" in files[0] and size is None:
         parts = [_read_pair(root / images, root / labels) for images, labels in (files[:2], files[2:])]
     else:
-        parts = [_tensors(part, image_size) for part in _opened(class_name, root, arguments, files)]
+        parts = [_tensors(part, size) for part in _opened(class_name, root, arguments, files)]
     if arguments.get("split") == "letters" and class_name == "EMNIST":
         parts = [(images, labels - 1) for images, labels in parts]
     channels, known = parts[0][0].shape[1], STATISTICS.get(class_name) or _mean_and_std(parts[0][0])
@@ -343,11 +343,11 @@ def _read_idx(path: Path) -> Tensor:
         raise DataError(f"{path}: cannot be read: {one_line(error)}; remove it to download it again") from error
 
 
-def _tensors(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
+def _tensors(part: Any, size: int | None) -> tuple[Tensor, Tensor]:
     """Return the images, uint8 [n, channels, height, width], and the labels [n] of a torchvision data set."""
     data, targets = getattr(part, "data", None), getattr(part, "targets", getattr(part, "labels", ()))
-    if image_size is not None or not isinstance(data, (np.ndarray, Tensor)) or np.ndim(targets) != 1:
-        return _read_samples(part, image_size)
+    if size is not None or not isinstance(data, (np.ndarray, Tensor)) or np.ndim(targets) != 1:
+        return _read_samples(part, size)
     images, labels = torch.as_tensor(data), torch.as_tensor(targets).long()
     if images.ndim == 3:
         images = images[:, None]
@@ -356,25 +356,25 @@ def _tensors(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
     return images.contiguous(), labels
 
 
-def _read_samples(part: Any, image_size: int | None) -> tuple[Tensor, Tensor]:
+def _read_samples(part: Any, size: int | None) -> tuple[Tensor, Tensor]:
     """Return the images and the labels of a torchvision data set by reading its samples one by one."""
     pixels, labels = torch.empty(0), torch.zeros(len(part), dtype=torch.int64)
     for index in range(len(part)):
         place = f"image {index}{_file_of(part, index)}"
         try:
             image, label = part[index]
-            array = pixels_of(image, "L" if image.mode == "L" else "RGB", image_size, crop=True)
+            array = pixels_of(image, "L" if image.mode == "L" else "RGB", size, crop=True)
             sample = torch.from_numpy(array.copy()).permute(2, 0, 1)
         except Exception as error:
             raise DataError(f"{place}: cannot be read: {one_line(error)}") from error
         if not isinstance(label, (int, np.integer)):
             raise DataError(f"{place}: must have an integer class label, not a {type(label).__name__}")
         if not index:
-            require_memory(len(part) * sample.numel(), "the images", "a smaller data.image_size")
+            require_memory(len(part) * sample.numel(), "the images", "a smaller data.size")
             pixels = torch.empty(len(part), *sample.shape, dtype=torch.uint8)
         if sample.shape != pixels.shape[1:]:
             shapes = f"{list(sample.shape)}, but image 0 has {list(pixels.shape[1:])}"
-            raise DataError(f"{place}: has shape {shapes}; set data.image_size to scale all images to one size")
+            raise DataError(f"{place}: has shape {shapes}; set data.size to scale all images to one size")
         pixels[index], labels[index] = sample, int(label)
     return pixels, labels
 

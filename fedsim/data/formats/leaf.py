@@ -15,6 +15,7 @@ from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, one_line, show
+from fedsim.system.files import decoded
 
 # The characters of LEAF's data set Shakespeare, in the order of its labels.
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -87,7 +88,7 @@ def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
         raise DataError(f"{folder}: has no .json files; run LEAF's preprocess.sh with -t sample")
     for file in files:
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(decoded(file.read_bytes()))
             users, data = content["users"], content["user_data"]
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise DataError(f"{file}: cannot be read: {one_line(error)}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import lzma
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ from fedsim.core.numbers import ProperFraction
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, show
+from fedsim.system.files import decoded
 from fedsim.system.packages import import_extra
 
 SHAKESPEARE_FILE = Path(__file__).parents[1] / "shakespeare.json.xz"  # shakespeare.txt says where the texts come from
@@ -102,8 +104,8 @@ def text(
 
     For the partition `natural`, each file is the owner of its samples (column "file"). The last part of each file is
     test data. The vocabulary comes from the training parts: the most frequent characters, where token 0 stands for all
-    others, or byte-pair tokens of bytes (Sennrich et al. 2016), trained with the package `tokenizers` (pip install
-    'fedsim-sgd[text]').
+    others, or byte-pair tokens of bytes (Sennrich et al. 2016), trained with the package `tokenizers`
+    (`pip install tokenizers`).
 
     Args:
         path: a file, a folder with files *.txt (also in subfolders), or a list of files and folders.
@@ -139,7 +141,8 @@ def text(
                 f"{len(pair[1])} tokens; each needs {length + 1} or more for one window; use a smaller data.length"
             )
     names = [{"file": str(file)} for file in files]
-    return windows(names, encoded, length=length, stride=stride, targets=targets, test_windows=test_windows)
+    train, test = windows(names, encoded, length=length, stride=stride, targets=targets, test_windows=test_windows)
+    return replace(train, assumed=(f"the last {test_fraction:.0%} of each file are test data",)), test
 
 
 def windows(
@@ -245,13 +248,11 @@ def _files_of(name: str) -> list[Path]:
 def _read(file: Path) -> str:
     """Return the text of a file. Raises DataError if the file cannot be read, is empty, or is not UTF-8."""
     try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"data.path = {show(str(file))}: byte {error.start} is not UTF-8; convert the file to UTF-8"
-        ) from None
+        text = decoded(file.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise DataError(f"data.path = {show(str(file))}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DataError(f"data.path = {show(str(file))}: {error}") from None
     if not text:
         raise DataError(f"data.path = {show(str(file))}: is empty")
     return text

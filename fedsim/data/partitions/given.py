@@ -16,7 +16,7 @@ from fedsim.data.partitions.base import partition_strategy
 from fedsim.data.partitions.ids import owners_of
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.system.devices import free_memory
-from fedsim.system.files import read_bounded
+from fedsim.system.files import decoded, read_bounded
 
 
 @partition_strategy("natural", covers=False)
@@ -60,7 +60,8 @@ class Natural:
         columns = ids()
         if not columns:
             raise ExperimentError(
-                'partition.name = "natural": this data set does not say who owns each sample; use another partition'
+                'partition.name = "natural": this data set does not say who owns each sample; set data.ids to a '
+                "column of owners, if the data set is a table, or use another partition"
             )
         return len(owners_of(columns, self.by)[0])
 
@@ -123,7 +124,7 @@ class Given:
 
 
 def _read(path: Path) -> list[list[int]]:
-    text = read_bounded(path, int(free_memory() / 20)).decode("utf-8-sig")
+    text = decoded(read_bounded(path, int(free_memory() / 20)))
     return _lists_of_csv(text) if path.suffix == ".csv" else _lists_of_json(text)
 
 

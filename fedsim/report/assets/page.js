@@ -38,13 +38,21 @@ function draw(id) {
   Plotly.react(chart, traces, layout, { ...config, toImageButtonOptions: { format: "svg", filename: id } });
 }
 
-/** Return traces with a colour and a dash style for each legend group. Repeated colours have a new dash style. */
+/**
+ * Return traces with a colour and a dash style for each legend group. Colours show the values of the first setting by
+ * which the lines differ, so that a value keeps its colour while others are hidden. Lines of one colour differ in dashes.
+ */
 function styled(traces, colors) {
+  const axes = Object.keys(traces[0].meta).filter((name) => name.startsWith("axis")).sort();
+  const axis = axes.find((name) => new Set(traces.map(({ meta }) => meta[name])).size > 1) ?? axes[0];
   const groups = [...new Set(traces.map(({ legendgroup }) => legendgroup))];
+  const alike = {}; // legend groups with the same value of this setting
   return traces.map((trace) => {
-    const index = groups.indexOf(trace.legendgroup);
-    const color = colors[index % colors.length];
-    const dash = trace.name ? DASHES[Math.floor(index / colors.length) % DASHES.length] : "solid";
+    const place = Number(axis ? trace.meta[axis] : groups.indexOf(trace.legendgroup));
+    const same = (alike[place] ??= new Set()).add(trace.legendgroup);
+    const color = colors[place % colors.length];
+    const index = Math.floor(place / colors.length) + [...same].indexOf(trace.legendgroup);
+    const dash = trace.name ? DASHES[index % DASHES.length] : "solid";
     return { ...trace, line: { ...trace.line, color, dash }, fillcolor: color };
   });
 }

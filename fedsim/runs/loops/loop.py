@@ -35,12 +35,8 @@ class Loop(ABC):
     def resume(self, state: Snapshot) -> None:
         """Restore a snapshot that the method `state` returned for the same experiment."""
 
-    def test_workers(self, round: int) -> dict[str, float]:
-        """Test the models of individual workers after `round`, and return the metrics by name.
-
-        The dict is empty if the experiment has no such tests.
-        """
-        return {}
+    def test_workers(self, round: int) -> WorkerResults | None:  # noqa: B027  # may do nothing
+        """Test the models of individual workers after `round`. Returns None if the experiment has no such tests."""
 
     def finish(self) -> None:  # noqa: B027  # may do nothing
         """Do what remains after the last round. For example, a race writes its log."""

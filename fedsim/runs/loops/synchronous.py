@@ -14,7 +14,7 @@ from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import WorkerResults
 from fedsim.rounds.private_rounds import PrivacyState
 from fedsim.rounds.round_clock import RoundClockState
-from fedsim.rounds.simulation import Simulation, metrics_of
+from fedsim.rounds.simulation import Simulation
 from fedsim.runs.loops.loop import Loop
 
 
@@ -36,15 +36,13 @@ class SynchronousLoop(Loop):
         record, results = finished
         self._engine.states.saved_elsewhere(record.cohort, record.excluded)
         self._warn_of_attack_without_honest_rows(record)
-        self._keep(results)
+        self.tests = results or self.tests
         return record
 
-    def test_workers(self, round: int) -> dict[str, float]:
-        return self._keep(self._engine.run(_evaluate_now, round)[0])
-
-    def _keep(self, results: WorkerResults | None) -> dict[str, float]:
+    def test_workers(self, round: int) -> WorkerResults | None:
+        results = self._engine.run(_evaluate_now, round)[0]
         self.tests = results or self.tests
-        return metrics_of(results)
+        return results
 
     def state(self) -> Snapshot:
         facts, rule, columns = self._engine.run(Simulation.state)[0]

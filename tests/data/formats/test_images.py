@@ -165,16 +165,16 @@ def test_images_of_one_size_in_single_files(flowers, data_root):
 def test_images_of_several_sizes_need_image_size(flowers, data_root):
     folder = flowers([(20, 10), (20, 10), (20, 10), (12, 18), (20, 10), (20, 10)])
     path = folder / "jpg" / "image_00004.jpg"
-    shapes = r"has shape \[3, 18, 12\], but image 0 has \[3, 10, 20\]; set data.image_size to scale all images to"
+    shapes = r"has shape \[3, 18, 12\], but image 0 has \[3, 10, 20\]; set data.size to scale all images to"
     refused("torchvision:Flowers102", rf"^image 1 \({path}\): {shapes}", data_root)
-    train, _ = fedsim.load_dataset("torchvision:Flowers102", data_root, image_size=8)
+    train, _ = fedsim.load_dataset("torchvision:Flowers102", data_root, size=8)
     assert train.inputs.shape == (2, 3, 8, 8)
     middle = Image.open(path).resize((8, 8), Image.Resampling.BICUBIC, box=(0, 3, 12, 15))
     np.testing.assert_array_equal(train.inputs[1].numpy(), np.array(middle).transpose(2, 0, 1))
 
 
 def test_image_size_scales_images_of_arrays(cifar10, data_root):
-    train, test = fedsim.load_dataset("torchvision:CIFAR10", data_root, image_size=16)
+    train, test = fedsim.load_dataset("torchvision:CIFAR10", data_root, size=16)
     assert (train.inputs.shape, test.inputs.shape) == ((20, 3, 16, 16), (3, 3, 16, 16))
     assert train.targets.tolist() == [*range(4)] * 5
 
@@ -257,8 +257,8 @@ def test_missing_files_of_another_class_are_one_line(name, reason, data_root, no
 def test_files_that_are_there_are_not_downloaded(cifar10, flowers, data_root):
     flowers([(8, 8)] * 6)
     assert not images.lacks_files("cifar10", data_root)
-    assert not images.lacks_files("torchvision:CIFAR10", data_root, image_size=16)
-    assert not images.lacks_files("torchvision:Flowers102", data_root, image_size=16)
+    assert not images.lacks_files("torchvision:CIFAR10", data_root, size=16)
+    assert not images.lacks_files("torchvision:Flowers102", data_root, size=16)
 
 
 @pytest.mark.parametrize(

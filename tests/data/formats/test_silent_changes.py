@@ -201,13 +201,13 @@ class TestTables:
     def test_the_index_of_a_data_frame_is_not_an_input(self, name, tmp_path):
         """A column is an index if it counts the rows in order, or in any order if pandas has named it."""
         step = 7 if name.casefold() in ("index", "level_0") else 1
-        rows = [f"{step * k % 20},{k / 4},{k % 2}" for k in range(20)]
+        rows = [f"{step * k % 15},{k / 4},{k % 2}" for k in range(15)]
         path = self.write(tmp_path / "a.csv", f"{name},x,y", rows)
         line = f'a.csv: column "{name}" is the index of a data frame, and is not an input'
         train, test = load("csv", line, path=path)
-        assert sorted(torch.cat([train.inputs, test.inputs]).flatten().tolist()) == [k / 4 for k in range(20)]
-        assert load("csv", path=path, inputs=[name, "x"])[0].inputs.shape == (16, 2)
-        assert load("csv", path=path, ids=[name])[0].inputs.shape == (16, 1)
+        assert sorted(torch.cat([train.inputs, test.inputs]).flatten().tolist()) == [k / 4 for k in range(15)]
+        assert load("csv", path=path, inputs=[name, "x"])[0].inputs.shape == (12, 2)
+        assert load("csv", path=path, ids=[name])[0].inputs.shape == (12, 1)
 
     def test_other_columns_without_a_name_are_an_error(self, tmp_path):
         rows = [f"{(7 * k) % 20},{k / 4},{k % 2}" for k in range(20)]  # rows in a shuffled order
@@ -244,7 +244,7 @@ class TestTables:
     def test_a_column_that_may_number_the_samples_is_named(self, name, first, tmp_path):
         path = self.write(tmp_path / "a.csv", f"{name},x,y", [f"{k + first},{k / 4},{k % 2}" for k in range(20)])
         line = f'a.csv: column "{name}", which contains a different integer in each row, is used as an input'
-        assert load("csv", line, path=path)[0].inputs.shape == (16, 2)
+        assert load("csv", line, path=path, standardize=True)[0].inputs.shape == (16, 2)
         assert load("csv", path=path, inputs=["x"])[0].inputs.shape == (16, 1)
         assert load("csv", path=path, ids=[name])[0].inputs.shape == (16, 1)
 
@@ -255,9 +255,7 @@ class TestTables:
 
     def test_a_comma_at_the_ends_of_lines_is_a_column_without_a_name(self, tmp_path):
         path = self.write(tmp_path / "a.csv", "x,y,", [f"{k / 4},{k % 2}," for k in range(20)])
-        refused(
-            "csv", 'column "" has no name, and no value in row 0; remove it, such as a comma at line ends', path=path
-        )
+        refused("csv", 'column "" has no name and no values; remove it, such as a comma at line ends', path=path)
 
     def test_columns_of_data_frames_without_one_text_as_name(self):
         pandas = pytest.importorskip("pandas")
@@ -288,7 +286,7 @@ class TestTables:
             "bob" if k % 3 == 2 else "ann" for k in number
         ]
         path = self.write(tmp_path / "b.csv", "x,y", ["1,a", "2, ", "3,b"])
-        refused("csv", 'column "y": has no value in row 1', path=path)
+        refused("csv", 'column "y": has no value in line 3', path=path)
 
     def test_classes_that_may_be_one_or_missing_are_named(self, tmp_path):
         names = ["Dog", "dog", "NA"]

@@ -177,7 +177,7 @@ def test_byte_pairs_give_the_text_again(files):
     [
         (None, {}, "there is no such file or folder"),
         (b"", {}, "is empty"),
-        (b"good text " * 90 + b"\xff\xfe", {}, "byte 900 is not UTF-8; convert the file"),
+        (b"good text " * 90 + b"\xff\xfe", {}, "line 1 is not UTF-8 .*; save the file as UTF-8"),
         (b"short" * 60, {}, "have 240 and 60 tokens; each needs 81 or more for one window; use a smaller data.length"),
         (b"long " * 200, {"tokens": "bpe", "vocabulary": 100}, "data.vocabulary = 100: must be at least 256"),
     ],

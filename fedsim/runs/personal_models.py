@@ -1,0 +1,101 @@
+"""Personal models of the workers after a run, from the run itself or from a checkpoint in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from numbers import Integral
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients import State
+from fedsim.clients.algorithm import state_at_first
+from fedsim.clients.capabilities import personal_model
+from fedsim.config.experiment import Experiment
+from fedsim.core.rows import Layout
+from fedsim.engines import Engine
+from fedsim.errors import ExperimentError, RecordError, show
+from fedsim.records.checkpoints import CheckpointFolder
+from fedsim.runs.setup import task_of
+from fedsim.training.task import RunTask
+
+CPU = torch.device("cpu")
+
+
+def module_of(task: RunTask, row: Tensor, buffers: Tensor) -> nn.Module:
+    """Return a model with the parameters `row` [d] and the buffers [b], on the CPU and in evaluation mode."""
+    module = task.new_module()
+    layout = Layout.of(module)
+    layout.write(row, module)
+    layout.write_buffers(buffers, module)
+    return module.cpu().eval()
+
+
+@dataclass(frozen=True)
+class PersonalModels:
+    """Personal models of the workers after a run.
+
+    Attributes:
+        task: description of the run, on the CPU.
+        row, buffers: parameters [d] and buffers [b] of the global model.
+        places: for each worker that has taken part, the index of its state in `rows`.
+        rows: what these workers keep between rounds: tensors by name.
+    """
+
+    task: RunTask
+    row: Tensor
+    buffers: Tensor
+    places: Mapping[int, int]
+    rows: State
+
+    @classmethod
+    def of_engine(cls, task: RunTask, engine: Engine) -> PersonalModels:
+        """Return the personal models after the latest round. Worker states that are not on a GPU are not copied."""
+        server, workers = engine.shared.server, engine.states.workers
+        places = {worker: place for place, worker in enumerate(workers)}
+        rows = {name: rows.cpu() for name, rows in engine.states.rows.items()}
+        return cls(replace(task, device=CPU), server.row.cpu().clone(), server.buffers.cpu().clone(), places, rows)
+
+    @classmethod
+    def in_folder(cls, experiment: Experiment, folder: Path, round: int) -> PersonalModels:
+        """Return the personal models after the last round of a run, from the checkpoint of this round in its folder.
+
+        Raises RecordError if there is no such checkpoint, or if it is damaged.
+        """
+        checkpoints = CheckpointFolder(folder, None, 0)
+        if round not in checkpoints.rounds():
+            raise RecordError(
+                f"{folder}: contains no personal models, because there is no checkpoint of round {round}; run the "
+                f"experiment with checkpoint.every={round}"
+            )
+        snapshot = checkpoints.read(round)
+        rows = {name.removeprefix("rows."): rows for name, rows in snapshot.under("worker_state.").items()}
+        try:
+            places = {worker: place for place, worker in enumerate(rows.pop("workers").tolist())}
+            row, buffers = snapshot.tensors["global_row"], snapshot.tensors["global_buffers"]
+        except KeyError as error:
+            raise RecordError(f"{folder}: the checkpoint of round {round} has no tensor {error}") from None
+        return cls(task_of(experiment, CPU, weights=False), row, buffers, places, rows)
+
+    def of(self, worker: int) -> nn.Module:
+        """Return the personal model of a worker: the initial one, if the worker has not taken part."""
+        task, workers = self.task, self.task.experiment.workers
+        if not isinstance(worker, Integral) or isinstance(worker, bool) or not 0 <= worker < workers:
+            raise ExperimentError(f"worker = {show(worker)}: must be between 0 and {workers - 1}")
+        if worker in self.places:
+            state = {name: rows[self.places[worker]] for name, rows in self.rows.items()}
+        elif task.algorithm.starts_from_current:
+            state = state_at_first(task.algorithm, self.row, self.buffers)
+        else:
+            state = self._initial()
+        return module_of(task, *personal_model(task.algorithm, self.row, state.get("buffers", self.buffers), state))
+
+    def _initial(self) -> State:
+        """Return the state of a worker before its first round."""
+        module = task_of(self.task.experiment, CPU).new_module()
+        layout = Layout.of(module)
+        buffers = layout.read_buffers(module, out=torch.empty_like(self.buffers))
+        local = {"buffers": buffers} if self.task.experiment.buffers == "local" else {}
+        return local | state_at_first(self.task.algorithm, layout.read(module), buffers)
