@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import lzma
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -140,7 +141,8 @@ def text(
                 f"{len(pair[1])} tokens; each needs {length + 1} or more for one window; use a smaller data.length"
             )
     names = [{"file": str(file)} for file in files]
-    return windows(names, encoded, length=length, stride=stride, targets=targets, test_windows=test_windows)
+    train, test = windows(names, encoded, length=length, stride=stride, targets=targets, test_windows=test_windows)
+    return replace(train, assumed=(f"the last {test_fraction:.0%} of each file are test data",)), test
 
 
 def windows(
