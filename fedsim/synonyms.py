@@ -12,7 +12,9 @@ def _split_words(table: dict[str, str]) -> dict[str, str]:
     return {word: meaning for words, meaning in table.items() for word in words.split()}
 
 
-IGNORED = frozenset(_split_words({"num n nb number count total of per each use is enable with do the my": ""}))
+IGNORED = frozenset(
+    _split_words({"num n nb number count total of per each use is enable with do the my in dim dimension": ""})
+)
 
 # Words with the same meaning. Words of two parts are replaced first.
 SAME = {
@@ -35,8 +37,8 @@ SAME = {
             "lamda lambd": "lambda",
             "dir folder directory": "path",
             "freq frequency interval gap": "every",
-            "ckpt": "checkpoint",
-            "comm communication": "communication",
+            "ckpt checkpointing": "checkpoint",
+            "comm com communication": "communication",
             "compressor compressed compress": "compression",
         }
     ),
@@ -57,7 +59,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 ANSWERS: dict[str, str] = _split_words(
     {
         # workers and rounds
-        "clients clients_k k nc n world_size population": "workers={}",
+        "clients clients_k k nc n partitions world_size population concurrency": "workers={}",
         "client_round cohort_clients cohort sampled_clients selected_clients active_clients fit_clients "
         "min_fit_clients min_train_clients": "cohort={}",
         "c jr clients_fraction fit_fraction fraction_train min_fraction sample_fraction sampling_fraction "
@@ -69,10 +71,9 @@ ANSWERS: dict[str, str] = _split_words(
         "fraction": (
             "cohort=N for the number of workers in each round, or attack.fraction={} for the fraction of attackers"
         ),
+        "sampling_client_integer": "cohort={}",
         "rjr random_join_fraction": "sampling=poisson for cohorts of random size",
-        "min_available_clients available_clients": (
-            "workers={} sets the number of workers, which are all available unless sampling=daily"
-        ),
+        "min_available_clients available_clients": "workers={}, all of which are available unless sampling=daily",
         "fraction_evaluate min_evaluate_clients evaluate_clients": (
             "the global model is always tested on the whole test set; data.local_test_fraction=0.2 also tests workers"
         ),
@@ -81,18 +82,20 @@ ANSWERS: dict[str, str] = _split_words(
         "max_rounds max_iterations": "rounds={}",
         "max_epochs": "rounds={} or local.epochs={}",
         "epochs e local_epochs client_epochs epochs_round local_ep ep epochs_clients_round train_epochs "
-        "training_epochs ls epochs_fit_config local_epoch_client": "local.epochs={}",
+        "training_epochs ls local_rounds": "local.epochs={}",
         "epoch_steps steps local_steps client_steps max_steps local_iterations local_updates client_iterations h "
-        "update_steps steps_round local_steps_round iterations_round sync_every steps_sync": "local.steps={}",
+        "update_steps period sync_period communication_period steps_round local_steps_round iterations_round "
+        "sync_every steps_sync": "local.steps={}",
+        "limit_train_batches": "local.steps=N for N steps of each worker in each round",
         "b batch local_batch client_batch train_batch training_batch lbs device_train_batch": "local.batch_size={}",
         "test_batch evaluate_batch validation_batch": "tests choose the size of their batches; there is no such key",
         "seed_everything random_seed random_state manual_seed rng_seed rng": "seed={}",
         "times repeat repetitions runs trials seeds": "fedsim compare seed=0,1,2 repeats a run with several seeds",
         "s": "seed={}, or partition.s={} with partition=shards",
         # training
-        "lr l_r": "local.lr={} or server.lr={}",
-        "local_lr client_lr llr train_lr training_lr": "local.lr={}",
-        "server_lr slr": "server.lr={}",
+        "lr": "local.lr={} or server.lr={}",
+        "local_lr client_lr llr eta_l eta_c train_lr training_lr": "local.lr={}",
+        "server_lr slr eta_g eta_s": "server.lr={}",
         "lr_scheduler scheduler lr_schedule local_scheduler lr_policy lrs": "local.schedule={} or server.schedule={}",
         "lr_decay lr_gamma decay ld ldg learning_rate_decay_gamma lr_decay_fraction": (
             "local.schedule=exponential local.schedule.gamma={}"
@@ -102,6 +105,9 @@ ANSWERS: dict[str, str] = _split_words(
         "optimizer": "local.algorithm={} or server={}",
         "local_optimizer client_optimizer": "local.algorithm={}",
         "server_optimizer": "server={}",
+        "momentum": "local.momentum={}",
+        "nesterov": "local.nesterov={}",
+        "server_optimizer_nesterov": "server=momentum server.nesterov=true, or server=diloco",
         "wd l2 l2_reg l2_lambda decay_weight weight_decay_fraction l2_regularization": "local.weight_decay={}",
         "gradient_clip_val grad_clip clip_grad_norm max_grad_norm gradient_clip gradient_clipping clip_value "
         "grad_clipping gradient_clip_norm clip_norm max_norm grad_norm": "local.clip_norm={}",
@@ -116,7 +122,7 @@ ANSWERS: dict[str, str] = _split_words(
         "mu prox_mu proximal_mu prox proximal fedprox_mu": "local.algorithm=fedprox local.mu={}",
         "lambda reg_lambda": "local.algorithm=ditto local.lam={}",
         "loss losses criterion loss_fn loss_function loss_func": (
-            "the loss belongs to the task: task=binary, or a loss such as task=torch.nn.functional:mse_loss"
+            "the loss belongs to the task: task=binary, or a loss function such as task=torch.nn.functional:mse_loss"
         ),
         "l1 l1_loss mae_loss": "task=regression task.loss=l1",
         "huber huber_loss smooth_l1": "task=regression task.loss=huber",
@@ -124,11 +130,12 @@ ANSWERS: dict[str, str] = _split_words(
         "ce nll nll_loss crossentropy crossentropyloss cross_entropy_loss": "task=classification",
         "mse_loss mseloss l2_loss": "task=mse",
         "shuffle shuffle_data": "samples are always shuffled in every epoch; there is no such key",
-        "finetune fine_tuning fine_tune_epochs fine_tuning_epochs ften finetune_epochs": (
+        "finetune fte fine_tuning fine_tune_epochs fine_tuning_epochs ften finetune_epochs": (
             "worker_evaluation.fine_tune={}"
         ),
         # algorithms
-        "algorithm algo fl_algorithm method fl_method strategy strategies fl_strategy strategy_name alg": (
+        "algorithm algo fl_algorithm method fl_method strategy strategies fl_strategy strategy_name alg "
+        "federated_optimizer federated_algorithm training_algorithm trainer": (
             "aggregate.rule={}, local.algorithm={}, server={} or policy={}"
         ),
         "fedavg federated_averaging fed_avg localsgd local_sgd vanilla": (
@@ -141,6 +148,7 @@ ANSWERS: dict[str, str] = _split_words(
         "fedavgm fed_avgm": "server=momentum",
         "fedmedian": "aggregate.rule=median",
         "fedtrimmedavg fed_trimmed_avg tm trmean cwtm trimmedmean": "aggregate.rule=trimmed_mean",
+        "dpfedavg dp_fedavg": "privacy.mechanism=central privacy.clip=1.0 privacy.noise=1.0",
         "fedasgd asyncfl async_fl fedasync": "mode=clock policy=fedasync",
         "peravg perfedavg fomaml maml": "local.algorithm=per_fedavg",
         "sam sharpness_aware": "local.algorithm=fedsam",
@@ -167,11 +175,10 @@ ANSWERS: dict[str, str] = _split_words(
         "byzantine_list byzantine_clients_list byzantine_ids byzantine_id attack_clients_list": "attack.workers={}",
         "declared_byzantine tolerated_byzantine f_declared tolerated_f n_tolerated aggregate_byzantine aggregator_f "
         "tolerance": "aggregate.f={}",
-        "honest honest_clients": (
-            "workers=N is the number of all workers, honest or not; attack.f is the number of attackers"
-        ),
+        "honest honest_clients": "count all workers in workers=N, honest or not; attack.f=N of them attack",
         "attack_name attack_type attack_method attack_mode": "attack={}",
-        "byzantine_attack": "attack={} or attack.f={}",
+        "byzantine_attack": "attack={}",
+        "byzantine_attack_integer": "attack.f={}",
         "attack_start attack_from attack_round start_attack_round sleeper warmup_rounds_attack": (
             "attack.start_round={}"
         ),
@@ -190,17 +197,22 @@ ANSWERS: dict[str, str] = _split_words(
         # participation
         "client_selection client_sampling selection sampler sampling_strategy client_sampler selector "
         "sampling_method": "sampling={}",
-        "client_dropout dropout_fraction client_dropout_fraction client_drop_fraction drop_fraction cdr "
-        "failure_fraction client_failure": "sampling.client_dropout={}",
+        "dropout dropout_fraction model_dropout_fraction": (
+            "model.dropout={} for layers, or sampling.client_dropout={} for workers that drop out"
+        ),
+        "client_dropout client_dropout_fraction client_drop_fraction drop_fraction cdr failure_fraction "
+        "client_failure": "sampling.client_dropout={}",
         # partition
         "split splitter partitioner data_distribution heterogeneity data_split partition_type partition_method "
         "partition_strategy distribution partitioning data_partition": "partition={}",
         "iid": "partition=iid, or partition=dirichlet partition.alpha=0.1 for label skew",
-        "noniid non_iid niid lda hetero heterogeneous skew label_skew noniidness": (
+        "noniid non_iid niid dirichlet_niid exdir lda hetero heterogeneous skew label_skew noniidness": (
             "partition=dirichlet partition.alpha=0.1"
         ),
         "alpha dirichlet dirichlet_alpha dirichlet_beta dir_alpha dirichlet_concentration concentration "
-        "partition_alpha partition_beta dirichlet_param": "partition=dirichlet partition.alpha={}",
+        "partition_alpha dirichlet_param distribution_parameter": "partition=dirichlet partition.alpha={}",
+        "partition_beta": "partition=dirichlet partition.alpha={}, or partition=quantity partition.beta={}",
+        "partition_by": "partition=natural partition.by={} for one worker per owner",
         "dir": "partition=dirichlet",
         "classes_client class_client labels_client partition_classes partition_labels": (
             "partition=classes_per_worker partition.k={}"
@@ -220,9 +232,8 @@ ANSWERS: dict[str, str] = _split_words(
             "worker"
         ),
         "augmentation transform data_augmentation aug": "data.augment={}",
-        "pin_memory persistent_workers prefetch prefetch_factor dataloader drop_cache": (
-            "samples are kept in memory on the device; there is no data loader to set"
-        ),
+        "pin_memory persistent_workers prefetch prefetch_factor dataloader data_clients dataloader_clients "
+        "data_loader_clients": "samples are kept in memory on the device; there is no data loader to set",
         "image_size img_size": "data.size={}",
         "sep separator delimiter": "data.delimiter={}",
         "normalize normalise standardise": "data.standardize={}",
@@ -232,7 +243,7 @@ ANSWERS: dict[str, str] = _split_words(
         "imagenet tiny_imagenet tinyimagenet": "data=image_folder data.path=FOLDER data.size=224",
         # models
         "net network architecture arch backbone model_name model_type nn m model_arch": "model={}",
-        "classes num_class output_dim": "model.classes={}",
+        "classes num_class nb": "model.classes={}",
         "in_channels input_channels": "model.channels={}",
         "input_dim in_features input_size": "model.inputs={}",
         "hidden_size hidden_dim hidden_units hidden_layers": "model=2nn model.hidden={}",
@@ -255,7 +266,8 @@ ANSWERS: dict[str, str] = _split_words(
         "accelerator dev device_type torch_device": "device={}",
         "gpu cuda no_cpu client_gpus on_gpu": "device=cuda",
         "gpu_id did device_id cuda_device cuda_id gpu_index": "device=cuda:{}",
-        "cpu no_cuda no_gpu": "device=cpu, or processes={} for several cores",
+        "cpu no_cuda no_gpu": "device=cpu",
+        "cpu_integer": "processes={}",
         "devices": "device=cuda for one GPU; engine=distributed under torchrun uses several",
         "dtype": "precision={}",
         "amp mixed_precision autocast half float16 fp16 bfloat16 16_mixed bf16_mixed 16 bf16_true 16_true": (
@@ -271,12 +283,14 @@ ANSWERS: dict[str, str] = _split_words(
         "multiprocess multiprocessing parallel ray joblib mp process fork forked": "engine=processes",
         "ddp torchrun fsdp deepspeed mpi nccl gloo": "engine=distributed under torchrun",
         "single sequential simulation one_process": "engine=serial",
-        "rank local_rank node_rank master_addr master_port": (
+        "topology graph": "mode=clock policy=gossip policy.graph={}",
+        "rank nproc_per_node local_rank node_rank master_addr master_port": (
             "the launcher sets it: torchrun --nproc-per-node=4 -m fedsim run engine=distributed"
         ),
         "compile torch_compile": "training steps are not compiled",
         "cudnn_benchmark benchmark deterministic": "the seed decides all draws; there is no such key",
         # clock and communication
+        "hogwild": "mode=race policy=hogwild",
         "async asynchronous async_mode": "mode=clock policy=fedbuff, or another of `fedsim list policies`",
         "buffer_size fedbuff_k buffer_k": "mode=clock policy=fedbuff policy.k={}",
         "staleness max_staleness staleness_bound bounded_staleness delay_bound": "mode=clock policy=ssp policy.s={}",
@@ -290,14 +304,19 @@ ANSWERS: dict[str, str] = _split_words(
         "sparsification topk sparsity sparse topk_fraction compression_fraction": (
             """processors='[{name="top_k",ratio={}}]'"""
         ),
+        "ssr send_slow_fraction": "mode=clock clock.latency={}",
         "dp differential_privacy noise_multiplier dp_sigma dps epsilon target_epsilon dp_epsilon": (
             "privacy.mechanism=central privacy.clip=1.0 privacy.noise=1.0, or local.algorithm=dp_sgd; fedsim privacy "
             "--target-epsilon computes the noise"
         ),
         "target_delta dp_delta": "privacy.delta={}",
-        "secure_aggregation secagg encryption he secure": "aggregate.secure=true",
+        "signsgd": "processors=sign",
+        "secure_aggregation secagg secaggplus encryption he secure": "aggregate.secure=true",
         # tests, records and output
         "metric": "metrics={}",
+        "f1 f1_score": "metrics=macro_f1",
+        "auc roc_auc": "metrics=auroc",
+        "metric_precision metric_recall": "metrics=macro_f1, or your own function",
         "accuracy acc metric_loss": "accuracy and loss are always recorded; omit it",
         "partition_random partition_equal": "partition=iid",
         "sampling_random": "sampling=uniform",
@@ -310,15 +329,15 @@ ANSWERS: dict[str, str] = _split_words(
         "target_accuracy target_acc goal_accuracy": (
             "stop.target={} to end a run there, or fedsim compare --target {} to report the time until then"
         ),
-        "early_stopping early_stop auto_break earlystopping": "stop.patience=5 data.validation_fraction=0.1",
+        "early_stopping early_stop auto_break ab earlystopping": "stop.patience=5 data.validation_fraction=0.1",
         "checkpoint_every save_every save_checkpoint_every checkpoint_steps save_steps": "checkpoint.every={}",
         "checkpoint": "checkpoint.every={}",
-        "save_model save_checkpoint": "records.model={}",
+        "save_model": "the model is saved unless records.model=false",
         "tb": "records.tensorboard=true",
         "logger log_to report_to tracker": "records.loggers={}",
         "wandb wandb_project wandb_mode": "records.loggers=wandb",
-        "out output output_path outdir out_path save_path log_path logdir results_path savedir default_root_dir sfn "
-        "o save_folder_name experiment_path exp_path logging_path": "--out {}",
+        "out output_path outdir out_path save_path log_path logdir results_path savedir default_root_dir sfn o "
+        "save_folder_name experiment_path exp_path logging_path": "--out {}",
         "resume resume_from checkpoint_path load_from resume_from_checkpoint load_checkpoint restore load": (
             "--resume {}"
         ),
@@ -330,6 +349,7 @@ ANSWERS: dict[str, str] = _split_words(
             "each round prints one line; --quiet prints none"
         ),
         "config config_file config_path cfg conf": "write the file without a key or option: fedsim run CONFIG.toml",
+        "fast_dev_run": "--dry-run",
         "override run_config": "write each setting as a word of its own: fedsim run rounds=3 workers=20",
         "callback on_round": "in Python, the argument on_round of fedsim.run is called after every round",
         # commands

@@ -130,9 +130,11 @@ def is_number(text: str) -> bool:
 def key_hint(name: str, value: str | None = None) -> str:
     """Return how to write a key, which may be that of another library, with its value, or "" if it is unknown."""
     from fedsim.config.experiment import Experiment  # imported here to keep `--help` fast
+    from fedsim.config.overrides import parse_value
 
-    is_key = name.partition(".")[0] in Experiment.model_fields
-    return f"write {name}={value or 'VALUE'}" if is_key else meaning(name, value)
+    if name.partition(".")[0] in Experiment.model_fields:
+        return f"write {name}={value or 'VALUE'}"
+    return meaning(name, parse_value(value, name) if value else None)
 
 
 def _is_open(word: str) -> bool:

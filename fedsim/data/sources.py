@@ -94,6 +94,8 @@ def _format_of(path: str) -> str | None:
             f"data.name = {show(path)}: is a folder; write data=image_folder {folder}, or leaf, text or huggingface "
             "instead of image_folder"
         )
+    if re.search(r"[/\\]", path) and not re.search(r":|\.py$", path) and not Path(path).expanduser().exists():
+        raise ExperimentError(f"data.name = {show(path)}: no such file or folder; check the path")
     if path not in dataset.names() and not path.endswith(".py") and Path(path).expanduser().is_file():
         raise ExperimentError(
             f"data.name = {show(path)}: no data set reads such a file; allowed: {', '.join(FORMATS)}, folders of "
