@@ -41,7 +41,7 @@ GALLERY = ROOT / "docs" / "gallery"
 EXPERIMENTS = ROOT / "experiments"
 MOST_BYTES = 300_000  # maximum size of the stored records of an experiment
 # keys that change no result, or belong to a machine
-NOT_COMPARED = ("data.root", "model.weights", "records.", "engine", "processes", "distributed.")
+NOT_COMPARED = ("data.root", "model.weights", "records.", "device", "engine", "processes", "distributed.")
 NOT_KEPT = ("coefficients", "seconds")  # large entries that no figure shows
 DIGITS = 6  # significant digits of the stored numbers
 MOST_WIDE = 3  # maximum number of columns with intervals that fit on a page

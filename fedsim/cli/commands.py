@@ -347,11 +347,10 @@ def _versions() -> Iterator[tuple[str, str]]:
     """Yield the names and versions of the packages that fedsim uses."""
     yield "fedsim", f"{__version__}, on Python {platform.python_version()}, {platform.platform(terse=True)}"
     yield "packages", ", ".join(f"{name} {_version(name) or 'missing'}" for name in ("torch", "torchvision", "numpy"))
-    for missing, topic in ((False, "extras"), (True, "not installed")):
-        extras = [name for name, packages in EXTRAS.items() if missing != all(map(_version, packages))]
-        how = ": pip install 'fedsim-sgd[NAME]'" if missing else ""
-        if extras:
-            yield topic, ", ".join(extras) + how
+    extras = [name for name, packages in EXTRAS.items() if all(map(_version, packages))]
+    yield "extras", ", ".join(extras) or "none"
+    if missing := [" ".join(packages) for name, packages in EXTRAS.items() if name not in extras]:
+        yield "optional", f"not installed (pip install NAMES): {', '.join(missing)}"
 
 
 def _version(package: str) -> str | None:

@@ -13,19 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from pydantic import ValidationError, field_validator, model_validator
 
 from fedsim.asynchronous.policies import policy
 from fedsim.config import schema
+from fedsim.config.components import COMPONENTS
 from fedsim.config.engines import traits_of
 from fedsim.config.settings import Settings
-from fedsim.config.tables import keys_called, keys_of_component, keys_of_tables
+from fedsim.config.tables import keys_called, owners_of, settings_of
 from fedsim.config.validation import problems_with
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.import_policy import is_untrusted
 from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import own_copy, plain
-from fedsim.core.suggestions import VOCABULARY
+from fedsim.core.suggestions import VOCABULARY, answer
 from fedsim.core.validation_errors import explain
 from fedsim.data.formats.images import lacks_files
 from fedsim.data.sources import load_dataset_once, one_per_worker
@@ -55,12 +57,23 @@ class Experiment(Settings):
                 tables = {**tables, "workers": count}
             super().__init__(**tables)
         except ValidationError as error:
-            raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(type(self), tables))) from None
+            raise ExperimentError(*explain(error, type(self))) from None
 
     @field_validator("engine")
     @classmethod
     def _engine_exists(cls, name: str) -> str:
         traits_of(name)
+        return name
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _device_has_a_known_type(cls, name: Any) -> Any:
+        try:
+            torch.device("cpu" if name == "auto" else name)
+        except (RuntimeError, TypeError):
+            hint = f"write device=cuda:{name}" if isinstance(name, int) else answer(str(name))
+            hint = hint or "allowed: auto, cpu, cuda, cuda:1, ..."
+            raise ExperimentError(f"device = {show(name)}: no such device; {hint}") from None
         return name
 
     @field_validator("mode", mode="before")
@@ -104,7 +117,11 @@ class Experiment(Settings):
         return _without_unset(self.model_dump(mode="json"))
 
 
-VOCABULARY.keys_called, VOCABULARY.keys_of_component = partial(keys_called, Experiment), keys_of_component
+VOCABULARY.keys_called, VOCABULARY.owners_of = partial(keys_called, Experiment), partial(owners_of, Experiment)
+VOCABULARY.settings_of = settings_of
+VOCABULARY.component_keys = frozenset(
+    key for keys, _ in COMPONENTS.values() for key in keys.partition(", before")[0].replace(".name", "").split(", ")
+)
 
 
 def count_workers(tables: Mapping[str, Any]) -> int | None:

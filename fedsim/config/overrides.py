@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,10 +47,16 @@ def split_word(word: str) -> tuple[list[str], str]:
 def parse_value(text: str, place: str) -> Any:
     """Return the TOML value of a text, or the text itself if it is not TOML, or is the name of an attack (nan, inf).
 
+    Numbers such as `.1` and `1.`, which TOML does not have, and Python's `True` and `False` are values too.
+
     `place` is the key, for error messages. Raises ExperimentError for a list or table that is not valid TOML.
     """
     if text.strip() in ("nan", "inf"):
         return text.strip()
+    if re.fullmatch(r"\s*[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?\s*", text):
+        return float(text)
+    if text.strip() in ("True", "False"):
+        return text.strip() == "True"
     try:
         refuse_long_chains(text)
         value = tomllib.loads(f"value = {text}")["value"]

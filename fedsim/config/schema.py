@@ -60,6 +60,13 @@ def matching(pattern: str, requirement: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _in_list(value: Any) -> Any:
+    return [value] if isinstance(value, dict) or (isinstance(value, str) and "," not in value) else value
+
+
+OneOrMore = BeforeValidator(_in_list)  # for a list of components, which may be given as a single name or table
+
+
 class Task(ComponentTable):
     """The learning task, which defines the loss and the correct predictions in training and tests.
 
@@ -164,7 +171,7 @@ class Data(ComponentTable):
     """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, or `~/.cache/fedsim/data`."""
     local_test_fraction: FractionBelowOne = 0.0
     """Fraction of each worker's samples that is used for tests and not for training."""
-    augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])
+    augment: Annotated[list[Augment], OneOrMore, Field(max_length=100)] = Field(default=[])
     """Augmentations of training batches: names or tables, applied in this order."""
     validation_fraction: FractionBelowOne = 0.0
     """Fraction of the training samples that no worker trains on. Each round records `validation_loss` and
@@ -540,11 +547,16 @@ class AsyncPolicy(ComponentTable):
 
 
 class Slowdown(ComponentTable):
-    """Factor on each worker's computing time on the virtual clock: 2 means twice as slow."""
+    """Factor on each worker's computing time on the virtual clock: 2 means twice as slow. A list has one per worker."""
 
     place, named_by, registry = "clock.slowdown", "name", slowdown
 
     name: Name = "equal"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_is_given(cls, value: Any) -> Any:
+        return {"name": "list", "values": value} if isinstance(value, list) else value
 
 
 class Noise(ComponentTable):
@@ -656,7 +668,7 @@ class Records(Table):
     """File formats of all figures."""
     tensorboard: bool = False
     """Whether to write TensorBoard files, as the logger `tensorboard` does."""
-    loggers: Annotated[list[Logger], Field(max_length=20)] = Field(default=[])
+    loggers: Annotated[list[Logger], OneOrMore, Field(max_length=20)] = Field(default=[])
     """Loggers that receive the numbers of each round: names or tables."""
 
     @property

@@ -155,7 +155,11 @@ def parameter_errors(
     lines = []
     for name in unknown[:MAX_PROBLEMS]:
         owners = sorted({registration.name for registration in siblings if name in registration.parameter_names})
-        hint = f"{name} is a parameter of {', '.join(owners)}" if owners else nearest_key(name, keys, place)
+        hint = (
+            f"{name} is a parameter of {', '.join(owners)}"
+            if owners
+            else nearest_key(name, keys, place or None, values[name])
+        )
         where = f"{place}." if place else ""
         lines.append(f"{where}{name} = {show(values[name])}: unknown key (the {kind} is {names}); {hint}")
     return lines
@@ -298,7 +302,7 @@ class Registry:
             except LookupError as error:
                 raise ExperimentError(f"{where}: {error.args[0]}") from None
         if not isinstance(name, ObjectName) and (
-            line := component_name_error(self.kind, name, where, self._components)
+            line := component_name_error(self.kind, name, where, place, self._components)
         ):
             raise ExperimentError(line)
         try:

@@ -1,140 +1,199 @@
-"""Error lines for unknown keys and names, which end with a hint: the most similar valid name, or all allowed names."""
+"""Hints for unknown keys and names: what fedsim calls them, the most similar valid name, or all allowed names."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from fedsim.errors import MAX_NAME, ExperimentError, cut, show
-from fedsim.synonyms import KEYS, NAMES, NOTES
+from fedsim.synonyms import ANSWERS, IGNORED, SAME
 
 MOST_IN_RANGE = 100  # maximum length of a range that a hint writes out, such as 0..99
-SHORT = 4  # characters; in shorter names one wrong letter matters more
+SHORT = 4  # characters; shorter names are not completed
 CERTAIN = 0.85  # difflib ratio from which only the most similar name is suggested
-CUTOFF, CUTOFF_SHORT = 0.75, 0.65  # difflib ratio from which a name counts as a misspelling
-
-LISTS = ("metrics", "data.augment", "processors", "broadcast", "records.loggers")  # keys of lists of names
-FIRST_STAGE = ", before a rule"  # follows the key of pre-aggregators
+CUTOFF = 0.8  # difflib ratio from which a name counts as a misspelling
 
 NOTE = re.compile(r"<[\w, ]+>")  # name of an object without an import path
-
-KeyFinder = Callable[[str], list[str]]  # maps a name to dotted keys of an experiment
+SETTING = re.compile(r"[\w.]+=|--|fedsim ")  # start of an answer that is to be written as it stands
 
 
 @dataclass
 class Vocabulary:
-    """Functions that look up keys and components, for suggestions in error messages.
+    """What names mean in an experiment, for hints.
 
     Attributes:
-        keys_called: function from a name to the dotted keys that it may mean.
-        keys_of_component: function from the name of a component to the dotted keys that can select it.
+        keys_called: function from a name to the dotted keys that are this name or end with it.
+        settings_of: function from the name of a component to settings that select it, such as `server=adam`.
+        owners_of: function from the name of a parameter to a text about the components that have it, or "".
+        component_keys: keys whose values are names of components.
     """
 
-    keys_called: KeyFinder = lambda name: list(KEYS.get(name, ()))
-    keys_of_component: KeyFinder = lambda name: []
+    keys_called: Callable[[str], list[str]] = lambda name: []
+    settings_of: Callable[[str], list[str]] = lambda name: []
+    owners_of: Callable[[str], str] = lambda name: ""
+    component_keys: frozenset[str] = frozenset()
 
 
 VOCABULARY = Vocabulary()
 
 
-def nearest(name: str, allowed: Iterable[str], *, is_component: bool = False) -> str:
+def nearest(name: str, allowed: Iterable[str], table: str | None = None) -> str:
     """Return a hint for an unknown name: `did you mean "x"?`, or the list of allowed names.
 
     Args:
         name: the unknown name.
         allowed: allowed names.
-        is_component: whether the name should be a component's name. Then components of other kinds are suggested too.
+        table: table whose component should have this name, such as `partition`. Then the hint may be what fedsim calls
+            a component of another library, or a setting with a component of another kind. None for other names.
     """
     allowed = list(allowed)
-    known = [each for each in NAMES.get(normalized(name), ()) if each in allowed]
-    return _hint(name, known, {each: [each] for each in allowed}, allowed, may_be_component=is_component)
+    if "," in name:
+        return f"for several values use fedsim compare; for a list write {cut(as_list(name))}"
+    matches = same(name, allowed)
+    if table is not None and not matches:
+        text = answer(f"{table}_{name}") or answer(name)
+        matches = list(dict.fromkeys(word for word in re.findall(r"=([\w.]+)", text) if word in allowed))
+        if not matches and (hint := _of_component(name) or text * ("VALUE" not in text)):
+            return hint
+    return did_you_mean(matches or closest(name, allowed)) or f"allowed: {', '.join(allowed) or 'none'}"
 
 
-def attribute_error(owner: object, name: str) -> AttributeError:
-    """Return the error for an unknown attribute of an object, which suggests the most similar public attribute."""
-    hint = "" if name.startswith("_") else f"; {nearest(name, [known for known in dir(owner) if known[0] != '_'])}"
-    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}")
-
-
-def nearest_key(
-    name: str, allowed: Iterable[str], place: str = "", elsewhere: Mapping[str, Sequence[str]] | None = None
-) -> str:
+def nearest_key(name: str, allowed: Iterable[str], place: str | None = None, value: Any = None) -> str:
     """Return the hint for an unknown key.
 
     Args:
         name: unknown key.
         allowed: keys of the table.
-        place: table that contains the key, such as `local`. "" for top-level keys.
-        elsewhere: keys of other tables, each with the dotted keys to suggest.
+        place: table that contains the key, such as `local`. "" for top-level keys. None for keys outside experiments.
+        value: value of the key, which the hint repeats.
     """
     allowed, form = list(dict.fromkeys(allowed)), normalized(name)
-    known = VOCABULARY.keys_called(form) if place else list(KEYS.get(form, ())) if elsewhere else []
-    if place and known == [form]:
+    if place is None or "," in name or len(name) > MAX_NAME or same(name, allowed):
+        return nearest(name, allowed)
+    if place and VOCABULARY.keys_called(form) == [form]:
         return f"{form} is a top-level key; in a file write it above the first [table]"
-    if here := [each.removeprefix(f"{place}.") for each in known if each.startswith(f"{place}.")]:
-        known = [each for each in here if each in allowed]  # not keys of other components
-    candidates = {**(elsewhere or {}), **{each: [each] for each in allowed}}
-    return _hint(name, known, candidates, allowed, may_be_component=form not in candidates)
+    similar = did_you_mean(closest(name, allowed))
+    if isinstance(value, Mapping):  # an unknown table
+        inner = [meaning(form if key == "name" else f"{form}.{key}", item) for key, item in value.items()]
+        hint = similar or "; ".join(filter(None, dict.fromkeys(inner)))
+    else:
+        hint = meaning(f"{place}.{name}" if place else name, value, similar)
+    return hint or f"allowed: {', '.join(allowed) or 'none'}"
 
 
-def _hint(
-    name: str,
-    known: Sequence[str],
-    candidates: Mapping[str, Sequence[str]],
-    allowed: Sequence[str],
-    *,
-    may_be_component: bool,
-) -> str:
-    """Return the hint for a name that is not allowed.
+def meaning(name: str, value: Any = None, similar: str = "") -> str:
+    """Return the hint for a name that is not a key at its place, or "" if nothing is known about it.
 
     Args:
-        name: the name.
-        known: allowed names that have `name` as a synonym.
-        candidates: correct names, each with what to suggest if `name` is similar to it.
-        allowed: all allowed names, which are listed if nothing is similar.
-        may_be_component: whether `name` may be the name of a component of any kind.
+        name: key, which may be dotted.
+        value: value of the key.
+        similar: hint with similar keys at its place, which is preferred to keys of other tables.
     """
-    if "," in name:
-        return f"for several values use fedsim compare; for a list write {cut(as_list(name))}"
-    if not known and normalized(name) in NOTES:
-        return NOTES[normalized(name)]
-    if not known and may_be_component and (settings := _settings_of_component(normalized(name))):
-        return f"write {' or '.join(settings)}"
-    if not known and len(name) <= MAX_NAME:
-        known = [each for match in closest(name, candidates) for each in candidates[match]]
-    return f"did you mean {' or '.join(map(show, known))}?" if known else f"allowed: {', '.join(allowed) or 'none'}"
+    place, _, last = normalized(name).rpartition(".")
+    hint = answer(name, value) or (answer(last, value) if place else "")
+    if hint and not ("VALUE" in hint and _of_component(last)):
+        return hint
+    keys = VOCABULARY.keys_called(last) if not place or "_" in last else []  # names of one word differ between tables
+    if keys and not (place and similar):
+        return f"write {' or '.join(f'{key}={_as_word(value)}' for key in keys)}"
+    if place:
+        return similar or _of_component(last)
+    return _of_component(last) or similar or VOCABULARY.owners_of(last)
 
 
-def _settings_of_component(name: str) -> list[str]:
-    """Return one setting such as `local.algorithm=scaffold` for each key that can select the component `name`."""
-    settings: dict[str, str] = {}
-    for text in VOCABULARY.keys_of_component(name):
-        for key in text.removesuffix(FIRST_STAGE).split(", "):
-            value = f'["{name}","mean"]' if text.endswith(FIRST_STAGE) else f'["{name}"]' if key in LISTS else name
-            settings.setdefault(key, f"{key}={value}" if value == name else f"{key}='{value}'")
-    return list(settings.values())
+def answer(name: str, value: Any = None) -> str:
+    """Return what to write instead of a key or name of another library, or "" if the name is unknown."""
+    is_fraction = isinstance(value, float) and 0 < value < 1
+    kind = value if isinstance(value, str) else "fraction" if is_fraction else "list" * isinstance(value, list)
+    names = (f"{name}_{kind}", name) if kind else (name,)
+    text = next((text for each in names if (text := _answers().get(words_of(each)))), "")
+    if isinstance(value, str) and (keys := re.findall(r"([\w.]+)=\{\}", text)):
+        settings = VOCABULARY.settings_of(value)
+        if matching := [setting for setting in settings if setting.partition("=")[0] in keys]:
+            text = " or ".join(matching)
+        elif VOCABULARY.component_keys & {*keys} or any(f"{key}=" in answer(value) for key in keys):
+            other = answer(value) or _of_component(value)
+            if other.startswith("write ") and "VALUE" not in other:
+                return other
+    elif isinstance(value, (int, float)):  # not the name of a component
+        options = text.split(" or ")
+        text = " or ".join(
+            [each for each in options if each.partition("=")[0] not in VOCABULARY.component_keys] or options
+        )
+    text = text.replace("{}", _as_word(value))
+    return f"write {text}" if SETTING.match(text) else text
+
+
+@functools.cache
+def _answers() -> dict[frozenset[str], str]:
+    return {words_of(phrase): text for phrase, text in ANSWERS.items()}
+
+
+def words_of(name: str) -> frozenset[str]:
+    """Return the words of a name, without those that do not matter, and in a form that is equal for synonyms.
+
+    >>> words_of("num_clients") == words_of("numberOfWorkers") == words_of("node-count")
+    True
+    """
+    if name.lower() not in ANSWERS:  # FedAvg is one word
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
+    text = "_".join(re.split(r"[\s._-]+", name.lower())).strip("_")
+    for pair in (same for same in SAME if "_" in same):
+        text = text.replace(pair, SAME[pair])
+    words = [word[:-1] if len(word) >= SHORT and re.search("[^su]s$", word) else word for word in text.split("_")]
+    return frozenset(SAME.get(word, word) for word in words if word not in IGNORED) or frozenset(words)
+
+
+def _of_component(name: str) -> str:
+    settings = VOCABULARY.settings_of(name)
+    return f"write {' or '.join(settings)}" if settings else ""
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """Return a hint with at most two names, or "" without names."""
+    names = [*names][:2]
+    return f"did you mean {' or '.join(map(show, names))}?" if names else ""
+
+
+def _as_word(value: Any) -> str:
+    """Return a value as in `key=value` on the command line, or VALUE for a value without a short form."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, list)) or value in ("", []):
+        return "VALUE"
+    return cut(value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str))
+
+
+def same(name: str, allowed: Iterable[str]) -> list[str]:
+    """Return the allowed name that differs from `name` only in case and separators, in a list that may be empty."""
+    form = re.sub(r"[\s_-]", "", name.lower())
+    return [each for each in allowed if re.sub(r"[\s_-]", "", each.lower()) == form][:1]
 
 
 def closest(name: str, allowed: Iterable[str]) -> list[str]:
     """Return at most two allowed names that are similar to `name`.
 
-    Similar means: nearly the same spelling, the same except for - and _, the initials of `name`, or a part of it.
+    Similar means: nearly the same spelling, the same words, the initials of `name`, or a part of it.
     """
-    forms = {normalized(each): each for each in allowed}
-    form = normalized(name)
-    if form in forms:
-        return [forms[form]]
-    matches = [each for each in forms if _initials(each) == form or _initials(form) == each]
-    if not matches and len(form) >= SHORT:
-        matches = [each for each in forms if each.startswith(form)] or [each for each in forms if f"_{form}" in each]
-    cutoff = CUTOFF if len(form) >= SHORT else CUTOFF_SHORT
-    matches = matches or difflib.get_close_matches(name.replace("-", "_"), forms, n=1, cutoff=cutoff)  # not MyNet: net
+    form, forms = normalized(name), {normalized(each): each for each in allowed}
+    if len(name) > MAX_NAME:
+        return []
+    tests: list[Callable[[str], object]] = [
+        lambda each: each.replace("_", "") == form.replace("_", ""),
+        lambda each: words_of(each) == words_of(form),
+        lambda each: _initials(each) == form or _initials(form) == each,
+        lambda each: len(form) >= SHORT and each.startswith(form),
+        lambda each: len(form) >= SHORT and f"_{form}" in each,
+        lambda each: each[:1] == form[:1] and sorted(each) == sorted(form),
+        lambda each: each[:1] == form[:1] and len(each) == len(form) >= SHORT and sum(map(str.__ne__, each, form)) == 1,
+    ]
+    matches = next((found for test in tests if (found := [*filter(test, forms)])), [])
+    matches = matches or difflib.get_close_matches(name.replace("-", "_"), forms, n=1, cutoff=CUTOFF)  # not MyNet: net
     matches = difflib.get_close_matches(form, matches, n=2, cutoff=0.0)
     is_certain = matches and difflib.SequenceMatcher(None, matches[0], form).ratio() >= CERTAIN
     return [forms[each] for each in (matches[:1] if is_certain else matches)]
@@ -168,15 +227,18 @@ def as_list(text: str) -> str:
     return f"[{','.join(piece if piece.isdecimal() else json.dumps(piece) for piece in pieces)}]"
 
 
-def component_name_error(kind: str, name: str, where: str, names: Iterable[str]) -> str | None:
+def component_name_error(kind: str, name: str, where: str, place: str, components: Mapping[str, Any]) -> str | None:
     """Return the error line for a name that is not registered, or None if the name is an import path.
 
     Args:
         kind: kind of component, such as `aggregation rule`.
         name: unregistered name.
         where: start of the line: the key and the name.
-        names: names of the registered components.
+        place: the key, such as `partition.name`.
+        components: registered components (`Registration`) by name.
     """
+    if settings := _called(name, place, components) or _with_path(name, place, components):
+        return f"{where}: write {cut(settings)}"
     if path := _as_import_path(name):
         return f"{where}: write {cut(path)}"
     if NOTE.fullmatch(name):
@@ -186,10 +248,35 @@ def component_name_error(kind: str, name: str, where: str, names: Iterable[str])
         )
     if ":" in name:
         return None
-    hint = nearest(name, sorted(names), is_component=True)
+    hint = nearest(name, sorted(components), re.sub(r"\[\d+\]|\.name$", "", place))
     if hint.startswith("allowed"):
         hint = f'{hint}, or the import path of your own, "package.module:name"'
     return f"{where}: no such {kind}; {hint}"
+
+
+def _called(name: str, place: str, components: Mapping[str, Any]) -> str:
+    """Return the settings for a component that is written with its parameters, such as `dirichlet(0.1)`, or ""."""
+    call = re.fullmatch(r"\s*([\w-]+?)\s*(?:\(([^()]*)\)|[:=@]([^:/\\]*)|[_-]?(\d[\d.e-]*))\s*", name)
+    if not call or not (called := same(call[1], components)):
+        return ""
+    names = iter(components[called[0]].parameter_names)
+    table, settings = place.removesuffix(".name"), [f"{place.removesuffix('.name')}={called[0]}"]
+    for argument in filter(None, re.split(r"[\s,]+", call[2] or call[3] or call[4] or "")):
+        key, equals, value = argument.rpartition("=")
+        settings.append(f"{table.partition('.')[0]}.{key if equals else next(names, 'PARAMETER')}={value}")
+    return " ".join(settings)
+
+
+def _with_path(name: str, place: str, components: Mapping[str, Any]) -> str:
+    """Return the settings for a file or folder of data that is written instead of a component's name, or ""."""
+    with_path = [each for each, component in components.items() if "path" in component.parameter_names]
+    suffix = name.rpartition(".")[2].lower()
+    if not with_path or not (suffix in with_path or re.search(r"[/\\]", name)) or ":" in name or suffix == "py":
+        return ""
+    table = place.removesuffix(".name")
+    kind = suffix if suffix in with_path else "KIND"
+    kinds = "" if kind == suffix else f", where KIND is {', '.join(with_path[:-1])} or {with_path[-1]}"
+    return f"{table}={kind} {table}.path={name}{kinds}"
 
 
 def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]:

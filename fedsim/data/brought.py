@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.data.columns import parts_of
+from fedsim.data.columns import DataColumn, parts_of, warn_of_unused
 from fedsim.data.drawn_tests import drawn_rows, split_test
-from fedsim.data.encoding import DataTable, Names, train_and_test
+from fedsim.data.encoding import DataTable, Names, target_numbers, train_and_test
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, show
 
 ACCEPTED = (
     "a name, a path, a function, a data set, a data frame or a tuple (inputs, targets), a tuple (train, test) of them, "
-    "or a list with one data set per worker"
+    "or a list with one data set per worker, such as fedsim.TensorData(inputs, targets)"
 )
 WORKER = "worker"  # column of owners in a list of data sets
 TRAIN, TEST = "the training data", "the test data"
@@ -70,13 +70,13 @@ def _parts(data: Any) -> Parts:
         if train is None:
             raise DataError(f"has the parts {', '.join(map(str, data))}; one of them must be called train")
         parts = data[train], None if test is None else data[test]
+        warn_of_unused(list(data), (train, test), TRAIN)
     elif isinstance(data, tuple) and len(data) == 2 and not _is_array(data[0]):
         parts = data
     else:
         parts = data, None
-    for part in parts:
-        if part is not None:
-            _require_data(part)
+    for part in parts[: 1 if parts[1] is None else 2]:
+        _require_data(part)
     return parts
 
 
@@ -93,6 +93,7 @@ def _require_data(data: Any) -> None:
         )
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         remedy = "data=(list(train), list(test))" if hasattr(data, "__iter__") else ACCEPTED
+        remedy = "data=(train.dataset, test.dataset)" if hasattr(data, "dataset") else remedy
         raise DataError(
             f"a {kind} is not a map-style data set; a data set must have a length (__len__) and return samples by "
             f"index (__getitem__); pass {remedy}"
@@ -166,6 +167,7 @@ def _check_names(names: Sequence[Any], place: str) -> None:
 
 def _from_samples(workers: Sequence[Parts], shares: bool, test_fraction: float = 0.2) -> tuple[TensorData, TensorData]:
     """Return the samples of map-style data sets, of which there is one for each worker if `shares` is true."""
+    workers, are_names = _with_class_numbers(workers)
     train, test = (
         None if parts[0] is None else _joined(parts, place) if shares else _read(parts[0], place)
         for parts, place in zip(zip(*workers, strict=True), (TRAIN, TEST), strict=True)
@@ -174,10 +176,26 @@ def _from_samples(workers: Sequence[Parts], shares: bool, test_fraction: float =
     if test is not None:
         return train, test
     if not shares:
-        return split_test(train, test_fraction, TRAIN)
+        return split_test(train, test_fraction, TRAIN, are_classes=are_names)
     *rows, how = drawn_rows(len(train), None, test_fraction, TRAIN, workers=train.ids[WORKER])
     first, second = (train.take(part) for part in rows)
-    return replace(first, assumed=(how,)), second
+    return replace(first, assumed=(*first.assumed, how)), second
+
+
+def _with_class_numbers(workers: Sequence[Parts]) -> tuple[Sequence[Parts], bool]:
+    """Return a tuple (inputs, targets) of arrays, or two of them, with numbers instead of names of classes.
+
+    Also returns whether there were names. Other data sets are returned unchanged.
+    """
+    parts = [part for part in workers[0] if part is not None]
+    pairs = all(isinstance(part, tuple) and len(part) == 2 and isinstance(part[1], np.ndarray) for part in parts)
+    if not pairs or all(part[1].dtype.kind not in "OUT" for part in parts):
+        return workers, False
+    targets, are_names = target_numbers(
+        [DataColumn(part[1], place) for part, place in zip(parts, (TRAIN, TEST), strict=False)]
+    )
+    train, test = [(part[0], values) for part, values in zip(parts, targets, strict=True)] + [None] * (2 - len(parts))
+    return [(train, test)], are_names
 
 
 def _read(data: Any, place: str) -> TensorData:
@@ -202,4 +220,4 @@ def _joined(parts: Sequence[Any], place: str) -> TensorData:
             )
     inputs, targets = (torch.cat([getattr(one, name) for one in data]) for name in ("inputs", "targets"))
     owners = np.repeat(np.arange(len(data)), [len(one) for one in data])
-    return replace(data[0], inputs=inputs, targets=targets, ids={WORKER: owners}, assumed=())
+    return replace(data[0], inputs=inputs, targets=targets, ids={WORKER: owners})

@@ -53,18 +53,21 @@ def data_table(value: Any) -> dict[str, Any]:
     {'name': 'csv', 'path': 'points.csv'}
     """
     table = dict(value) if isinstance(value, Mapping) else {"name": value}
-    parts = {key: part.target for key, part in table.items() if isinstance(part, ObjectName)}
+    parts = {key: part for key, part in table.items() if isinstance(part, ObjectName)}
     if parts and "name" not in table:
-        table = {"name": name_of(parts), **{key: item for key, item in table.items() if key not in parts}}
+        table = {"name": parts, **{key: item for key, item in table.items() if key not in parts}}
     name = str(table["name"]) if isinstance(table.get("name"), Path) else table.get("name")
-    if isinstance(name, list) and name and all(isinstance(part, ObjectName) for part in name):
-        return {**table, "name": name_of([part.target for part in name])}
+    if isinstance(name, (dict, list)) and name:
+        pairs = list(name.items()) if isinstance(name, dict) else list(enumerate(name))
+        if all(isinstance(part, ObjectName) for _, part in pairs):
+            targets = {key: part.target for key, part in pairs}
+            return {**table, "name": name_of(targets if isinstance(name, dict) else list(targets.values()))}
     if isinstance(name, str) and not isinstance(name, ObjectName) and (known := _format_of(name)):
         if "path" in table:
             raise ExperimentError(f"data.path = {show(table['path'])}: {show(name)} is a path too; omit one of the two")
         return {**table, "name": known, "path": name}
     keys = {str(key).casefold() for key in table}
-    if not isinstance(name, (str, NoneType)) or {"x", "y"} <= keys or (name is None and {"train", "test"} <= keys):
+    if not isinstance(name, (str, NoneType)) or {"x", "y"} <= keys or (name is None and keys & {"train", "x_train"}):
         raise ExperimentError(
             f'data: must be {ACCEPTED}; name and parameters form a table, as in data={{"name": frame, "ids": "client"}}'
         )
@@ -152,12 +155,14 @@ def load_dataset(name: Any, root: str | Path | None = None, **params: Any) -> tu
     params = registration.check(params, "data", beside=["name", "root"])
     try:
         folder = Path(root).expanduser() if root else default_root()
-        train, test = registration.target(**registration.select_inputs(root=folder), **params)
-        if not (isinstance(train, TensorData) and isinstance(test, TensorData)):
+        loaded = registration.target(**registration.select_inputs(root=folder), **params)
+        loaded = tuple(loaded) if isinstance(loaded, list) else loaded  # a function may return [train, test]
+        if not (isinstance(loaded, tuple) and all(isinstance(part, TensorData) for part in loaded)):
             try:
-                train, test = source_of((train, test))()
+                loaded = source_of(loaded)()
             except DataError as error:
                 raise DataError(f"data.name = {show(name)}: {error}") from None
+        train, test = loaded
     except FedsimError:
         raise
     except Exception as error:

@@ -32,14 +32,14 @@ PAGES = blocks.pages()
 
 @functools.cache
 def as_installed():
-    """Return the beginning of a program that has the packages of the extra `docs`, and those that blocks need."""
+    """Return the beginning of a program that has the packages of the extra `test`, and those that blocks need."""
     needed = {name for text in PAGES.values() for block in blocks.blocks_of(text) for name in block.packages}
-    others = modules_besides(distributions_of(f"{PROJECT['name']}[docs]", requirements())) - needed
+    others = modules_besides(distributions_of(f"{PROJECT['name']}[test]", requirements())) - needed
     return ABSENT.format(names=others)
 
 
 def run_forked(words, folder, environment):
-    """Run `python *words` with the packages of the extra `docs` and those that blocks name in `needs`.
+    """Run `python *words` with the packages of the extra `test` and those that blocks name in `needs`.
 
     The process is the fork of a process that has imported fedsim, which saves two seconds per page.
     """
@@ -68,7 +68,7 @@ def test_the_blocks_of_the_page_print_the_outputs_below_them(page, tmp_path):
 
 def test_every_page_is_in_the_navigation_once(monkeypatch):
     """Here and on the site, mkdocs itself reads `mkdocs.yml` and lets the hooks add the generated pages."""
-    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install 'fedsim-sgd[docs]'")
+    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install -e '.[docs]'")
     from mkdocs.config import load_config
     from mkdocs.structure.files import get_files, set_exclusions
     from mkdocs.structure.nav import Link, get_navigation
@@ -231,7 +231,7 @@ def test_a_block_that_fails_is_an_error_with_its_line(page, problem, tmp_path):
 def site(tmp_path_factory):
     """Return the folder of the built site."""
     if find_spec("mkdocs") is None:
-        pytest.skip("needs mkdocs: pip install 'fedsim-sgd[docs]'")
+        pytest.skip("needs mkdocs: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedsim.core.suggestions import closest
 from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import MNIST_STATISTICS, dataset
-from fedsim.data.tensors import TensorData
+from fedsim.data.tensors import COLOURS, TensorData
 from fedsim.errors import DataError, FedsimError, MissingPackageError, one_line, show
 from fedsim.system import packages
 from fedsim.system.devices import require_memory
@@ -58,7 +58,6 @@ TEST_SPLITS = dict.fromkeys(("CLEVRClassification", "ImageNet", "Imagenette", "P
 WITHOUT_LABELS = "CelebA", "Cityscapes", "Kitti", "LFWPairs", "WIDERFace"  # one integer label per image
 SET_BY_FEDSIM = "root", "download", "loader", "transform", "target_transform", "transforms"
 PARAMETERS_OF_READING = "size", "mean", "std"  # of `read_images`, not of torchvision's classes
-COLOURS = 1, 3  # channels
 
 Parts = tuple[dict[str, Any], dict[str, Any]]  # arguments of a torchvision class for the training and the test images
 

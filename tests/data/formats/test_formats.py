@@ -93,11 +93,11 @@ class TestTables:
         pytest.importorskip("pyarrow")
         refused("csv", "t.csv: cannot be read", path=str(tmp_path / "t.csv"))
         (tmp_path / "t.csv").write_text("")
-        refused("csv", "t.csv: cannot be read", path=str(tmp_path / "t.csv"))
+        refused("csv", "t.csv: is empty", path=str(tmp_path / "t.csv"))
         (tmp_path / "t.csv").write_text("a,y\n1,2\n1,2,3\n")
         refused(
             "csv",
-            "t.csv: line 3 has 3 values, but there are 2 column names",
+            "t.csv: line 3 has 3 values, but there are names of 2 columns",
             path=str(tmp_path / "t.csv"),
         )
         (tmp_path / "t.parquet").write_bytes(b"PAR1 and no more")
