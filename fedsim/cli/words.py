@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from fedsim.config.files import experiments
-from fedsim.core.suggestions import answer, closest, meaning, nearest
+from fedsim.core.suggestions import answer, closest, did_you_mean, meaning
 from fedsim.errors import ExperimentError, SettingWarning, cut, show
 from fedsim.system.files import is_file
 
@@ -61,9 +61,8 @@ def source_and_overrides(words: list[str], context: typer.Context) -> tuple[str 
     for word, next_word in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("-"):
             raise ExperimentError(_no_such_option(word, next_word, context))
+    _refuse_spaces(words)
     changes = [word for word in words if not (is_file(Path(word)) or word in experiments())]
-    _refuse_spaces(changes)
-    _refuse_values(words)
     settings: dict[str, str] = {}
     for key, _, value in (word.partition("=") for word in changes):
         if settings.setdefault(key, value) != value:
@@ -84,55 +83,35 @@ def is_folder(word: str) -> bool:
         return False
 
 
-def _refuse_values(words: list[str]) -> None:
-    """Raise ExperimentError if the name of an experiment could also be another value of the key before it."""
-    for before, word in itertools.pairwise(words):
-        key, equals, _ = before.partition("=")
-        if equals and word in experiments() and f"{key.removesuffix('.name')}={word}" in _settings_of(word):
-            raise ExperimentError(
-                f"{show(word)}: is an experiment, and could be a value of {key}; write the experiment first, or "
-                f"several values as in {cut(before)},{word}"
-            )
-
-
 def _refuse_spaces(words: list[str]) -> None:
-    """Raise ExperimentError if a `key=value` word was written with spaces, such as `rounds = 3`."""
+    """Raise ExperimentError if a `key=value` word was written with spaces: `rounds = 3`, `seed=0 1`."""
     for index, word in enumerate(words):
-        rest, before = words[index:], words[index - 1] if index else ""
+        if is_file(Path(word)):
+            continue
+        rest, is_plain = words[index:], not ("=" in word or is_folder(word) or Path(word).suffix)
         apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
-        if "=" not in word.removesuffix("=") and apart and (hint := key_hint(apart[1], apart[2])):
-            raise ExperimentError(f"{show(apart[0])}: {hint}, without spaces")
-        if "=" not in word and not is_folder(word) and not Path(word).suffix:
-            if "=" in before and (is_number(word) == is_number(before.partition("=")[2].rstrip(",").split(",")[-1])):
-                more = itertools.takewhile(lambda each: "=" not in each, rest)
-                values = re.sub(",+", ",", ",".join([before, *more])).rstrip(",")
-                raise ExperimentError(
-                    f"{show(word)}: expected key=value; for several values write fedsim compare {values}"
-                )
-            if hint := key_hint(word):
-                raise ExperimentError(f"{word}: expected key=value; {hint}")
+        if word not in experiments() and "=" not in word.removesuffix("=") and apart and key_hint(apart[1]):
+            raise ExperimentError(f"{show(apart[0])}: {key_hint(apart[1], apart[2])}, without spaces")
+        if is_plain and index and "=" in words[index - 1]:
+            values = ",".join([words[index - 1], *itertools.takewhile(lambda each: "=" not in each, rest)])
+            values = re.sub(",+", ",", values).rstrip(",")
+            hint = f"write an experiment first, and several values as in fedsim compare {values}"
+            raise ExperimentError(f"{show(word)}: expected key=value; {hint}")
+        if is_plain and word not in experiments() and (hint := key_hint(word)):
+            raise ExperimentError(f"{word}: expected key=value; {hint}")
         pieces = itertools.accumulate(rest, "{} {}".format) if _is_open(word) else ()
         if whole := next((piece for piece in pieces if not _is_open(piece)), None):
             raise ExperimentError(f"{cut(whole)}: contains spaces; put the word in quotes, as in '{cut(whole)}'")
 
 
-def _settings_of(component: str) -> list[str]:
-    from fedsim.config.tables import settings_of  # imported here to keep `--help` fast
-
-    return settings_of(component)
-
-
-def is_number(text: str) -> bool:
-    """Whether a text is a number, or several numbers with commas."""
-    return re.fullmatch(r"[\d.,e+-]+", text) is not None
-
-
 def key_hint(name: str, value: str | None = None) -> str:
     """Return how to write a key, which may be that of another library, with its value, or "" if it is unknown."""
     from fedsim.config.experiment import Experiment  # imported here to keep `--help` fast
+    from fedsim.config.overrides import parse_value
 
-    is_key = name.partition(".")[0] in Experiment.model_fields
-    return f"write {name}={value or 'VALUE'}" if is_key else meaning(name, value)
+    if name.partition(".")[0] in Experiment.model_fields:
+        return f"write {name}={value or 'VALUE'}"
+    return meaning(name, parse_value(value, name) if value else None)
 
 
 def _is_open(word: str) -> bool:
@@ -145,11 +124,12 @@ def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
 
     option, equals, value = word.partition("=")
     name, value = option.lstrip("-").replace("-", "_"), value if equals else next_word
-    options = [flag for parameter in context.command.params for flag in parameter.opts if flag.startswith("--")]
-    hint = answer(f"fedsim_{context.command.name}_{name}", value)
-    if Path(value).suffix in EXPERIMENT_FILES:
-        hint = f"write the file alone: fedsim {context.command.name} {value}"
-    hint = hint or ("" if closest(name, options) else key_hint(name, value))
-    if not hint and not closest(name, options) and (keys := closest(name, Experiment.model_fields)):
-        hint = f"write {keys[0]}={value or 'VALUE'}"
-    return f"{option}: no such option; {hint or nearest(name, [*options, '--help'])}"
+    command, options = context.command.name, [flag for each in context.command.params for flag in each.opts]
+    hints = [
+        f"write the file alone: fedsim {command} {value}" if Path(value).suffix in EXPERIMENT_FILES else "",
+        answer(f"fedsim_{command}_{name}", value),
+        did_you_mean(closest(name, options)),
+        *(key_hint(key, value) for key in (name, *closest(name, Experiment.model_fields))),
+        f"allowed: {', '.join(flag for flag in [*options, '--help'] if flag.startswith('--'))}",
+    ]
+    return f"{option}: no such option; {next(filter(None, hints))}"

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.core.base_table import ComponentTable, Table
-from fedsim.core.suggestions import same
+from fedsim.core.suggestions import named, with_words
 
 
 def _inner_tables(table: type[Table]) -> dict[str, type[Table]]:
@@ -33,7 +33,7 @@ def settings_of(name: str) -> list[str]:
     """Return the settings that select the component `name`: ["server=adam"]."""
     settings: dict[str, str] = {}
     for kind, (text, _) in COMPONENTS.items():
-        for known in same(name, registry_of(kind).names()):
+        for known in named(name, registry_of(kind).names()):
             keys, _, first_stage = text.partition(", before")
             for key in keys.replace(".name", "").split(", "):
                 settings.setdefault(key, f'{key}=\'["{known}","mean"]\'' if first_stage else f"{key}={known}")
@@ -57,15 +57,18 @@ def last_names(root: type[Table]) -> dict[str, list[str]]:
 
 
 def keys_called(root: type[Table], name: str) -> list[str]:
-    """Return the dotted keys that `name` may mean: `name` itself, or the keys that end with it."""
-    return [name] if name.partition(".")[0] in root.model_fields else last_names(root).get(name, [])
+    """Return the dotted keys that `name` may mean: `name` itself, or the keys that end with its words."""
+    if name.partition(".")[0] in root.model_fields:
+        return [name]
+    return [key for last in with_words(name, last_names(root)) for key in last_names(root)[last]]
 
 
 def owners_of(root: type[Table], name: str) -> str:
     """Return a text about the components that have the parameter `name`, or "" if there are none."""
-    owners = {
-        place: [registration.name for registration in table.registry if name in registration.parameter_names]
-        for place, table in component_tables(root).items()
-    }
-    texts = [f"{', '.join(components)} ({place}.{name})" for place, components in owners.items() if components]
-    return f"{name} is a parameter of {' and '.join(texts)}" if texts else ""
+    owners: dict[str, list[str]] = defaultdict(list)
+    for place, table in component_tables(root).items():
+        for registration in table.registry:
+            for parameter in with_words(name, registration.parameter_names):
+                owners[f"{place}.{parameter}"].append(registration.name)
+    texts = (f"{key} of {', '.join(components)}" for key, components in owners.items())
+    return f"it may be {' or '.join(texts)}" if owners else ""

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from fedsim.core.import_policy import ImportRefusedError, import_object
 from fedsim.core.objects import ObjectName, holds_objects, name_of, names_in, plain
-from fedsim.core.suggestions import component_name_error, nearest_key
+from fedsim.core.suggestions import answer, component_name_error, nearest_key
 from fedsim.core.validation_errors import explain
 from fedsim.errors import MAX_PROBLEMS, DataError, ExperimentError, cut, one_line, show
 
@@ -155,11 +155,9 @@ def parameter_errors(
     lines = []
     for name in unknown[:MAX_PROBLEMS]:
         owners = sorted({registration.name for registration in siblings if name in registration.parameter_names})
-        hint = (
-            f"{name} is a parameter of {', '.join(owners)}"
-            if owners
-            else nearest_key(name, keys, place or None, values[name])
-        )
+        hint = answer(f"{place}_{name}", values[name]) if place else ""
+        hint = hint or (f"{name} is a parameter of {', '.join(owners)}" if owners else "")
+        hint = hint or nearest_key(name, keys, place or None, values[name])
         where = f"{place}." if place else ""
         lines.append(f"{where}{name} = {show(values[name])}: unknown key (the {kind} is {names}); {hint}")
     return lines

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from fedsim.errors import MAX_NAME, ExperimentError, cut, show
-from fedsim.synonyms import ANSWERS, IGNORED, SAME
+from fedsim.synonyms import synonyms
 
 MOST_IN_RANGE = 100  # maximum length of a range that a hint writes out, such as 0..99
 SHORT = 4  # characters; shorter names are not completed
@@ -21,6 +21,7 @@ CERTAIN = 0.85  # difflib ratio from which only the most similar name is suggest
 CUTOFF = 0.8  # difflib ratio from which a name counts as a misspelling
 
 NOTE = re.compile(r"<[\w, ]+>")  # name of an object without an import path
+ALTERNATIVES = re.compile(r"write ([\w.]+=\w+( or [\w.]+=\w+)*)")  # settings without further words
 SETTING = re.compile(r"[\w.]+=|--|fedsim ")  # start of an answer that is to be written as it stands
 
 
@@ -56,13 +57,20 @@ def nearest(name: str, allowed: Iterable[str], table: str | None = None) -> str:
     allowed = list(allowed)
     if "," in name:
         return f"for several values use fedsim compare; for a list write {cut(as_list(name))}"
-    matches = same(name, allowed)
-    if table is not None and not matches:
-        text = answer(f"{table}_{name}") or answer(name)
-        matches = list(dict.fromkeys(word for word in re.findall(r"=([\w.]+)", text) if word in allowed))
-        if not matches and (hint := _of_component(name) or text * ("VALUE" not in text)):
+    names = [known for known in synonyms("names").get(normalized(name), "").split() if known in allowed]
+    if table is not None and not (names := named(name, allowed)):
+        texts = [text for text in (answer(f"{table}_{name}"), _of_component(name), answer(name)) if "VALUE" not in text]
+        values = (value for text in texts if ALTERNATIVES.fullmatch(text) for value in re.findall(r"=(\w+)", text))
+        names = [value for value in values if value in allowed]
+        if not names and (hint := next(filter(None, texts), "")):
             return hint
-    return did_you_mean(matches or closest(name, allowed)) or f"allowed: {', '.join(allowed) or 'none'}"
+    return did_you_mean(names or closest(name, allowed)) or f"allowed: {', '.join(allowed) or 'none'}"
+
+
+def attribute_error(owner: object, name: str) -> AttributeError:
+    """Return the error for an unknown attribute of an object, which suggests the most similar public attribute."""
+    hint = "" if name.startswith("_") else f"; {nearest(name, [known for known in dir(owner) if known[0] != '_'])}"
+    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}")
 
 
 def nearest_key(name: str, allowed: Iterable[str], place: str | None = None, value: Any = None) -> str:
@@ -75,65 +83,54 @@ def nearest_key(name: str, allowed: Iterable[str], place: str | None = None, val
         value: value of the key, which the hint repeats.
     """
     allowed, form = list(dict.fromkeys(allowed)), normalized(name)
-    if place is None or "," in name or len(name) > MAX_NAME or same(name, allowed):
+    is_spelled = any(squeezed(each) == squeezed(name) for each in allowed)
+    if place is None or "," in name or len(name) > MAX_NAME or is_spelled:
         return nearest(name, allowed)
     if place and VOCABULARY.keys_called(form) == [form]:
         return f"{form} is a top-level key; in a file write it above the first [table]"
-    similar = did_you_mean(closest(name, allowed))
-    if isinstance(value, Mapping):  # an unknown table
-        inner = [meaning(form if key == "name" else f"{form}.{key}", item) for key, item in value.items()]
-        hint = similar or "; ".join(filter(None, dict.fromkeys(inner)))
-    else:
-        hint = meaning(f"{place}.{name}" if place else name, value, similar)
+    hint = meaning(f"{place}.{name}" if place else name, value) or did_you_mean(closest(name, allowed))
     return hint or f"allowed: {', '.join(allowed) or 'none'}"
 
 
-def meaning(name: str, value: Any = None, similar: str = "") -> str:
-    """Return the hint for a name that is not a key at its place, or "" if nothing is known about it.
-
-    Args:
-        name: key, which may be dotted.
-        value: value of the key.
-        similar: hint with similar keys at its place, which is preferred to keys of other tables.
-    """
+def meaning(name: str, value: Any = None) -> str:
+    """Return the hint for a dotted name that is not a key at its place, or "" if nothing is known about it."""
     place, _, last = normalized(name).rpartition(".")
-    hint = answer(name, value) or (answer(last, value) if place else "")
-    if hint and not ("VALUE" in hint and _of_component(last)):
+    if isinstance(value, Mapping):
+        inner = (meaning(name if key == "name" else f"{name}.{key}", item) for key, item in value.items())
+        return "; ".join(filter(None, dict.fromkeys(inner)))
+    hint, component = answer(name, value) or answer(last, value), _of_component(last)
+    if hint and not ("VALUE" in hint and component):
         return hint
-    keys = VOCABULARY.keys_called(last) if not place or "_" in last else []  # names of one word differ between tables
-    if keys and not (place and similar):
-        return f"write {' or '.join(f'{key}={_as_word(value)}' for key in keys)}"
-    if place:
-        return similar or _of_component(last)
-    return _of_component(last) or similar or VOCABULARY.owners_of(last)
+    keys = [] if place and "_" not in last else VOCABULARY.keys_called(last)  # short names differ between tables
+    settings = " or ".join(f"{key}={_as_word(value)}" for key in keys)
+    return f"write {settings}" if settings else component or ("" if place else VOCABULARY.owners_of(last))
 
 
 def answer(name: str, value: Any = None) -> str:
     """Return what to write instead of a key or name of another library, or "" if the name is unknown."""
-    is_fraction = isinstance(value, float) and 0 < value < 1
-    kind = value if isinstance(value, str) else "fraction" if is_fraction else "list" * isinstance(value, list)
-    names = (f"{name}_{kind}", name) if kind else (name,)
-    text = next((text for each in names if (text := _answers().get(words_of(each)))), "")
-    if isinstance(value, str) and (keys := re.findall(r"([\w.]+)=\{\}", text)):
-        settings = VOCABULARY.settings_of(value)
-        if matching := [setting for setting in settings if setting.partition("=")[0] in keys]:
-            text = " or ".join(matching)
-        elif VOCABULARY.component_keys & {*keys} or any(f"{key}=" in answer(value) for key in keys):
-            other = answer(value) or _of_component(value)
+    kinds = {float: "fraction", int: "integer", list: "list", str: value}  # phrases may end with the kind of the value
+    text = _answers().get(words_of(f"{name}_{kinds.get(type(value))}")) if value not in (0.0, 1.0) else None
+    text = text or _answers().get(words_of(name), "")
+    if isinstance(value, str):
+        keys = {*re.findall(r"([\w.]+)=", text)}
+        settings = [each for each in VOCABULARY.settings_of(value) if each.partition("=")[0] in keys]
+        other = answer(value)
+        if settings:
+            text = " or ".join(settings)
+        elif "VALUE" not in other and any(f"{key}=" in other for key in keys):
+            return other
+        elif VOCABULARY.component_keys.issuperset(names := re.findall(r"([\w.]+)=\{\}", text)) and names:
+            other = other or _of_component(value)
             if other.startswith("write ") and "VALUE" not in other:
                 return other
-    elif isinstance(value, (int, float)):  # not the name of a component
-        options = text.split(" or ")
-        text = " or ".join(
-            [each for each in options if each.partition("=")[0] not in VOCABULARY.component_keys] or options
-        )
+            value = value if len(names) == 1 else "NAME"
     text = text.replace("{}", _as_word(value))
     return f"write {text}" if SETTING.match(text) else text
 
 
 @functools.cache
 def _answers() -> dict[frozenset[str], str]:
-    return {words_of(phrase): text for phrase, text in ANSWERS.items()}
+    return {words_of(phrase): text for phrase, text in synonyms("answers").items()}
 
 
 def words_of(name: str) -> frozenset[str]:
@@ -142,13 +139,17 @@ def words_of(name: str) -> frozenset[str]:
     >>> words_of("num_clients") == words_of("numberOfWorkers") == words_of("node-count")
     True
     """
-    if name.lower() not in ANSWERS:  # FedAvg is one word
+    same = synonyms("same")
+    if name.lower() not in synonyms("answers"):  # FedAvg is one word
         name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
     text = "_".join(re.split(r"[\s._-]+", name.lower())).strip("_")
-    for pair in (same for same in SAME if "_" in same):
-        text = text.replace(pair, SAME[pair])
-    words = [word[:-1] if len(word) >= SHORT and re.search("[^su]s$", word) else word for word in text.split("_")]
-    return frozenset(SAME.get(word, word) for word in words if word not in IGNORED) or frozenset(words)
+    for pair in (each for each in same if "_" in each):
+        text = text.replace(pair, same[pair])
+    words = [
+        word[:-1] if len(word) >= SHORT and re.search("(?<!ou)(?<!tu)(?<!s)s$", word) else word
+        for word in text.split("_")
+    ]
+    return frozenset(filter(None, (same.get(word, word) for word in words))) or frozenset(words)
 
 
 def _of_component(name: str) -> str:
@@ -158,7 +159,7 @@ def _of_component(name: str) -> str:
 
 def did_you_mean(names: Iterable[str]) -> str:
     """Return a hint with at most two names, or "" without names."""
-    names = [*names][:2]
+    names = [*dict.fromkeys(names)][:2]
     return f"did you mean {' or '.join(map(show, names))}?" if names else ""
 
 
@@ -169,26 +170,26 @@ def _as_word(value: Any) -> str:
     return cut(value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str))
 
 
-def same(name: str, allowed: Iterable[str]) -> list[str]:
-    """Return the allowed name that differs from `name` only in case and separators, in a list that may be empty."""
-    form = re.sub(r"[\s_-]", "", name.lower())
-    return [each for each in allowed if re.sub(r"[\s_-]", "", each.lower()) == form][:1]
+def with_words(name: str, allowed: Iterable[str]) -> list[str]:
+    """Return the allowed names with the words of `name`: ["layers"] for `num_layers`."""
+    return [each for each in allowed if squeezed(each) == squeezed(name) or words_of(each) == words_of(name)]
+
+
+def named(name: str, components: Iterable[str]) -> list[str]:
+    """Return the components with this name, in any case and possibly followed by a word such as `Loss`."""
+    forms = {squeezed(name).removesuffix(kind) for kind in ("", *synonyms("kinds"))}
+    return [each for each in components if squeezed(each) in forms][:1]
 
 
 def closest(name: str, allowed: Iterable[str]) -> list[str]:
     """Return at most two allowed names that are similar to `name`.
 
-    Similar means: nearly the same spelling, the same words, the initials of `name`, or a part of it.
+    Similar means: the same words, nearly the same spelling, or `name` is a part of the allowed name.
     """
     form, forms = normalized(name), {normalized(each): each for each in allowed}
-    if len(name) > MAX_NAME:
-        return []
     tests: list[Callable[[str], object]] = [
-        lambda each: each.replace("_", "") == form.replace("_", ""),
-        lambda each: words_of(each) == words_of(form),
-        lambda each: _initials(each) == form or _initials(form) == each,
-        lambda each: len(form) >= SHORT and each.startswith(form),
-        lambda each: len(form) >= SHORT and f"_{form}" in each,
+        lambda each: with_words(form, [each]),
+        lambda each: len(form) >= SHORT and (each.startswith(form) or f"_{form}" in each),
         lambda each: each[:1] == form[:1] and sorted(each) == sorted(form),
         lambda each: each[:1] == form[:1] and len(each) == len(form) >= SHORT and sum(map(str.__ne__, each, form)) == 1,
     ]
@@ -209,9 +210,9 @@ def normalized(name: str) -> str:
     return re.sub(r"[\s-]", "_", name.lower()).strip("_")
 
 
-def _initials(name: str) -> str | None:
-    """Return the initials of a name of several words, `bs` for `batch_size`, or None for a single word."""
-    return "".join(word[:1] for word in name.split("_")) if "_" in name else None
+def squeezed(name: str) -> str:
+    """Return a name in lower case, without separators."""
+    return re.sub(r"[\s_-]", "", name.lower())
 
 
 def as_range(text: str) -> str | None:
@@ -237,7 +238,7 @@ def component_name_error(kind: str, name: str, where: str, place: str, component
         place: the key, such as `partition.name`.
         components: registered components (`Registration`) by name.
     """
-    if settings := _called(name, place, components) or _with_path(name, place, components):
+    if settings := _called(name, place, components):
         return f"{where}: write {cut(settings)}"
     if path := _as_import_path(name):
         return f"{where}: write {cut(path)}"
@@ -257,7 +258,7 @@ def component_name_error(kind: str, name: str, where: str, place: str, component
 def _called(name: str, place: str, components: Mapping[str, Any]) -> str:
     """Return the settings for a component that is written with its parameters, such as `dirichlet(0.1)`, or ""."""
     call = re.fullmatch(r"\s*([\w-]+?)\s*(?:\(([^()]*)\)|[:=@]([^:/\\]*)|[_-]?(\d[\d.e-]*))\s*", name)
-    if not call or not (called := same(call[1], components)):
+    if not call or not (called := named(call[1], components)):
         return ""
     names = iter(components[called[0]].parameter_names)
     table, settings = place.removesuffix(".name"), [f"{place.removesuffix('.name')}={called[0]}"]
@@ -265,18 +266,6 @@ def _called(name: str, place: str, components: Mapping[str, Any]) -> str:
         key, equals, value = argument.rpartition("=")
         settings.append(f"{table.partition('.')[0]}.{key if equals else next(names, 'PARAMETER')}={value}")
     return " ".join(settings)
-
-
-def _with_path(name: str, place: str, components: Mapping[str, Any]) -> str:
-    """Return the settings for a file or folder of data that is written instead of a component's name, or ""."""
-    with_path = [each for each, component in components.items() if "path" in component.parameter_names]
-    suffix = name.rpartition(".")[2].lower()
-    if not with_path or not (suffix in with_path or re.search(r"[/\\]", name)) or ":" in name or suffix == "py":
-        return ""
-    table = place.removesuffix(".name")
-    kind = suffix if suffix in with_path else "KIND"
-    kinds = "" if kind == suffix else f", where KIND is {', '.join(with_path[:-1])} or {with_path[-1]}"
-    return f"{table}={kind} {table}.path={name}{kinds}"
 
 
 def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from fedsim.core.suggestions import answer, as_list, as_range, nearest_key
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, plural, show
 
-YES, NO = ("yes", "on", "true", "1"), ("no", "off", "false", "0")
+YES, NO, UNSET = ("yes", "on", "true", "1"), ("no", "off", "false", "0"), ("none", "null", "auto", "unset")
 
 
 def explain(
@@ -83,34 +83,33 @@ def _hint(where: str, value: Any, wanted: Sequence[str]) -> str:
         value: wrong value.
         wanted: accepted kinds of values, such as "a list".
     """
-    number = _as_number(value)
-    if "a list" in wanted and isinstance(value, (str, int)) and (len(wanted) == 1 or "," in str(value)):
+    text = str(value).lower()
+    number = _as_number(text)
+    if "a list" in wanted and isinstance(value, (str, int)) and (len(wanted) == 1 or "," in text):
         return f"; write {cut(as_list(str(value)))} (in single quotes in a shell)"
-    if "true or false" in wanted and str(value).lower() in (*YES, *NO):
-        return f"; write {str(str(value).lower() in YES).lower()}"
     if wanted == ["a valid integer"] and isinstance(value, bool) and where.endswith("]"):
         return "; instead of a Boolean mask, pass indices: np.flatnonzero(mask)"
-    if str(value).lower() in ("none", "null"):
-        return "; omit the key to leave it unset"
     if isinstance(value, str) and (numbers := as_range(value)):
         return f"; with fedsim compare write {numbers}"
-    if number is not None and "a valid integer" in wanted:
-        return f"; write {number:.0f}" if number == int(number) else "; write a whole number, not a fraction"
-    if number is not None and "a valid number" in wanted:
-        return f"; write {number:.6g}" + (", or use fedsim compare for several values" if "," in str(value) else "")
-    if isinstance(value, str) and "," in value:
-        return "; for several values use fedsim compare"
-    text = answer(str(value))
-    return f"; {text}" if where and f" {where}=" in text else ""
+    hint = answer(text)
+    hint = f"; {hint}" if f" {where}=" in hint else ""
+    if "true or false" in wanted and text in (*YES, *NO):
+        hint = f"; write {str(text in YES).lower()}"
+    elif {"a valid integer", "a valid number"} & {*wanted} and number is not None:
+        is_whole = number == int(number)
+        hint = f"; write {int(number) if is_whole else round(number, 6)}"
+        hint = hint if is_whole or "a valid number" in wanted else "; write a whole number, not a fraction"
+    elif {"a valid integer", "a valid number"} & {*wanted} and text in UNSET:
+        hint = "; omit the key to leave it unset"
+    return f"{hint}; for several values use fedsim compare" if "," in text else hint
 
 
-def _as_number(value: Any) -> float | None:
+def _as_number(text: str) -> float | None:
     """Return the number that a text such as `0,1`, `10%` or `1/3` stands for, or None."""
-    text = re.fullmatch(r"([+-]?\d+)(?:[.,](\d+))?(%|/\d+)?", str(value).strip())
-    if text is None or isinstance(value, bool):
-        return None
-    number, divisor = float(f"{text[1]}.{text[2] or 0}"), (text[3] or "/1").replace("%", "/100")[1:]
-    return number / float(divisor) if float(divisor) else None
+    parts = re.fullmatch(r"([+-]?\d+)(?:[.,](\d+))?(?:(%)|/(\d*[1-9]))?", text)
+    return (
+        float(f"{parts[1]}.{parts[2] or 0}") / float(parts[4] or 100 if parts[3] or parts[4] else 1) if parts else None
+    )
 
 
 def _is_union_member(part: int | str) -> bool:
