@@ -73,7 +73,7 @@ def run(
             source = str(experiment_of_run(resume))
     with errors_as_lines(), contextlib.ExitStack() as stack:
         import fedsim
-        from fedsim.config.load import load_experiment
+        from fedsim.config.load import load_experiment, with_data
         from fedsim.data.sources import data_loaded_once
         from fedsim.engines import engine as engines
         from fedsim.records.run_folder import new_folder
@@ -84,6 +84,7 @@ def run(
         if dry_run:
             _check(experiment)
             return
+        experiment = with_data(experiment)
         main = engines.get(experiment.engine).target.is_main()
         chosen = resume or out or (None if main else Path(experiment.name))  # only the main process writes
         folder = chosen or stack.enter_context(new_folder(experiment.name))

@@ -92,27 +92,16 @@ def _refuse_spaces(words: list[str]) -> None:
         apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
         if word not in experiments() and "=" not in word.removesuffix("=") and apart and key_hint(apart[1]):
             raise ExperimentError(f"{show(apart[0])}: {key_hint(apart[1], apart[2])}, without spaces")
-        if index and is_plain and _may_follow(words[index - 1], word):
+        if is_plain and index and "=" in words[index - 1]:
             values = ",".join([words[index - 1], *itertools.takewhile(lambda each: "=" not in each, rest)])
-            hint = f"for several values write fedsim compare {re.sub(',+', ',', values).rstrip(',')}"
-            first = "; write an experiment first" if word in experiments() else ""
-            raise ExperimentError(f"{show(word)}: expected key=value; {hint}{first}")
+            values = re.sub(",+", ",", values).rstrip(",")
+            hint = f"write an experiment first, and several values as in fedsim compare {values}"
+            raise ExperimentError(f"{show(word)}: expected key=value; {hint}")
         if is_plain and word not in experiments() and (hint := key_hint(word)):
             raise ExperimentError(f"{word}: expected key=value; {hint}")
         pieces = itertools.accumulate(rest, "{} {}".format) if _is_open(word) else ()
         if whole := next((piece for piece in pieces if not _is_open(piece)), None):
             raise ExperimentError(f"{cut(whole)}: contains spaces; put the word in quotes, as in '{cut(whole)}'")
-
-
-def _may_follow(setting: str, word: str) -> bool:
-    """Whether a word may be another value of a `key=value` word. The name of an experiment may only be a component."""
-    from fedsim.config.tables import settings_of  # imported here to keep `--help` fast
-
-    key, _, value = setting.partition("=")
-    if word in experiments():
-        return f"{key.removesuffix('.name')}={word}" in settings_of(word)
-    are_numbers = [re.fullmatch(r"[\d.,e+-]+", text) is not None for text in (value.rpartition(",")[2] or value, word)]
-    return bool(value) and len({*are_numbers}) == 1
 
 
 def key_hint(name: str, value: str | None = None) -> str:

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.core.base_table import ComponentTable, Table
-from fedsim.core.suggestions import same, with_words
+from fedsim.core.suggestions import named, with_words
 
 
 def _inner_tables(table: type[Table]) -> dict[str, type[Table]]:
@@ -33,7 +33,7 @@ def settings_of(name: str) -> list[str]:
     """Return the settings that select the component `name`: ["server=adam"]."""
     settings: dict[str, str] = {}
     for kind, (text, _) in COMPONENTS.items():
-        for known in same(name, registry_of(kind).names(), is_component=True):
+        for known in named(name, registry_of(kind).names()):
             keys, _, first_stage = text.partition(", before")
             for key in keys.replace(".name", "").split(", "):
                 settings.setdefault(key, f'{key}=\'["{known}","mean"]\'' if first_stage else f"{key}={known}")

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from fedsim.errors import MAX_NAME, ExperimentError, cut, show
-from fedsim.synonyms import ANSWERS, IGNORED, NAMES, SAME
+from fedsim.synonyms import synonyms
 
 MOST_IN_RANGE = 100  # maximum length of a range that a hint writes out, such as 0..99
 SHORT = 4  # characters; shorter names are not completed
@@ -21,7 +21,6 @@ CERTAIN = 0.85  # difflib ratio from which only the most similar name is suggest
 CUTOFF = 0.8  # difflib ratio from which a name counts as a misspelling
 
 NOTE = re.compile(r"<[\w, ]+>")  # name of an object without an import path
-SUFFIX = re.compile("(partitioner|aggregator|attack|strategy|loss|annealinglr|lr|optimizer|sampler|defense)$")
 ALTERNATIVES = re.compile(r"write ([\w.]+=\w+( or [\w.]+=\w+)*)")  # settings without further words
 SETTING = re.compile(r"[\w.]+=|--|fedsim ")  # start of an answer that is to be written as it stands
 
@@ -58,10 +57,8 @@ def nearest(name: str, allowed: Iterable[str], table: str | None = None) -> str:
     allowed = list(allowed)
     if "," in name:
         return f"for several values use fedsim compare; for a list write {cut(as_list(name))}"
-    names = same(name, allowed, is_component=table is not None) or [
-        known for known in NAMES.get(normalized(name), ()) if known in allowed
-    ]
-    if table is not None and not names:
+    names = [known for known in synonyms("names").get(normalized(name), "").split() if known in allowed]
+    if table is not None and not (names := named(name, allowed)):
         texts = [text for text in (answer(f"{table}_{name}"), _of_component(name), answer(name)) if "VALUE" not in text]
         values = (value for text in texts if ALTERNATIVES.fullmatch(text) for value in re.findall(r"=(\w+)", text))
         names = [value for value in values if value in allowed]
@@ -86,7 +83,8 @@ def nearest_key(name: str, allowed: Iterable[str], place: str | None = None, val
         value: value of the key, which the hint repeats.
     """
     allowed, form = list(dict.fromkeys(allowed)), normalized(name)
-    if place is None or "," in name or len(name) > MAX_NAME or same(name, allowed):
+    is_spelled = any(squeezed(each) == squeezed(name) for each in allowed)
+    if place is None or "," in name or len(name) > MAX_NAME or is_spelled:
         return nearest(name, allowed)
     if place and VOCABULARY.keys_called(form) == [form]:
         return f"{form} is a top-level key; in a file write it above the first [table]"
@@ -132,7 +130,7 @@ def answer(name: str, value: Any = None) -> str:
 
 @functools.cache
 def _answers() -> dict[frozenset[str], str]:
-    return {words_of(phrase): text for phrase, text in ANSWERS.items()}
+    return {words_of(phrase): text for phrase, text in synonyms("answers").items()}
 
 
 def words_of(name: str) -> frozenset[str]:
@@ -141,16 +139,17 @@ def words_of(name: str) -> frozenset[str]:
     >>> words_of("num_clients") == words_of("numberOfWorkers") == words_of("node-count")
     True
     """
-    if name.lower() not in ANSWERS:  # FedAvg is one word
+    same = synonyms("same")
+    if name.lower() not in synonyms("answers"):  # FedAvg is one word
         name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
     text = "_".join(re.split(r"[\s._-]+", name.lower())).strip("_")
-    for pair in (same for same in SAME if "_" in same):
-        text = text.replace(pair, SAME[pair])
+    for pair in (each for each in same if "_" in each):
+        text = text.replace(pair, same[pair])
     words = [
         word[:-1] if len(word) >= SHORT and re.search("(?<!ou)(?<!tu)(?<!s)s$", word) else word
         for word in text.split("_")
     ]
-    return frozenset(SAME.get(word, word) for word in words if word not in IGNORED) or frozenset(words)
+    return frozenset(filter(None, (same.get(word, word) for word in words))) or frozenset(words)
 
 
 def _of_component(name: str) -> str:
@@ -171,18 +170,15 @@ def _as_word(value: Any) -> str:
     return cut(value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str))
 
 
-def same(name: str, allowed: Iterable[str], *, is_component: bool = False) -> list[str]:
-    """Return a list with the allowed name that differs from `name` only in case and separators, or an empty list.
-
-    The name of a component may also end with a suffix, as in `CrossEntropyLoss`.
-    """
-    form, forms = squeezed(name), {squeezed(each): each for each in allowed}
-    return [forms[each] for each in (form, SUFFIX.sub("", form) if is_component else form) if each in forms][:1]
-
-
 def with_words(name: str, allowed: Iterable[str]) -> list[str]:
     """Return the allowed names with the words of `name`: ["layers"] for `num_layers`."""
     return [each for each in allowed if squeezed(each) == squeezed(name) or words_of(each) == words_of(name)]
+
+
+def named(name: str, components: Iterable[str]) -> list[str]:
+    """Return the components with this name, in any case and possibly followed by a word such as `Loss`."""
+    forms = {squeezed(name).removesuffix(kind) for kind in ("", *synonyms("kinds"))}
+    return [each for each in components if squeezed(each) in forms][:1]
 
 
 def closest(name: str, allowed: Iterable[str]) -> list[str]:
@@ -262,7 +258,7 @@ def component_name_error(kind: str, name: str, where: str, place: str, component
 def _called(name: str, place: str, components: Mapping[str, Any]) -> str:
     """Return the settings for a component that is written with its parameters, such as `dirichlet(0.1)`, or ""."""
     call = re.fullmatch(r"\s*([\w-]+?)\s*(?:\(([^()]*)\)|[:=@]([^:/\\]*)|[_-]?(\d[\d.e-]*))\s*", name)
-    if not call or not (called := same(call[1], components)):
+    if not call or not (called := named(call[1], components)):
         return ""
     names = iter(components[called[0]].parameter_names)
     table, settings = place.removesuffix(".name"), [f"{place.removesuffix('.name')}={called[0]}"]

@@ -231,9 +231,10 @@ def as_tensor_data(data: Any) -> TensorData:
         return data
     kind = type(data).__name__
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        remedy = "data=(list(train), list(test))" if hasattr(data, "__iter__") else PAIRS
         raise DataError(
             f"a {kind} is not a map-style data set; a data set must have a length (__len__) and return samples by "
-            "index (__getitem__)"
+            f"index (__getitem__); pass {'data=(train.dataset, test.dataset)' if hasattr(data, 'dataset') else remedy}"
         )
     if hasattr(data, "to_numpy"):
         raise DataError(f"a {kind} contains columns, not samples; pass {PAIRS}, with arrays such as {FROM_FRAME}")
@@ -326,7 +327,12 @@ def as_targets(targets: Sequence[Any]) -> np.ndarray:
     for index, (target, value) in enumerate(zip(targets, values, strict=True)):
         place = f"the target of sample {index}"
         if value.dtype.kind not in "iubf":
-            raise DataError(f"{place} is a {type(target).__name__}; targets must be numbers or arrays of numbers")
+            numbered = "; number the classes: numpy.unique(targets, return_inverse=True)[1]" * (
+                value.dtype.kind in "UT"
+            )
+            raise DataError(
+                f"{place} is a {type(target).__name__}; targets must be numbers or arrays of numbers{numbered}"
+            )
         if value.size != values[0].size:
             raise DataError(
                 f"{place} has shape {list(value.shape)}, but the target of sample 0 has shape "

@@ -66,7 +66,10 @@ WORDS = [
         """put names in double quotes, and in a shell put the whole word in single quotes: '["nnm",""",
     ),
     ('model={name="net"', "is not a valid TOML list or table"),
-    ("seed=0, 1, 2", '"1,": expected key=value; for several values write fedsim compare seed=0,1,2'),
+    (
+        "seed=0, 1, 2",
+        '"1,": expected key=value; write an experiment first, and several values as in fedsim compare seed=0,1,2',
+    ),
     # values
     ("cohort=0.1", "must be a valid integer; write a whole number, not a fraction"),
     ("rounds=1e1", "must be a valid integer; write 10"),
@@ -107,9 +110,12 @@ FILES = [
 COMPARED = [
     ("local.lr=[0.1,0.2]", "local.lr has one value, a list; for several values write local.lr=0.1,0.2"),
     ("seed=0..3", "0..3 is not a number; write seed=0,1,2,3"),
-    ("seed=0 1 2", '"1": expected key=value; for several values write fedsim compare seed=0,1,2'),
-    ("aggregate.rule=mean median", "for several values write fedsim compare aggregate.rule=mean,median"),
-    ("server=sgd diloco", "write fedsim compare server=sgd,diloco; write an experiment first"),
+    (
+        "seed=0 1 2",
+        '"1": expected key=value; write an experiment first, and several values as in fedsim compare seed=0,1,2',
+    ),
+    ("aggregate.rule=mean median", "several values as in fedsim compare aggregate.rule=mean,median"),
+    ("server=sgd diloco", "write an experiment first, and several values as in fedsim compare server=sgd,diloco"),
     ("--resume cc", "--resume: no such option; write --out cc, which continues a comparison"),
     ("--jobs two", "error: fedsim compare: Invalid value for '--jobs'"),
     ("", "nothing to compare"),

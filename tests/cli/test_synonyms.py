@@ -12,7 +12,7 @@ from fedsim.config.load import load_experiment
 from fedsim.config.tables import keys_called
 from fedsim.core.suggestions import VOCABULARY, answer, words_of
 from fedsim.errors import ExperimentError
-from fedsim.synonyms import ANSWERS, NAMES
+from fedsim.synonyms import synonyms
 
 COMPONENT_NAMES = {name: kind for kind in COMPONENTS for name in registry_of(kind).names()}
 
@@ -54,7 +54,7 @@ def test_the_name_of_a_component_in_a_wrong_place_is_answered_with_its_own_key()
 
 
 def test_answers_lead_to_keys_and_names_that_exist():
-    for phrase, text in ANSWERS.items():
+    for phrase, text in synonyms("answers").items():
         if phrase.startswith("fedsim_"):
             continue
         settings = settings_in(text.replace("=N", "=1").replace("device={}", "device=cpu"))
@@ -71,7 +71,7 @@ def test_answers_lead_to_keys_and_names_that_exist():
 
 
 def test_names_of_recorded_numbers_exist():
-    assert {name for names in NAMES.values() for name in names} == {
+    assert {name for names in synonyms("names").values() for name in names.split()} == {
         "test_accuracy",
         "test_loss",
         "train_loss",
@@ -82,7 +82,7 @@ def test_names_of_recorded_numbers_exist():
 
 def test_phrases_of_the_same_words_have_one_answer():
     answers = {}
-    for phrase, text in ANSWERS.items():
+    for phrase, text in synonyms("answers").items():
         assert answers.setdefault(words_of(phrase), text) == text, phrase
 
 

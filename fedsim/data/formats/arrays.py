@@ -22,10 +22,10 @@ from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, show
 
 NAMES = {  # accepted names of each array
-    "inputs": ("inputs", "x_train", "x"),
-    "targets": ("targets", "y_train", "y"),
-    "test_inputs": ("test_inputs", "x_test"),
-    "test_targets": ("test_targets", "y_test"),
+    "inputs": ("inputs", "x_train", "x", "X", "images", "train_images", "data"),
+    "targets": ("targets", "y_train", "y", "labels", "train_labels"),
+    "test_inputs": ("test_inputs", "x_test", "test_images"),
+    "test_targets": ("test_targets", "y_test", "test_labels"),
 }
 
 
@@ -35,9 +35,10 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
     """Arrays in a `.npz` file, or tensors in a `.safetensors` file.
 
     The arrays are `inputs` [n, ...], `targets` [n, ...] and, if the file has test samples, `test_inputs` and
-    `test_targets` (or `x_train`, `y_train`, `x_test`, `y_test`, as in Keras). Every other array has shape [n] and
-    contains the owner of each sample, for the partition `natural`. uint8 inputs are images
-    [n, channels, height, width], divided by 255. Targets that are text become class labels in sorted order.
+    `test_targets` (or `x_train`, `y_train`, `x_test`, `y_test` as in Keras, and other usual names). Every other array
+    has shape [n] and contains the owner of each sample, for the partition `natural`. uint8 inputs are divided by 255.
+    Those of shape [n, height, width] or [n, height, width, channels] become [n, channels, height, width]. Targets that
+    are text become class labels in sorted order.
 
     Args:
         path: the file. `.pt` files are refused, because reading a pickle runs code.
@@ -62,7 +63,9 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
     tested = parts["test_inputs"] or parts["test_targets"]
     for role in ("inputs", "targets", *(("test_inputs", "test_targets") if tested else ())):
         if not parts[role]:
-            raise DataError(f"{path}: has no array {role}, only {', '.join(stored) or 'none'}")
+            raise DataError(
+                f"{path}: has no array {role}, only {', '.join(stored) or 'none'}; allowed: {', '.join(NAMES[role])}"
+            )
     values = {role: stored.pop(name) for role, names in parts.items() for name in names}
     for role in ("inputs", "test_inputs"):
         if role in values:

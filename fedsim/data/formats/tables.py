@@ -18,7 +18,7 @@ from fedsim.data.columns import data_path, unreadable, warn
 from fedsim.data.encoding import DataTable, Names, train_and_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
-from fedsim.errors import DataError, MissingPackageError, plural, show
+from fedsim.errors import DataError, MissingPackageError, show
 from fedsim.system.files import decoded
 from fedsim.system.packages import import_extra
 
@@ -122,8 +122,6 @@ def _csv(path: str, delimiter: str | None) -> DataTable:
             raise UnicodeError
     except UnicodeError:
         raise _undecodable(path) from None
-    except Exception as error:
-        raise _wrong_length(path, found) or error from None
     columns = _columns(content, path)
     if len(columns) == 1:
         only = f"has only one column, {show(next(iter(columns)))} (delimiter {show(found)})"
@@ -192,20 +190,6 @@ def _records(path: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
 def _line_of(path: str, delimiter: str, row: int) -> int:
     """Return the number of the line with the sample `row` of a CSV file. The first line has number 1."""
     return next(line for number, (line, _) in enumerate(_records(path, delimiter)) if number == row + 1)
-
-
-def _wrong_length(path: str, delimiter: str) -> DataError | None:
-    """Return the error for the first line of a CSV file that has more or fewer values than the line of column names."""
-    records = _records(path, delimiter)
-    with contextlib.suppress(csv.Error, OSError, EOFError):
-        names = next(records, (1, []))[1]
-        for line, values in records:
-            if len(values) != len(names):
-                counts = f"{plural(len(values), 'value')}, but there are names of {plural(len(names), 'column')}"
-                return DataError(
-                    f"{path}: line {line} has {counts} (delimiter {show(delimiter)}); correct it, or set `delimiter`"
-                )
-    return None
 
 
 def _undecodable(path: str) -> DataError:
