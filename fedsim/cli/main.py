@@ -13,11 +13,12 @@ from fedsim.cli.compare_command import compare
 from fedsim.cli.program import errors_as_lines, run_program
 from fedsim.cli.words import WORDS_LIKE_OPTIONS
 from fedsim.config.files import experiments
-from fedsim.core.suggestions import nearest
+from fedsim.core.suggestions import answer, nearest
 from fedsim.errors import ExperimentError, cut, printable, show
 from fedsim.system.files import is_file
 from fedsim.version import __version__
 
+USAGE_ERROR: Any = typer.BadParameter.__base__
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -30,6 +31,16 @@ class Commands(TyperGroup):
                 raise ExperimentError(f"{show(args[0])}: no such command; {self._instead(*args)}")
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except USAGE_ERROR as error:  # an option or argument that typer refuses
+            with errors_as_lines(quick=True):
+                command = f"fedsim {error.ctx.command.name}" if error.ctx else "fedsim"
+                raise ExperimentError(
+                    f"{command}: {error.format_message().rstrip('.')}; see {command} --help"
+                ) from None
+
     def _instead(self, word: str, *arguments: str) -> str:
         """Return what to write instead of an unknown command, such as `write fedsim run --resume X` for `resume X`."""
         for name, command in self.commands.items():
@@ -37,7 +48,8 @@ class Commands(TyperGroup):
                 return cut(printable(f"write fedsim {' '.join((name, f'--{word}', *arguments))}"))
         if word in experiments() or "=" in word or is_file(Path(word)):
             return cut(printable(f"write fedsim run {' '.join((word, *arguments))}"))
-        return nearest(word, self.commands)
+        text = answer(f"fedsim_{word}", " ".join(arguments) or None)
+        return cut(printable(text.removesuffix(" VALUE"))) if text else nearest(word, self.commands)
 
 
 app = typer.Typer(

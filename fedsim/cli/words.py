@@ -6,14 +6,15 @@ import glob
 import itertools
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedsim.config.files import experiments
-from fedsim.core.suggestions import closest, nearest
-from fedsim.errors import ExperimentError, cut, show
+from fedsim.core.suggestions import answer, closest, did_you_mean, meaning
+from fedsim.errors import ExperimentError, SettingWarning, cut, show
 from fedsim.system.files import is_file
 
 EXPERIMENT_FILES = (".toml", ".yaml", ".yml")
@@ -60,8 +61,12 @@ def source_and_overrides(words: list[str], context: typer.Context) -> tuple[str 
     for word, next_word in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("-"):
             raise ExperimentError(_no_such_option(word, next_word, context))
+    _refuse_spaces(words)
     changes = [word for word in words if not (is_file(Path(word)) or word in experiments())]
-    _refuse_spaces(changes)
+    settings: dict[str, str] = {}
+    for key, _, value in (word.partition("=") for word in changes):
+        if settings.setdefault(key, value) != value:
+            warnings.warn(f"{key}: is set twice; the last value is used", SettingWarning, stacklevel=2)
     paths = [word for word in words if "=" not in word or word not in changes]
     if len(paths) > 1:
         raise ExperimentError(
@@ -79,27 +84,34 @@ def is_folder(word: str) -> bool:
 
 
 def _refuse_spaces(words: list[str]) -> None:
-    """Raise ExperimentError if a `key=value` word was written with spaces, such as `rounds = 3`."""
+    """Raise ExperimentError if a `key=value` word was written with spaces: `rounds = 3`, `seed=0 1`."""
     for index, word in enumerate(words):
-        rest = words[index:]
+        if is_file(Path(word)):
+            continue
+        rest, is_plain = words[index:], not ("=" in word or is_folder(word) or Path(word).suffix)
         apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
-        if "=" not in word.removesuffix("=") and apart and (keys := _keys_called(apart[1])):
-            wanted = " or ".join(f"{key}={apart[2]}" for key in keys)
-            raise ExperimentError(f"{show(apart[0])}: write {wanted}, without spaces")
-        if "=" not in word and not is_folder(word) and _keys_called(word):
-            raise ExperimentError(f"{word}: this key needs a value, as in {word}=VALUE")
-        if index and re.fullmatch(r"[\d.,]+", word):
-            raise ExperimentError(f"{show(word)}: expected key=value; write several values as in seed=0,1,2")
+        if word not in experiments() and "=" not in word.removesuffix("=") and apart and key_hint(apart[1]):
+            raise ExperimentError(f"{show(apart[0])}: {key_hint(apart[1], apart[2])}, without spaces")
+        if is_plain and index and "=" in words[index - 1]:
+            values = ",".join([words[index - 1], *itertools.takewhile(lambda each: "=" not in each, rest)])
+            values = re.sub(",+", ",", values).rstrip(",")
+            hint = f"write an experiment first, and several values as in fedsim compare {values}"
+            raise ExperimentError(f"{show(word)}: expected key=value; {hint}")
+        if is_plain and word not in experiments() and (hint := key_hint(word)):
+            raise ExperimentError(f"{word}: expected key=value; {hint}")
         pieces = itertools.accumulate(rest, "{} {}".format) if _is_open(word) else ()
         if whole := next((piece for piece in pieces if not _is_open(piece)), None):
             raise ExperimentError(f"{cut(whole)}: contains spaces; put the word in quotes, as in '{cut(whole)}'")
 
 
-def _keys_called(name: str) -> list[str]:
+def key_hint(name: str, value: str | None = None) -> str:
+    """Return how to write a key, which may be that of another library, with its value, or "" if it is unknown."""
     from fedsim.config.experiment import Experiment  # imported here to keep `--help` fast
-    from fedsim.config.tables import keys_called
+    from fedsim.config.overrides import parse_value
 
-    return keys_called(Experiment, name)
+    if name.partition(".")[0] in Experiment.model_fields:
+        return f"write {name}={value or 'VALUE'}"
+    return meaning(name, parse_value(value, name) if value else None)
 
 
 def _is_open(word: str) -> bool:
@@ -111,11 +123,13 @@ def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
     from fedsim.config.experiment import Experiment
 
     option, equals, value = word.partition("=")
-    name = option.lstrip("-").replace("-", "_")
-    options = [flag for parameter in context.command.params for flag in parameter.opts if flag.startswith("--")]
-    keys = _keys_called(name) or ([] if closest(name, options) else closest(name, Experiment.model_fields))
-    if not keys:
-        return f"{option}: no such option; {nearest(name, [*options, '--help'])}"
-    value = value if equals else next_word
-    suggestion = " or ".join(f"{key}={value or 'VALUE'}" for key in keys)
-    return f"{option}: no such option; did you mean {suggestion}?"
+    name, value = option.lstrip("-").replace("-", "_"), value if equals else next_word
+    command, options = context.command.name, [flag for each in context.command.params for flag in each.opts]
+    hints = [
+        f"write the file alone: fedsim {command} {value}" if Path(value).suffix in EXPERIMENT_FILES else "",
+        answer(f"fedsim_{command}_{name}", value),
+        did_you_mean(closest(name, options)),
+        *(key_hint(key, value) for key in (name, *closest(name, Experiment.model_fields))),
+        f"allowed: {', '.join(flag for flag in [*options, '--help'] if flag.startswith('--'))}",
+    ]
+    return f"{option}: no such option; {next(filter(None, hints))}"

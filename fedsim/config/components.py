@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedsim.core.suggestions import has_words, nearest
+from fedsim.core.suggestions import answer, closest, did_you_mean, has_words, nearest
 from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, cut, one_line, show
 
@@ -216,9 +217,15 @@ def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
     ]
     if not blocks:
         known = [known_name for kind in COMPONENTS for known_name in registry_of(kind).names()]
-        hint = nearest(name, dict.fromkeys([*kinds, *known]))
-        if not hint.startswith("did you mean"):
-            hint = nearest(name, kinds)  # the list of all components is too long
+        values = re.findall(r"([\w.]+)=([\w{}]*)", answer(name, "{}"))  # keys of kinds, or names of components
+        meant = [
+            kind
+            for kind, (key, _) in COMPONENTS.items()
+            if any((each.removesuffix(".name"), "{}") in values for each in key.split(", "))
+        ]
+        meant = meant or [value for _, value in values if value in known]
+        hint = answer(f"fedsim_list_{name}") or did_you_mean(meant or closest(name, dict.fromkeys([*kinds, *known])))
+        hint = hint or nearest(name, kinds)  # the list of all components is too long
         raise ExperimentError(f"{show(name)}: no such kind or component; {hint}")
     return "\n\n".join(blocks)
 
@@ -243,10 +250,13 @@ def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
 
 def _parameter_lines(registration: Registration) -> list[str]:
     """Return one line `name = default` for each parameter of a component, and the line of `trait_line`, if any."""
-    lines = []
+    from fedsim.models.base import dimensions_of
+
+    lines, dimensions = [], dimensions_of(registration)
     for name, field in registration.parameters.model_fields.items():
         default = "unset" if field.default is None else show(field.default)
-        lines.append(f"{name} (required)" if field.is_required() else f"{name} = {default}")
+        text = f"{name} (required)" if field.is_required() else f"{name} = {default}"
+        lines.append(f"{name} (from the data)" if name in dimensions else text)
     return lines + ([line] if (line := trait_line(registration.target)) else [])
 
 

@@ -13,24 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError, field_validator, model_validator
+import torch
+from pydantic import PrivateAttr, ValidationError, field_validator, model_validator
 
 from fedsim.asynchronous.policies import policy
 from fedsim.config import schema
+from fedsim.config.components import COMPONENTS
 from fedsim.config.engines import traits_of
+from fedsim.config.from_data import tables_from_data
 from fedsim.config.settings import Settings
-from fedsim.config.tables import keys_called, keys_of_component, keys_of_tables
+from fedsim.config.tables import keys_called, owners_of, settings_of
 from fedsim.config.validation import problems_with
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.import_policy import is_untrusted
 from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import own_copy, plain
-from fedsim.core.suggestions import VOCABULARY
+from fedsim.core.suggestions import VOCABULARY, answer
 from fedsim.core.validation_errors import explain
 from fedsim.data.formats.images import lacks_files
-from fedsim.data.sources import load_dataset_once, one_per_worker
+from fedsim.data.shapes import SampleShape
+from fedsim.data.sources import default_root, known_shape, load_dataset_once, one_per_worker, sample_shape
 from fedsim.data.subsets import validation_positions
-from fedsim.errors import MAX_NAME, ExperimentError, show
+from fedsim.errors import MAX_NAME, DataError, ExperimentError, show
 from fedsim.system.files import is_outside
 
 
@@ -44,6 +48,8 @@ class Experiment(Settings):
     (8, 0.1)
     """
 
+    _awaits_data: bool = PrivateAttr(default=False)
+
     def __init__(self, **tables: Any) -> None:
         tables = plain(tables)
         if problem := problem_with_words(tables):
@@ -55,12 +61,23 @@ class Experiment(Settings):
                 tables = {**tables, "workers": count}
             super().__init__(**tables)
         except ValidationError as error:
-            raise ExperimentError(*explain(error, type(self), elsewhere=keys_of_tables(type(self), tables))) from None
+            raise ExperimentError(*explain(error, type(self))) from None
 
     @field_validator("engine")
     @classmethod
     def _engine_exists(cls, name: str) -> str:
         traits_of(name)
+        return name
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _device_has_a_known_type(cls, name: Any) -> Any:
+        try:
+            torch.device("cpu" if name == "auto" else name)
+        except (RuntimeError, TypeError):
+            hint = f"write device=cuda:{name}" if isinstance(name, int) else answer(str(name))
+            hint = hint or "allowed: auto, cpu, cuda, cuda:1, ..."
+            raise ExperimentError(f"device = {show(name)}: no such device; {hint}") from None
         return name
 
     @field_validator("mode", mode="before")
@@ -75,9 +92,22 @@ class Experiment(Settings):
         return mode
 
     @model_validator(mode="after")
+    def _take_from_data(self) -> Experiment:
+        tables = tables_from_data(self, _sample_shape)
+        self._awaits_data = tables is None
+        for key, table in (tables or {}).items():
+            object.__setattr__(self, key, table)  # the model is frozen
+        return self
+
+    @property
+    def awaits_data(self) -> bool:
+        """Whether the task, the model or dimensions of the model have defaults, because the data is not there yet."""
+        return self._awaits_data
+
+    @model_validator(mode="after")
     def _name_by_content(self) -> Experiment:
         if not self.name:
-            object.__setattr__(self, "name", default_name(self))  # the model is frozen
+            object.__setattr__(self, "name", default_name(self))
         return self
 
     @model_validator(mode="after")
@@ -104,7 +134,11 @@ class Experiment(Settings):
         return _without_unset(self.model_dump(mode="json"))
 
 
-VOCABULARY.keys_called, VOCABULARY.keys_of_component = partial(keys_called, Experiment), keys_of_component
+VOCABULARY.keys_called, VOCABULARY.owners_of = partial(keys_called, Experiment), partial(owners_of, Experiment)
+VOCABULARY.settings_of = settings_of
+VOCABULARY.component_keys = frozenset(
+    key for keys, _ in COMPONENTS.values() for key in keys.partition(", before")[0].replace(".name", "").split(", ")
+)
 
 
 def count_workers(tables: Mapping[str, Any]) -> int | None:
@@ -128,6 +162,20 @@ def count_workers(tables: Mapping[str, Any]) -> int | None:
         return {name: column[remaining] for name, column in columns.items()}
 
     return None if count is None else count(ids)
+
+
+def _sample_shape(data: schema.Data) -> SampleShape | None:
+    """Return the shape of a data set's samples, or None if the data set must be downloaded or cannot be read."""
+    key = data.name, data.root, data.params
+    if shape := known_shape(*key):
+        return shape
+    refuse_untrusted_root(data)
+    if lacks_files(data.name, data.root or default_root(), **data.params):
+        return None
+    try:
+        return sample_shape(*key)
+    except DataError:  # the run reports the error
+        return None
 
 
 def refuse_untrusted_root(data: schema.Data) -> None:

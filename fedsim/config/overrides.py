@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from fedsim.core.base_table import ComponentTable
 from fedsim.core.input_limits import MAX_BITS, MAX_DEPTH, is_harmless, leaves_of, problem_with_words, refuse_long_chains
 from fedsim.core.suggestions import with_key
 from fedsim.errors import MAX_TEXT, ExperimentError, cut, show
+from fedsim.models.base import dimensions_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -46,10 +48,16 @@ def split_word(word: str) -> tuple[list[str], str]:
 def parse_value(text: str, place: str) -> Any:
     """Return the TOML value of a text, or the text itself if it is not TOML, or is the name of an attack (nan, inf).
 
+    Numbers such as `.1` and `1.`, which TOML does not have, and Python's `True` and `False` are values too.
+
     `place` is the key, for error messages. Raises ExperimentError for a list or table that is not valid TOML.
     """
     if text.strip() in ("nan", "inf"):
         return text.strip()
+    if re.fullmatch(r"\s*[+-]?(\d+\.|\.\d+)([eE][+-]?\d+)?\s*", text):
+        return float(text)
+    if text.strip() in ("True", "False"):
+        return text.strip() == "True"
     try:
         refuse_long_chains(text)
         value = tomllib.loads(f"value = {text}")["value"]
@@ -152,13 +160,14 @@ def removed_warnings(changed: Iterable[tuple[Mapping[str, Removed], Mapping[str,
 
 
 def _is_default(key: str, setting: Removed) -> bool:
-    """Whether a removed setting had the default of its component, as all settings of a stored experiment have."""
+    """Whether a removed setting had the default of its component, or its data's, as in a stored experiment."""
     table, within = component_table(key.split("."))
     if table is None or len(within) != 1:
         return False
     with contextlib.suppress(ExperimentError):
-        field = table.registry.get(setting.before).parameters.model_fields.get(within[0])
-        return field is not None and field.default == setting.value
+        registration = table.registry.get(setting.before)
+        field = registration.parameters.model_fields.get(within[0])
+        return field is not None and (field.default == setting.value or within[0] in dimensions_of(registration))
     return False
 
 

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from torch import nn
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
@@ -33,6 +43,7 @@ from fedsim.data.sources import data_table
 from fedsim.errors import ExperimentError, show
 from fedsim.loggers import logger
 from fedsim.models import model
+from fedsim.models.base import dimensions_of
 from fedsim.privacy import Mechanism, privacy_mechanism
 from fedsim.processes.hooks import hook
 from fedsim.processing import UpdateProcessor, processor
@@ -58,6 +69,13 @@ def matching(pattern: str, requirement: str) -> AfterValidator:
         return text
 
     return AfterValidator(check)
+
+
+def _in_list(value: Any) -> Any:
+    return [value] if isinstance(value, dict) or (isinstance(value, str) and "," not in value) else value
+
+
+OneOrMore = BeforeValidator(_in_list)  # for a list of components, which may be given as a single name or table
 
 
 class Task(ComponentTable):
@@ -141,6 +159,23 @@ class Model(ComponentTable):
     lora: LoRA = LoRA()
     """Low-rank adapters, which are trained instead of the model's own parameters."""
 
+    @property
+    def from_data(self) -> list[str]:
+        """Names of the model's parameters that are not set, so that the experiment takes them from the data."""
+        return [name for name in dimensions_of(self.registration) if name not in self.model_fields_set]
+
+    @model_serializer(mode="wrap")
+    def _without_dimensions(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        table, unset = handler(self), self.from_data if info.exclude_unset else ()
+        return {key: value for key, value in table.items() if key not in unset}
+
+    def check_parameters(self) -> None:
+        fields = self.registration.parameters.model_fields
+        self.params.update(
+            {name: 1 for name in self.from_data if fields[name].is_required()}
+        )  # until the data is known
+        super().check_parameters()
+
 
 class Augment(ComponentTable):
     """One augmentation of the images in training batches."""
@@ -164,7 +199,7 @@ class Data(ComponentTable):
     """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, or `~/.cache/fedsim/data`."""
     local_test_fraction: FractionBelowOne = 0.0
     """Fraction of each worker's samples that is used for tests and not for training."""
-    augment: Annotated[list[Augment], Field(max_length=100)] = Field(default=[])
+    augment: Annotated[list[Augment], OneOrMore, Field(max_length=100)] = Field(default=[])
     """Augmentations of training batches: names or tables, applied in this order."""
     validation_fraction: FractionBelowOne = 0.0
     """Fraction of the training samples that no worker trains on. Each round records `validation_loss` and
@@ -214,6 +249,8 @@ def _check_work(value: Any) -> Any:
         form, values = "list", value
     elif isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), list):
         ((form, values),) = value.items()
+    if form == "one" and isinstance(value, float) and value < 1:
+        raise ValueError("must be at least 1; for less than an epoch set local.steps")
     if form not in ("one", "list", "uniform", "choice") or not values or any(type(n) is not int for n in values):
         raise ValueError("must be an integer, a list of integers, {uniform = [low, high]} or {choice = [n, ...]}")
     if min(values) < 1 or max(values) >= 2**63:
@@ -540,11 +577,16 @@ class AsyncPolicy(ComponentTable):
 
 
 class Slowdown(ComponentTable):
-    """Factor on each worker's computing time on the virtual clock: 2 means twice as slow."""
+    """Factor on each worker's computing time on the virtual clock: 2 means twice as slow. A list has one per worker."""
 
     place, named_by, registry = "clock.slowdown", "name", slowdown
 
     name: Name = "equal"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_is_given(cls, value: Any) -> Any:
+        return {"name": "list", "values": value} if isinstance(value, list) else value
 
 
 class Noise(ComponentTable):
@@ -656,7 +698,7 @@ class Records(Table):
     """File formats of all figures."""
     tensorboard: bool = False
     """Whether to write TensorBoard files, as the logger `tensorboard` does."""
-    loggers: Annotated[list[Logger], Field(max_length=20)] = Field(default=[])
+    loggers: Annotated[list[Logger], OneOrMore, Field(max_length=20)] = Field(default=[])
     """Loggers that receive the numbers of each round: names or tables."""
 
     @property

@@ -83,14 +83,14 @@ class Settings(Table):
     """Treatment of buffers such as BatchNorm statistics. `average`: the server averages the buffers. `local`: each
     worker keeps its own buffers, and tests use their average. `frozen`: buffers are never updated. `error`: models with
     buffers are refused. The buffers of personal models always stay with the workers."""
-    processors: Annotated[list[schema.Processor], Field(max_length=100)] = Field(default=[])
+    processors: Annotated[list[schema.Processor], schema.OneOrMore, Field(max_length=100)] = Field(default=[])
     """Processing steps (not CPUs, which `processes` sets) for each update or gradient before aggregation, such as
     `"sign"`: names or tables, applied in this order."""
-    broadcast: Annotated[list[schema.BroadcastProcessor], Field(max_length=100)] = Field(default=[])
+    broadcast: Annotated[list[schema.BroadcastProcessor], schema.OneOrMore, Field(max_length=100)] = Field(default=[])
     """Processing steps for the difference of the global model to the workers' copy of it, which the server sends to all
     workers before each round: names or tables, applied in this order. Empty: workers receive the global model."""
     task: schema.Task = schema.Task()
-    metrics: Annotated[list[schema.EvaluationMetric], Field(max_length=20)] = Field(default=[])
+    metrics: Annotated[list[schema.EvaluationMetric], schema.OneOrMore, Field(max_length=20)] = Field(default=[])
     """Numbers that each test records in addition to loss and accuracy: names or tables."""
     model: schema.Model = schema.Model()
     data: schema.Data = schema.Data()

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
 
 from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.core.base_table import ComponentTable, Table
-from fedsim.synonyms import KEYS
+from fedsim.core.suggestions import named, with_words
 
 
 def _inner_tables(table: type[Table]) -> dict[str, type[Table]]:
@@ -31,36 +29,46 @@ def component_tables(root: type[Table]) -> dict[str, type[ComponentTable]]:
     return tables
 
 
-def keys_of_component(name: str) -> list[str]:
-    """Return the keys of an experiment that can name the component `name`."""
-    return [key for kind, (key, _) in COMPONENTS.items() if name in registry_of(kind).names()]
+def settings_of(name: str) -> list[str]:
+    """Return the settings that select the component `name`: ["server=adam"]."""
+    settings: dict[str, str] = {}
+    for kind, (text, _) in COMPONENTS.items():
+        for known in named(name, registry_of(kind).names()):
+            keys, _, first_stage = text.partition(", before")
+            for key in keys.replace(".name", "").split(", "):
+                settings.setdefault(key, f'{key}=\'["{known}","mean"]\'' if first_stage else f"{key}={known}")
+    return list(settings.values())
+
+
+@functools.cache
+def last_names(root: type[Table]) -> dict[str, list[str]]:
+    """Return the dotted keys that end with each name, for hints: {"lr": ["local.lr", "server.lr"], ...}.
+
+    Parameters are those of the default components.
+    """
+    names: dict[str, list[str]] = defaultdict(list)
+    for place, table in _inner_tables(root).items():
+        keys = dict.fromkeys(table.model_fields)
+        if issubclass(table, ComponentTable) and (component := table.default_component()):
+            keys |= dict.fromkeys(table.registry.get(component).parameter_names)
+        for key in keys:
+            names[key].append(f"{place}.{key}")
+    return names
 
 
 def keys_called(root: type[Table], name: str) -> list[str]:
-    """Return the dotted keys that `name` may mean: `name` itself, keys that end with it, or keys with this synonym."""
+    """Return the dotted keys that `name` may mean: `name` itself, or the keys that end with its words."""
     if name.partition(".")[0] in root.model_fields:
         return [name]
-    return list(KEYS.get(name) or keys_of_tables(root, {}).get(name, []))
+    return [key for last in with_words(name, last_names(root)) for key in last_names(root)[last]]
 
 
-def keys_of_tables(root: type[Table], tables: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the dotted keys that end with each key, for hints: {"lr": ["local.lr", "server.lr"], ...}.
-
-    For a parameter, these are the dotted keys in the components that the experiment `tables` selects. If no selected
-    component has this parameter, they are the dotted keys in all other components.
-    """
-    of_selected: dict[str, list[str]] = defaultdict(list)
-    of_others: dict[str, list[str]] = defaultdict(list)
-    for place, table in _inner_tables(root).items():
-        for key in table.model_fields:
-            of_selected[key].append(f"{place}.{key}")
-        if issubclass(table, ComponentTable):
-            name = tables.get(place)
-            name = name.get(table.named_by) if isinstance(name, Mapping) else name
-            selected = name if isinstance(name, str) and name in table.registry.names() else table.default_component()
-            for registration in table.registry:
-                keys = of_selected if registration.name == selected else of_others
-                for key in registration.parameter_names:
-                    if f"{place}.{key}" not in keys[key]:
-                        keys[key].append(f"{place}.{key}")
-    return {**of_others, **of_selected}
+def owners_of(root: type[Table], name: str) -> str:
+    """Return a text about the components that have the parameter `name`, or "" if there are none."""
+    owners: dict[str, list[str]] = defaultdict(list)
+    for place, table in component_tables(root).items():
+        for registration in table.registry:
+            for parameter in with_words(name, registration.parameter_names):
+                owners[f"{place}.{parameter}"].append(registration.name)
+    texts = (f"{key} of {', '.join(components)}" for key, components in owners.items())
+    return f"it may be {' or '.join(texts)}" if owners else ""

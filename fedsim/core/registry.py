@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from fedsim.core.import_policy import ImportRefusedError, import_object
 from fedsim.core.objects import ObjectName, holds_objects, name_of, names_in, plain
-from fedsim.core.suggestions import component_name_error, nearest_key
+from fedsim.core.suggestions import answer, component_name_error, nearest_key
 from fedsim.core.validation_errors import explain
 from fedsim.errors import MAX_PROBLEMS, DataError, ExperimentError, cut, one_line, show
 
@@ -155,7 +155,9 @@ def parameter_errors(
     lines = []
     for name in unknown[:MAX_PROBLEMS]:
         owners = sorted({registration.name for registration in siblings if name in registration.parameter_names})
-        hint = f"{name} is a parameter of {', '.join(owners)}" if owners else nearest_key(name, keys, place)
+        hint = answer(f"{place}_{name}", values[name]) if place else ""
+        hint = hint or (f"{name} is a parameter of {', '.join(owners)}" if owners else "")
+        hint = hint or nearest_key(name, keys, place or None, values[name])
         where = f"{place}." if place else ""
         lines.append(f"{where}{name} = {show(values[name])}: unknown key (the {kind} is {names}); {hint}")
     return lines
@@ -298,7 +300,7 @@ class Registry:
             except LookupError as error:
                 raise ExperimentError(f"{where}: {error.args[0]}") from None
         if not isinstance(name, ObjectName) and (
-            line := component_name_error(self.kind, name, where, self._components)
+            line := component_name_error(self.kind, name, where, place, self._components)
         ):
             raise ExperimentError(line)
         try:

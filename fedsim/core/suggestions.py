@@ -1,59 +1,70 @@
-"""Error lines for unknown keys and names, which end with a hint: the most similar valid name, or all allowed names."""
+"""Hints for unknown keys and names: what fedsim calls them, the most similar valid name, or all allowed names."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from fedsim.errors import MAX_NAME, ExperimentError, cut, show
-from fedsim.synonyms import KEYS, NAMES, NOTES
+from fedsim.synonyms import synonyms
 
 MOST_IN_RANGE = 100  # maximum length of a range that a hint writes out, such as 0..99
-SHORT = 4  # characters; in shorter names one wrong letter matters more
+SHORT = 4  # characters; shorter names are not completed
 CERTAIN = 0.85  # difflib ratio from which only the most similar name is suggested
-CUTOFF, CUTOFF_SHORT = 0.75, 0.65  # difflib ratio from which a name counts as a misspelling
-
-LISTS = ("metrics", "data.augment", "processors", "broadcast", "records.loggers")  # keys of lists of names
-FIRST_STAGE = ", before a rule"  # follows the key of pre-aggregators
+CUTOFF = 0.8  # difflib ratio from which a name counts as a misspelling
 
 NOTE = re.compile(r"<[\w, ]+>")  # name of an object without an import path
-
-KeyFinder = Callable[[str], list[str]]  # maps a name to dotted keys of an experiment
+ALTERNATIVES = re.compile(r"write ([\w.]+=\w+( or [\w.]+=\w+)*)")  # settings without further words
+SETTING = re.compile(r"[\w.]+=|--|fedsim ")  # start of an answer that is to be written as it stands
 
 
 @dataclass
 class Vocabulary:
-    """Functions that look up keys and components, for suggestions in error messages.
+    """What names mean in an experiment, for hints.
 
     Attributes:
-        keys_called: function from a name to the dotted keys that it may mean.
-        keys_of_component: function from the name of a component to the dotted keys that can select it.
+        keys_called: function from a name to the dotted keys that are this name or end with it.
+        settings_of: function from the name of a component to settings that select it, such as `server=adam`.
+        owners_of: function from the name of a parameter to a text about the components that have it, or "".
+        component_keys: keys whose values are names of components.
     """
 
-    keys_called: KeyFinder = lambda name: list(KEYS.get(name, ()))
-    keys_of_component: KeyFinder = lambda name: []
+    keys_called: Callable[[str], list[str]] = lambda name: []
+    settings_of: Callable[[str], list[str]] = lambda name: []
+    owners_of: Callable[[str], str] = lambda name: ""
+    component_keys: frozenset[str] = frozenset()
 
 
 VOCABULARY = Vocabulary()
 
 
-def nearest(name: str, allowed: Iterable[str], *, is_component: bool = False) -> str:
+def nearest(name: str, allowed: Iterable[str], table: str | None = None) -> str:
     """Return a hint for an unknown name: `did you mean "x"?`, or the list of allowed names.
 
     Args:
         name: the unknown name.
         allowed: allowed names.
-        is_component: whether the name should be a component's name. Then components of other kinds are suggested too.
+        table: table whose component should have this name, such as `partition`. Then the hint may be what fedsim calls
+            a component of another library, or a setting with a component of another kind. None for other names.
     """
     allowed = list(allowed)
-    known = [each for each in NAMES.get(normalized(name), ()) if each in allowed]
-    return _hint(name, known, {each: [each] for each in allowed}, allowed, may_be_component=is_component)
+    if "," in name:
+        return f"for several values use fedsim compare; for a list write {cut(as_list(name))}"
+    names = [known for known in synonyms("names").get(normalized(name), "").split() if known in allowed]
+    if table is not None and not (names := named(name, allowed)):
+        texts = [text for text in (answer(f"{table}_{name}"), _of_component(name), answer(name)) if "VALUE" not in text]
+        values = (value for text in texts if ALTERNATIVES.fullmatch(text) for value in re.findall(r"=(\w+)", text))
+        names = [value for value in values if value in allowed]
+        if not names and (hint := next(filter(None, texts), "")):
+            return hint
+    return did_you_mean(names or closest(name, allowed)) or f"allowed: {', '.join(allowed) or 'none'}"
 
 
 def attribute_error(owner: object, name: str) -> AttributeError:
@@ -62,79 +73,128 @@ def attribute_error(owner: object, name: str) -> AttributeError:
     return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}")
 
 
-def nearest_key(
-    name: str, allowed: Iterable[str], place: str = "", elsewhere: Mapping[str, Sequence[str]] | None = None
-) -> str:
+def nearest_key(name: str, allowed: Iterable[str], place: str | None = None, value: Any = None) -> str:
     """Return the hint for an unknown key.
 
     Args:
         name: unknown key.
         allowed: keys of the table.
-        place: table that contains the key, such as `local`. "" for top-level keys.
-        elsewhere: keys of other tables, each with the dotted keys to suggest.
+        place: table that contains the key, such as `local`. "" for top-level keys. None for keys outside experiments.
+        value: value of the key, which the hint repeats.
     """
     allowed, form = list(dict.fromkeys(allowed)), normalized(name)
-    known = VOCABULARY.keys_called(form) if place else list(KEYS.get(form, ())) if elsewhere else []
-    if place and known == [form]:
+    is_spelled = any(squeezed(each) == squeezed(name) for each in allowed)
+    if place is None or "," in name or len(name) > MAX_NAME or is_spelled:
+        return nearest(name, allowed)
+    if place and VOCABULARY.keys_called(form) == [form]:
         return f"{form} is a top-level key; in a file write it above the first [table]"
-    if here := [each.removeprefix(f"{place}.") for each in known if each.startswith(f"{place}.")]:
-        known = [each for each in here if each in allowed]  # not keys of other components
-    candidates = {**(elsewhere or {}), **{each: [each] for each in allowed}}
-    return _hint(name, known, candidates, allowed, may_be_component=form not in candidates)
+    hint = meaning(f"{place}.{name}" if place else name, value) or did_you_mean(closest(name, allowed))
+    return hint or f"allowed: {', '.join(allowed) or 'none'}"
 
 
-def _hint(
-    name: str,
-    known: Sequence[str],
-    candidates: Mapping[str, Sequence[str]],
-    allowed: Sequence[str],
-    *,
-    may_be_component: bool,
-) -> str:
-    """Return the hint for a name that is not allowed.
+def meaning(name: str, value: Any = None) -> str:
+    """Return the hint for a dotted name that is not a key at its place, or "" if nothing is known about it."""
+    place, _, last = normalized(name).rpartition(".")
+    if isinstance(value, Mapping):
+        inner = (meaning(name if key == "name" else f"{name}.{key}", item) for key, item in value.items())
+        return "; ".join(filter(None, dict.fromkeys(inner)))
+    hint, component = answer(name, value) or answer(last, value), _of_component(last)
+    if hint and not ("VALUE" in hint and component):
+        return hint
+    keys = [] if place and "_" not in last else VOCABULARY.keys_called(last)  # short names differ between tables
+    settings = " or ".join(f"{key}={_as_word(value)}" for key in keys)
+    return f"write {settings}" if settings else component or ("" if place else VOCABULARY.owners_of(last))
 
-    Args:
-        name: the name.
-        known: allowed names that have `name` as a synonym.
-        candidates: correct names, each with what to suggest if `name` is similar to it.
-        allowed: all allowed names, which are listed if nothing is similar.
-        may_be_component: whether `name` may be the name of a component of any kind.
+
+def answer(name: str, value: Any = None) -> str:
+    """Return what to write instead of a key or name of another library, or "" if the name is unknown."""
+    kinds = {float: "fraction", int: "integer", list: "list", str: value}  # phrases may end with the kind of the value
+    text = _answers().get(words_of(f"{name}_{kinds.get(type(value))}")) if value not in (0.0, 1.0) else None
+    text = text or _answers().get(words_of(name), "")
+    if isinstance(value, str):
+        keys = {*re.findall(r"([\w.]+)=", text)}
+        settings = [each for each in VOCABULARY.settings_of(value) if each.partition("=")[0] in keys]
+        other = answer(value)
+        if settings:
+            text = " or ".join(settings)
+        elif "VALUE" not in other and any(f"{key}=" in other for key in keys):
+            return other
+        elif VOCABULARY.component_keys.issuperset(names := re.findall(r"([\w.]+)=\{\}", text)) and names:
+            other = other or _of_component(value)
+            if other.startswith("write ") and "VALUE" not in other:
+                return other
+            value = value if len(names) == 1 else "NAME"
+    text = text.replace("{}", _as_word(value))
+    return f"write {text}" if SETTING.match(text) else text
+
+
+@functools.cache
+def _answers() -> dict[frozenset[str], str]:
+    return {words_of(phrase): text for phrase, text in synonyms("answers").items()}
+
+
+def words_of(name: str) -> frozenset[str]:
+    """Return the words of a name, without those that do not matter, and in a form that is equal for synonyms.
+
+    >>> words_of("num_clients") == words_of("numberOfWorkers") == words_of("node-count")
+    True
     """
-    if "," in name:
-        return f"for several values use fedsim compare; for a list write {cut(as_list(name))}"
-    if not known and normalized(name) in NOTES:
-        return NOTES[normalized(name)]
-    if not known and may_be_component and (settings := _settings_of_component(normalized(name))):
-        return f"write {' or '.join(settings)}"
-    if not known and len(name) <= MAX_NAME:
-        known = [each for match in closest(name, candidates) for each in candidates[match]]
-    return f"did you mean {' or '.join(map(show, known))}?" if known else f"allowed: {', '.join(allowed) or 'none'}"
+    same = synonyms("same")
+    if name.lower() not in synonyms("answers"):  # FedAvg is one word
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
+    text = "_".join(re.split(r"[\s._-]+", name.lower())).strip("_")
+    for pair in (each for each in same if "_" in each):
+        text = text.replace(pair, same[pair])
+    words = [
+        word[:-1] if len(word) >= SHORT and re.search("(?<!ou)(?<!tu)(?<!s)s$", word) else word
+        for word in text.split("_")
+    ]
+    return frozenset(filter(None, (same.get(word, word) for word in words))) or frozenset(words)
 
 
-def _settings_of_component(name: str) -> list[str]:
-    """Return one setting such as `local.algorithm=scaffold` for each key that can select the component `name`."""
-    settings: dict[str, str] = {}
-    for text in VOCABULARY.keys_of_component(name):
-        for key in text.removesuffix(FIRST_STAGE).split(", "):
-            value = f'["{name}","mean"]' if text.endswith(FIRST_STAGE) else f'["{name}"]' if key in LISTS else name
-            settings.setdefault(key, f"{key}={value}" if value == name else f"{key}='{value}'")
-    return list(settings.values())
+def _of_component(name: str) -> str:
+    settings = VOCABULARY.settings_of(name)
+    return f"write {' or '.join(settings)}" if settings else ""
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """Return a hint with at most two names, or "" without names."""
+    names = [*dict.fromkeys(names)][:2]
+    return f"did you mean {' or '.join(map(show, names))}?" if names else ""
+
+
+def _as_word(value: Any) -> str:
+    """Return a value as in `key=value` on the command line, or VALUE for a value without a short form."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, list)) or value in ("", []):
+        return "VALUE"
+    return cut(value if isinstance(value, str) else json.dumps(value, separators=(",", ":"), default=str))
+
+
+def with_words(name: str, allowed: Iterable[str]) -> list[str]:
+    """Return the allowed names with the words of `name`: ["layers"] for `num_layers`."""
+    return [each for each in allowed if squeezed(each) == squeezed(name) or words_of(each) == words_of(name)]
+
+
+def named(name: str, components: Iterable[str]) -> list[str]:
+    """Return the components with this name, in any case and possibly followed by a word such as `Loss`."""
+    forms = {squeezed(name).removesuffix(kind) for kind in ("", *synonyms("kinds"))}
+    return [each for each in components if squeezed(each) in forms][:1]
 
 
 def closest(name: str, allowed: Iterable[str]) -> list[str]:
     """Return at most two allowed names that are similar to `name`.
 
-    Similar means: nearly the same spelling, the same except for - and _, the initials of `name`, or a part of it.
+    Similar means: the same words, nearly the same spelling, or `name` is a part of the allowed name.
     """
-    forms = {normalized(each): each for each in allowed}
-    form = normalized(name)
-    if form in forms:
-        return [forms[form]]
-    matches = [each for each in forms if _initials(each) == form or _initials(form) == each]
-    if not matches and len(form) >= SHORT:
-        matches = [each for each in forms if each.startswith(form)] or [each for each in forms if f"_{form}" in each]
-    cutoff = CUTOFF if len(form) >= SHORT else CUTOFF_SHORT
-    matches = matches or difflib.get_close_matches(name.replace("-", "_"), forms, n=1, cutoff=cutoff)  # not MyNet: net
+    form, forms = normalized(name), {normalized(each): each for each in allowed}
+    tests: list[Callable[[str], object]] = [
+        lambda each: with_words(form, [each]),
+        lambda each: len(form) >= SHORT and (each.startswith(form) or f"_{form}" in each),
+        lambda each: each[:1] == form[:1] and sorted(each) == sorted(form),
+        lambda each: each[:1] == form[:1] and len(each) == len(form) >= SHORT and sum(map(str.__ne__, each, form)) == 1,
+    ]
+    matches = next((found for test in tests if (found := [*filter(test, forms)])), [])
+    matches = matches or difflib.get_close_matches(name.replace("-", "_"), forms, n=1, cutoff=CUTOFF)  # not MyNet: net
     matches = difflib.get_close_matches(form, matches, n=2, cutoff=0.0)
     is_certain = matches and difflib.SequenceMatcher(None, matches[0], form).ratio() >= CERTAIN
     return [forms[each] for each in (matches[:1] if is_certain else matches)]
@@ -150,9 +210,9 @@ def normalized(name: str) -> str:
     return re.sub(r"[\s-]", "_", name.lower()).strip("_")
 
 
-def _initials(name: str) -> str | None:
-    """Return the initials of a name of several words, `bs` for `batch_size`, or None for a single word."""
-    return "".join(word[:1] for word in name.split("_")) if "_" in name else None
+def squeezed(name: str) -> str:
+    """Return a name in lower case, without separators."""
+    return re.sub(r"[\s_-]", "", name.lower())
 
 
 def as_range(text: str) -> str | None:
@@ -168,15 +228,18 @@ def as_list(text: str) -> str:
     return f"[{','.join(piece if piece.isdecimal() else json.dumps(piece) for piece in pieces)}]"
 
 
-def component_name_error(kind: str, name: str, where: str, names: Iterable[str]) -> str | None:
+def component_name_error(kind: str, name: str, where: str, place: str, components: Mapping[str, Any]) -> str | None:
     """Return the error line for a name that is not registered, or None if the name is an import path.
 
     Args:
         kind: kind of component, such as `aggregation rule`.
         name: unregistered name.
         where: start of the line: the key and the name.
-        names: names of the registered components.
+        place: the key, such as `partition.name`.
+        components: registered components (`Registration`) by name.
     """
+    if settings := _called(name, place, components):
+        return f"{where}: write {cut(settings)}"
     if path := _as_import_path(name):
         return f"{where}: write {cut(path)}"
     if NOTE.fullmatch(name):
@@ -186,10 +249,23 @@ def component_name_error(kind: str, name: str, where: str, names: Iterable[str])
         )
     if ":" in name:
         return None
-    hint = nearest(name, sorted(names), is_component=True)
+    hint = nearest(name, sorted(components), re.sub(r"\[\d+\]|\.name$", "", place))
     if hint.startswith("allowed"):
         hint = f'{hint}, or the import path of your own, "package.module:name"'
     return f"{where}: no such {kind}; {hint}"
+
+
+def _called(name: str, place: str, components: Mapping[str, Any]) -> str:
+    """Return the settings for a component that is written with its parameters, such as `dirichlet(0.1)`, or ""."""
+    call = re.fullmatch(r"\s*([\w-]+?)\s*(?:\(([^()]*)\)|[:=@]([^:/\\]*)|[_-]?(\d[\d.e-]*))\s*", name)
+    if not call or not (called := named(call[1], components)):
+        return ""
+    names = iter(components[called[0]].parameter_names)
+    table, settings = place.removesuffix(".name"), [f"{place.removesuffix('.name')}={called[0]}"]
+    for argument in filter(None, re.split(r"[\s,]+", call[2] or call[3] or call[4] or "")):
+        key, equals, value = argument.rpartition("=")
+        settings.append(f"{table.partition('.')[0]}.{key if equals else next(names, 'PARAMETER')}={value}")
+    return " ".join(settings)
 
 
 def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]:

@@ -8,15 +8,16 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from fedsim.core.suggestions import as_list, as_range, nearest_key
+from fedsim.core.suggestions import answer, as_list, as_range, nearest_key
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, plural, show
+
+YES, NO, UNSET = ("yes", "on", "true", "1"), ("no", "off", "false", "0"), ("none", "null", "auto", "unset")
 
 
 def explain(
     error: ValidationError,
     model: type[BaseModel],
     place: str = "",
-    elsewhere: Mapping[str, Sequence[str]] | None = None,
 ) -> list[str]:
     """Translate a pydantic validation error into one error line per problem.
 
@@ -24,7 +25,6 @@ def explain(
         error: validation error from pydantic.
         model: pydantic model that was validated.
         place: dotted key of the table that contains the model's keys.
-        elsewhere: keys of other tables, for hints. See `nearest_key`.
     """
     lines: list[str] = []
     requirements: dict[str, tuple[Any, list[str]]] = {}  # by place: the value, and the allowed alternatives
@@ -41,7 +41,7 @@ def explain(
         elif kind == "extra_forbidden":
             table = _dotted([place, *path])
             shown = len(lines) <= MAX_PROBLEMS  # a file may have very many unknown keys, and hints take time
-            hint = nearest_key(str(last), _keys_at(model, path), table, None if table else elsewhere) if shown else ""
+            hint = nearest_key(str(last), _keys_at(model, path), table, value) if shown else ""
             lines.append(f"{where} = {show(value)}: unknown key; {hint}")
         elif kind == "missing":
             field = model.model_fields.get(str(last))
@@ -69,30 +69,47 @@ def _unmet(requirements: Mapping[str, tuple[Any, list[str]]], table_keys: Mappin
             alike.setdefault((re.sub(r"(\[\d+\])+$", "[]", where), *wanted), []).append(where)
     for where, *others in alike.values():
         value, wanted = requirements[where]
-        hint = _hint(value, wanted, in_list=where.endswith("]"))
+        hint = _hint(where, value, wanted)
         hint = f"; its keys are {', '.join(table_keys[where])}" if where in table_keys else hint
         also = f" (as must {plural(len(others), 'other value')})" if others else ""
         yield f"{where} = {show(value)}: must be {' or '.join(wanted)}{also}{hint}"
 
 
-def _hint(value: Any, wanted: Sequence[str], *, in_list: bool) -> str:
-    """Return a hint on how to write a list or indices, or how to compare several values, or "" if none applies.
+def _hint(where: str, value: Any, wanted: Sequence[str]) -> str:
+    """Return a hint on how to write a value of another form, or "" if none applies.
 
     Args:
+        where: dotted key, which ends with an index for an element of a list.
         value: wrong value.
         wanted: accepted kinds of values, such as "a list".
-        in_list: whether the value is an element of a list.
     """
-    if isinstance(value, bool) and wanted == ["a valid integer"] and in_list:
+    text = str(value).lower()
+    number = _as_number(text)
+    if "a list" in wanted and isinstance(value, (str, int)) and (len(wanted) == 1 or "," in text):
+        return f"; write {cut(as_list(str(value)))} (in single quotes in a shell)"
+    if wanted == ["a valid integer"] and isinstance(value, bool) and where.endswith("]"):
         return "; instead of a Boolean mask, pass indices: np.flatnonzero(mask)"
-    has_comma = isinstance(value, str) and "," in value
-    if wanted == ["a list"] or (has_comma and "a list" in wanted):
-        return (
-            f"; write {cut(as_list(str(value)))} (in single quotes in a shell)" if isinstance(value, (str, int)) else ""
-        )
     if isinstance(value, str) and (numbers := as_range(value)):
         return f"; with fedsim compare write {numbers}"
-    return "; for several values use fedsim compare" if has_comma else ""
+    hint = answer(text)
+    hint = f"; {hint}" if f" {where}=" in hint else ""
+    if "true or false" in wanted and text in (*YES, *NO):
+        hint = f"; write {str(text in YES).lower()}"
+    elif {"a valid integer", "a valid number"} & {*wanted} and number is not None:
+        is_whole = number == int(number)
+        hint = f"; write {int(number) if is_whole else round(number, 6)}"
+        hint = hint if is_whole or "a valid number" in wanted else "; write a whole number, not a fraction"
+    elif {"a valid integer", "a valid number"} & {*wanted} and text in UNSET:
+        hint = "; omit the key to leave it unset"
+    return f"{hint}; for several values use fedsim compare" if "," in text else hint
+
+
+def _as_number(text: str) -> float | None:
+    """Return the number that a text such as `0,1`, `10%` or `1/3` stands for, or None."""
+    parts = re.fullmatch(r"([+-]?\d+)(?:[.,](\d+))?(?:(%)|/(\d*[1-9]))?", text)
+    return (
+        float(f"{parts[1]}.{parts[2] or 0}") / float(parts[4] or 100 if parts[3] or parts[4] else 1) if parts else None
+    )
 
 
 def _is_union_member(part: int | str) -> bool:

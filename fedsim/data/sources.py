@@ -23,6 +23,7 @@ from fedsim.core.import_policy import IMPORT_PATH
 from fedsim.core.objects import ObjectName, name_of, plain
 from fedsim.core.registry import Registration, Registry
 from fedsim.data.brought import ACCEPTED, source_of
+from fedsim.data.shapes import SampleShape
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show
 
@@ -37,7 +38,9 @@ class DatasetRegistry(Registry):
 dataset = DatasetRegistry(
     "data set",
     inputs=("root",),
-    traits=("lacks_files",),  # a function (root, **parameters) that says whether files would be downloaded
+    # lacks_files: a function (root, **parameters) that says whether files would be downloaded.
+    # declared: a function of the parameters that returns the SampleShape, so that it is known before a download.
+    traits=("lacks_files", "declared"),
     accepts=ACCEPTED,
 )
 
@@ -98,6 +101,8 @@ def _format_of(path: str) -> str | None:
             f"data.name = {show(path)}: is a folder; write data=image_folder {folder}, or leaf, text or huggingface "
             "instead of image_folder"
         )
+    if re.search(r"[/\\]", path) and not re.search(r":|\.py$", path) and not file.exists():
+        raise ExperimentError(f"data.name = {show(path)}: no such file or folder; check the path")
     if path.lower().endswith(UNREAD) or (file.is_file() and file.suffix != ".py"):
         raise ExperimentError(
             f"data.name = {show(path)}: no data set reads such a file; allowed: {', '.join(FORMATS)}, folders of "
@@ -188,16 +193,21 @@ def load_dataset(name: Any, root: str | Path | None = None, **params: Any) -> tu
 
 
 _kept: ContextVar[dict[str, tuple[TensorData, TensorData]] | None] = ContextVar("fedsim_kept_data", default=None)
+_shapes: ContextVar[dict[str, SampleShape] | None] = ContextVar("fedsim_kept_shapes", default=None)
 
 
 @contextlib.contextmanager
 def data_loaded_once() -> Iterator[None]:
     """Context manager: a data set that was loaded to count the workers is reused by the run, not loaded twice."""
-    token = _kept.set({} if _kept.get() is None else _kept.get())
+    token, shapes = (
+        _kept.set({} if _kept.get() is None else _kept.get()),
+        _shapes.set({} if _shapes.get() is None else _shapes.get()),
+    )
     try:
         yield
     finally:
         _kept.reset(token)
+        _shapes.reset(shapes)
 
 
 def load_dataset_once(
@@ -216,7 +226,22 @@ def load_dataset_once(
     return data
 
 
-@dataset("mnist5k")
+def known_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape | None:
+    """Return the shape of a data set's samples if it is declared, or known within `data_loaded_once`, else None."""
+    if declared := getattr(dataset.get(name).target, "declared", None) if name in dataset.names() else None:
+        return declared(**params)
+    return (_shapes.get() or {}).get(repr((name, root, sorted(params.items()))))
+
+
+def sample_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape:
+    """Return the shape of a data set's samples. The data set is loaded if the shape is not known."""
+    shape = known_shape(name, root, params) or SampleShape.of(load_dataset_once(name, root, params)[0])
+    if (shapes := _shapes.get()) is not None:
+        shapes[repr((name, root, sorted(params.items())))] = shape
+    return shape
+
+
+@dataset("mnist5k", declared=lambda: SampleShape((1, 28, 28), 10))
 def mnist5k() -> tuple[TensorData, TensorData]:
     """5,000 MNIST images that are included in fedsim: 4,000 to train and 1,000 to test, equally many per class.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedsim.clients import FeatureLoss
 from fedsim.config.experiment import Experiment
+from fedsim.config.from_data import mismatches
 from fedsim.config.schema import Server
 from fedsim.core.learning_task import correct_of, described, predicts_classes, predicts_numbers
 from fedsim.core.randomness import Draws, preserve_random_state, torch_generator
@@ -24,6 +25,7 @@ from fedsim.core.registry import Imported
 from fedsim.core.rows import Layout
 from fedsim.core.training import check_outputs
 from fedsim.data import Shards, TensorData
+from fedsim.data.shapes import SampleShape
 from fedsim.data.tensors import compact
 from fedsim.engines import Engine, RunTask
 from fedsim.errors import DataError, ExperimentError, FedsimError, SettingWarning, one_line, show, show_bytes
@@ -227,6 +229,9 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
     _check_augmentations(experiment, inputs, train)
+    wrong = mismatches(experiment.model, dataset, SampleShape.of(train), experiment.task.component)
+    if wrong and not (train.dtype.is_floating_point or experiment.model.registration.imported):
+        raise ExperimentError(*wrong)  # a GPU cannot be used any more after a token that is out of range
     check_targets = getattr(experiment.task.component, "check_targets", None)
     try:
         if check_targets:
@@ -238,7 +243,7 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     except DataError as error:
         raise DataError(f"data.name = {show(dataset)}: {error}") from error
     except ExperimentError as error:
-        raise ExperimentError(f"{place}: {error}") from error
+        raise ExperimentError(*(wrong or [f"{place}: {error}"])) from error
     _warn_of_classes(task, train, test, outputs, dataset)
     attack = experiment.attack.component
     if task.byzantine and not train.has_labels and (attack.goal is not None or "classes" in attack.poison_accepts):
@@ -453,5 +458,5 @@ def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
         experiment.rule.dry_run(count)
     except ExperimentError as error:
         where = f"in round 1 only {count} of {len(sizes)} workers have data left for the last step"
-        remedy = "set local.steps to give all workers the same number of steps"
-        raise ExperimentError(*(f"{line}; {where}; {remedy}" for line in error.lines)) from None
+        remedy = "or set local.steps to give all workers the same number of steps"
+        raise ExperimentError(*(f"{where}: {line}; {remedy}" for line in error.lines)) from None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
-from fedsim.config.schema import DIRECTIONS
 from fedsim.config.tables import keys_called
+from fedsim.core.suggestions import VOCABULARY, answer, words_of
 from fedsim.errors import ExperimentError
-from fedsim.synonyms import KEYS, NAMES, NOTES
+from fedsim.synonyms import synonyms
 
 COMPONENT_NAMES = {name: kind for kind in COMPONENTS for name in registry_of(kind).names()}
 
@@ -26,12 +28,15 @@ def line_of(*words):
 
 def settings_in(hint):
     """Return the `key=value` words of a hint."""
-    return re.findall(r"(?<![\w.])([a-z][\w.]*=(?:'[^']*'|[^\s,;']+))", hint)
+    return re.findall(r"(?<![\w.-])([a-z][\w.]*=(?:'[^']*'|[^\s,;']+))", hint)
 
 
 def problems_of(settings):
     """Return the error lines that report an unknown key or an unknown component name, by setting."""
     lines = {setting: line_of(setting.replace("'", "")) for setting in settings}
+    lines = {
+        key: line for key, line in lines.items() if f" {key}" not in line.partition("; ")[2]
+    }  # needs its component
     wrong = {key: line for key, line in lines.items() if "unknown key" in line and "is a parameter of" not in line}
     return {**wrong, **{key: line for key, line in lines.items() if "no such" in line}}
 
@@ -44,28 +49,52 @@ def test_the_name_of_a_component_in_a_wrong_place_is_answered_with_its_own_key()
             if not re.search("unknown key|no such", line):
                 continue  # this kind has a component of the same name
             settings = settings_in(line.partition("; ")[2])
-            assert any(re.search(rf"\b{name}\b", each) for each in settings) or name in NAMES, line
+            assert any(re.search(rf"\b{name}\b", each) for each in settings) or answer(name), line
             assert not problems_of(settings), line
 
 
-def test_words_for_keys_lead_to_keys_that_exist():
-    assert not problems_of({f"{key}=1" for keys in KEYS.values() for key in keys})
-    assert not KEYS.keys() & Experiment.model_fields.keys()
+def test_answers_lead_to_keys_and_names_that_exist():
+    for phrase, text in synonyms("answers").items():
+        if phrase.startswith("fedsim_"):
+            continue
+        settings = settings_in(text.replace("=N", "=1").replace("device={}", "device=cpu"))
+        names = {
+            key: next(name for name, kind in COMPONENT_NAMES.items() if key in COMPONENTS[kind][0])
+            for key in VOCABULARY.component_keys
+        }
+        filled = [each.replace("{}", names.get(each.partition("=")[0], "1")) for each in settings]
+        # imported components may have any parameters
+        imported = {setting.partition("=")[0] for setting in filled if ":" in setting or "FILE" in setting}
+        filled = [setting for setting in filled if setting.partition(".")[0] not in imported]
+        assert not problems_of(filled), phrase
+        assert set(re.findall(r"fedsim list (\w+)", text)) <= COMPONENTS.keys()
 
 
-def test_words_for_names_lead_to_names_that_exist():
-    assert {name for names in NAMES.values() for name in names} <= COMPONENT_NAMES.keys() | DIRECTIONS.keys() | {
-        "to_dataframe"
+def test_names_of_recorded_numbers_exist():
+    assert {name for names in synonyms("names").values() for name in names.split()} == {
+        "test_accuracy",
+        "test_loss",
+        "train_loss",
+        "worker_accuracy",
+        "to_dataframe",
     }
 
 
-def test_notes_lead_to_keys_and_names_that_exist():
-    for word, note in NOTES.items():
-        text = re.sub(r'"(from|def) [^"]*"', "", note).replace("=N", "=1")  # without example code
-        settings = [] if note.startswith("in Python") else settings_in(text)
-        # imported components may have any parameters
-        imported = {setting.partition("=")[0] for setting in settings if ":" in setting}
-        settings = [setting for setting in settings if setting.partition(".")[0] not in imported]
-        assert not problems_of(settings), note
-        assert set(re.findall(r"fedsim list (\w+)", note)) <= COMPONENTS.keys()
-        assert word not in COMPONENT_NAMES or any(word in setting for setting in settings), note
+def test_phrases_of_the_same_words_have_one_answer():
+    answers = {}
+    for phrase, text in synonyms("answers").items():
+        assert answers.setdefault(words_of(phrase), text) == text, phrase
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("num_clients", "nClients", "numberOfWorkers", "node-count", "total_users"),
+        ("clients_per_round", "num_workers_per_round", "workersPerRound"),
+        ("local_epochs", "num-local-epochs", "epochs_local"),
+        ("learning_rate", "lr", "step_size", "eta"),
+        ("byzantine_ratio", "fraction_malicious", "attackers_pct"),
+    ],
+)
+def test_variants_of_a_name_have_the_same_words(names):
+    assert len({words_of(name) for name in names}) == 1

@@ -36,7 +36,7 @@ WRONG = [
     ),
     ("name=../escape", 'name = "../escape": must be at most 100 characters (a-z, A-Z, 0-9, and . _ -), star'),
     ({"name": "a\nb"}, 'name = "a\\nb": contains unprintable characters'),
-    ("alpha=1.0", 'alpha = 1.0: unknown key; did you mean "data.alpha" or "partition.alpha" or "local.alpha" or '),
+    ("alpha=1.0", "alpha = 1.0: unknown key; write partition=dirichlet partition.alpha=1.0"),
     ('data.augment=["flop"]', 'data.augment[0].name = "flop": no such augmentation; did you mean "flip"?'),
     ({"data": {"augment": ["flip", {"name": "shift", "pixels": -3}]}}, "data.augment[1].pixels = -3: must be greater"),
     ("local.nesterov=true", "local.nesterov = true: needs local.momentum > 0"),

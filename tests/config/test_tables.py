@@ -8,7 +8,7 @@ import pytest
 
 from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.config.experiment import Experiment
-from fedsim.config.tables import component_tables, keys_of_component, keys_of_tables
+from fedsim.config.tables import component_tables, keys_called, owners_of, settings_of
 from fedsim.core.base_table import ComponentTable
 
 TABLES = component_tables(Experiment)
@@ -25,7 +25,8 @@ def test_a_component_is_found_by_the_key_of_its_table(place):
     table, key = TABLES[place], f"{place}.{TABLES[place].named_by}"
     kinds = [kind for kind in COMPONENTS if registry_of(kind) is table.registry]
     assert [kind for kind in kinds if key in COMPONENTS[kind][0].split(", ")] == kinds != []
-    assert all(key in ", ".join(keys_of_component(name)) for name in table.registry.names())
+    key = key.removesuffix(".name")
+    assert all(f"{key}={name}" in settings_of(name) for name in table.registry.names())
 
 
 @pytest.mark.parametrize("place", TABLES)
@@ -35,15 +36,10 @@ def test_no_component_has_a_parameter_that_its_table_has_as_a_key(place):
         assert not own_keys & set(registration.parameter_names), registration.name
 
 
-@pytest.mark.parametrize(
-    ("tables", "key", "expected"),
-    [
-        ({}, "lr", ["local.lr", "server.lr"]),
-        ({}, "every", ["worker_evaluation.every", "checkpoint.every"]),
-        ({"local": "scaffold", "server": "adam"}, "beta1", ["server.beta1"]),
-        ({"local": {"algorithm": "adam"}}, "beta1", ["local.beta1"]),
-        ({}, "beta1", ["local.beta1", "server.beta1"]),
-    ],
-)
-def test_a_name_may_mean_keys_of_the_selected_components_or_else_of_all_components(tables, key, expected):
-    assert keys_of_tables(Experiment, tables)[key] == expected
+def test_a_name_may_mean_keys_and_parameters_of_the_default_components():
+    assert keys_called(Experiment, "lr") == ["local.lr", "server.lr"]
+    assert keys_called(Experiment, "every") == ["worker_evaluation.every", "checkpoint.every"]
+    assert keys_called(Experiment, "beta1") == []
+    assert (
+        owners_of(Experiment, "beta_1") == "it may be local.beta1 of adam, adamw or server.beta1 of adam, yogi, adagrad"
+    )

@@ -13,7 +13,6 @@ from fedsim.cli.rule_replay import load_round
 from fedsim.comparison import plan_comparison
 from fedsim.comparison.runner import merge
 from fedsim.config.components import COMPONENTS
-from fedsim.core.suggestions import LISTS
 from fedsim.data.formats.images import MNIST_FILES as FILES
 from fedsim.errors import ExperimentError, SettingWarning
 
@@ -23,7 +22,7 @@ def naming(kind):
     if kind == "pre-aggregators":
         return {"aggregate": {"rule": [{"rule": "NAME"}, "mean"]}}
     *outer, last = COMPONENTS[kind][0].partition(",")[0].split(".")
-    tables = {last: [{"name": "NAME"}] if ".".join([*outer, last]) in LISTS else "NAME"}
+    tables = {last: "NAME"}
     for key in reversed(outer):
         tables = {key: tables}
     return tables

@@ -46,7 +46,7 @@ def table(
     delimiter: str | None = None,
     test_fraction: ProperFraction = 0.2,
 ) -> tuple[TensorData, TensorData]:
-    """Table in a CSV or Parquet file, one sample per line, read by PyArrow (`pip install 'fedsim-sgd[tables]'`).
+    """Table in a CSV or Parquet file, one sample per line, read by PyArrow (`pip install pyarrow`).
 
     Columns of numbers are concatenated to inputs [n, features]. A column of text with at most 100 different texts
     becomes one input per text of the training samples, in sorted order: 1 for the text of a sample, else 0. A test

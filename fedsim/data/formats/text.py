@@ -104,8 +104,8 @@ def text(
 
     For the partition `natural`, each file is the owner of its samples (column "file"). The last part of each file is
     test data. The vocabulary comes from the training parts: the most frequent characters, where token 0 stands for all
-    others, or byte-pair tokens of bytes (Sennrich et al. 2016), trained with the package `tokenizers` (pip install
-    'fedsim-sgd[text]').
+    others, or byte-pair tokens of bytes (Sennrich et al. 2016), trained with the package `tokenizers`
+    (`pip install tokenizers`).
 
     Args:
         path: a file, a folder with files *.txt (also in subfolders), or a list of files and folders.

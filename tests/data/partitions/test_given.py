@@ -228,7 +228,8 @@ def test_problems_of_one_kind_in_lists_are_one_line():
     with pytest.raises(ExperimentError) as caught:
         fedsim.Experiment(partition=[[0.5, 1], ["a"] * 200, 7, [2.5]], attack={"workers": [True, False]})
     assert [line for line in caught.value.lines if line.startswith("partition")] == [
-        "partition.shards[0][0] = 0.5: must be a valid integer (as must 201 other values)",
+        "partition.shards[0][0] = 0.5: must be a valid integer (as must 201 other values); write a whole number, not a "
+        "fraction",
         "partition.shards[2] = 7: must be a list; write [7] (in single quotes in a shell)",
     ]
 
