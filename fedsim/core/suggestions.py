@@ -16,10 +16,9 @@ from fedsim.errors import MAX_NAME, ExperimentError, cut, show
 from fedsim.synonyms import synonyms
 
 MOST_IN_RANGE = 100  # maximum length of a range that a hint writes out, such as 0..99
-FEW = 5  # so many allowed names are listed beside another hint
 SHORT = 4  # characters; shorter names are not completed
-CERTAIN = 0.85  # difflib ratio from which only the most similar name is suggested
-CUTOFF = 0.8  # difflib ratio from which a name counts as a misspelling
+CUTOFF = 0.75  # difflib ratio from which a name with the right first letter counts as a misspelling
+CERTAIN = 0.85  # the same for a phrase of another library
 
 NOTE = re.compile(r"<[\w, ]+>")  # name of an object without an import path
 ALTERNATIVES = re.compile(r"write ([\w.]+=\w+( or [\w.]+=\w+)*)")  # settings without further words
@@ -64,7 +63,7 @@ def nearest(name: str, allowed: Iterable[str], table: str | None = None) -> str:
         values = (value for text in texts if ALTERNATIVES.fullmatch(text) for value in re.findall(r"=(\w+)", text))
         names = [value for value in values if value in allowed]
         if not names and (hint := next(filter(None, texts), "")):
-            return f"allowed: {', '.join(allowed)}; or {hint}" if len(allowed) <= FEW else hint
+            return hint
     return did_you_mean(names or closest(name, allowed)) or f"allowed: {', '.join(allowed) or 'none'}"
 
 
@@ -115,21 +114,15 @@ def answer(name: str, value: Any = None) -> str:
     kinds = {float: "fraction", int: "integer", list: "list", str: value}  # phrases may end with the kind of the value
     text = _answers().get(words_of(f"{name}_{kinds.get(type(value))}")) if value not in (0.0, 1.0) else None
     text = text or _answers().get(words_of(name)) or _answers().get(frozenset([squeezed(name)]), "")
-    if isinstance(value, str):
-        keys = {*re.findall(r"([\w.]+)=", text)}
-        settings = [each for each in VOCABULARY.settings_of(value) if each.partition("=")[0] in keys]
-        other = answer(value)
-        if settings:
+    if isinstance(value, str) and (keys := re.findall(r"([\w.]+)=", text)):
+        other, names = answer(value) or _of_component(value), VOCABULARY.component_keys.intersection(keys)
+        if settings := [each for each in VOCABULARY.settings_of(value) if each.partition("=")[0] in keys]:
             text = " or ".join(settings)
-        elif text and value.lower() in ("none", "null", "off"):
+        elif value.lower() in ("none", "null", "off"):
             return "omit it"
-        elif "VALUE" not in other and any(f"{key}=" in other for key in keys):
-            return other
-        elif VOCABULARY.component_keys.issuperset(names := re.findall(r"([\w.]+)=\{\}", text)) and names:
-            other = other or _of_component(value)
-            if other.startswith("write ") and "VALUE" not in other:
-                return other
-            value = value if len(names) == 1 else "NAME"
+        elif "VALUE" not in other and (("{}" in text and names) or any(f"{key}=" in other for key in keys)):
+            text = other.removeprefix("write ") or text
+        value = value if len(names) < 2 else "NAME"
     text = text.replace("{}", _as_word(value))
     return f"write {text}" if SETTING.match(text) else text
 
@@ -196,14 +189,10 @@ def closest(name: str, allowed: Iterable[str]) -> list[str]:
     tests: list[Callable[[str], object]] = [
         lambda each: with_words(form, [each]),
         lambda each: len(form) >= SHORT and (each.startswith(form) or f"_{form}" in each),
-        lambda each: each[:1] == form[:1] and sorted(each) == sorted(form),
-        lambda each: each[:1] == form[:1] and len(each) == len(form) >= SHORT and sum(map(str.__ne__, each, form)) == 1,
     ]
     matches = next((found for test in tests if (found := [*filter(test, forms)])), [])
-    matches = matches or difflib.get_close_matches(name.replace("-", "_"), forms, n=1, cutoff=CUTOFF)  # not MyNet: net
-    matches = difflib.get_close_matches(form, matches, n=2, cutoff=0.0)
-    is_certain = matches and difflib.SequenceMatcher(None, matches[0], form).ratio() >= CERTAIN
-    return [forms[each] for each in (matches[:1] if is_certain else matches)]
+    spelled = difflib.get_close_matches(form, [each for each in forms if each[:1] == form[:1]], n=1, cutoff=CUTOFF)
+    return [forms[each] for each in difflib.get_close_matches(form, matches or spelled, n=2, cutoff=0.0)]
 
 
 def has_words(search: str, *texts: str) -> bool:
