@@ -33,7 +33,7 @@ def result():
         ("start_simulation", 'did you mean "run"?'),
         ("load_result", 'did you mean "load_run"?'),
         ("Krum", "in the settings of fedsim.run, write aggregate.rule=krum"),
-        ("Strategy", "its attributes are Callback, Comparison, "),
+        ("Anything", "its attributes are Callback, Comparison, "),
     ],
 )
 def test_a_name_that_fedsim_lacks_leads_to_another(name, hint):

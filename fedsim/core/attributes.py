@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from fedsim.core.suggestions import closest, normalized
+from fedsim.core.suggestions import VOCABULARY, closest, normalized
 from fedsim.errors import show
 
 # Attributes of other libraries, each with the attributes that it may mean.
@@ -46,6 +46,7 @@ def attribute_hint(name: str, names: Iterable[str], otherwise: str = "") -> str:
     public, form = [each for each in names if not each.startswith("_")], normalized(name)
     known = [each for each in ATTRIBUTES.get(form, ()) if each in public]
     known = known or closest(form.removeprefix("get_").removeprefix("list_"), public)
+    known = known or [key for key in VOCABULARY.keys_called(form) if key.partition(".")[0] in public]
     hint = f"did you mean {' or '.join(map(show, known))}?" if known else otherwise
     return hint or f"its attributes are {', '.join(public)}"
 
