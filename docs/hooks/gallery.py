@@ -385,7 +385,7 @@ def overview() -> str:
     for name in names():
         known, page = about(name) if results(name) else None, places[name].name
         time = f"{known['runs']} runs, {_hours(known['core_hours'])}" if known else "none stored"
-        picture = f"[![]({name}.png){{ width=160 }}]({page})" if known else ""
+        picture = f'[<img src="{name}.png" width="160" alt="">]({page})' if known else ""
         rows.append(f"| {picture} | [{question(name)[0]}]({page}) | `{command(name)}` | {time} |")
     return "\n".join(rows)
 

@@ -85,7 +85,7 @@ def _hint(where: str, value: Any, wanted: Sequence[str]) -> str:
     """
     text = str(value).lower()
     number = _as_number(text)
-    if "a list" in wanted and isinstance(value, (str, int)) and (len(wanted) == 1 or "," in text):
+    if "a list" in wanted and type(value) in (str, int) and (len(wanted) == 1 or "," in text):
         return f"; write {cut(as_list(str(value)))} (in single quotes in a shell)"
     if wanted == ["a valid integer"] and isinstance(value, bool) and where.endswith("]"):
         return "; instead of a Boolean mask, pass indices: np.flatnonzero(mask)"
@@ -102,7 +102,7 @@ def _hint(where: str, value: Any, wanted: Sequence[str]) -> str:
             hint = f"; {part}" if f" {where}=" in part else "; write a whole number, not a fraction"
     elif {"a valid integer", "a valid number"} & {*wanted} and text in UNSET:
         hint = "; omit the key to leave it unset"
-    return f"{hint}; for several values use fedsim compare" if "," in text else hint
+    return f"{hint}; for several values use fedsim compare" if "," in text and isinstance(value, str) else hint
 
 
 def _as_number(text: str) -> float | None:

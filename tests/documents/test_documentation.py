@@ -27,7 +27,10 @@ FETCHED = re.compile(
 
 sys.path.append(str(DOCS / "hooks"))  # as mkdocs does
 blocks = importlib.import_module("blocks")
+RESULTS = importlib.import_module("gallery").RESULTS
 PAGES = blocks.pages()
+MOST_WORDS, MOST_HOW_TO_PAGES = 24_000, 35
+MOST_BYTES = 60_000  # of a picture
 
 
 @functools.cache
@@ -64,6 +67,22 @@ def test_the_blocks_of_the_page_print_the_outputs_below_them(page, tmp_path):
             assert (ROOT / page).with_name(block.address).is_file()
     if missing := blocks.missing_packages(PAGES[page]):
         pytest.skip(f"skipped only the blocks that need {', '.join(missing)}")
+
+
+def test_pages_are_few_and_short_and_pictures_small():
+    texts = {path.relative_to(DOCS).as_posix(): path.read_text() for path in DOCS.rglob("*.md")}
+    assert [page for page, text in texts.items() if text.startswith("---")] == [], "a code host shows front matter"
+    assert sum(len(without_outputs(text).split()) for text in texts.values()) <= MOST_WORDS
+    assert len([page for page in texts if page.startswith("how-to/")]) <= MOST_HOW_TO_PAGES
+    pictures = list(DOCS.rglob("*.png"))
+    assert [path.name for path in pictures if path.stat().st_size > MOST_BYTES] == []
+    assert [path.name for path in pictures if not any(path.name in text for text in texts.values())] == []
+
+
+def without_outputs(text):
+    for block in reversed(blocks.blocks_of(text)):
+        text = text[: block.end] + text[block.end_below :]
+    return RESULTS.sub("", text)  # stored results in a page of the gallery
 
 
 def test_every_page_is_in_the_navigation_once(monkeypatch):
