@@ -85,8 +85,19 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != path:  # the module exists, but a package that it needs is missing
             raise
-    raise AttributeError(f"module 'fedsim' has no attribute {name!r}")
+    raise _attribute_error(name)
+
+
+def _attribute_error(name: str) -> AttributeError:
+    """Return the error for a name that does not exist: a hint names a similar function, or the setting to use."""
+    import fedsim.config.experiment  # defines what the names of components mean
+    from fedsim.core.attributes import attribute_error
+    from fedsim.core.suggestions import nearest_key
+
+    setting = nearest_key(name, [], "")
+    otherwise = f"in the settings of fedsim.run, {setting}" if setting.startswith("write ") else ""
+    return attribute_error("module 'fedsim'", name, __all__, otherwise)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return list(__all__)

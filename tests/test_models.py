@@ -48,7 +48,7 @@ def test_gpt_with_the_sizes_of_gpt_2_has_its_number_of_parameters():
 
 def test_char_lstm_has_the_parameters_of_leaf_with_80_characters():
     embedding, first, second, last = 80 * 8, 1_024 * (8 + 256 + 1), 1_024 * (256 + 256 + 1), 80 * (256 + 1)
-    assert Layout.of(CharLSTM(classes=80)).d == embedding + first + second + last == 817_872
+    assert Layout.of(CharLSTM(vocabulary=80, classes=80)).d == embedding + first + second + last == 817_872
 
 
 OTHER_INPUTS = {

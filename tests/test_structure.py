@@ -138,10 +138,11 @@ def test_an_init_module_lists_what_it_offers_or_offers_nothing():
             assert len(tree.body) == 1 or "__all__" in targets, path
 
 
-def test_the_workflow_runs_all_tests():
-    """One step runs all default tests, and one step all slow tests."""
-    runs = re.findall(r"- run: (python -m pytest.*)", (ROOT / ".github" / "workflows" / "test.yml").read_text())
-    assert sorted(runs) == ["python -m pytest", "python -m pytest -m slow"]
+def test_the_workflows_run_all_tests():
+    """One runs the default tests, and the other one the slow tests, random experiments and faults."""
+    texts = [(ROOT / ".github" / "workflows" / name).read_text() for name in ("test.yml", "nightly.yml")]
+    runs = [re.findall(r"(?:run|command): (?:python -m )(pytest(?: -m slow)?|tests\.\w+)", text) for text in texts]
+    assert runs == [["pytest"], ["pytest -m slow", "tests.fuzz", "tests.faults"]]
 
 
 def code_lines(path: Path) -> int:

@@ -41,7 +41,7 @@ GALLERY = ROOT / "docs" / "gallery"
 EXPERIMENTS = ROOT / "experiments"
 MOST_BYTES = 300_000  # maximum size of the stored records of an experiment
 # keys that change no result, or belong to a machine
-NOT_COMPARED = ("data.root", "model.weights", "records.", "engine", "processes", "distributed.")
+NOT_COMPARED = ("data.root", "model.weights", "records.", "device", "engine", "processes", "distributed.")
 NOT_KEPT = ("coefficients", "seconds")  # large entries that no figure shows
 DIGITS = 6  # significant digits of the stored numbers
 MOST_WIDE = 3  # maximum number of columns with intervals that fit on a page
@@ -385,7 +385,7 @@ def overview() -> str:
     for name in names():
         known, page = about(name) if results(name) else None, places[name].name
         time = f"{known['runs']} runs, {_hours(known['core_hours'])}" if known else "none stored"
-        picture = f"[![]({name}.png){{ width=160 }}]({page})" if known else ""
+        picture = f'[<img src="{name}.png" width="160" alt="">]({page})' if known else ""
         rows.append(f"| {picture} | [{question(name)[0]}]({page}) | `{command(name)}` | {time} |")
     return "\n".join(rows)
 

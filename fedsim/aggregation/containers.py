@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fedsim.errors import ExperimentError
@@ -125,15 +125,16 @@ def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Fo
     """Convert updates to a matrix [n, d]. Returns the matrix, and an object that converts results back.
 
     Args:
-        updates: a tensor or array [n, d]; a list of n updates (tensors or arrays of any shape, or dicts or lists of
-            these, such as a state_dict); a dict of n dicts with the same keys, such as the state_dict of each client;
-            or a dict of stacked tensors [n, ...].
+        updates: a tensor or array [n, d], or n lists of d numbers; a list or iterator of n updates (tensors or arrays
+            of any shape, or dicts or lists of these, such as a state_dict); a dict of n dicts with the same keys, such
+            as the state_dict of each client; or a dict of stacked tensors [n, ...].
         place: name of the updates in error messages.
         like: format that the updates must have. None: any format.
 
     Raises ExperimentError if the updates have different keys or shapes (the message names the first difference), or if
     a dict may be read as updates of clients and as stacked tensors.
     """
+    updates = listed(updates, place)
     if isinstance(updates, np.ndarray):
         return _tensor(updates, place), MatrixForm(is_array=True)
     names = [f"{place}[{index}]" for index in range(len(updates))] if isinstance(updates, (list, tuple)) else []
@@ -150,6 +151,28 @@ def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Fo
     return form.rows(all_entries), form
 
 
+def listed(updates: Any, place: str) -> Any:
+    """Return iterators of updates as lists, and lists of numbers as a tensor. Other objects are returned unchanged.
+
+    `place` is the name of the updates in error messages. Raises ExperimentError for modules.
+
+    >>> listed([[1, 2], [3, 4]], "updates")
+    tensor([[1., 2.],
+            [3., 4.]])
+    """
+    updates = list(updates) if isinstance(updates, (Iterator, ValuesView)) else updates
+    if not isinstance(updates, (list, tuple)):
+        return updates
+    updates = [list(update) if isinstance(update, Iterator) else update for update in updates]
+    if updates and isinstance(updates[0], nn.Module):
+        raise ExperimentError(f"{place}[0]: is a module; pass the state_dict() of each model")
+    if updates and all(isinstance(update, (list, tuple)) and all(map(_is_number, update)) for update in updates):
+        if len(set(map(len, updates))) > 1:
+            raise ExperimentError(f"{place}: must all have the same number of entries")
+        return torch.tensor(updates, dtype=torch.get_default_dtype())
+    return updates
+
+
 def without_weights(updates: Any, place: str) -> tuple[Any, list[float] | None]:
     """Split pairs (update, weight) or (weight, update), as in Flower, into updates and weights.
 
@@ -163,6 +186,7 @@ def without_weights(updates: Any, place: str) -> tuple[Any, list[float] | None]:
     >>> without_weights([(torch.tensor([1.0]), 10), (torch.tensor([3.0]), 30)], "updates")
     ([tensor([1.]), tensor([3.])], [10, 30])
     """
+    updates = listed(updates, place)
     refuse_unclear_pairs(updates, place)
     pairs = _pairs(updates) or ()
     for at in (0, 1):
@@ -269,7 +293,12 @@ def checked_matrix(updates: Any, place: str) -> Tensor:
     """
     if isinstance(updates, Tensor) and updates.ndim == 2 and updates.shape[0] and updates.is_floating_point():
         return updates.detach()
-    actual = f"{updates.dtype} {tuple(updates.shape)}" if isinstance(updates, Tensor) else f"a {type(updates).__name__}"
+    if isinstance(updates, (list, tuple)) and updates:
+        actual = f"a list of {type(updates[0]).__name__} objects"
+    elif isinstance(updates, Tensor):
+        actual = f"{updates.dtype} {tuple(updates.shape)}"
+    else:
+        actual = f"{'an empty' if updates in ([], (), {}) else 'a'} {type(updates).__name__}"
     raise ExperimentError(
         f"{place}: must be a floating-point tensor of shape [n, d] with one row per update (n >= 1), not {actual}"
     )

@@ -47,13 +47,13 @@ def aggregate(
     """Aggregate n updates to one with a rule, for example `aggregate(updates, rule="krum", f=2)`.
 
     Args:
-        updates: a tensor or NumPy array [n, d] of any floating-point dtype and device; a list of n updates, which are
-            tensors or arrays of any shape, or dicts (such as state_dicts) or lists of these; a dict of state_dicts by
-            client; a list or dict of pairs (update, weight) or (weight, update), with numbers as weights; or one dict
-            of stacked tensors [n, ...]. `updates` is not changed. All updates have the same entries, in any order.
-            Entries that are not floating-point, such as BatchNorm's num_batches_tracked, are taken from the first
-            update. Entries of a dict that share memory in all updates, such as tied weights, count once and share
-            memory in the result.
+        updates: a tensor or NumPy array [n, d] of any floating-point dtype and device, or n lists of d numbers; a list
+            or iterator of n updates, which are tensors or arrays of any shape, or dicts (such as state_dicts) or lists
+            of these; a dict of state_dicts by client; a list or dict of pairs (update, weight) or (weight, update),
+            with numbers as weights; or one dict of stacked tensors [n, ...]. `updates` is not changed. All updates have
+            the same entries, in any order. Entries that are not floating-point, such as BatchNorm's
+            num_batches_tracked, are taken from the first update. Entries of a dict that share memory in all updates,
+            such as tied weights, count once and share memory in the result.
         weights: weight of each update, [n], finite, >= 0 and not all zero, with any sum. None: equal weights, or those
             in the pairs. Rules that do not support weights raise an error.
         rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
@@ -91,6 +91,10 @@ def aggregate(
     {'w': tensor([2.5000, 1.5000]), 'b': tensor(2.5000)}
     """
     checked_nonfinite(nonfinite)
+    if isinstance(weights, str) or callable(weights):
+        raise ExperimentError(
+            f"weights = {show(weights)}: must be one number per update; for a rule write rule={show(weights)}"
+        )
     pipeline = _pipeline(rule, params)
     form: Form = MatrixForm(is_array=False)
     if not isinstance(updates, Tensor):
@@ -149,6 +153,7 @@ def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: N
         result = pipeline(finite_inputs)
         if nonfinite != "keep" and not all_finite(result.update):
             dtype = result.update.dtype
+            pipeline.require_finite_result(result.update)
             raise ExperimentError(
                 f"{pipeline.name}: the result is not finite: updates contain values up to "
                 f"{float(finite_inputs.updates.abs().max()):.3g}, and the maximum of {dtype} is "

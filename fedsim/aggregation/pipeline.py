@@ -15,6 +15,7 @@ from fedsim.aggregation.inputs import AggregationInputs
 from fedsim.aggregation.numerics.columns import (
     BLOCK,
     NonfiniteError,
+    all_finite,
     column_blocks,
     combine,
     reading,
@@ -23,7 +24,7 @@ from fedsim.aggregation.numerics.columns import (
 from fedsim.aggregation.numerics.lazy_rows import LazyRows
 from fedsim.aggregation.numerics.threads import alone_if_small
 from fedsim.aggregation.rule import LinearCombination, RuleStage
-from fedsim.errors import ExperimentError
+from fedsim.errors import DivergedError, ExperimentError
 
 MOST_TRIED = 500  # maximum number of rows of a dry run; bulyan takes half a minute for a thousand rows
 WHOLE = {"updates", "root", "last"}  # inputs that contain whole rows, not only some columns
@@ -135,6 +136,12 @@ class Pipeline:
                 return self(inputs), progress.has_read
             except NonfiniteError:
                 return None, False
+
+    def require_finite_result(self, update: Tensor, round: int | None = None) -> None:
+        """Raise DivergedError if a rule of the user returned NaN or infinity for finite updates (in `round`)."""
+        if not self.built_in and not all_finite(update):
+            problem = f"{self.name}: returned NaN or infinity, although all updates are finite"
+            raise DivergedError(problem, "correct the rule", round)
 
     def rows(self, inputs: AggregationInputs) -> LazyRows:
         """Return the rows to which the rule is applied: the updates, or the result of the pre-aggregators."""

@@ -126,9 +126,19 @@ class RuleStage(Component):
         Args:
             value_of: function that maps the name of an input, such as "weights", to its value.
             f: value that replaces the parameter `f`. None: unchanged.
+
+        Raises ExperimentError if a rule of the user changes the updates in place.
         """
         inputs = {name: value_of(name) for name in self.accepts}
-        return self.function(**inputs) if f is None else self.function(**inputs, f=f)
+        tensors = [] if self.built_in else [inputs[name] for name in ("updates",) if name in inputs]
+        versions = [tensor._version for tensor in tensors if not tensor.is_inference()]
+        result = self.function(**inputs) if f is None else self.function(**inputs, f=f)
+        if versions and versions != [tensor._version for tensor in tensors]:
+            raise ExperimentError(
+                f"{self.name}: changes `updates` in place, which are used again after the rule; compute a new tensor, "
+                "as in updates = updates * 2 instead of updates *= 2"
+            )
+        return result
 
 
 def average_of(chosen: Tensor, n: int) -> LinearCombination:
@@ -151,4 +161,5 @@ def require(holds: bool, rule: str, constraint: str, **numbers: float) -> None:
     """
     if not holds:
         values = ", ".join(f"{name} = {value}" for name, value in numbers.items())
-        raise ExperimentError(f"{rule}: needs {constraint}; here {values}")
+        remedy = "; use a smaller f or a larger n (number of updates)" if "f" in numbers else ""
+        raise ExperimentError(f"{rule}: needs {constraint}; here {values}{remedy}")

@@ -63,7 +63,10 @@ def attack(
         raise ExperimentError(f"n_byzantine = {show(n_byzantine)}: must be a whole number >= 0")
     (h, d), b = honest.shape, int(n_byzantine)
     if aggregate is not None and not callable(aggregate):
-        raise ExperimentError(f"aggregate = {show(aggregate)}: must be a function of the updates [n, d] of all workers")
+        example = f"functools.partial(fedsim.aggregate, rule={show(aggregate)}, ...)"
+        raise ExperimentError(
+            f"aggregate = {show(aggregate)}: must be a function of the updates [n, d] of all workers, such as {example}"
+        )
     if line := bound.weakness(h + b, b):
         warnings.warn(line, SettingWarning, stacklevel=2)
     if own_updates is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fedsim.errors import ExperimentError, StopRun, show
@@ -60,6 +60,11 @@ class FunctionCallback(Callback):
     start: Callable[[RunFacts], object] | None = None
     round: Callable[[RoundRecord], object] | None = None
 
+    def __post_init__(self) -> None:
+        for name, function in vars(self).items():
+            if function is not None and not callable(function):
+                raise ExperimentError(f"on_{name} = {show(function)}: must be a function")
+
     def on_setup(self, step: str) -> None:
         if self.setup:
             self.setup(step)
@@ -76,14 +81,16 @@ class FunctionCallback(Callback):
 class UserCallbacks(Callback):
     """Callback that calls all user-defined callbacks in order."""
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        for callback in callbacks:
+    def __init__(self, first: Callback, callbacks: Sequence[Callback]) -> None:
+        if not isinstance(callbacks, Iterable):
+            raise ExperimentError(f"callbacks = {show(callbacks)}: must be a list; pass a function as on_round")
+        self._callbacks = [first, *callbacks]
+        for callback in self._callbacks:
             if not isinstance(callback, Callback):
                 raise ExperimentError(
                     f"callbacks: {show(callback)} must be an object of a class that derives from fedsim.Callback; pass "
                     "a function as on_round"
                 )
-        self._callbacks = callbacks
 
     def on_setup(self, step: str) -> None:
         for callback in self._callbacks:

@@ -14,6 +14,7 @@ from fedsim.callbacks.callback import Callback
 from fedsim.clients import PersonalModel
 from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
+from fedsim.config.from_data import taken_from_data
 from fedsim.errors import plural, show
 from fedsim.records.checkpoints import CheckpointFolder
 from fedsim.records.formatting import score_text
@@ -189,9 +190,10 @@ def headline(run: LiveRun) -> str:
     way = processes if engine in ("processes", "spawn") else ", ".join(filter(None, (engine, processes)))
     width = f", stacks of {facts.how['width']} rows" if "width" in facts.how else ""
     held_out = f"{facts.validation_samples:,} validation, " if facts.validation_samples else ""
+    dimensions = "".join(f"{words}, " for words in taken_from_data(experiment))
     samples = f"{facts.train_samples:,} train, {held_out}{facts.test_samples:,} test"
     return (
-        f"{experiment.data.name} ({samples}), {experiment.model.name} ({facts.parameters:,} parameters); "
+        f"{experiment.data.name} ({samples}), {experiment.model.name} ({dimensions}{facts.parameters:,} parameters); "
         f"{shards} samples each ({experiment.partition.name}{seen}); "
         f"{way}{width} on {facts.device}"
     )

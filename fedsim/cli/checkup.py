@@ -25,6 +25,7 @@ from fedsim.processes.shared_memory import memory_file
 from fedsim.runs.session import Session
 from fedsim.runs.setup import begun, processes_of
 from fedsim.system import devices, limits
+from fedsim.system.packages import import_torchvision
 from fedsim.training.task import RunTask
 
 SHARED_BYTES = 1e9  # bytes of shared memory that are enough for typical experiments
@@ -53,7 +54,7 @@ def findings() -> Iterator[Finding]:
 
     This takes about a second.
     """
-    for look in (_cores, _memory, _gpu, _shared_memory, _open_files, _backends, _data, _folder):
+    for look in (_cores, _memory, _gpu, _torchvision, _shared_memory, _open_files, _backends, _data, _folder):
         yield look()
     yield from _engines()
 
@@ -89,6 +90,14 @@ def _gpu() -> Finding:
         return Finding("GPU", str(device), [(problem, "set device=cpu, or install a PyTorch build for this GPU")])
     count, memory = torch.cuda.device_count(), show_bytes(devices.total_memory_of(device))
     return Finding("GPU", f"{devices.describe_device(device)}, {memory}" + (f", and {count - 1} more" * (count > 1)))
+
+
+def _torchvision() -> Finding:
+    try:
+        return Finding("torchvision", f"{import_torchvision().__version__} works")
+    except (ImportError, OSError, RuntimeError) as error:  # for example a build for another version of PyTorch
+        problem = f"import torchvision fails: {one_line(error)}"
+        return Finding("torchvision", "cannot be imported", [(problem, "pip install --upgrade torch torchvision")])
 
 
 def _shared_memory() -> Finding:

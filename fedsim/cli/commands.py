@@ -73,7 +73,7 @@ def run(
             source = str(experiment_of_run(resume))
     with errors_as_lines(), contextlib.ExitStack() as stack:
         import fedsim
-        from fedsim.config.load import load_experiment
+        from fedsim.config.load import load_experiment, with_data
         from fedsim.data.sources import data_loaded_once
         from fedsim.engines import engine as engines
         from fedsim.records.run_folder import new_folder
@@ -84,6 +84,7 @@ def run(
         if dry_run:
             _check(experiment)
             return
+        experiment = with_data(experiment)
         main = engines.get(experiment.engine).target.is_main()
         chosen = resume or out or (None if main else Path(experiment.name))  # only the main process writes
         folder = chosen or stack.enter_context(new_folder(experiment.name))
@@ -347,11 +348,10 @@ def _versions() -> Iterator[tuple[str, str]]:
     """Yield the names and versions of the packages that fedsim uses."""
     yield "fedsim", f"{__version__}, on Python {platform.python_version()}, {platform.platform(terse=True)}"
     yield "packages", ", ".join(f"{name} {_version(name) or 'missing'}" for name in ("torch", "torchvision", "numpy"))
-    for missing, topic in ((False, "extras"), (True, "not installed")):
-        extras = [name for name, packages in EXTRAS.items() if missing != all(map(_version, packages))]
-        how = ": pip install 'fedsim-sgd[NAME]'" if missing else ""
-        if extras:
-            yield topic, ", ".join(extras) + how
+    extras = [name for name, packages in EXTRAS.items() if all(map(_version, packages))]
+    yield "extras", ", ".join(extras) or "none"
+    if missing := [" ".join(packages) for name, packages in EXTRAS.items() if name not in extras]:
+        yield "optional", f"not installed (pip install NAMES): {', '.join(missing)}"
 
 
 def _version(package: str) -> str | None:

@@ -19,12 +19,13 @@ from fedsim.comparison.rows import (
     groups_of,
     score_of,
 )
+from fedsim.core.attributes import HintingAttributes
 from fedsim.records.reader import Run
 from fedsim.records.record import Metric
 
 
 @dataclass(frozen=True)
-class ComparedRuns:
+class ComparedRuns(HintingAttributes):
     """Runs of a comparison, with the properties that tables and figures need. `Comparison` describes the attributes."""
 
     name: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -31,7 +32,7 @@ from fedsim.comparison.axes import (
 )
 from fedsim.comparison.rows import NO_SETTINGS, SEED, SETTINGS, ComparisonSettings, canonical
 from fedsim.config.experiment import Experiment, default_name
-from fedsim.config.load import COMPARISON, describe, drop_default_name, experiment_of, file_of
+from fedsim.config.load import COMPARISON, describe, drop_default_name, experiment_of, file_of, with_data
 from fedsim.config.overrides import (
     Change,
     Removed,
@@ -46,9 +47,9 @@ from fedsim.core.import_policy import untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.learning_task import correct_of
 from fedsim.core.objects import plain
-from fedsim.core.suggestions import nearest
+from fedsim.core.suggestions import closest, nearest
 from fedsim.data.sources import data_loaded_once
-from fedsim.errors import ExperimentError, SettingWarning, show
+from fedsim.errors import DataError, ExperimentError, SettingWarning, show
 from fedsim.records.record import METRICS, RoundRecord, metric_called, metrics_in
 from fedsim.records.worker_results import METRIC as OF_WORKERS
 from fedsim.runs.setup import task_of
@@ -227,8 +228,11 @@ def _how_to_compare(changes: Iterable[Change]) -> str:
     """Return a hint on how to compare several values of a setting, for users who gave no values to compare."""
     for keys, value in changes:
         if isinstance(value, list) and len(value) > 1:
-            key = ".".join(keys)
-            return f"{key} has one value, a list; for several values write {key}={','.join(map(label, value))}"
+            key, place = ".".join(keys), ".".join([*closest(keys[0], Experiment.model_fields)[:1], *keys[1:]])
+            return (
+                f"{key} has one value, a list; for several values write {place}={','.join(map(label, value))}, or in "
+                f"Python plan={{{show(place)}: {show(value)}}}"
+            )
     return "every key has one value; write several values as in seed=0,1,2, or add a table [comparison] to the file"
 
 
@@ -267,6 +271,8 @@ def _experiments(
             _refuse_contradictions(in_all, point_changes)
             removed = override(tables, [*in_all, *copy.deepcopy(point_changes)])
             experiment = experiment_of(tables)
+            with contextlib.suppress(DataError):  # a later check reports the error
+                experiment = with_data(experiment) if to_run else experiment
             lines = _problems_with(experiment, models, to_run)
         except ExperimentError as error:
             lines = error.lines

@@ -20,7 +20,6 @@ from fedsim.config.tables import component_tables
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.notebook import PLAIN, figure_html
 from fedsim.core.plotting import save
-from fedsim.core.suggestions import attribute_error
 from fedsim.errors import ExperimentError, RecordError, cut, plural, show
 from fedsim.records.history import METRICS
 from fedsim.records.numbers import round_rows, to_frame
@@ -125,9 +124,6 @@ class Comparison(ComparedRuns):
             numbers = round_rows(run.history) if per == "round" else [{**run.metrics, "error": run.error}]
             rows += [{"id": run.id, **run.point, **names, **row} for row in numbers]
         return to_frame(rows, "Comparison.to_dataframe")
-
-    def __getattr__(self, name: str) -> Any:
-        raise attribute_error(self, name)
 
     def __repr__(self) -> str:
         failed = f", {len(self.failed)} failed" if self.failed else ""

@@ -87,8 +87,6 @@ def columns(comparison: ComparedRuns) -> dict[str, Column]:
         by_name["to_best"] = Column("difference to best", _to_best)
     if test.key != metric.key:
         by_name[test.key] = Column(test.label.lower(), mean_of(test.key))
-    of_workers = test.key.replace("test_", "worker_")
-    by_name[of_workers] = Column(of_workers.replace("_", " "), mean_of(of_workers))
     if comparison.settings.target is not None:
         heading = f"{'virtual s' if timed else 'rounds'} to {target_text(comparison)}"
         by_name["to_target"] = Column(heading, lambda row: _to_target(row, timed))
@@ -97,6 +95,8 @@ def columns(comparison: ComparedRuns) -> dict[str, Column]:
         by_name["updates_to_target"] = Column("updates", amount("updates_to_target"))
         by_name["arrivals_to_target"] = Column("arrivals", amount("arrivals_to_target"))
         by_name |= {"bytes_to_target": of_bytes} if by_bytes else {}
+    of_workers = test.key.replace("test_", "worker_")
+    by_name[of_workers] = Column(of_workers.replace("_", " "), mean_of(of_workers))
     if by_bytes:
         by_name["bytes"] = Column("MB sent", mean("bytes", _megabytes))
     by_name |= {

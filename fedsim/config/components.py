@@ -250,10 +250,13 @@ def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
 
 def _parameter_lines(registration: Registration) -> list[str]:
     """Return one line `name = default` for each parameter of a component, and the line of `trait_line`, if any."""
-    lines = []
+    from fedsim.models.base import dimensions_of
+
+    lines, dimensions = [], dimensions_of(registration)
     for name, field in registration.parameters.model_fields.items():
         default = "unset" if field.default is None else show(field.default)
-        lines.append(f"{name} (required)" if field.is_required() else f"{name} = {default}")
+        text = f"{name} (required)" if field.is_required() else f"{name} = {default}"
+        lines.append(f"{name} (from the data)" if name in dimensions else text)
     return lines + ([line] if (line := trait_line(registration.target)) else [])
 
 

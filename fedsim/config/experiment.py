@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import PrivateAttr, ValidationError, field_validator, model_validator
 
 from fedsim.asynchronous.policies import policy
 from fedsim.config import schema
 from fedsim.config.components import COMPONENTS
 from fedsim.config.engines import traits_of
+from fedsim.config.from_data import tables_from_data
 from fedsim.config.settings import Settings
 from fedsim.config.tables import keys_called, owners_of, settings_of
 from fedsim.config.validation import problems_with
@@ -30,9 +31,10 @@ from fedsim.core.objects import own_copy, plain
 from fedsim.core.suggestions import VOCABULARY, answer
 from fedsim.core.validation_errors import explain
 from fedsim.data.formats.images import lacks_files
-from fedsim.data.sources import load_dataset_once, one_per_worker
+from fedsim.data.shapes import SampleShape
+from fedsim.data.sources import default_root, known_shape, load_dataset_once, one_per_worker, sample_shape
 from fedsim.data.subsets import validation_positions
-from fedsim.errors import MAX_NAME, ExperimentError, show
+from fedsim.errors import MAX_NAME, DataError, ExperimentError, show
 from fedsim.system.files import is_outside
 
 
@@ -45,6 +47,8 @@ class Experiment(Settings):
     >>> experiment.workers, experiment.local.params["lr"]
     (8, 0.1)
     """
+
+    _awaits_data: bool = PrivateAttr(default=False)
 
     def __init__(self, **tables: Any) -> None:
         tables = plain(tables)
@@ -88,9 +92,22 @@ class Experiment(Settings):
         return mode
 
     @model_validator(mode="after")
+    def _take_from_data(self) -> Experiment:
+        tables = tables_from_data(self, _sample_shape)
+        self._awaits_data = tables is None
+        for key, table in (tables or {}).items():
+            object.__setattr__(self, key, table)  # the model is frozen
+        return self
+
+    @property
+    def awaits_data(self) -> bool:
+        """Whether the task, the model or dimensions of the model have defaults, because the data is not there yet."""
+        return self._awaits_data
+
+    @model_validator(mode="after")
     def _name_by_content(self) -> Experiment:
         if not self.name:
-            object.__setattr__(self, "name", default_name(self))  # the model is frozen
+            object.__setattr__(self, "name", default_name(self))
         return self
 
     @model_validator(mode="after")
@@ -145,6 +162,20 @@ def count_workers(tables: Mapping[str, Any]) -> int | None:
         return {name: column[remaining] for name, column in columns.items()}
 
     return None if count is None else count(ids)
+
+
+def _sample_shape(data: schema.Data) -> SampleShape | None:
+    """Return the shape of a data set's samples, or None if the data set must be downloaded or cannot be read."""
+    key = data.name, data.root, data.params
+    if shape := known_shape(*key):
+        return shape
+    refuse_untrusted_root(data)
+    if lacks_files(data.name, data.root or default_root(), **data.params):
+        return None
+    try:
+        return sample_shape(*key)
+    except DataError:  # the run reports the error
+        return None
 
 
 def refuse_untrusted_root(data: schema.Data) -> None:

@@ -16,6 +16,7 @@ from fedsim.config.schema import Distributed
 from fedsim.core.import_policy import is_untrusted, untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import plain
+from fedsim.data.sources import data_loaded_once, sample_shape
 from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.system.limits import without_inner_frames
 
@@ -68,6 +69,18 @@ def load_experiment(
         for line in lines:
             warnings.warn(line, SettingWarning, stacklevel=2)
     return experiment
+
+
+def with_data(experiment: Experiment) -> Experiment:
+    """Return an experiment that has taken everything from its data, which is downloaded if files are missing.
+
+    Raises DataError if the data cannot be loaded.
+    """
+    if not experiment.awaits_data:
+        return experiment
+    with data_loaded_once():
+        sample_shape(experiment.data.name, experiment.data.root, experiment.data.params)
+        return experiment_of(describe(experiment))
 
 
 def file_of(source: object) -> Path | None:

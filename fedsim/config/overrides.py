@@ -15,6 +15,7 @@ from fedsim.core.base_table import ComponentTable
 from fedsim.core.input_limits import MAX_BITS, MAX_DEPTH, is_harmless, leaves_of, problem_with_words, refuse_long_chains
 from fedsim.core.suggestions import meaning, with_key
 from fedsim.errors import MAX_TEXT, ExperimentError, cut, show
+from fedsim.models.base import dimensions_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -159,13 +160,14 @@ def removed_warnings(changed: Iterable[tuple[Mapping[str, Removed], Mapping[str,
 
 
 def _is_default(key: str, setting: Removed) -> bool:
-    """Whether a removed setting had the default of its component, as all settings of a stored experiment have."""
+    """Whether a removed setting had the default of its component, or its data's, as in a stored experiment."""
     table, within = component_table(key.split("."))
     if table is None or len(within) != 1:
         return False
     with contextlib.suppress(ExperimentError):
-        field = table.registry.get(setting.before).parameters.model_fields.get(within[0])
-        return field is not None and field.default == setting.value
+        registration = table.registry.get(setting.before)
+        field = registration.parameters.model_fields.get(within[0])
+        return field is not None and (field.default == setting.value or within[0] in dimensions_of(registration))
     return False
 
 

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from torch import nn
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
@@ -33,6 +43,7 @@ from fedsim.data.sources import data_table
 from fedsim.errors import ExperimentError, show
 from fedsim.loggers import logger
 from fedsim.models import model
+from fedsim.models.base import dimensions_of
 from fedsim.privacy import Mechanism, privacy_mechanism
 from fedsim.processes.hooks import hook
 from fedsim.processing import UpdateProcessor, processor
@@ -147,6 +158,23 @@ class Model(ComponentTable):
     """File (`.safetensors`) with the initial parameters and buffers. Unset: the random initialization of the model."""
     lora: LoRA = LoRA()
     """Low-rank adapters, which are trained instead of the model's own parameters."""
+
+    @property
+    def from_data(self) -> list[str]:
+        """Names of the model's parameters that are not set, so that the experiment takes them from the data."""
+        return [name for name in dimensions_of(self.registration) if name not in self.model_fields_set]
+
+    @model_serializer(mode="wrap")
+    def _without_dimensions(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        table, unset = handler(self), self.from_data if info.exclude_unset else ()
+        return {key: value for key, value in table.items() if key not in unset}
+
+    def check_parameters(self) -> None:
+        fields = self.registration.parameters.model_fields
+        self.params.update(
+            {name: 1 for name in self.from_data if fields[name].is_required()}
+        )  # until the data is known
+        super().check_parameters()
 
 
 class Augment(ComponentTable):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from fedsim.core.attributes import attribute_error
 from fedsim.core.registry import Registration, Registry
 from fedsim.core.suggestions import with_key
 from fedsim.errors import ExperimentError, show
@@ -27,6 +28,17 @@ class Table(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if hasattr(type(self), name):
+                    raise
+                names = [*type(self).model_fields, *(self.__pydantic_extra__ or ())]
+                raise attribute_error(f"{type(self).__name__!r} object", name, names) from None
 
     def model_copy(self, **options: Any) -> Self:
         """Return a copy with changed fields, without cached properties (see `BaseModel.model_copy`)."""

@@ -22,7 +22,7 @@ from fedsim.errors import DataError, ExperimentError, one_line
 
 Reduction = Literal["mean", "none"]
 
-TOKENS = "next_token model=char_lstm for tokens"
+TOKENS = "next_token for tokens"
 LOSSES_OF_CLASSES = nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss
 FUNCTIONS_OF_CLASSES = F.cross_entropy, F.nll_loss, F.multi_margin_loss
 
@@ -108,6 +108,20 @@ def predicts_classes(task: LearningTask) -> bool:
     return isinstance(task, (Classification, Binary)) or (isinstance(task, LossTask) and task.uses_classes)
 
 
+def output_count(task: LearningTask, classes: int, numbers: int) -> int:
+    """Return how many outputs per prediction a task needs from a model.
+
+    Args:
+        task: learning task.
+        classes: number of classes or tokens, 0 for floating-point targets.
+        numbers: number of values in the target of a sample.
+    """
+    if isinstance(task, Binary):
+        return 1
+    of_numbers = isinstance(task, Regression) or (isinstance(task, LossTask) and task.compares_numbers)
+    return classes if classes and (predicts_classes(task) or not of_numbers) else numbers
+
+
 def _check_classes(classes: int, outputs: Tensor) -> None:
     """Raise ExperimentError if outputs [batch, n] are too few for `classes` classes."""
     if classes > outputs.shape[1]:
@@ -121,7 +135,7 @@ def require_labels(task: str, targets: Tensor) -> None:
     """Raise DataError unless each target is one class label."""
     if targets.ndim != 1 or targets.is_floating_point():
         labels = "targets.long()" if targets.ndim == 1 else "targets.argmax(1) of one-hot targets"
-        other = "regression model=linear for numbers" if targets.is_floating_point() else TOKENS
+        other = "regression for numbers" if targets.is_floating_point() else TOKENS
         raise DataError(
             f"the task {task} needs one class label per sample, int64 [batch], not {described(targets)}; "
             f"use task={other}, or pass {labels}"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedsim.errors import DivergedError
+from fedsim.errors import DivergedError, ExperimentError
 from fedsim.system.devices import to_device
 
 ALIGNMENT = 64  # bytes; rows start on a cache line, so results do not depend on the position in the matrix
@@ -49,7 +49,9 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
-        """Return the layout of a module."""
+        """Return the layout of a module. Raises ExperimentError for any other object."""
+        if not isinstance(module, nn.Module):
+            raise ExperimentError(f"module: must be a torch.nn.Module, not a {type(module).__name__}")
         persistent = module.state_dict(keep_vars=True).keys()
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         buffers = [(name, b) for name, b in module.named_buffers() if name in persistent]
@@ -226,8 +228,15 @@ def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(No
         rows: [n, d] (or one row [d]), overwritten.
         index: rows to overwrite. See `index_of`.
 
+    Raises ExperimentError if an argument is not a tensor.
+
     In a run: `fedsim.rounds.simulation.Simulation.pull_down` calls `pull_down`.
     """
+    for name, tensor, shape in (("global_row", global_row, "[d]"), ("rows", rows, "[n, d]")):
+        if not isinstance(tensor, Tensor):
+            raise ExperimentError(
+                f"{name}: must be a tensor {shape}, not a {type(tensor).__name__}; to copy modules, use load_state_dict"
+            )
     rows[index] = global_row
 
 

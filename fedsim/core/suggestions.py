@@ -67,12 +67,6 @@ def nearest(name: str, allowed: Iterable[str], table: str | None = None) -> str:
     return did_you_mean(names or closest(name, allowed)) or f"allowed: {', '.join(allowed) or 'none'}"
 
 
-def attribute_error(owner: object, name: str) -> AttributeError:
-    """Return the error for an unknown attribute of an object, which suggests the most similar public attribute."""
-    hint = "" if name.startswith("_") else f"; {nearest(name, [known for known in dir(owner) if known[0] != '_'])}"
-    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}")
-
-
 def nearest_key(name: str, allowed: Iterable[str], place: str | None = None, value: Any = None) -> str:
     """Return the hint for an unknown key.
 

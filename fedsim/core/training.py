@@ -8,8 +8,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from fedsim.core.learning_task import CLASSIFICATION, Correct, Counts, LearningTask, Reduction, counts_of, joint_of
+from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype
 from fedsim.system.precision import FULL, Precision
 
@@ -102,6 +104,11 @@ def backward(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss = DEF
     return value.detach()
 
 
+def _refuse_dataset(batches: Batches) -> None:
+    if isinstance(batches, Dataset):
+        raise ExperimentError("batches: must be batches, not a data set; pass torch.utils.data.DataLoader(data, 32)")
+
+
 def train_epoch(
     model: nn.Module,
     batches: Batches,
@@ -123,6 +130,7 @@ def train_epoch(
 
     In a run: `fedsim.training.sequential.RowTrainer.train` calls `train_epoch`.
     """
+    _refuse_dataset(batches)
     model.train()
     loss_sum, correct, samples = MetricSums.zero(_device_of(model))
     for inputs, targets in batches:
@@ -157,6 +165,7 @@ def test(
 
     In a run: `fedsim.rounds.evaluation.Evaluation._test` calls `test`.
     """
+    _refuse_dataset(batches)
     model.eval()
     loss_sum, hits, samples = MetricSums.zero(_device_of(model))
     for inputs, targets in batches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.data.columns import parts_of
+from fedsim.data.columns import parts_of, warn_of_unused
 from fedsim.data.drawn_tests import drawn_rows, split_test
 from fedsim.data.encoding import DataTable, Names, train_and_test
 from fedsim.data.tensors import TensorData, as_tensor_data
@@ -19,7 +20,7 @@ from fedsim.errors import DataError, show
 
 ACCEPTED = (
     "a name, a path, a function, a data set, a data frame or a tuple (inputs, targets), a tuple (train, test) of them, "
-    "or a list with one data set per worker"
+    "or a list with one data set per worker, such as fedsim.TensorData(inputs, targets)"
 )
 WORKER = "worker"  # column of owners in a list of data sets
 TRAIN, TEST = "the training data", "the test data"
@@ -37,16 +38,14 @@ def source_of(target: Any) -> Callable[..., tuple[TensorData, TensorData]]:
     Raises DataError if the object cannot be used.
     """
     shares = isinstance(target, list)
-    if shares and any(isinstance(one, tuple) and _is_array(one[0]) for one in target):
-        raise DataError(
-            "a list of tuples of arrays may contain samples or workers; pass fedsim.TensorData(inputs, targets) for "
-            "each worker, or data=(train, test), where both are lists of samples"
-        )
     workers = [_parts(one) for one in target] if shares else [_parts(target)]
     tested = {test is not None for _, test in workers}
     tables = {is_table(part) for parts in workers for part in parts if part is not None}
     if len(tested) > 1 or len(tables) > 1:
-        raise DataError("all data sets must be of one kind, and all or none must have a test part")
+        raise DataError(
+            "all data sets must be tables or none, and all or none must have a test part; if these are inputs and "
+            "targets, pass one table with both, such as inputs.assign(target=targets)"
+        )
     (has_test,), (of_tables,) = tested, tables
 
     def read(**options: Any) -> tuple[TensorData, TensorData]:
@@ -59,8 +58,9 @@ def source_of(target: Any) -> Callable[..., tuple[TensorData, TensorData]]:
 
 
 def is_table(data: Any) -> bool:
-    """Whether an object is a data frame or a Hugging Face data set."""
-    return hasattr(data, "column_names") or (hasattr(data, "columns") and hasattr(data, "to_numpy"))
+    """Whether an object is a data frame or a Hugging Face data set with a length."""
+    named = hasattr(data, "column_names") or (hasattr(data, "columns") and hasattr(data, "to_numpy"))
+    return named and hasattr(data, "__len__")
 
 
 def _parts(data: Any) -> Parts:
@@ -70,35 +70,12 @@ def _parts(data: Any) -> Parts:
         if train is None:
             raise DataError(f"has the parts {', '.join(map(str, data))}; one of them must be called train")
         parts = data[train], None if test is None else data[test]
-    elif isinstance(data, tuple) and len(data) == 2 and not _is_array(data[0]):
+        warn_of_unused(list(data), (train, test), TRAIN)
+    elif isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], (Tensor, np.ndarray)):
         parts = data
     else:
         parts = data, None
-    for part in parts:
-        if part is not None:
-            _require_data(part)
     return parts
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, (Tensor, np.ndarray))
-
-
-def _require_data(data: Any) -> None:
-    """Raise DataError unless an object is one data set with a length."""
-    kind = type(data).__name__
-    if hasattr(data, "to_frame") and not is_table(data):
-        raise DataError(
-            f"a {kind} is one column; pass one data frame with inputs and target, such as inputs.assign(target=targets)"
-        )
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        remedy = "data=(list(train), list(test))" if hasattr(data, "__iter__") else ACCEPTED
-        raise DataError(
-            f"a {kind} is not a map-style data set; a data set must have a length (__len__) and return samples by "
-            f"index (__getitem__); pass {remedy}"
-        )
-    if _is_array(data):
-        raise DataError(f"one {kind} has no targets; pass data=(inputs, targets)")
 
 
 def _from_tables(
@@ -134,7 +111,7 @@ def _table(tables: Sequence[Any], place: str, shares: bool) -> DataTable:
     if not shares:
         return DataTable(parts[0], place)
     sizes = [len(next(iter(part.values()))) for part in parts]
-    columns = {name: _concatenated([part[name] for part in parts]) for name in parts[0]}
+    columns = {name: list(itertools.chain.from_iterable(part[name] for part in parts)) for name in parts[0]}
     ends = np.cumsum(sizes)
 
     def row(index: int) -> str:
@@ -142,14 +119,6 @@ def _table(tables: Sequence[Any], place: str, shares: bool) -> DataTable:
         return f"row {index - ends[worker] + sizes[worker]} of worker {worker}"
 
     return DataTable({**columns, WORKER: np.repeat(np.arange(len(sizes)), sizes)}, place, row=row)
-
-
-def _concatenated(columns: Sequence[Any]) -> Any:
-    """Return columns one after another: an array if all are arrays of numbers, else a list."""
-    arrays = [column if isinstance(column, list) else np.asarray(column) for column in columns]
-    if all(isinstance(array, np.ndarray) and array.dtype.kind in "iubf" for array in arrays):
-        return np.concatenate(arrays)
-    return [value for array in arrays for value in array]
 
 
 def _check_names(names: Sequence[Any], place: str) -> None:
@@ -177,14 +146,18 @@ def _from_samples(workers: Sequence[Parts], shares: bool, test_fraction: float =
         return split_test(train, test_fraction, TRAIN)
     *rows, how = drawn_rows(len(train), None, test_fraction, TRAIN, workers=train.ids[WORKER])
     first, second = (train.take(part) for part in rows)
-    return replace(first, assumed=(how,)), second
+    return replace(first, assumed=(*first.assumed, how)), second
 
 
 def _read(data: Any, place: str) -> TensorData:
     try:
-        return as_tensor_data(data)
+        tensors = as_tensor_data(data)
     except DataError as error:
         raise DataError(f"{place}: {error}") from None
+    if tensors.inputs.is_floating_point() and not (finite := tensors.inputs.isfinite()).all():
+        sample = int((~finite).nonzero()[0, 0])
+        raise DataError(f"{place}: sample {sample} has NaN or infinity as input; replace it, or remove such samples")
+    return tensors
 
 
 def _joined(parts: Sequence[Any], place: str) -> TensorData:
@@ -202,4 +175,4 @@ def _joined(parts: Sequence[Any], place: str) -> TensorData:
             )
     inputs, targets = (torch.cat([getattr(one, name) for one in data]) for name in ("inputs", "targets"))
     owners = np.repeat(np.arange(len(data)), [len(one) for one in data])
-    return replace(data[0], inputs=inputs, targets=targets, ids={WORKER: owners}, assumed=())
+    return replace(data[0], inputs=inputs, targets=targets, ids={WORKER: owners})

@@ -23,6 +23,7 @@ TRAIN_PARTS = ("train", "training")
 TEST_PARTS = ("test", "testing"), ("validation", "valid", "val")  # in order of preference
 MISSING = "na", "n/a", "nan", "null", "none", "?"
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+DIGITS = re.compile(r"[\W_]*\d[\W\d_]*")  # text with digits and without letters
 LARGEST_OWNER = 2**53  # larger integers lose digits as floating-point numbers
 Columns = Mapping[str, Any]
 
@@ -169,6 +170,11 @@ def _is_missing(value: Any) -> bool:
     return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(value != value) or value == ""
 
 
+def mostly_digits(texts: np.ndarray) -> bool:
+    """Whether at least half of the texts [n] have digits but no letters, such as 5%, 1,000 and 24.12.2026."""
+    return 2 * sum(bool(DIGITS.fullmatch(text)) for text in texts.tolist()) >= len(texts)
+
+
 def mostly_numbers(texts: np.ndarray) -> bool:
     """Whether at least half of the texts [n] are numbers."""
     return 2 * sum(NUMBER.fullmatch(text) is not None for text in texts.tolist()) >= len(texts)
@@ -183,10 +189,13 @@ def require_finite(values: np.ndarray, place: str) -> None:
 def only_target(columns: Columns, place: str) -> str:
     """Return the only column that has one of the names of targets. Raise DataError if there is none, or several."""
     names = [name for name in columns if name in TARGETS]
+    names = names or [name for name in columns if isinstance(name, str) and name.casefold() in TARGETS]
     if len(names) != 1:
+        are_values = any(NUMBER.fullmatch(str(name)) for name in columns)
+        header = "; if the first line of a file has values, write the names of the columns above it" * are_values
         raise DataError(
             f"{place}: must have exactly one column with one of the names {', '.join(TARGETS)}; otherwise, set "
-            f"`target` to one of the columns {cut(', '.join(map(str, columns)))}, or rename a column"
+            f"`target` to one of the columns {cut(', '.join(map(str, columns)))}, or rename a column{header}"
         )
     return names[0]
 
@@ -315,6 +324,13 @@ def parts_of(names: Collection[str], place: str) -> tuple[str | None, str | None
     if test is not None and validation is not None:
         warn(f"{place}: {validation} is not used, because {test} is the test part")
     return train, validation if test is None else test
+
+
+def warn_of_unused(names: Collection[str], used: Collection[str | None], place: str) -> None:
+    """Warn of parts that are neither the training part nor the test part, nor a validation part."""
+    known = {name for part in TEST_PARTS for name in part}  # `parts_of` has warned of these
+    if unused := [name for name in names if name not in used and name.casefold() not in known]:
+        warn(f"{place}: parts that are not used: {cut(', '.join(unused))}")
 
 
 def part_like(names: Collection[str]) -> tuple[str | None, str | None]:

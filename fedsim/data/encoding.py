@@ -13,6 +13,7 @@ from fedsim.data.columns import (
     Columns,
     DataColumn,
     input_columns,
+    mostly_digits,
     mostly_numbers,
     only_target,
     samples_of,
@@ -106,10 +107,12 @@ def train_and_test(
         candidates = {name: values for name, values in train.columns.items() if name not in (target, *ids)}
         inputs = input_columns(candidates, train.index, train.place)
     inputs = [inputs] if isinstance(inputs, str) else inputs
+    if target in inputs:
+        raise DataError(f"data.inputs = {show(inputs)}: contains the target {show(target)}; remove it")
     for table in tables:
         if not len(table.column(target).values):
             raise DataError(f"{table.place}: has no samples")
-    targets, are_names = _targets([table.column(target) for table in tables])
+    targets, are_names = target_numbers([table.column(target) for table in tables])
     columns = {name: _inputs([table.column(name) for table in tables]) for name in inputs}
     parts = [
         _Samples(
@@ -138,10 +141,10 @@ def train_and_test(
         for array, part, place in zip(arrays, parts, places, strict=True)
     )
     roles = f"target {cut(str(target))}, inputs {encoded}"
-    return replace(first, assumed=(roles, *train.assumed, *drawn)), second
+    return replace(first, assumed=(roles, *train.assumed, *first.assumed, *drawn)), second
 
 
-def _targets(columns: Sequence[DataColumn]) -> tuple[list[np.ndarray], bool]:
+def target_numbers(columns: Sequence[DataColumn]) -> tuple[list[np.ndarray], bool]:
     """Return the targets of all tables as numbers [n, ...], and whether they are class labels that were text.
 
     Text is numbered in the sorted order of the classes of the training samples. Text of numbers that are not integers
@@ -230,6 +233,11 @@ def _one_hot(values: Sequence[np.ndarray], place: str) -> tuple[list[np.ndarray]
         raise DataError(
             f"{place} has {len(known):,} different texts, such as {show(str(known[0]))}; at most {MOST_TEXTS} become "
             "inputs; leave the column out with `inputs`, or name it in `ids` if it contains the owners of the samples"
+        )
+    if mostly_digits(known):
+        warn(
+            f"{place} is text, such as {show(str(known[0]))}, and becomes one-hot inputs; if these are numbers, write "
+            "them like 1234.5"
         )
     new = int((~np.isin(values[1], known)).sum())
     unseen = f", all 0 in {new} test samples with other texts" * (new > 0)

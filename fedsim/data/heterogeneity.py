@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from fedsim.core.plotting import encode
+from fedsim.data.partitions.allocation import label_array
 from fedsim.errors import ExperimentError
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def label_counts(
     array([[1, 1],
            [1, 1]])
     """
-    labels = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
+    labels = label_array(labels)
     numbers = labels.astype(np.int64)
     if not np.array_equal(numbers, labels) or (numbers < 0).any():
         raise ExperimentError("labels: must be whole numbers >= 0")

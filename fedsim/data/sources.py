@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedsim.core.import_policy import IMPORT_PATH
 from fedsim.core.objects import ObjectName, name_of, plain
 from fedsim.core.registry import Registration, Registry
 from fedsim.data.brought import ACCEPTED, source_of
+from fedsim.data.shapes import SampleShape
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show
 
@@ -36,7 +38,9 @@ class DatasetRegistry(Registry):
 dataset = DatasetRegistry(
     "data set",
     inputs=("root",),
-    traits=("lacks_files",),  # a function (root, **parameters) that says whether files would be downloaded
+    # lacks_files: a function (root, **parameters) that says whether files would be downloaded.
+    # declared: a function of the parameters that returns the SampleShape, so that it is known before a download.
+    traits=("lacks_files", "declared"),
     accepts=ACCEPTED,
 )
 
@@ -53,18 +57,21 @@ def data_table(value: Any) -> dict[str, Any]:
     {'name': 'csv', 'path': 'points.csv'}
     """
     table = dict(value) if isinstance(value, Mapping) else {"name": value}
-    parts = {key: part.target for key, part in table.items() if isinstance(part, ObjectName)}
+    parts = {key: part for key, part in table.items() if isinstance(part, ObjectName)}
     if parts and "name" not in table:
-        table = {"name": name_of(parts), **{key: item for key, item in table.items() if key not in parts}}
+        table = {"name": parts, **{key: item for key, item in table.items() if key not in parts}}
     name = str(table["name"]) if isinstance(table.get("name"), Path) else table.get("name")
-    if isinstance(name, list) and name and all(isinstance(part, ObjectName) for part in name):
-        return {**table, "name": name_of([part.target for part in name])}
+    if isinstance(name, (dict, list)) and name:
+        pairs = list(name.items()) if isinstance(name, dict) else list(enumerate(name))
+        if all(isinstance(part, ObjectName) for _, part in pairs):
+            targets = {key: part.target for key, part in pairs}
+            return {**table, "name": name_of(targets if isinstance(name, dict) else list(targets.values()))}
     if isinstance(name, str) and not isinstance(name, ObjectName) and (known := _format_of(name)):
         if "path" in table:
             raise ExperimentError(f"data.path = {show(table['path'])}: {show(name)} is a path too; omit one of the two")
         return {**table, "name": known, "path": name}
     keys = {str(key).casefold() for key in table}
-    if not isinstance(name, (str, NoneType)) or {"x", "y"} <= keys or (name is None and {"train", "test"} <= keys):
+    if not isinstance(name, (str, NoneType)) or {"x", "y"} <= keys or (name is None and keys & {"train", "x_train"}):
         raise ExperimentError(
             f'data: must be {ACCEPTED}; name and parameters form a table, as in data={{"name": frame, "ids": "client"}}'
         )
@@ -82,18 +89,21 @@ def _format_of(path: str) -> str | None:
 
     Raises ExperimentError for other existing files, and for folders, which may have several formats.
     """
+    if IMPORT_PATH.fullmatch(path) or path in dataset.names():
+        return None
     for suffix, name in {**FORMATS, **dict.fromkeys(PICKLES, "npz")}.items():  # which refuses pickles with a remedy
-        if path.lower().endswith(suffix) and ":" not in path.rpartition("/")[2]:
+        if path.lower().endswith(suffix):
             return name
-    if (path in (".", "..") or re.search(r"[/\\]", path)) and Path(path).expanduser().is_dir():
+    file = Path(path).expanduser()
+    if path in (".", "..") or path.endswith(("/", "\\")) or (re.search(r"[/\\]", path) and file.is_dir()):
         folder = f"data.path={path}"
         raise ExperimentError(
             f"data.name = {show(path)}: is a folder; write data=image_folder {folder}, or leaf, text or huggingface "
             "instead of image_folder"
         )
-    if re.search(r"[/\\]", path) and not re.search(r":|\.py$", path) and not Path(path).expanduser().exists():
+    if re.search(r"[/\\]", path) and not re.search(r":|\.py$", path) and not file.exists():
         raise ExperimentError(f"data.name = {show(path)}: no such file or folder; check the path")
-    if path not in dataset.names() and not path.endswith(".py") and Path(path).expanduser().is_file():
+    if path.lower().endswith(UNREAD) or (file.is_file() and file.suffix != ".py"):
         raise ExperimentError(
             f"data.name = {show(path)}: no data set reads such a file; allowed: {', '.join(FORMATS)}, folders of "
             "images, or your own function"
@@ -106,6 +116,7 @@ FORMATS = {  # name of the data set that reads files with an ending
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
     **{".npz": "npz", ".safetensors": "safetensors", ".txt": "text"},
 }
+UNREAD = ".json", ".jsonl", ".xlsx", ".xls", ".ods", ".zip", ".gz", ".tar", ".h5", ".hdf5", ".mat", ".feather", ".arff"
 PICKLES = ".pt", ".pth", ".pkl", ".pickle", ".npy"
 MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # mnist5k.txt describes the origin of the images
 MNIST5K_TRAIN = 4000  # number of training images, at the start of the file; the rest are test images
@@ -139,7 +150,7 @@ def load_dataset(name: Any, root: str | Path | None = None, **params: Any) -> tu
     Returns two TensorData (train, test), each with inputs [n, ...] and targets [n] (class labels) or [n, ...].
 
     Raises DataError if files can be neither found nor downloaded, if the training or test set is empty, if their inputs
-    differ in type or shape, or if inputs or targets are NaN or infinite.
+    differ in type or shape, or if targets are NaN or infinite.
 
     In a run: `fedsim.data.sources.load_dataset_once` calls `load_dataset`.
 
@@ -154,12 +165,14 @@ def load_dataset(name: Any, root: str | Path | None = None, **params: Any) -> tu
     params = registration.check(params, "data", beside=["name", "root"])
     try:
         folder = Path(root).expanduser() if root else default_root()
-        train, test = registration.target(**registration.select_inputs(root=folder), **params)
-        if not (isinstance(train, TensorData) and isinstance(test, TensorData)):
+        loaded = registration.target(**registration.select_inputs(root=folder), **params)
+        loaded = tuple(loaded) if isinstance(loaded, list) else loaded  # a function may return [train, test]
+        if not (isinstance(loaded, tuple) and all(isinstance(part, TensorData) for part in loaded)):
             try:
-                train, test = source_of((train, test))()
+                loaded = source_of(loaded)()
             except DataError as error:
                 raise DataError(f"data.name = {show(name)}: {error}") from None
+        train, test = loaded
     except FedsimError:
         raise
     except Exception as error:
@@ -167,12 +180,8 @@ def load_dataset(name: Any, root: str | Path | None = None, **params: Any) -> tu
     for part, data in (("training", train), ("test", test)):
         if not len(data):
             raise DataError(f"data.name = {show(name)}: the {part} set is empty; it needs at least one sample")
-        for kind, values in (("inputs", data.inputs), ("targets", data.targets)):
-            if values.is_floating_point() and not (finite := values.isfinite()).all():
-                raise DataError(
-                    f"data.name = {show(name)}: the {part} set has {kind} that are NaN or infinite, first in sample "
-                    f"{int((~finite).nonzero()[0, 0])}; replace them, or remove such samples"
-                )
+        if data.targets.is_floating_point() and not data.targets.isfinite().all():
+            raise DataError(f"data.name = {show(name)}: the {part} set has targets that are NaN or infinite")
     first, second = (f"{data.inputs.dtype} of shape {list(data.inputs.shape[1:])}" for data in (train, test))
     images = [data.inputs.dtype == torch.uint8 for data in (train, test)]  # only these are divided by 255
     if train.inputs.shape[1:] != test.inputs.shape[1:] or images[0] != images[1]:
@@ -184,16 +193,21 @@ def load_dataset(name: Any, root: str | Path | None = None, **params: Any) -> tu
 
 
 _kept: ContextVar[dict[str, tuple[TensorData, TensorData]] | None] = ContextVar("fedsim_kept_data", default=None)
+_shapes: ContextVar[dict[str, SampleShape] | None] = ContextVar("fedsim_kept_shapes", default=None)
 
 
 @contextlib.contextmanager
 def data_loaded_once() -> Iterator[None]:
     """Context manager: a data set that was loaded to count the workers is reused by the run, not loaded twice."""
-    token = _kept.set({} if _kept.get() is None else _kept.get())
+    token, shapes = (
+        _kept.set({} if _kept.get() is None else _kept.get()),
+        _shapes.set({} if _shapes.get() is None else _shapes.get()),
+    )
     try:
         yield
     finally:
         _kept.reset(token)
+        _shapes.reset(shapes)
 
 
 def load_dataset_once(
@@ -212,7 +226,22 @@ def load_dataset_once(
     return data
 
 
-@dataset("mnist5k")
+def known_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape | None:
+    """Return the shape of a data set's samples if it is declared, or known within `data_loaded_once`, else None."""
+    if declared := getattr(dataset.get(name).target, "declared", None) if name in dataset.names() else None:
+        return declared(**params)
+    return (_shapes.get() or {}).get(repr((name, root, sorted(params.items()))))
+
+
+def sample_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape:
+    """Return the shape of a data set's samples. The data set is loaded if the shape is not known."""
+    shape = known_shape(name, root, params) or SampleShape.of(load_dataset_once(name, root, params)[0])
+    if (shapes := _shapes.get()) is not None:
+        shapes[repr((name, root, sorted(params.items())))] = shape
+    return shape
+
+
+@dataset("mnist5k", declared=lambda: SampleShape((1, 28, 28), 10))
 def mnist5k() -> tuple[TensorData, TensorData]:
     """5,000 MNIST images that are included in fedsim: 4,000 to train and 1,000 to test, equally many per class.
 

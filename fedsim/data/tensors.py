@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,11 +16,12 @@ from torch.utils.data import Dataset
 from fedsim.core.learning_task import described
 from fedsim.data.partitions.ids import id_columns
 from fedsim.data.pictures import raw_pixels_of
-from fedsim.errors import DataError
+from fedsim.errors import DataError, FedsimWarning
 from fedsim.system.devices import with_index
 
 TARGET_KEYS = "label", "labels", "target", "targets"
 PAIRS = "data=((inputs, targets), (test_inputs, test_targets))"
+COLOURS = 1, 3  # channels
 FROM_FRAME = 'frame.drop(columns="y").to_numpy("float32") and frame["y"].to_numpy()'
 
 
@@ -214,7 +216,8 @@ def as_tensor_data(data: Any) -> TensorData:
 
     Inputs may be tensors, arrays, numbers or PIL images of equal shape. PIL images are rotated as their EXIF data say,
     and palettes are converted to colours. PIL images with integers of more than 8 bits are errors. uint8 inputs, such
-    as images, are divided by 255, as torchvision's ToTensor does. Longer unsigned integers become int64, and other
+    as images, are divided by 255, as torchvision's ToTensor does, and images without channels or with
+    channels last become [channels, height, width]. Longer unsigned integers become int64, and other
     integers (tokens) are unchanged. Targets may be numbers, tensors or arrays of equal shape: integers become int64,
     and floating-point targets are unchanged. The data set's attribute `ids` is kept.
 
@@ -228,15 +231,21 @@ def as_tensor_data(data: Any) -> TensorData:
         return data
     kind = type(data).__name__
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        remedy = "data=(list(train), list(test))" if hasattr(data, "__iter__") else PAIRS
         raise DataError(
             f"a {kind} is not a map-style data set; a data set must have a length (__len__) and return samples by "
-            "index (__getitem__)"
+            f"index (__getitem__); pass {'data=(train.dataset, test.dataset)' if hasattr(data, 'dataset') else remedy}"
         )
     if hasattr(data, "to_numpy"):
         raise DataError(f"a {kind} contains columns, not samples; pass {PAIRS}, with arrays such as {FROM_FRAME}")
     if isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data[0], (tuple, list, Mapping)):
         inputs, targets = _columns(*data)
     else:
+        if not len(data):
+            raise DataError("has no samples")
+        if isinstance(data[0], (tuple, list)) and len(data[0]) > 2:
+            line = f"samples have {len(data[0])} parts, of which only the first two are used, as input and target"
+            warnings.warn(line, FedsimWarning, stacklevel=2)
         samples = [as_pair(data[index], index) for index in range(len(data))]
         inputs = _stacked([_as_tensor(sample[0], f"the input of sample {n}") for n, sample in enumerate(samples)])
         targets = torch.from_numpy(as_targets([sample[1] for sample in samples]))
@@ -244,10 +253,25 @@ def as_tensor_data(data: Any) -> TensorData:
         raise DataError(f"the inputs must be a dense tensor of real numbers, not {inputs.layout} of {inputs.dtype}")
     ids = id_columns(getattr(data, "ids", None))
     if inputs.dtype == torch.uint8:
-        return TensorData(inputs, targets, scale=1 / 255, ids=ids)
+        inputs, assumed = _channels_first(inputs)
+        return TensorData(inputs, targets, scale=1 / 255, ids=ids, assumed=(assumed,))
     if inputs.dtype in (torch.uint16, torch.uint32, torch.uint64):  # few operations of PyTorch support them
         inputs = inputs.long()
     return TensorData(inputs, targets, dtype=torch.float32 if inputs.is_floating_point() else inputs.dtype, ids=ids)
+
+
+def _channels_first(pixels: Tensor) -> tuple[Tensor, str]:
+    """Return uint8 images [n, h, w] or [n, h, w, channels] as [n, channels, h, w], and a description of what was done.
+
+    Other shapes are unchanged, also those that are channels first already.
+    """
+    shape = list(pixels.shape[1:])
+    if len(shape) == 2:
+        pixels = pixels[:, None]
+    elif len(shape) == 3 and shape[2] in COLOURS and shape[0] not in COLOURS:
+        pixels = pixels.permute(0, 3, 1, 2).contiguous()
+    changed = "" if list(pixels.shape[1:]) == shape else f", shape {shape} becomes {list(pixels.shape[1:])}"
+    return pixels, f"uint8 inputs are divided by 255{changed}"
 
 
 def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
@@ -303,7 +327,12 @@ def as_targets(targets: Sequence[Any]) -> np.ndarray:
     for index, (target, value) in enumerate(zip(targets, values, strict=True)):
         place = f"the target of sample {index}"
         if value.dtype.kind not in "iubf":
-            raise DataError(f"{place} is a {type(target).__name__}; targets must be numbers or arrays of numbers")
+            numbered = "; number the classes: numpy.unique(targets, return_inverse=True)[1]" * (
+                value.dtype.kind in "UT"
+            )
+            raise DataError(
+                f"{place} is a {type(target).__name__}; targets must be numbers or arrays of numbers{numbered}"
+            )
         if value.size != values[0].size:
             raise DataError(
                 f"{place} has shape {list(value.shape)}, but the target of sample 0 has shape "

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 from torch import nn
 
-from fedsim.core.registry import Registry
+from fedsim.core.registry import Registration, Registry
+
+# Parameters of models that an experiment takes from the data unless it sets them, and the inputs that a model with such
+# a parameter needs. The class `fedsim.data.shapes.SampleShape` of a data set yields their values.
+DIMENSIONS = {
+    "inputs": "numbers",
+    "channels": "images",
+    "size": "square images",
+    "vocabulary": "tokens",
+    "context": "tokens",
+    "last_only": "tokens",
+    "classes": "",
+    "outputs": "",
+}
 
 Norm = Literal["batch", "group", "none"]
 
@@ -15,6 +29,20 @@ Norm = Literal["batch", "group", "none"]
 # (one batch with the samples of all rows), "vmap", or the reason from
 # `fedsim.training.probe` why the engine refuses the model.
 model = Registry("model", traits=("stacked",))
+
+
+def dimensions_of(registration: Registration) -> Iterable[str]:
+    """Return the names of the parameters that an experiment takes from the data unless it sets them.
+
+    These are the parameters with a name in `DIMENSIONS`. A user's own model keeps its defaults, so they must be
+    parameters without a default.
+    """
+    fields = registration.parameters.model_fields if registration.siblings is model else {}
+    return [
+        name
+        for name, field in fields.items()
+        if name in DIMENSIONS and (field.is_required() or not registration.imported)
+    ]
 
 
 def norm_layer(norm: Norm, channels: int) -> nn.Module:

@@ -22,21 +22,30 @@ class Net(nn.Module):
 
     Args:
         dropout: dropout probability, 0 <= dropout < 1.
-        channels: number of channels of the images [batch, channels, 28, 28].
+        channels: number of channels of the images [batch, channels, size, size].
         classes: number of classes.
+        size: height and width of the images, at least 16.
 
     >>> fedsim.models.Net()(torch.zeros(3, 1, 28, 28)).shape
     torch.Size([3, 10])
     """
 
     def __init__(
-        self, *, dropout: FractionBelowOne = 0.5, channels: PositiveInt = 1, classes: PositiveInt = 10
+        self,
+        *,
+        dropout: FractionBelowOne = 0.5,
+        channels: PositiveInt = 1,
+        classes: PositiveInt = 10,
+        size: PositiveInt = 28,
     ) -> None:
+        if size < 16:
+            raise ExperimentError(f"model.size = {size}: net needs images of at least 16 x 16 pixels; use model=mlp")
         super().__init__()
+        pooled = ((size - 4) // 2 - 4) // 2
         self.conv1 = nn.Conv2d(channels, 10, kernel_size=5)
         self.conv2 = nn.Conv2d(10, 20, kernel_size=5)
         self.drop_channels = nn.Dropout2d(dropout)
-        self.fc1 = nn.Linear(320, 50)
+        self.fc1 = nn.Linear(20 * pooled**2, 50)
         self.drop = nn.Dropout(dropout)
         self.fc2 = nn.Linear(50, classes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from pydantic import PositiveInt
 from torch import nn
 
@@ -41,17 +42,25 @@ def _stacked(name: str) -> str:
     return "merged" if plain else "vmap"  # the others have BatchNorm or torch.nn.MultiheadAttention
 
 
-def build(name: str, *, classes: PositiveInt = 10, norm: Norm = "batch", **params: Any) -> nn.Module:
-    """Classification model of torchvision with random initial parameters, for images with three channels.
+def build(
+    name: str, *, classes: PositiveInt = 10, channels: PositiveInt = 3, norm: Norm = "batch", **params: Any
+) -> nn.Module:
+    """Classification model of torchvision with random initial parameters.
 
     Args:
         classes: number of classes.
+        channels: number of channels of the images. If it is not 3, the filters of the first convolution are repeated
+            or left out.
         norm: "batch" keeps each BatchNorm2d. "group" replaces it by GroupNorm with 16 channels per group (Wu & He
             2018). "none" removes it.
         params: further arguments of the function of `torchvision.models`. googlenet and inception_v3 need
             `aux_logits = false` to return only logits in training.
     """
     module = import_torchvision().models.get_model(name, weights=None, num_classes=classes, **params)
+    if channels != 3:
+        first = next(layer for layer in module.modules() if isinstance(layer, nn.Conv2d))
+        first.weight = nn.Parameter(first.weight.detach()[:, torch.arange(channels) % 3])
+        first.in_channels = channels
     if norm == "batch":
         return module
     layers = [

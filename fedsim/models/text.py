@@ -51,20 +51,22 @@ class CharLSTM(nn.Module):
     bias per gate, and the initial bias of the forget gates is increased by 1.
 
     Args:
-        classes: number of characters, in the inputs and in the outputs.
+        vocabulary: number of characters in the inputs.
+        classes: number of classes of the outputs: the characters, for the task next_token.
         embedding: width of the embedding.
         hidden: number of units of a layer.
         layers: number of LSTM layers.
         last_only: whether to return only the logits after the last position, [batch, classes], for the task
             classification, as LEAF does.
 
-    >>> fedsim.models.CharLSTM(classes=30)(torch.zeros(2, 5, dtype=torch.long)).shape
+    >>> fedsim.models.CharLSTM(vocabulary=30, classes=30)(torch.zeros(2, 5, dtype=torch.long)).shape
     torch.Size([2, 5, 30])
     """
 
     def __init__(
         self,
         *,
+        vocabulary: PositiveInt = 90,
         classes: PositiveInt = 90,
         embedding: PositiveInt = 8,
         hidden: PositiveInt = 256,
@@ -72,7 +74,7 @@ class CharLSTM(nn.Module):
         last_only: bool = False,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(classes, embedding)
+        self.embedding = nn.Embedding(vocabulary, embedding)
         self.lstm = LSTM(embedding, hidden, layers)
         self.head = nn.Linear(hidden, classes)
         self.last_only = last_only

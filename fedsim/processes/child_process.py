@@ -124,7 +124,7 @@ def describe_failed_start(exitcode: int | None, instead: str) -> str:
 
 
 def require_importable_main(instead: str) -> None:
-    """Check that child processes can import the main program when they start.
+    """Check that this process may start child processes, and that they can import the main program.
 
     If a child process calls this function while it imports the main program, the child process exits (see
     `exit_if_imported_by_child`).
@@ -132,9 +132,14 @@ def require_importable_main(instead: str) -> None:
     Args:
         instead: setting that works without processes, which the error recommends.
 
-    Raises WorkerError if the program does not come from a file.
+    Raises WorkerError if the program does not come from a file, or if this process is daemonic.
     """
     exit_if_imported_by_child()
+    if current_process().daemon:
+        raise WorkerError(
+            "this program runs in a daemonic process, such as a worker of multiprocessing.Pool, which must not start "
+            f"processes; use concurrent.futures.ProcessPoolExecutor instead of the pool, or use {instead}"
+        )
     path = getattr(sys.modules["__main__"], "__file__", None) or ""
     if path.startswith("<"):  # "<stdin>", which multiprocessing would look up as a file
         raise WorkerError(

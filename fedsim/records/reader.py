@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedsim.config.files import read_toml
+from fedsim.core.attributes import HintingAttributes
 from fedsim.core.numbers import Count
 from fedsim.errors import RecordError, cut, printable
 from fedsim.records.early_stopping import stop_reason, stored_stop
@@ -53,7 +54,7 @@ class StoredPartition(LenientModel):
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(HintingAttributes):
     """A finished, unfinished or failed run, read from its folder.
 
     Attributes:

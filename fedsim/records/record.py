@@ -15,9 +15,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
 from pydantic.dataclasses import dataclass as validated_dataclass
 
+from fedsim.core.attributes import attribute_error, attribute_hint
 from fedsim.core.equality import same
 from fedsim.core.numbers import Count
-from fedsim.core.suggestions import attribute_error
 from fedsim.errors import ExperimentError, cut
 
 LARGEST = 1e145  # largest number that is read from a file; a sum of squares of such numbers is finite
@@ -129,12 +129,12 @@ class Record(dict[str, Any]):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __missing__(self, key: str) -> Any:
-        raise KeyError(f"{key}: is now called {RENAMED[key]}" if key in RENAMED else key)
+        raise KeyError(f"{key}: {f'is now called {RENAMED[key]}' if key in RENAMED else attribute_hint(key, self)}")
 
     def __getattr__(self, name: str) -> Any:
-        raise (
-            AttributeError(f"{name}: is now called {RENAMED[name]}") if name in RENAMED else attribute_error(self, name)
-        )
+        if name in RENAMED:
+            raise AttributeError(f"{name}: is now called {RENAMED[name]}")
+        raise attribute_error(f"{type(self).__name__!r} object", name, self)
 
     def __post_init__(self) -> None:
         self.update({item.name: getattr(self, item.name) for item in fields(self)})

@@ -6,10 +6,12 @@ import math
 from typing import Any
 
 from fedsim.core.input_limits import leaves_of
+from fedsim.errors import plural
 from fedsim.records import formatting as fmt
 from fedsim.records.numbers import best_score
 from fedsim.records.reader import Run
 from fedsim.records.record import Metric, mean_staleness, metrics_in, score_in
+from fedsim.records.worker_results import LABELS
 from fedsim.report import on_page
 from fedsim.report.on_page import charts_of, line_name, scale_choices
 
@@ -89,6 +91,10 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
             "stopped early" if run.stopped else "all finished" if run.finished else f"of {run.planned}",
         ),
     ]
+    if run.workers:
+        tested, value = run.workers, run.workers.means()[f"worker_{run.workers.score_name}"]
+        remark = f"{LABELS[tested.used]}, {plural(len(tested.workers), 'worker')}"
+        shown.insert(2, (f"worker {tested.score_name}", show_score(value), remark))
     if seconds:
         shown.append(("time", fmt.seconds(sum(seconds)), f"{fmt.seconds(sum(seconds) / len(seconds))} per round"))
     if last.virtual_seconds is not None:

@@ -132,6 +132,11 @@ class Aggregator(ABC):
         """Return the inputs of the rule (see `inputs`) without the updates at positions `bad` in `context`."""
         return screen(self.task, context.moment[0], self.inputs(context, rows, reduce), bad)
 
+    def require_finite(self, context: AggregationContext, update: Tensor) -> None:
+        """Raise DivergedError if a rule of the user returned NaN or infinity for finite updates."""
+        if self.task.experiment.nonfinite != "keep":
+            self.rule.require_finite_result(update, context.moment[0])
+
     def shares(self, context: AggregationContext, inputs: AggregationInputs, bad: list[int]) -> Tensor | None:
         """Return the coefficients [n] that a linear rule gives to n finite updates; None if the rule is not linear.
 
@@ -162,6 +167,7 @@ class RuleOnRows(Aggregator):
                 if outcome is None or bad:
                     inputs = self.screened(context, bad, rows)
                     outcome = self.rule(inputs)
+                self.require_finite(context, outcome.update)
                 self.state, parts = outcome.state, [(slice(0, len(outcome.update)), outcome.update)]
                 stats = _stats(context, bad, outcome.shares, inputs)
                 results.append(stats.on_host() if self.group.divided else stats)
@@ -186,6 +192,8 @@ class RuleByColumns(Aggregator):
             outcome = self.rule(inputs)
             self.state, shares = outcome.state, outcome.shares
             parts = [(self.server.columns, outcome.update)]
+        for _, update in parts:
+            self.require_finite(context, update)
         if (check := self.updates.deferred_check) is not None and check.active:
             # If no coefficient is 0, NaN and infinity in any update are also in the result.
             is_in_result = shares is not None and bool(shares.all())
@@ -263,13 +271,12 @@ class ReportCheck:
         weights = self._experiment.weights if self._experiment.rule.accepts_weights else None
         n, weightless = len(cohort.workers), isinstance(weights, list) and not any(weights[k] for k in cohort.workers)
         if reason := self._refusal(n, weightless):
-            instead = "other aggregate.weights" if weightless else "a smaller aggregate.f"
-            problem, remedy = f"the cohort has {n} workers", instead
+            problem, remedy = f"the cohort has {n} workers", "other aggregate.weights or " * weightless
             if cohort.dropped:
                 dropout, chosen = self._experiment.sampling.client_dropout, n + len(cohort.dropped)
                 problem = f"sampling.client_dropout = {dropout:g} leaves {n} of {chosen} workers"
-                remedy = f"a lower sampling.client_dropout, {instead}"
-            raise ExperimentError(f"round {round}: {problem}; {reason}; use {remedy} or another aggregate.rule")
+                remedy = f"a lower sampling.client_dropout or {remedy}"
+            raise ExperimentError(f"round {round}: {problem}; {reason}; or use {remedy}another aggregate.rule")
 
 
 def _refusal(rule: Pipeline, n: int, weightless: bool) -> str:

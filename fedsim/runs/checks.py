@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedsim.clients import FeatureLoss
 from fedsim.config.experiment import Experiment
+from fedsim.config.from_data import mismatches
 from fedsim.config.schema import Server
 from fedsim.core.learning_task import correct_of, described, predicts_classes, predicts_numbers
 from fedsim.core.randomness import Draws, preserve_random_state, torch_generator
@@ -24,6 +25,7 @@ from fedsim.core.registry import Imported
 from fedsim.core.rows import Layout
 from fedsim.core.training import check_outputs
 from fedsim.data import Shards, TensorData
+from fedsim.data.shapes import SampleShape
 from fedsim.data.tensors import compact
 from fedsim.engines import Engine, RunTask
 from fedsim.errors import DataError, ExperimentError, FedsimError, SettingWarning, one_line, show, show_bytes
@@ -227,6 +229,11 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
     _check_augmentations(experiment, inputs, train)
+    known, own = SampleShape.of(train), experiment.model.registration.imported
+    known = replace(known, classes=classes, tokens=max(known.tokens, SampleShape.of(test).tokens))
+    wrong = mismatches(experiment.model, experiment.data, known, experiment.task.component)
+    if wrong and not (train.dtype.is_floating_point or own):
+        raise ExperimentError(*wrong)  # a GPU cannot be used any more after a token that is out of range
     check_targets = getattr(experiment.task.component, "check_targets", None)
     try:
         if check_targets:
@@ -238,7 +245,8 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     except DataError as error:
         raise DataError(f"data.name = {show(dataset)}: {error}") from error
     except ExperimentError as error:
-        raise ExperimentError(f"{place}: {error}") from error
+        line = f"{place}: {error}"
+        raise ExperimentError(*(["; ".join([line, *wrong])] if own else wrong or [line])) from error
     _warn_of_classes(task, train, test, outputs, dataset)
     attack = experiment.attack.component
     if task.byzantine and not train.has_labels and (attack.goal is not None or "classes" in attack.poison_accepts):
@@ -269,7 +277,8 @@ def _check_labels(train: TensorData, test: TensorData) -> None:
     for name, data in (("training", train), ("test", test)):
         if data.has_integers and not data.has_labels:
             raise DataError(
-                f"the {name} set contains the label {int(data.targets.min())}; class labels must be at least 0"
+                f"the {name} set contains the label {int(data.targets.min())}; class labels must be at least 0; "
+                "renumber them from 0, or set task=regression for numbers"
             )
 
 
@@ -335,9 +344,9 @@ def _warn_if_untrained(setting: str, test_set: str, trained: np.ndarray, tested:
 
 
 def _remedy(train: TensorData) -> str:
-    """Return a remedy for a model that does not work on the data set's integer inputs, or \"\" for other inputs."""
-    if train.inputs.is_floating_point() or train.dtype.is_floating_point:
-        return ""
+    """Return a remedy for a model that does not work on the data set's images or integers, or \"\" for other inputs."""
+    if train.dtype.is_floating_point:
+        return "; use another model, or images of another size" if train.inputs.ndim == 4 else ""
     most = int(compact(train.inputs).cpu().numpy().max())  # PyTorch has no maximum of unsigned integers
     return (
         f"; the inputs are integers up to {most}: convert numbers to floating point, and for tokens, use a model with "
@@ -453,5 +462,5 @@ def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
         experiment.rule.dry_run(count)
     except ExperimentError as error:
         where = f"in round 1 only {count} of {len(sizes)} workers have data left for the last step"
-        remedy = "set local.steps to give all workers the same number of steps"
-        raise ExperimentError(*(f"{line}; {where}; {remedy}" for line in error.lines)) from None
+        remedy = "or set local.steps to give all workers the same number of steps"
+        raise ExperimentError(*(f"{where}: {line}; {remedy}" for line in error.lines)) from None

@@ -165,7 +165,8 @@ class LiveRun:
         folder = self.folder.path if self.folder else None
         result = Result(self.experiment, self.history, folder, self.stopped)
         vars(result).update(model=self.model(), global_row=self.global_row)  # not from files, as in a loaded result
-        if isinstance(self.task.algorithm, PersonalModel) and not self.engine.traits.ranks:  # ranks divide the states
+        personal = isinstance(self.experiment.local.component, PersonalModel)
+        if personal and not self.engine.traits.ranks:  # which divide the worker states
             vars(result)["_personal_models"] = PersonalModels.of_engine(self.task, self.engine)
         return result
 

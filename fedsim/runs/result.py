@@ -6,7 +6,7 @@ import functools
 import html
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,11 @@ from fedsim.clients import PersonalModel
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import read_toml
 from fedsim.config.load import load_experiment
+from fedsim.core.attributes import HintingAttributes
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.notebook import figure_html
 from fedsim.core.plotting import save
 from fedsim.core.rows import Layout
-from fedsim.core.suggestions import attribute_error
 from fedsim.errors import ExperimentError, RecordError, plural, show
 from fedsim.models.trainable import load_weights
 from fedsim.records.figures import draw_curve
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(HintingAttributes):
     """Result of a run.
 
     Attributes:
@@ -146,9 +146,6 @@ class Result:
         numbers are NaN. Raises MissingPackageError if pandas is not installed.
         """
         return to_frame(round_rows(self.history), "Result.to_dataframe")
-
-    def __getattr__(self, name: str) -> Any:
-        raise attribute_error(self, name)
 
     def __repr__(self) -> str:
         seconds = sum(record.total_seconds or 0.0 for record in self.history)

@@ -16,7 +16,7 @@ from fedsim.callbacks.notebook import display_of
 from fedsim.callbacks.painter import Painter
 from fedsim.callbacks.records import Checkpoints, KeptUpdates, Recorder
 from fedsim.config.experiment import Experiment
-from fedsim.config.load import load_experiment
+from fedsim.config.load import load_experiment, with_data
 from fedsim.config.validation import warnings_about, warnings_about_objects
 from fedsim.core.randomness import sole_use_of_generators
 from fedsim.data.sources import data_loaded_once
@@ -83,10 +83,10 @@ def run(
         RecordError: the folder has other content, or cannot be written.
         WorkerError: a worker failed, or processes were lost more often than `process_retries` allows.
     """
-    users = UserCallbacks([FunctionCallback(on_setup, on_start, on_round), *callbacks])
+    users = UserCallbacks(FunctionCallback(on_setup, on_start, on_round), callbacks)
     try:
         with sole_use_of_generators(for_run=True), data_loaded_once(), contextlib.ExitStack() as stack:
-            experiment = under_launcher(load_experiment(experiment, allow_imports=allow_imports, **changes))
+            experiment = under_launcher(with_data(load_experiment(experiment, allow_imports=allow_imports, **changes)))
             warn_of_copies(experiment.engine)
             live, callbacks = stack.enter_context(live_run(experiment, out, resume, users, session, progress))
             lines = warnings_about(experiment)

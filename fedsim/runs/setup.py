@@ -71,6 +71,7 @@ def begun(
     warn_if_threads_spin(threads)
     on_setup(f"starting the engine {experiment.engine}")  # its processes start while the data loads
     with (
+        torch.inference_mode(False),  # a caller may have disabled gradients
         preserve_random_state(device),
         session.engine(engine_name, device, processes, threads, experiment.timeout, experiment.start_method) as engine,
     ):

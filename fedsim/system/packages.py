@@ -44,7 +44,7 @@ def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:
         if (error.name or "").partition(".")[0] != package:  # a dependency of the package is missing
             raise
         raise MissingPackageError(
-            f"{purpose} needs the package {package}, which is not installed: pip install 'fedsim-sgd[{extra}]'"
+            f"{purpose} needs the package {package}, which is not installed: pip install {' '.join(EXTRAS[extra])}"
         ) from None
 
 

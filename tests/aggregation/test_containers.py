@@ -164,6 +164,19 @@ def test_numbers_that_are_no_client_ids_are_weights():
         assert float(fedsim.aggregate(updates)) == 0.75
 
 
+def test_lists_of_numbers_and_iterators_are_updates():
+    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    for updates in (
+        [[1, 2], [3.0, 4.0]],
+        iter(rows),
+        {"a": rows[0], "b": rows[1]}.values(),
+        zip(rows, [1, 1], strict=True),
+    ):
+        assert torch.equal(fedsim.aggregate(updates), torch.tensor([2.0, 3.0]))
+    assert torch.equal(fedsim.aggregate([iter(rows), iter(rows)])[1], rows[1])  # as from model.parameters()
+    assert torch.equal(fedsim.attack(iter(rows), 1, "ipm", eps=1.0)[0], torch.tensor([-2.0, -3.0]))
+
+
 @pytest.mark.parametrize(
     ("updates", "line"),
     [
@@ -175,8 +188,12 @@ def test_numbers_that_are_no_client_ids_are_weights():
         ),
         ({"a": torch.zeros(2, 3), "b": torch.zeros(3)}, r"updates\['b'\]: must .*\[n, ...\] .* as updates\['a'\]"),
         ([{"a": torch.zeros(2, dtype=torch.long)}], r"updates\[0\]: contains no floating-point numbers"),
-        ([[1.0, 2.0], [3.0, 4.0]], r"updates: must be a floating-point tensor of shape \[n, d\]"),
+        ([[1.0, 2.0], [3.0]], r"updates: must all have the same number of entries"),
+        ([1.0, 2.0], r"updates: must be a floating-point tensor of shape \[n, d\] .*, not a list of float objects"),
+        ([], r"updates: must be a floating-point tensor of shape \[n, d\] .*, not an empty list"),
+        ([torch.nn.Linear(1, 1)], r"updates\[0\]: is a module; pass the state_dict\(\) of each model"),
     ],
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
 def test_updates_with_different_entries_are_an_error(updates, line):
     with pytest.raises(ExperimentError, match=f"^{line}") as caught:

@@ -137,7 +137,7 @@ def test_wrong_weights_are_an_error(updates, weights, message):
         fedsim.aggregate(updates, weights)
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(0, 3), np.zeros((2, 3), int), [[1.0]], None])
+@pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(0, 3), np.zeros((2, 3), int), [1.0], None])
 def test_updates_must_be_a_floating_matrix(bad):
     with pytest.raises(ExperimentError, match=r"updates: must be a floating-point tensor of shape \[n, d\]"):
         fedsim.aggregate(bad)

@@ -74,7 +74,7 @@ def test_a_display_that_fails_does_not_end_the_run(shown, tiny_experiment, monke
 
 
 @pytest.mark.skipif(
-    find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs fedsim-sgd[notebook]"
+    find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs nbclient and ipykernel"
 )
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # raised by the kernel

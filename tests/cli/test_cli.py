@@ -35,7 +35,7 @@ def test_run_prints_a_line_per_round_the_accuracy_and_the_folder(cli):
     assert [line.split()[0] for line in lines[3:5]] == ["1", "2"]
     assert lines[2].split()[0] == "round"
     assert re.match(r"final test accuracy 0\.\d{4} after 2 rounds in \d", lines[-2])
-    assert "tests.components:tiny (203 train, 90 test), 2nn (199,210 parameters)" in lines[1]
+    assert "tests.components:tiny (203 train, 90 test), 2nn (784 inputs, 10 classes, 199,210 parameters)" in lines[1]
     quiet = cli("run", *QUICK, "--quiet", "--out", "here")
     assert (quiet.stdout, quiet.stderr) == ("here\n", "")
 
@@ -140,7 +140,7 @@ def test_list_shows_every_component_of_a_kind_with_parameters_and_description(cl
                 rf"^  {re.escape(registration.name)} +{re.escape(registration.summary)}$", done.stdout, re.M
             )
             for parameter in registration.parameters.model_fields:
-                assert re.search(rf"^ +{parameter}( = | \(required\))", done.stdout, re.M)
+                assert re.search(rf"^ +{parameter}( = | \(required\)| \(from the data\))", done.stdout, re.M)
 
 
 def test_list_takes_one_component_and_shows_its_parameters_and_all_of_its_docstring(cli):

@@ -60,6 +60,14 @@ def test_little_shared_memory_is_a_problem_only_where_it_is_used(monkeypatch, tm
     assert "--shm-size" in problems_of(checkup._shared_memory)[0]
 
 
+def test_a_torchvision_that_cannot_be_imported_is_a_problem(monkeypatch):
+    assert problems_of(checkup._torchvision) == []
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
+    [problem] = problems_of(checkup._torchvision)
+    assert "import torchvision fails" in problem
+    assert problem.endswith(": pip install --upgrade torch torchvision")
+
+
 def test_an_nvidia_gpu_that_pytorch_cannot_use_is_a_problem(monkeypatch, tmp_path):
     monkeypatch.setattr(checkup.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(checkup.torch.accelerator, "is_available", lambda: False)

@@ -400,14 +400,18 @@ def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
     ("tables", "error", "words"),
     [
         ({"task.label_smoothing": 1.0}, ExperimentError, "task.label_smoothing = 1.0"),
-        ({**BINARY, "model": "logistic"}, ExperimentError, r"must return logits \[batch\] or \[batch, 1\]"),
+        (
+            {**BINARY, "model": {"name": "logistic", "classes": 2}},
+            ExperimentError,
+            r"must return logits \[batch\] or \[batch, 1\]",
+        ),
         ({**BINARY, "data": "tests.components:tiny"}, ExperimentError, "labels go up to 9; use task=classif"),
         ({**REGRESSION, "task": "classification"}, DataError, r"needs one class label.*float32 \[8\]; .*task=regres"),
         ({**NEXT_TOKEN, "task": "binary"}, DataError, r"needs one class label.*int64 \[8, 6\]; .*use task=next_token"),
         (
             {**REGRESSION, "model.outputs": 2},
             ExperimentError,
-            r"targets' shape, \[8\] or \[batch, 1\]; it returned \(8, 2\)",
+            r'^model.outputs = 2, but "tests.other_tasks:planes" has 1 output; remove model.outputs or set 1$',
         ),
         ({**NEXT_TOKEN, "model": lambda: Bigrams(5)}, ExperimentError, "Embedding|index out of range"),
         (
@@ -421,8 +425,8 @@ def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
             "has no accuracy; use stop.m",
         ),
         ({**REGRESSION, "task.delta": 0.5}, ExperimentError, "task.delta = 0.5: is only used with task.loss=huber"),
-        ({"data": "shakespeare"}, DataError, "use task=next_token model=char_lstm for tokens"),
-        ({"data": REGRESSION["data"]}, DataError, "use task=regression model=linear for numbers"),
+        ({"data": "shakespeare", "task": "classification"}, DataError, "use task=next_token for tokens"),
+        ({"data": REGRESSION["data"], "task": "binary"}, DataError, "use task=regression for numbers"),
         ({"data": REGRESSION["data"], "task": "next_token"}, DataError, "use task=regression for numbers"),
         ({"data": "mnist5k", "task": "next_token"}, DataError, "use task=classification for class labels"),
     ],

@@ -27,19 +27,22 @@ FETCHED = re.compile(
 
 sys.path.append(str(DOCS / "hooks"))  # as mkdocs does
 blocks = importlib.import_module("blocks")
+RESULTS = importlib.import_module("gallery").RESULTS
 PAGES = blocks.pages()
+MOST_WORDS, MOST_HOW_TO_PAGES = 24_000, 35
+MOST_BYTES = 60_000  # of a picture
 
 
 @functools.cache
 def as_installed():
-    """Return the beginning of a program that has the packages of the extra `docs`, and those that blocks need."""
+    """Return the beginning of a program that has the packages of the extra `test`, and those that blocks need."""
     needed = {name for text in PAGES.values() for block in blocks.blocks_of(text) for name in block.packages}
-    others = modules_besides(distributions_of(f"{PROJECT['name']}[docs]", requirements())) - needed
+    others = modules_besides(distributions_of(f"{PROJECT['name']}[test]", requirements())) - needed
     return ABSENT.format(names=others)
 
 
 def run_forked(words, folder, environment):
-    """Run `python *words` with the packages of the extra `docs` and those that blocks name in `needs`.
+    """Run `python *words` with the packages of the extra `test` and those that blocks name in `needs`.
 
     The process is the fork of a process that has imported fedsim, which saves two seconds per page.
     """
@@ -66,9 +69,25 @@ def test_the_blocks_of_the_page_print_the_outputs_below_them(page, tmp_path):
         pytest.skip(f"skipped only the blocks that need {', '.join(missing)}")
 
 
+def test_pages_are_few_and_short_and_pictures_small():
+    texts = {path.relative_to(DOCS).as_posix(): path.read_text() for path in DOCS.rglob("*.md")}
+    assert [page for page, text in texts.items() if text.startswith("---")] == [], "a code host shows front matter"
+    assert sum(len(without_outputs(text).split()) for text in texts.values()) <= MOST_WORDS
+    assert len([page for page in texts if page.startswith("how-to/")]) <= MOST_HOW_TO_PAGES
+    pictures = list(DOCS.rglob("*.png"))
+    assert [path.name for path in pictures if path.stat().st_size > MOST_BYTES] == []
+    assert [path.name for path in pictures if not any(path.name in text for text in texts.values())] == []
+
+
+def without_outputs(text):
+    for block in reversed(blocks.blocks_of(text)):
+        text = text[: block.end] + text[block.end_below :]
+    return RESULTS.sub("", text)  # stored results in a page of the gallery
+
+
 def test_every_page_is_in_the_navigation_once(monkeypatch):
     """Here and on the site, mkdocs itself reads `mkdocs.yml` and lets the hooks add the generated pages."""
-    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install 'fedsim-sgd[docs]'")
+    pytest.importorskip("mkdocs", reason="needs mkdocs: pip install -e '.[docs]'")
     from mkdocs.config import load_config
     from mkdocs.structure.files import get_files, set_exclusions
     from mkdocs.structure.nav import Link, get_navigation
@@ -231,7 +250,7 @@ def test_a_block_that_fails_is_an_error_with_its_line(page, problem, tmp_path):
 def site(tmp_path_factory):
     """Return the folder of the built site."""
     if find_spec("mkdocs") is None:
-        pytest.skip("needs mkdocs: pip install 'fedsim-sgd[docs]'")
+        pytest.skip("needs mkdocs: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

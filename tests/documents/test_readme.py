@@ -13,7 +13,7 @@ import pytest
 import fedsim
 from tests.commands import ROOT
 from tests.declared import PROJECT, distributions_of, owners, requirements
-from tests.documents.test_documentation import DOCS, blocks
+from tests.documents.test_documentation import DOCS, PAGES, blocks
 
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = blocks.blocks_of(TEXT)
@@ -58,19 +58,21 @@ def _of_tests():
     """The imports of tests, except those that are skipped without a package, and the programs of such tests."""
     paths = [path for path in (ROOT / "tests").rglob("*.py") if not path.stem.endswith("_program")]
     codes = [code for code in (path.read_text() for path in paths) if "importorskip" not in code]
-    return {"pytest", "xdist", *_of_site()}.union(*(_imports(code, of_module=True) for code in codes))
+    return {"pytest", "xdist", *_of_site(), *_of_pages()}.union(*(_imports(code, of_module=True) for code in codes))
 
 
 def _of_site():
-    """The imports of the hooks and of blocks that run on each page."""
-    names, own = {"mkdocs", "material", "pymdownx"}, {path.stem for path in (DOCS / "hooks").glob("*.py")}
-    codes = [path.read_text() for path in (DOCS / "hooks").glob("*.py")]
-    for path in DOCS.rglob("*.md"):
-        for block in blocks.blocks_of(path.read_text()):
-            own |= {Path(block.attributes.get("title", "")).stem}
-            if block.action == "python" and not block.packages:
-                codes.append(block.code)
-    return names.union(*map(_imports, codes)) - own
+    """The imports of the hooks."""
+    paths = list((DOCS / "hooks").glob("*.py"))
+    imported = set().union(*(_imports(path.read_text()) for path in paths))
+    return {"mkdocs", "material", "pymdownx", *imported} - {path.stem for path in paths}
+
+
+def _of_pages():
+    """The imports of Python blocks that run with every installation."""
+    every = [block for text in PAGES.values() for block in blocks.blocks_of(text)]
+    codes = [block.code for block in every if block.action == "python" and not block.packages]
+    return set().union(*map(_imports, codes)) - {Path(block.attributes.get("title", "")).stem for block in every}
 
 
 IMPORTS = {"python run_experiment.py": _of_programs, "python -m pytest": _of_tests, "mkdocs serve": _of_site}

@@ -65,7 +65,7 @@ def test_small_batches_of_several_rows_are_stacked_and_others_are_not(tables):
     ],
 )
 def test_the_choice_for_the_models_here_is_what_was_measured_to_be_faster(model, batch_size, stacked):
-    """Ten rows in one process, as in the table in docs/explanation/performance.md."""
+    """Ten rows in one process, as in benchmarks/results/plans-cpu.json."""
     local = {"batch_size": batch_size, "steps": 1}
     wanted = fedsim.Experiment(
         model=model, workers=10, rounds=1, local=local, data="tests.components:tiny", engine="serial"

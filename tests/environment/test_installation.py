@@ -74,5 +74,5 @@ def test_the_core_runs_compares_and_draws_without_an_extra_or_the_checkout(insta
     for name in ("default/curve.png", "default/model.safetensors", "compared/results.csv", "compared/heatmap.png"):
         assert (tmp_path / name).is_file(), name
     refused = fedsim("report", "default")
-    line = "error: a report needs the package plotly, which is not installed: pip install 'fedsim-sgd[report]'\n"
+    line = "error: a report needs the package plotly, which is not installed: pip install plotly jinja2\n"
     assert (refused.returncode, refused.stderr) == (2, line)

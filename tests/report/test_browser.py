@@ -66,6 +66,12 @@ def lines(page):
     return dict(plotted(page, named=True))
 
 
+def styles(page):
+    """Return the name, colour and dashes of each line in the legend of the curves."""
+    read = "document.getElementById('curves-chart')._fullData.filter((t) => t.visible === true && t.showlegend)"
+    return page.evaluate(f"{read}.map(({{ name, line }}) => [name, line.color, line.dash])")
+
+
 def layout(page, path, chart="curves-chart"):
     return page.evaluate(f"document.getElementById('{chart}')._fullLayout.{path}")
 
@@ -102,11 +108,15 @@ def test_the_controls_of_a_comparison_choose_what_is_drawn(show, tmp_path):
     assert len(plotted(page)) == 2 * (1 + 2)  # a thin line for each of the two seeds
     curves.get_by_label("Spread").select_option(label="hidden")
     assert len(plotted(page)) == 2
+    mean, krum = (color for _, color, _ in styles(page))
+    assert mean != krum
     curves.get_by_label("workers").select_option(label="all")
     assert len(lines(page)) == 6
+    assert len({(color, dash) for _, color, dash in styles(page)}) == 6
     curves.get_by_label("rule").select_option(label="krum")
     curves.get_by_label("workers").select_option(label="8")
     assert lines(page) == {"krum · 1 · 8": [0.5, 0.125]}
+    assert styles(page) == [["krum · 1 · 8", krum, "solid"]]  # the colour that krum has beside mean
     curves.get_by_label("Smoothing").fill("0.5")
     assert lines(page)["krum · 1 · 8"][-1] == pytest.approx((0.5 * 0.5 + 0.125) / 1.5)
     assert len(plotted(page)) == 2  # the recorded values stay visible

@@ -10,8 +10,9 @@ from fedsim.comparison.results import read_records
 from fedsim.core.confidence import estimate
 from fedsim.records.formatting import MISSING
 from fedsim.records.reader import StoredPartition
+from fedsim.records.worker_results import WorkerResults, workers_csv
 from fedsim.report.comparison_page import comparison_page
-from fedsim.report.on_page import partition_heat_map, run_curves, weights_heat_map
+from fedsim.report.on_page import PALETTE, partition_heat_map, run_curves, weights_heat_map
 from fedsim.report.run_page import rounds_table, run_page
 from tests.report.folders import add_to_rounds, invent_run, on_the_clock, timed_comparison, write_points
 
@@ -153,6 +154,18 @@ def test_a_run_on_the_clock_has_its_scales_metrics_tiles_and_columns(tmp_path):
     assert {("mode", "clock"), ("policy", "asgd")} <= set(context["facts"])
     assert "rule" not in dict(context["facts"])  # not used by the policy
     assert {"virtual seconds", "updates", "mean staleness"} <= set(context["table"]["head"])
+
+
+@pytest.mark.parametrize("model", ["personal", "global"])
+def test_the_tiles_of_a_run_have_the_accuracy_of_the_model_that_workers_would_use(model, tmp_path):
+    folder = invent_run(tmp_path / "run", [0.5, 0.7])
+    tested = {worker: {"global": (0.9, 0.5), model: (0.3, accuracy)} for worker, accuracy in ((2, 0.75), (5, 1.0))}
+    results = WorkerResults.of(2, {2: 4, 5: 8}, tested)
+    (folder / "workers-00002.csv").write_text(workers_csv(results))
+    context, charts = run_page(read_records(folder))
+    assert ("worker accuracy", "0.8750", f"{model} model, 2 workers") in context["tiles"]
+    colours = {trace["name"]: trace["line"]["color"] for trace in charts["workers-chart"][0]["data"]}
+    assert colours == dict(zip(["global model", "personal model"], PALETTE[: len(tested[2])], strict=False))
 
 
 def test_a_synchronous_run_has_no_scale_but_rounds(fresh_run):

@@ -159,7 +159,7 @@ def test_a_missing_package_raises_an_error_with_the_command_to_install_it(fresh_
     with pytest.raises(MissingPackageError) as caught:
         write_report(fresh_run)
     assert str(caught.value) == (
-        f"a report needs the package {package}, which is not installed: pip install 'fedsim-sgd[report]'"
+        f"a report needs the package {package}, which is not installed: pip install plotly jinja2"
     )
     assert not (fresh_run / "report.html").exists()
 

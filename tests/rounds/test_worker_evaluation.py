@@ -113,7 +113,7 @@ def fine_tuned(model, data, positions, worker):
 
 USED = {
     "the global model": ({"algorithm": "sgd"}, {}),
-    "a complete personal model": ({"algorithm": "ditto", "lam": 1.0}, {"engine": "spawn", "processes": 2}),
+    "a complete personal model": ({"algorithm": "ditto", "lam": 1.0}, {"engine": "processes", "processes": 2}),
     "personal parameters": ({"algorithm": "fedper", "personal": ["*.bias"]}, {"mode": "clock"}),
     "a model that starts late": ({"algorithm": "pfedme", "eta": 0.05}, {"engine": "batched"}),
 }

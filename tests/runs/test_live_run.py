@@ -26,8 +26,8 @@ class Fake:
 
     def __init__(self, *losses, retries=2, rounds=2):
         self.row, self.losses, self.replaced, self.states = torch.zeros(1), list(losses), 0, 0
-        aggregate = SimpleNamespace(nonfinite="error")
-        self.experiment = SimpleNamespace(process_retries=retries, rounds=rounds, aggregate=aggregate)
+        aggregate, local = SimpleNamespace(nonfinite="error"), SimpleNamespace(component=None)
+        self.experiment = SimpleNamespace(process_retries=retries, rounds=rounds, aggregate=aggregate, local=local)
         self.notes = []
 
     def live(self):

@@ -8,6 +8,7 @@ import numpy as np
 
 from fedsim.core.numbers import ProperFraction
 from fedsim.data.columns import (
+    DataColumn,
     data_path,
     require_finite,
     samples_of,
@@ -15,15 +16,16 @@ from fedsim.data.columns import (
     without_spaces,
 )
 from fedsim.data.drawn_tests import split_test
+from fedsim.data.encoding import target_numbers
 from fedsim.data.sources import PICKLES, dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, show
 
 NAMES = {  # accepted names of each array
-    "inputs": ("inputs", "x_train", "x"),
-    "targets": ("targets", "y_train", "y"),
-    "test_inputs": ("test_inputs", "x_test"),
-    "test_targets": ("test_targets", "y_test"),
+    "inputs": ("inputs", "x_train", "x", "X", "images", "train_images", "data"),
+    "targets": ("targets", "y_train", "y", "labels", "train_labels"),
+    "test_inputs": ("test_inputs", "x_test", "test_images"),
+    "test_targets": ("test_targets", "y_test", "test_labels"),
 }
 
 
@@ -33,9 +35,10 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
     """Arrays in a `.npz` file, or tensors in a `.safetensors` file.
 
     The arrays are `inputs` [n, ...], `targets` [n, ...] and, if the file has test samples, `test_inputs` and
-    `test_targets` (or `x_train`, `y_train`, `x_test`, `y_test`, as in Keras). Every other array has shape [n] and
-    contains the owner of each sample, for the partition `natural`. uint8 inputs are images
-    [n, channels, height, width], divided by 255.
+    `test_targets` (or `x_train`, `y_train`, `x_test`, `y_test` as in Keras, and other usual names). Every other array
+    has shape [n] and contains the owner of each sample, for the partition `natural`. uint8 inputs are divided by 255.
+    Those of shape [n, height, width] or [n, height, width, channels] become [n, channels, height, width]. Targets that
+    are text become class labels in sorted order.
 
     Args:
         path: the file. `.pt` files are refused, because reading a pickle runs code.
@@ -60,10 +63,15 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
     tested = parts["test_inputs"] or parts["test_targets"]
     for role in ("inputs", "targets", *(("test_inputs", "test_targets") if tested else ())):
         if not parts[role]:
-            raise DataError(f"{path}: has no array {role}, only {', '.join(stored) or 'none'}")
+            raise DataError(
+                f"{path}: has no array {role}, only {', '.join(stored) or 'none'}; allowed: {', '.join(NAMES[role])}"
+            )
     values = {role: stored.pop(name) for role, names in parts.items() for name in names}
-    for role, array in values.items():
-        require_finite(array, f"{path}: {role}")
+    for role in ("inputs", "test_inputs"):
+        if role in values:
+            require_finite(values[role], f"{path}: {role}")
+    roles = [role for role in ("targets", "test_targets") if role in values]
+    targets, are_names = target_numbers([DataColumn(values[role], f"{path}: {role}") for role in roles])
     n = len(values["targets"])
     for name, array in stored.items():
         if array.shape != (n,):
@@ -73,10 +81,10 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
                 f"[{n}], one owner per sample"
             )
     owners = {name: without_spaces(array, f"{path}: {show(name)}") for name, array in stored.items()}
-    train = samples_of(values["inputs"], values["targets"], owners, path)
+    train = samples_of(values["inputs"], targets[0], owners, path)
     if "test_inputs" not in values:
-        return split_test(train, test_fraction, path)
-    return train, samples_of(values["test_inputs"], values["test_targets"], {}, path)
+        return split_test(train, test_fraction, path, are_classes=are_names)
+    return train, samples_of(values["test_inputs"], targets[1], {}, path)
 
 
 def _read(path: str) -> dict[str, np.ndarray]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import data_path, parts_of
+from fedsim.data.columns import data_path, parts_of, warn_of_unused
 from fedsim.data.encoding import DataTable, Names, train_and_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
@@ -77,6 +77,7 @@ def huggingface(
     for key, name in (("train", train), ("test", test)):
         if name is not None and name not in splits:
             raise DataError(f"data.{key} = {show(name)}: no such split; {path} has {', '.join(splits)}")
+    warn_of_unused(list(splits), (train, test), path)
     first, second = (
         None if name is None else DataTable({key: splits[name][key][:] for key in splits[name].column_names}, place)
         for name, place in ((train, f"{path}, split {train}"), (test, f"{path}, split {test}"))

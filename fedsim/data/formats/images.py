@@ -20,8 +20,9 @@ from torch import Tensor
 
 from fedsim.core.suggestions import closest
 from fedsim.data.pictures import pixels_of
+from fedsim.data.shapes import SampleShape
 from fedsim.data.sources import MNIST_STATISTICS, dataset
-from fedsim.data.tensors import TensorData
+from fedsim.data.tensors import COLOURS, TensorData
 from fedsim.errors import DataError, FedsimError, MissingPackageError, one_line, show
 from fedsim.system import packages
 from fedsim.system.devices import require_memory
@@ -36,6 +37,7 @@ CLASS_NAMES = {  # in torchvision
     "cifar100": "CIFAR100",
     "svhn": "SVHN",
 }
+EMNIST_CLASSES = {"balanced": 47, "byclass": 62, "bymerge": 47, "digits": 10, "letters": 26, "mnist": 10}
 KINDS = "images-idx3", "labels-idx1"
 MNIST_FILES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in KINDS]
 FILES = {  # below the root
@@ -58,7 +60,6 @@ TEST_SPLITS = dict.fromkeys(("CLEVRClassification", "ImageNet", "Imagenette", "P
 WITHOUT_LABELS = "CelebA", "Cityscapes", "Kitti", "LFWPairs", "WIDERFace"  # one integer label per image
 SET_BY_FEDSIM = "root", "download", "loader", "transform", "target_transform", "transforms"
 PARAMETERS_OF_READING = "size", "mean", "std"  # of `read_images`, not of torchvision's classes
-COLOURS = 1, 3  # channels
 
 Parts = tuple[dict[str, Any], dict[str, Any]]  # arguments of a torchvision class for the training and the test images
 
@@ -80,7 +81,7 @@ def lacks_files(name: str, root: str | Path, **params: Any) -> bool:
     return False
 
 
-@dataset("mnist")
+@dataset("mnist", declared=lambda: SampleShape((1, 28, 28), 10))
 def mnist(root: Path) -> tuple[TensorData, TensorData]:
     """MNIST: 60,000 images to train and 10,000 to test. Torchvision downloads missing files.
 
@@ -96,7 +97,7 @@ def mnist(root: Path) -> tuple[TensorData, TensorData]:
     return read_images("MNIST", root)
 
 
-@dataset("fashion_mnist")
+@dataset("fashion_mnist", declared=lambda: SampleShape((1, 28, 28), 10))
 def fashion_mnist(root: Path) -> tuple[TensorData, TensorData]:
     """Fashion-MNIST: 60,000 images to train and 10,000 to test. Torchvision downloads missing files.
 
@@ -107,7 +108,7 @@ def fashion_mnist(root: Path) -> tuple[TensorData, TensorData]:
     return read_images("FashionMNIST", root)
 
 
-@dataset("kmnist")
+@dataset("kmnist", declared=lambda: SampleShape((1, 28, 28), 10))
 def kmnist(root: Path) -> tuple[TensorData, TensorData]:
     """Kuzushiji-MNIST: 60,000 images of cursive Japanese characters to train and 10,000 to test, 10 classes.
 
@@ -118,7 +119,7 @@ def kmnist(root: Path) -> tuple[TensorData, TensorData]:
     return read_images("KMNIST", root)
 
 
-@dataset("emnist")
+@dataset("emnist", declared=lambda split: SampleShape((1, 28, 28), EMNIST_CLASSES[split]))
 def emnist(
     root: Path, *, split: Literal["balanced", "byclass", "bymerge", "digits", "letters", "mnist"] = "balanced"
 ) -> tuple[TensorData, TensorData]:
@@ -136,7 +137,7 @@ def emnist(
     return read_images("EMNIST", root, split=split)
 
 
-@dataset("cifar10")
+@dataset("cifar10", declared=lambda: SampleShape((3, 32, 32), 10))
 def cifar10(root: Path) -> tuple[TensorData, TensorData]:
     """CIFAR-10: 50,000 colour images to train and 10,000 to test, 10 classes. Torchvision downloads missing files.
 
@@ -152,7 +153,7 @@ def cifar10(root: Path) -> tuple[TensorData, TensorData]:
     return read_images("CIFAR10", root)
 
 
-@dataset("cifar100")
+@dataset("cifar100", declared=lambda: SampleShape((3, 32, 32), 100))
 def cifar100(root: Path) -> tuple[TensorData, TensorData]:
     """CIFAR-100: 50,000 colour images to train and 10,000 to test, 100 classes. Torchvision downloads missing files.
 
@@ -166,7 +167,7 @@ def cifar100(root: Path) -> tuple[TensorData, TensorData]:
     return read_images("CIFAR100", root)
 
 
-@dataset("svhn")
+@dataset("svhn", declared=lambda: SampleShape((3, 32, 32), 10))
 def svhn(root: Path) -> tuple[TensorData, TensorData]:
     """SVHN: 73,257 colour images of house numbers to train and 26,032 to test, 10 classes. Needs SciPy.
 

@@ -18,12 +18,17 @@ from fedsim.data.columns import data_path, unreadable, warn
 from fedsim.data.encoding import DataTable, Names, train_and_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
-from fedsim.errors import DataError, MissingPackageError, plural, show
+from fedsim.errors import DataError, MissingPackageError, show
 from fedsim.system.files import decoded
 from fedsim.system.packages import import_extra
 
 DELIMITERS = ",;\t|"
 EXCEL_LINE = re.compile(r"sep=(.)\r?\n")  # a first line of Excel, which names the delimiter
+MAGIC = {  # first bytes of files that are no CSV files, and what to do
+    b"\x1f\x8b": "is compressed; let its name end in .csv.gz",
+    b"PK\x03\x04": "is an Excel workbook or a zip archive; save the table as CSV",
+    b"PAR1": "is a Parquet file; let its name end in .parquet",
+}
 COMMA_NUMBER = re.compile(r"[-+]?\d*,?\d+")  # a number with a decimal comma
 SAMPLE = 2**16  # number of characters in which the delimiter is searched
 
@@ -41,7 +46,7 @@ def table(
     delimiter: str | None = None,
     test_fraction: ProperFraction = 0.2,
 ) -> tuple[TensorData, TensorData]:
-    """Table in a CSV or Parquet file, one sample per line, read by PyArrow (`pip install 'fedsim-sgd[tables]'`).
+    """Table in a CSV or Parquet file, one sample per line, read by PyArrow (`pip install pyarrow`).
 
     Columns of numbers are concatenated to inputs [n, features]. A column of text with at most 100 different texts
     becomes one input per text of the training samples, in sorted order: 1 for the text of a sample, else 0. A test
@@ -102,7 +107,7 @@ def _parquet(path: str) -> DataTable:
 
 def _csv(path: str, delimiter: str | None) -> DataTable:
     module = import_extra("pyarrow.csv", extra="tables", purpose="reading tables")
-    start = _sample(path)
+    start = _start(path)
     excel = EXCEL_LINE.match(start)
     found = delimiter or (excel[1] if excel else _delimiter(start))
     assumed = [f"delimiter {show(found)}"] if delimiter is None and found != "," else []
@@ -117,13 +122,15 @@ def _csv(path: str, delimiter: str | None) -> DataTable:
             raise UnicodeError
     except UnicodeError:
         raise _undecodable(path) from None
-    except Exception as error:
-        raise _wrong_length(path, found) or error from None
     columns = _columns(content, path)
+    if len(columns) == 1:
+        only = f"has only one column, {show(next(iter(columns)))} (delimiter {show(found)})"
+        raise DataError(f"{path}: {only}; set `delimiter`, or add columns of inputs")
     for name, values in columns.items() if found != "," else ():
         if (numbers := _with_decimal_commas(values)) is not None:
             columns[name] = numbers
-            assumed.append(f"column {name} has decimal commas, such as {values[0]}")
+            example = next(text for text in values if "," in text)
+            assumed.append(f"column {name} has decimal commas, such as {example} for {example.replace(',', '.')}")
     return DataTable(columns, path, (), lambda row: f"line {_line_of(path, found, row)}", tuple(assumed))
 
 
@@ -141,10 +148,16 @@ def _opened(path: str) -> Any:
     return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")
 
 
-def _sample(path: str) -> str:
-    """Return the start of a CSV file, as whole lines if possible."""
+def _start(path: str) -> str:
+    """Return the start of a CSV file, as whole lines if possible. Raise DataError for a file of another format."""
     with _opened(path) as file:
         start = file.read(SAMPLE)
+    if other := next((text for magic, text in MAGIC.items() if start.startswith(magic)), None):
+        raise DataError(f"{path}: {other}")
+    if b"\0" in start:
+        raise _undecodable(path)
+    if not start.strip():
+        raise DataError(f"{path}: is empty")
     return start[: start.rfind(b"\n") + 1 or None].decode("utf-8-sig", errors="replace")
 
 
@@ -160,7 +173,8 @@ def _delimiter(start: str) -> str:
 
 def _with_decimal_commas(values: np.ndarray) -> np.ndarray | None:
     """Return a column of text as numbers if all values are numbers with decimal commas, such as 1,5, else None."""
-    if values.dtype.kind != "O" or not all(isinstance(text, str) and COMMA_NUMBER.fullmatch(text) for text in values):
+    texts = values.dtype.kind == "O" and all(isinstance(text, str) for text in values)
+    if not texts or not all(map(COMMA_NUMBER.fullmatch, values)) or not any("," in text for text in values):
         return None
     return np.array([text.replace(",", ".") for text in values]).astype(float)
 
@@ -178,20 +192,6 @@ def _line_of(path: str, delimiter: str, row: int) -> int:
     return next(line for number, (line, _) in enumerate(_records(path, delimiter)) if number == row + 1)
 
 
-def _wrong_length(path: str, delimiter: str) -> DataError | None:
-    """Return the error for the first line of a CSV file that has more or fewer values than the line of column names."""
-    records = _records(path, delimiter)
-    with contextlib.suppress(csv.Error, OSError, EOFError):
-        names = next(records, (1, []))[1]
-        for line, values in records:
-            if len(values) != len(names):
-                counts = f"{plural(len(values), 'value')}, but there are {plural(len(names), 'column name')}"
-                return DataError(
-                    f"{path}: line {line} has {counts} (delimiter {show(delimiter)}); correct it, or set `delimiter`"
-                )
-    return None
-
-
 def _undecodable(path: str) -> DataError:
     """Return the error for a CSV file that is not UTF-8."""
     with _opened(path) as file:
@@ -199,4 +199,4 @@ def _undecodable(path: str) -> DataError:
             decoded(file.read())
         except ValueError as error:
             return DataError(f"{path}: {error}")
-    return DataError(f"{path}: contains bytes that are not text")
+    return DataError(f"{path}: is not a text file; save the table as CSV in UTF-8")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import lzma
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -103,8 +104,8 @@ def text(
 
     For the partition `natural`, each file is the owner of its samples (column "file"). The last part of each file is
     test data. The vocabulary comes from the training parts: the most frequent characters, where token 0 stands for all
-    others, or byte-pair tokens of bytes (Sennrich et al. 2016), trained with the package `tokenizers` (pip install
-    'fedsim-sgd[text]').
+    others, or byte-pair tokens of bytes (Sennrich et al. 2016), trained with the package `tokenizers`
+    (`pip install tokenizers`).
 
     Args:
         path: a file, a folder with files *.txt (also in subfolders), or a list of files and folders.
@@ -140,7 +141,8 @@ def text(
                 f"{len(pair[1])} tokens; each needs {length + 1} or more for one window; use a smaller data.length"
             )
     names = [{"file": str(file)} for file in files]
-    return windows(names, encoded, length=length, stride=stride, targets=targets, test_windows=test_windows)
+    train, test = windows(names, encoded, length=length, stride=stride, targets=targets, test_windows=test_windows)
+    return replace(train, assumed=(f"the last {test_fraction:.0%} of each file are test data",)), test
 
 
 def windows(

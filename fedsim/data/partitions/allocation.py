@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from fedsim.errors import ExperimentError
 
@@ -15,6 +17,17 @@ TRIES = 1000  # maximum number of draws to reach `min_size`
 
 # Concentration parameter of a Dirichlet distribution. Above 1e12 all shares would be equal, and sums would overflow.
 Concentration = Annotated[float, Field(gt=0, le=1e12)]
+
+
+def label_array(labels: Any) -> np.ndarray:
+    """Return labels as an array. Raises ExperimentError for a data set, whose samples are not labels."""
+    samples = isinstance(labels, (list, tuple)) and labels and isinstance(labels[0], (list, tuple))
+    if samples or isinstance(labels, (str, Dataset)):
+        raise ExperimentError(
+            f"labels: must be one label per sample, [n], not a {type(labels).__name__}; for a data set, use "
+            "fedsim.dataset_split(dataset, n_workers, ...), or pass [label for _, label in dataset]"
+        )
+    return np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
 
 
 def even_sizes(n_samples: int, parts: int) -> np.ndarray:

@@ -32,7 +32,7 @@ from torch import Tensor
 from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.registry import Registry
-from fedsim.data.partitions.allocation import has_classes, samples_by_class
+from fedsim.data.partitions.allocation import has_classes, label_array, samples_by_class
 from fedsim.data.partitions.ids import Ids, id_columns
 from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards, as_indices
 from fedsim.errors import ExperimentError, show
@@ -110,7 +110,7 @@ def partition_shards(
     registration = partition_strategy.get(strategy, "partition.name")
     params = registration.check(params, "partition", beside=["name"])
     virtual = "worker" in registration.takes
-    labels = labels.cpu() if isinstance(labels, Tensor) else np.asarray(labels)
+    labels = labels.cpu() if isinstance(labels, Tensor) else label_array(labels)
     targets, ids = np.asarray(labels), id_columns(ids)
     _check_input(targets, n_workers, virtual)
     _check_needs(strategy, registration.takes, targets, ids)

@@ -60,7 +60,8 @@ class Natural:
         columns = ids()
         if not columns:
             raise ExperimentError(
-                'partition.name = "natural": this data set does not say who owns each sample; use another partition'
+                'partition.name = "natural": this data set does not say who owns each sample; set data.ids to a '
+                "column of owners, if the data set is a table, or use another partition"
             )
         return len(owners_of(columns, self.by)[0])
 

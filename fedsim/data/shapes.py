@@ -1,0 +1,79 @@
+"""The shape of a data set's samples, from which the task, the model and the dimensions of the model follow."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fedsim.core.learning_task import LearningTask, output_count
+from fedsim.data.tensors import TensorData, compact
+from fedsim.errors import plural
+
+FEWEST_PIXELS = 16  # sides of the smallest images for which the model `net` is chosen
+MOST_CLASSES = 100  # with more classes, most of them must have samples, or their number must be set
+
+
+@dataclass(frozen=True)
+class SampleShape:
+    """What the training samples of a data set prescribe to a task and a model.
+
+    Attributes:
+        inputs: shape of one input.
+        classes: the highest training label or target token plus one; 0 for floating-point targets.
+        targets: shape of one target.
+        tokens: the highest token of the inputs plus one; 0 if inputs are floating-point numbers.
+        gaps: whether the labels are so high and so few that they are probably not consecutive classes.
+    """
+
+    inputs: tuple[int, ...]
+    classes: int
+    targets: tuple[int, ...] = ()
+    tokens: int = 0
+    gaps: bool = False
+
+    @classmethod
+    def of(cls, train: TensorData) -> SampleShape:
+        """Return the shape of training samples."""
+        tokens = 0 if train.dtype.is_floating_point else int(compact(train.inputs).cpu().numpy().max()) + 1
+        classes = max(train.classes, not train.targets.is_floating_point())
+        many = train.has_integers and classes > MOST_CLASSES
+        gaps = many and classes > 2 * len(train.targets.unique())
+        return cls(tuple(train.inputs.shape[1:]), classes, tuple(train.targets.shape[1:]), tokens, gaps)
+
+    def __str__(self) -> str:
+        if self.tokens:
+            return plural(self.inputs[0], "token") if len(self.inputs) == 1 else f"integers {list(self.inputs)}"
+        if len(self.inputs) == 3:
+            channels, height, width = self.inputs
+            return f"an image of {height}x{width} pixels with {plural(channels, 'channel')}"
+        return plural(self.inputs[0], "number") if len(self.inputs) == 1 else f"numbers {list(self.inputs)}"
+
+    @property
+    def task(self) -> str:
+        """Name of the learning task for the targets."""
+        if not self.classes:
+            return "regression"
+        return "next_token" if self.tokens and self.targets == self.inputs else "classification"
+
+    @property
+    def model(self) -> str:
+        """Name of the default model: a network for tokens, for square images that are not too small, or for numbers."""
+        if self.tokens:
+            return "char_lstm"
+        return "net" if self._is_square and self.inputs[1] >= FEWEST_PIXELS else "mlp"
+
+    @property
+    def _is_square(self) -> bool:
+        return len(self.inputs) == 3 and self.inputs[1] == self.inputs[2]
+
+    def dimensions(self, task: LearningTask) -> dict[str, int]:
+        """Return the parameters that a model takes from the data, by name (see `fedsim.models.base.DIMENSIONS`)."""
+        classes = max(self.classes, self.tokens) if self.tokens and self.targets else self.classes
+        outputs = output_count(task, classes, math.prod(self.targets))
+        values = {"classes": outputs, "outputs": outputs}
+        if self.tokens:
+            return {**values, "vocabulary": self.tokens, "context": self.inputs[-1], "last_only": not self.targets}
+        values["inputs"] = math.prod(self.inputs)
+        if len(self.inputs) == 3:
+            values["channels"] = self.inputs[0]
+        return {**values, "size": self.inputs[1]} if self._is_square else values

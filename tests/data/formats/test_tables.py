@@ -1,0 +1,227 @@
+"""Tables as people export them: text, scales and delimiters become what is documented, and bad cells are named."""
+
+from __future__ import annotations
+
+import gzip
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from fedsim.data.columns import DataColumn
+from fedsim.data.encoding import DataTable, train_and_test
+from tests.data.loading import load, refused
+
+pytest.importorskip("pyarrow")
+SCALES = "for which SGD often diverges; data.standardize=true scales every column of numbers"
+
+
+@pytest.fixture
+def csv(tmp_path):
+    """Return a function that writes a CSV file and returns its path."""
+
+    def write(text, name="t.csv"):
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(tmp_path / name)
+
+    return write
+
+
+def lines(*columns, names=("x", "y"), separator=","):
+    rows = [separator.join(map(str, row)) for row in zip(*columns, strict=True)]
+    return "\n".join([separator.join(names), *rows]) + "\n"
+
+
+HALVES, BITS = [k / 2 for k in range(10)], [k % 2 for k in range(10)]
+CITIES = ["Rome", "Oslo"] * 5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_standardized_columns_have_the_statistics_of_the_training_part(seed):
+    """By definition: (x - mean) / std of the training part, and x - mean where it is constant."""
+    rng = np.random.default_rng(seed)
+    scale, shift = 10.0 ** rng.integers(-3, 6, 4), rng.normal(size=4) * 100
+    parts = [rng.normal(size=(n, 4)) * scale + shift for n in (30, 7)]
+    parts[0][:, 3], parts[1][:, 3] = 5, 7
+    tables = [DataTable({**dict(zip("abcd", part.T, strict=True)), "y": part[:, 0]}, "table") for part in parts]
+    train, test = train_and_test(*tables, standardize=True)
+    mean, std = parts[0][:, :3].mean(0), parts[0][:, :3].std(0)
+    assert np.allclose(train.inputs[:, :3], (parts[0][:, :3] - mean) / std, atol=1e-5)
+    assert np.allclose(test.inputs[:, :3], (parts[1][:, :3] - mean) / std, atol=1e-5)
+    assert (train.inputs[:, 3].unique().tolist(), test.inputs[:, 3].unique().tolist()) == ([0], [2])
+    assert train.targets.numpy().tolist() == parts[0][:, 0].tolist()
+
+
+def test_drawn_test_samples_do_not_change_the_statistics():
+    values = np.random.default_rng(0).normal(size=50) * 9
+    train, test = train_and_test(DataTable({"x": values, "y": values}, "table"), None, standardize=True)
+    raw = train.targets.numpy()
+    assert np.allclose(train.inputs[:, 0], (raw - raw.mean()) / raw.std(), atol=1e-5)
+    assert np.allclose(test.inputs[:, 0], (test.targets.numpy() - raw.mean()) / raw.std(), atol=1e-5)
+
+
+def test_text_becomes_one_input_per_text_of_the_training_part(csv):
+    train_path = csv("size,city,y\n1,Rome,0\n2,Oslo,1\n3,Rome,0\n")
+    test_path = csv("size,city,y\n4,Bonn,0\n5,Oslo,1\n", "test.csv")
+    train, test = load("csv", path=train_path, test_path=test_path)
+    assert train.inputs.tolist() == [[1, 0, 1], [2, 1, 0], [3, 0, 1]]  # size, Oslo, Rome
+    assert test.inputs.tolist() == [[4, 0, 0], [5, 1, 0]]
+    assert train.assumed == (
+        "target y, inputs size, city (one-hot, 2 texts, all 0 in 1 test samples with other texts)",
+    )
+    scaled, _ = load("csv", path=train_path, test_path=test_path, standardize=True)
+    assert scaled.inputs[:, 1:].tolist() == train.inputs[:, 1:].tolist()
+
+
+def test_at_most_100_texts_become_inputs(csv):
+    texts = [f"t{k}" for k in range(101)] * 2
+    path = csv(lines(texts[:200], [0.5] * 200, [0, 1] * 100, names="txy"))
+    assert load("csv", path=path, test_path=path, inputs="x")[0].inputs.shape == (200, 1)
+    refused(
+        "csv",
+        r'"t" has 101 different texts, such as "t0"; at most 100 .* `inputs`, or name it in `ids`',
+        path=path,
+        test_path=path,
+    )
+    path = csv(lines(texts[:100], [0.5] * 100, [0, 1] * 50, names="txy"))
+    assert load("csv", path=path, test_path=path)[0].inputs.shape == (100, 101)
+
+
+@pytest.mark.parametrize(
+    ("cell", "problem"),
+    [
+        ("?", 'contains "\\?", which is not a number, in line 4'),
+        ("NA", 'contains "NA", which is not a number, in line 4'),
+        ("2_5", 'contains "2_5", which is not a number, in line 4'),
+        ("", "contains NaN or no value in line 4"),
+        ("nan", "contains NaN or no value in line 4"),
+        (" ", "has no value in line 4"),
+        ("inf", "contains inf, which float32 cannot hold, in line 4"),
+    ],
+)
+@pytest.mark.parametrize("column", ["x", "y"])
+def test_a_bad_cell_is_named(csv, cell, problem, column):
+    """The first sample has two lines, because its text has a newline."""
+    rows = [f"{k},{k}.5,Rome" for k in range(9)]
+    rows[0] = '0,0.5,"Ro\nme"'
+    rows[1] = f"{cell},1.5,Rome" if column == "x" else f"1,{cell},Rome"
+    refused("csv", f't.csv: column "{column}": {problem}(;| ).*', path=csv("\n".join(["x,y,city", *rows])))
+
+
+def test_a_bad_cell_in_a_column_that_is_not_used_is_no_error(csv):
+    path = csv(lines(["?", *range(9)], ["", *HALVES[1:]], HALVES, BITS, names="abxy"))
+    assert load("csv", path=path, inputs="x")[0].inputs.shape == (8, 1)
+
+
+def test_bad_cells_of_the_test_file_are_named(csv):
+    train_path, test_path = csv(lines(HALVES, BITS)), csv("x,y\n1,0\nabc,1\n", "test.csv")
+    refused("csv", 'test.csv: column "x": contains "abc", .* in line 3', path=train_path, test_path=test_path)
+
+
+@pytest.mark.parametrize("separator", ",;\t|")
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte-order mark"])
+def test_delimiters_are_found_and_said(csv, separator, mark):
+    path = csv(mark + lines(HALVES, CITIES, BITS, names=("x", "city", "y"), separator=separator))
+    train, _ = load("csv", path=path)
+    assert train.inputs.shape == (8, 3)
+    said = [line for line in train.assumed if line.startswith("delimiter")]
+    assert said == [f"delimiter {fedsim.errors.show(separator)}"] * (separator != ",")
+    assert load("csv", path=path, delimiter=separator)[0].assumed[1:] == train.assumed[-1:]
+
+
+def test_exports_of_excel_with_decimal_commas(csv):
+    numbers = [str(half).replace(".", ",") for half in HALVES]
+    text = "\ufeffsep=;\n" + lines(numbers, CITIES, BITS, names=("x", "city", "y"), separator=";")
+    train, test = load("csv", path=csv(text.replace("\n", "\r\n")))
+    assert sorted(torch.cat([train.inputs, test.inputs])[:, 0].tolist()) == HALVES
+    assert "column x has decimal commas, such as 0,0 for 0.0" in train.assumed
+
+
+@pytest.mark.parametrize("texts", [["5%", "7%"], ["1,000", "2,000"], ["24.12.2026", "1.1.2027"]])
+def test_text_that_may_be_numbers_is_named(csv, texts):
+    path = csv(lines([f'"{text}"' for text in texts] * 5, BITS))
+    warning = f'column "x" is text, such as "{min(texts)}", and becomes one-hot inputs; if these are numbers, write'
+    assert load("csv", warning, path=path)[0].inputs.shape == (8, 2)
+
+
+def test_columns_of_large_numbers_are_named(csv):
+    path = csv(lines(range(18, 78, 6), range(0, 10000, 1000), HALVES, BITS, names=("age", "income", "x", "y")))
+    line = f't.csv: column "income" has values from 0 to 9,000 (and 1 other column), {SCALES}'
+    load("csv", line, path=path)
+    load("csv", path=path, standardize=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (lines(HALVES, BITS).encode("utf-16"), "the text is UTF-16, not UTF-8; save the file as UTF-8"),
+        (lines(["é"] * 10, BITS).encode("latin-1"), r'line 2 is not UTF-8 \("é" in Latin-1\); save the file as UTF-8'),
+        (b"PK\x03\x04\0", "is an Excel workbook or a zip archive; save the table as CSV"),
+        (gzip.compress(b"x,y\n"), r"is compressed; let its name end in \.csv\.gz"),
+        (b"x,y\n1,\0\n", "is not a text file; save the table as CSV"),
+        (b"\n \n", "is empty"),
+        (b"x\n1\n", r'has only one column, "x" \(delimiter ","\); set `delimiter`'),
+        (b"1,0\n2,1\n", "if the first line of a file has values, write the names of the columns above it"),
+        (b"x,y\n1,2,3\n", "cannot be read: .* Expected 2 columns, got 3: 1,2,3"),
+        (b"d,y\n2026-11-27,1\n", 'column "d": contains dates or times, such as "2026-11-27"'),
+        (b"x,y\n1,0\n2,1\n", "2 samples are too few to draw test samples .* use a larger data.test_fraction"),
+    ],
+)
+def test_files_that_are_no_usable_csv(csv, content, match):
+    refused("csv", match, path=csv(content))
+
+
+def test_compressed_files_and_names_of_targets_in_any_case(csv):
+    path = csv(gzip.compress(lines(HALVES, BITS, names=("x", "Label")).encode()), "t.csv.gz")
+    assert load(path)[0].targets.tolist() == load(path, target="Label")[0].targets.tolist()
+    refused("csv", r'data.inputs = \["x", "Label"\]: contains the target "Label"', path=path, inputs=["x", "Label"])
+
+
+def test_owners_beyond_64_bits_must_be_text(csv):
+    path = csv(lines([f"{2**64 + k}" for k in BITS], HALVES, BITS, names="uxy"))
+    refused("csv", 'column "u": contains .* beyond 2\\^53 as owners; write them as text', path=path, ids="u")
+
+
+def test_text_of_numbers_is_numbers_where_it_must_be():
+    column = DataColumn(["1", "2.5", "-3e1"], "table: column x")
+    assert column.numbers_or_text().tolist() == [1, 2.5, -30]
+    train, _ = train_and_test(DataTable({"x": HALVES, "y": [str(half) for half in HALVES]}, "table"), None)
+    assert train.targets.is_floating_point()
+    train, _ = train_and_test(DataTable({"x": HALVES, "y": [str(bit) for bit in BITS]}, "table"), None)
+    assert train.has_labels
+
+
+class TestPaths:
+    @pytest.mark.parametrize("name", ["t.csv", "../{}/t.csv", "{}/t.csv"])
+    def test_a_path_names_its_data_set(self, csv, cli, tmp_path, monkeypatch, name):
+        csv(lines(HALVES, CITIES, BITS, names=("x", "city", "y")))
+        monkeypatch.chdir(tmp_path.parent if name.startswith("{") else tmp_path)
+        name = name.format(tmp_path.name)
+        words = ["model=logistic", "model.inputs=1", "model.classes=2", "workers=2", "rounds=1", "engine=serial"]
+        result = cli("run", f"data={name}", "data.ids=city", *words)
+        assert result.exit_code == 0, result.stderr
+        drawn = "no test part: 2 of 10 samples are drawn at random for tests, the same fraction of each class"
+        assert result.stdout.splitlines()[2] == f"data: target y, inputs x; {drawn}"
+
+    @pytest.mark.parametrize(
+        ("name", "match"),
+        [
+            ("none.csv", "none.csv: cannot be read: no such file; check data.path"),
+            ("data.json", 'data.name = "data.json": no data set reads such a file; allowed: .csv, '),
+            ("./sub", 'data.name = "./sub": is a folder; write data=image_folder data.path=./sub'),
+            ("weights.pt", "weights.pt: .pt files are not read, because reading a pickle can run code"),
+            ("my_data.digits", "write my_data:digits (with a colon)"),
+        ],
+    )
+    def test_other_paths_are_one_line(self, cli, tmp_path, monkeypatch, name, match):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "sub").mkdir()
+        (tmp_path / "data.json").write_text("{}")
+        result = cli("run", f"data={name}", "model=logistic", "engine=serial")
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert match in result.stderr
+
+    def test_a_path_beside_a_path_is_an_error(self):
+        with pytest.raises(fedsim.ExperimentError, match='data.path = "b.csv": "a.csv" is a path too; omit one of the'):
+            fedsim.Experiment(data={"name": "a.csv", "path": "b.csv"})

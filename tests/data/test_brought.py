@@ -1,0 +1,238 @@
+"""Data sets that are Python objects: what users bring works as it is, or is refused in one line."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
+
+import fedsim
+from fedsim.data.drawn_tests import drawn_rows
+from fedsim.errors import FedsimError
+from tests.data.loading import load, refused
+
+RNG = np.random.default_rng(0)
+INPUTS, LABELS = RNG.normal(size=(60, 2)).astype(np.float32), np.arange(60) % 3
+PAIRS = TensorDataset(torch.from_numpy(INPUTS), torch.from_numpy(LABELS))
+QUARTERS = [Subset(PAIRS, range(15 * k, 15 * k + 15)) for k in range(4)]
+COLUMNS = {"a": INPUTS[:, 0], "b": INPUTS[:, 1], "client": [f"c{k % 5}" for k in range(60)], "label": LABELS}
+TINY_RUN = {"rounds": 1, "engine": "serial", "model": {"name": "logistic", "inputs": 2, "classes": 3}}
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return len(INPUTS)
+
+    def __getitem__(self, index):
+        return INPUTS[index], int(LABELS[index])
+
+
+def rows_of(*parts):
+    """All inputs of the data sets, in sorted order."""
+    return np.array(sorted(torch.cat([part.inputs for part in parts]).tolist()))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        PAIRS,
+        Samples(),
+        ConcatDataset(QUARTERS),
+        (INPUTS, LABELS),
+        (torch.from_numpy(INPUTS), torch.from_numpy(LABELS)),
+        fedsim.TensorData(torch.from_numpy(INPUTS), torch.from_numpy(LABELS)),
+        lambda root: PAIRS,
+    ],
+    ids=["TensorDataset", "map-style", "ConcatDataset", "arrays", "tensors", "TensorData", "function"],
+)
+def test_test_samples_are_drawn_from_a_single_data_set(data):
+    result = fedsim.run(data=data, workers=2, **TINY_RUN)
+    assert sum(result.history[0].samples) == 48
+    train, test = load(data)
+    assert np.array_equal(rows_of(train, test), np.array(sorted(INPUTS.tolist())))
+    assert np.bincount(test.targets).tolist() == [4, 4, 4]
+    drawn = "12 of 60 samples are drawn at random for tests, the same fraction of each class"
+    assert train.assumed == (f"no test part: {drawn}",)
+    assert callable(data) or len(load(data, test_fraction=0.5)[1]) == 30
+
+
+@pytest.mark.parametrize("form", [tuple, lambda parts: dict(zip(("Train", "val"), parts, strict=True))])
+def test_parts_are_a_tuple_or_a_dict(form):
+    parts = random_split(PAIRS, [45, 15])
+    experiment = fedsim.Experiment(data=form(parts), **TINY_RUN)
+    train, test = load(experiment.data.name)
+    assert np.array_equal(train.inputs, INPUTS[parts[0].indices])
+    assert np.array_equal(test.inputs, INPUTS[parts[1].indices])
+    assert train.assumed == ()
+
+
+class TestOneDataSetPerWorker:
+    def test_the_list_is_the_partition(self):
+        result = fedsim.run(data=QUARTERS, **TINY_RUN)
+        assert (result.experiment.workers, result.experiment.partition.name) == (4, "natural")
+        assert list(result.history[0].samples) == [12] * 4
+        train, test = load(QUARTERS)
+        assert np.array_equal(rows_of(train, test), np.array(sorted(INPUTS.tolist())))
+        for worker in range(4):
+            inputs = train.inputs[train.ids["worker"] == worker].tolist()
+            assert all(row in INPUTS[15 * worker : 15 * worker + 15].tolist() for row in inputs)
+
+    def test_each_may_have_a_test_part(self):
+        parts = [tuple(random_split(quarter, [10, 5])) for quarter in QUARTERS]
+        train, test = load(parts)
+        assert (len(train), len(test)) == (40, 20)
+        assert fedsim.Experiment(data=parts).workers == 4
+
+    def test_another_partition_may_be_set(self):
+        experiment = fedsim.Experiment(data=QUARTERS, partition="iid", workers=3)
+        assert (experiment.workers, experiment.partition.name) == (3, "iid")
+
+    def test_experiments_with_the_same_list_have_the_same_name(self):
+        assert fedsim.Experiment(data=QUARTERS).data.name == fedsim.Experiment(data=list(QUARTERS)).data.name
+
+    @pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (1, 30, 5), (100, 1, 1)])
+    @pytest.mark.parametrize("fraction", [0.1, 0.2, 0.4])
+    def test_each_worker_keeps_training_samples(self, sizes, fraction):
+        workers = np.repeat(np.arange(len(sizes)), sizes)
+        train, test, _ = drawn_rows(len(workers), None, fraction, "data", workers=workers)
+        assert set(workers[train]) == set(range(len(sizes)))
+        assert len(test) == round(fraction * sum(sizes))
+        assert sorted([*train, *test]) == list(range(len(workers)))
+
+    @pytest.mark.parametrize(
+        ("data", "match"),
+        [
+            ([PAIRS, Subset(PAIRS, [])], "the training data of worker 1: has no samples"),
+            (
+                [PAIRS, TensorDataset(torch.zeros(3, 5), torch.zeros(3).long())],
+                r"worker 1: .* shape \[5\], but .* \[2\]",
+            ),
+            ([(PAIRS, PAIRS), PAIRS], "all data sets must be tables or none, and all or none must have a test part"),
+            ([Subset(PAIRS, [k]) for k in range(9)], "leaves workers without training samples .* separate test part"),
+        ],
+    )
+    def test_lists_that_do_not_fit(self, data, match):
+        refused(data, match)
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (DataLoader(PAIRS), r"a DataLoader is not a map-style .* pass data=\(train.dataset, test.dataset\)"),
+        ((PAIRS for _ in range(2)), r"data: must be a name, .* tuple \(train, test\) of them, or a list with one data"),
+        (torch.zeros(3, 2), r"data: must be a name, .* a tuple \(inputs, targets\)"),
+        (
+            [(INPUTS, LABELS), (INPUTS, LABELS)],
+            r"one data set per worker, such as fedsim.TensorData\(inputs, targets\)",
+        ),
+        ([(torch.zeros(2), 1), (torch.ones(2), 0)], "data: must be a name, "),
+        ((INPUTS, LABELS, INPUTS, LABELS), "data: must be a name, "),
+        (
+            (INPUTS, np.array(["cat"] * 60)),
+            r"target of sample 0 is a str_; .* numpy.unique\(targets, return_inverse=True",
+        ),
+        ((INPUTS, LABELS[:5]), "there are 60 inputs, but 5 targets"),
+        (
+            (np.where(INPUTS > 2, np.nan, INPUTS), LABELS),
+            r"the training data: sample \d+ has NaN or infinity as input; replace it",
+        ),
+        ({"test": PAIRS}, "has the parts test; one of them must be called train"),
+        (TensorDataset(torch.zeros(3, 2)), r"sample 0 is a tuple; each sample must be a pair \(input, target\)"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else None,
+)
+def test_other_objects_are_refused_in_one_line(data, match):
+    refused(data, match, error=FedsimError)
+
+
+def test_parts_of_samples_that_are_not_used_are_named():
+    data = TensorDataset(*PAIRS.tensors, torch.arange(60))
+    train, _ = load(data, "samples have 3 parts, of which only the first two are used, as input and target")
+    assert train.inputs.shape == (48, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((6, 5, 4), (6, 1, 5, 4)), ((6, 5, 4, 3), (6, 3, 5, 4)), ((6, 3, 5, 4), (6, 3, 5, 4))]
+)
+def test_pixels_as_keras_stores_them_are_channels_first_and_divided_by_255(tmp_path, shape, expected):
+    pixels, labels = RNG.integers(0, 256, shape).astype(np.uint8), np.arange(6) % 2
+    np.savez(tmp_path / "k.npz", x_train=pixels, y_train=labels, x_test=pixels[:2], y_test=labels[:2])
+    train, test = load(str(tmp_path / "k.npz"))
+    assert (tuple(train.inputs.shape), tuple(test.inputs.shape)) == (expected, (2, *expected[1:]))
+    order = (0, 3, 1, 2) if shape[-1] == 3 else range(len(shape))
+    assert np.allclose(train.gather(torch.arange(6))[0], pixels.transpose(order).reshape(expected) / 255)
+    changed = f", shape {list(shape[1:])} becomes {list(expected[1:])}" if shape != expected else ""
+    assert train.assumed == (f"uint8 inputs are divided by 255{changed}",)
+
+
+def test_names_of_classes_in_arrays_are_numbered_in_sorted_order(tmp_path):
+    names = np.array(["owl", "cat", "owl", "dog", "cat", "dog"])
+    np.savez(tmp_path / "a.npz", x=INPUTS[:6], y=names, x_test=INPUTS[:2], y_test=names[:2])
+    train, test = load(str(tmp_path / "a.npz"))
+    assert (train.targets.tolist(), test.targets.tolist()) == ([2, 0, 2, 1, 0, 1], [2, 0])
+    np.savez(tmp_path / "a.npz", x=INPUTS[:6], y=names, x_test=INPUTS[:2], y_test=np.array(["owl", "cow"]))
+    refused(str(tmp_path / "a.npz"), 'test_targets: the class "cow" has no training samples')
+
+
+class TestTables:
+    @pytest.fixture(params=["pandas", "datasets"])
+    def table(self, request):
+        """Return a function that makes a table of columns: a data frame or a Hugging Face data set."""
+        package = pytest.importorskip(request.param)
+        return package.DataFrame if request.param == "pandas" else package.Dataset.from_dict
+
+    def test_columns_have_roles(self, table):
+        options = {"ids": "client", "inputs": ["b", "a"], "target": "label", "test_fraction": 0.25}
+        result = fedsim.run(data={"name": table(COLUMNS), **options}, partition="natural", **TINY_RUN)
+        assert result.experiment.workers == 5
+        train, test = load(table(COLUMNS), **options)
+        assert np.array_equal(rows_of(train, test), np.array(sorted(INPUTS[:, ::-1].tolist())))
+        assert set(train.ids["client"]) == {f"c{k}" for k in range(5)}
+        scaled, _ = load(table(COLUMNS), **options, standardize=True)
+        raw = train.inputs.double().numpy()
+        assert np.allclose(scaled.inputs, (raw - raw.mean(0)) / raw.std(0), atol=1e-5)
+
+    def test_an_option_belongs_to_the_object(self, table):
+        refused((table(COLUMNS),) * 2, "data.test_fraction = 0.1: unknown key", error=FedsimError, test_fraction=0.1)
+        refused(PAIRS, 'data.ids = "client": unknown key', error=FedsimError, ids="client")
+
+    def test_one_table_per_worker(self, table):
+        columns = {name: values[:20] for name, values in COLUMNS.items() if name != "client"}
+        data = [table(columns), table({name: values[:10] for name, values in columns.items()})]
+        experiment = fedsim.Experiment(data=data, **TINY_RUN)
+        train, test = load(experiment.data.name, **experiment.data.params)
+        assert experiment.workers == 2
+        assert np.bincount(train.ids["worker"]).tolist() == [16, 8]
+        assert (train.inputs.shape, len(test)) == ((24, 2), 6)
+        bad = table({**columns, "a": [*INPUTS[:19, 0], float("nan")]})
+        refused([data[0], bad], 'the training data: column "a": contains NaN or no value in row 19 of worker 1')
+        other = table({"a": INPUTS[:, 0], "label": LABELS})
+        refused([data[0], other], 'training data of worker 1: has other columns than worker 0, such as "b"')
+
+    def test_missing_owners_name_the_setting(self, table):
+        columns = {name: values for name, values in COLUMNS.items() if name != "client"}
+        with pytest.raises(FedsimError, match="set data.ids to a column of owners, if the data set is a table"):
+            fedsim.Experiment(data=table(columns), partition="natural")
+
+
+def test_a_dict_of_splits_is_a_data_set():
+    datasets = pytest.importorskip("datasets")
+    splits = datasets.Dataset.from_dict(COLUMNS).train_test_split(0.25, seed=0)
+    for data in (splits, {"name": splits, "ids": "client"}):
+        experiment = fedsim.Experiment(data=data, **TINY_RUN)
+        train, test = load(experiment.data.name, **experiment.data.params)
+        assert (len(train), len(test)) == (45, 15)
+    assert list(train.ids) == ["client"]
+    splits["unsupervised"] = splits["train"]
+    with pytest.warns(fedsim.errors.FedsimWarning, match="parts that are not used: unsupervised"):
+        fedsim.load_dataset(splits)
+
+
+def test_a_data_frame_and_a_column_of_targets_are_refused():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(INPUTS, columns=["a", "b"])
+    refused(
+        (frame, pandas.Series(LABELS)),
+        r"if these are inputs and targets, pass one table with both, such as inputs.assign\(target=",
+    )

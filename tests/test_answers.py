@@ -1,0 +1,172 @@
+"""Mistakes in Python are answered in one line with the remedy."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import fedsim
+
+UPDATES = torch.arange(12.0).view(6, 2)
+DATA = TensorDataset(torch.zeros(4, 2), torch.arange(4))
+TABLES = {"rounds": 1, "workers": 2, "model": "logistic", "data": "tests.components:tiny", "engine": "serial"}
+
+
+@pytest.fixture(scope="module")
+def result():
+    return fedsim.run(TABLES)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("agregate", 'did you mean "aggregate"?'),
+        ("Partition", 'did you mean "partition"?'),
+        ("list_attacks", 'did you mean "attacks"?'),
+        ("start_simulation", 'did you mean "run"?'),
+        ("load_result", 'did you mean "load_run"?'),
+        ("Krum", "in the settings of fedsim.run, write aggregate.rule=krum"),
+        ("Anything", "its attributes are Callback, Comparison, "),
+    ],
+)
+def test_a_name_that_fedsim_lacks_leads_to_another(name, hint):
+    with pytest.raises(AttributeError) as caught:
+        getattr(fedsim, name)
+    assert str(caught.value).startswith(f"module 'fedsim' has no attribute '{name}'; {hint}")
+
+
+def test_tab_completion_shows_the_public_names():
+    assert dir(fedsim) == sorted(fedsim.__all__)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("to_pandas", "to_dataframe"), ("test_acc", "test_accuracy"), ("state_dict", "model"), ("config", "experiment")],
+)
+def test_an_attribute_that_a_result_lacks_leads_to_another(name, meant, result):
+    with pytest.raises(AttributeError, match=f"^'Result' object has no attribute '{name}'; did you mean .*\"{meant}\""):
+        getattr(result, name)
+
+
+def test_records_and_settings_answer_as_well(result):
+    with pytest.raises(
+        AttributeError, match="^'RoundRecord' object has no attribute .*; did you mean \"test_accuracy\""
+    ):
+        _ = result.history[0].test_acc
+    with pytest.raises(KeyError, match="test_accuracy"):
+        result.history[0]["test_acc"]
+    with pytest.raises(AttributeError, match="^'Local' object has no attribute .*; did you mean \"batch_size\""):
+        _ = result.experiment.local.batchsize
+
+
+def test_results_can_be_copied_and_name_the_errors_of_their_properties(result):
+    assert pickle.loads(pickle.dumps(result)).test_loss == copy.deepcopy(result).test_loss == result.test_loss
+
+    class Broken(fedsim.Result):
+        @property
+        def model(self):
+            return self.experiment.missing
+
+    with pytest.raises(AttributeError, match="'Experiment' object has no attribute 'missing'"):
+        _ = Broken(result.experiment, result.history, None).model
+
+
+def doubled(updates):
+    updates *= 2
+    return updates.mean(0)
+
+
+def undefined(updates):
+    return updates.mean(0) * float("nan")
+
+
+LABELS = r"labels: must be one label per sample, \[n\], not a TensorDataset; for a data set, use fedsim.dataset_split\("
+MISTAKES = {
+    "rule as weights": (
+        lambda: fedsim.aggregate(UPDATES, "krum", f=1),
+        'weights = "krum": must be one number per update; for a rule write rule="krum"',
+    ),
+    "constraint": (
+        lambda: fedsim.aggregate(UPDATES, rule="krum", f=2),
+        r"krum: needs n >= 2f \+ 3; here f = 2, n = 6; use a smaller f or a larger n \(number of updates\)",
+    ),
+    "rule in place": (
+        lambda: fedsim.aggregate(UPDATES.clone(), rule=doubled),
+        "tests.test_answers:doubled: changes `updates` in place, .*; compute a new tensor",
+    ),
+    "rule in place in a run": (
+        lambda: fedsim.run(TABLES, aggregate=doubled),
+        "tests.test_answers:doubled: changes `updates` in place",
+    ),
+    "NaN": (
+        lambda: fedsim.aggregate(UPDATES, rule=undefined),
+        "tests.test_answers:undefined: returned NaN .*; correct the rule",
+    ),
+    "NaN in a run": (
+        lambda: fedsim.run(TABLES, aggregate=undefined),
+        "round 1: tests.test_answers:undefined: returned NaN .*; correct the rule",
+    ),
+    "partition": (lambda: fedsim.partition(DATA, 2), LABELS),
+    "label_counts": (lambda: fedsim.label_counts(DATA, [np.arange(4)]), LABELS),
+    "a function as callbacks": (
+        lambda: fedsim.run(TABLES, callbacks=print),
+        "callbacks = .*: must be a list; pass a function as on_round",
+    ),
+    "no function": (lambda: fedsim.run(TABLES, on_round=5), "on_round = 5: must be a function"),
+    "modules": (
+        lambda: fedsim.pull_down(nn.Linear(1, 1), nn.Linear(1, 1)),
+        r"global_row: must be a tensor \[d\], not a Linear; to copy modules, use load_state_dict",
+    ),
+    "a state_dict": (
+        lambda: fedsim.Layout.of(nn.Linear(1, 1).state_dict()),
+        r"module: must be a torch.nn.Module, not a OrderedDict",
+    ),
+    "samples as batches": (
+        lambda: fedsim.test(nn.Linear(2, 4), DATA),
+        r"batches: must be batches, not a data set; pass torch.utils.data.DataLoader\(data, 32\)",
+    ),
+    "seeds": (
+        lambda: fedsim.compare(TABLES, seeds=[0, 1]),
+        r'nothing to compare: .* write seed=0,1, or in Python plan=\{"seed": \[0, 1\]\}',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_with_its_remedy(name):
+    action, line = MISTAKES[name]
+    with pytest.raises(fedsim.FedsimError, match=f"^{line}") as caught:
+        action()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_a_run_trains_where_gradients_are_off(mode, result):
+    with mode():
+        assert torch.equal(fedsim.run(TABLES).global_row, result.global_row)
+
+
+def _in_a_pool(pipe):
+    try:
+        fedsim.run(TABLES, engine="processes", processes=2)
+    except fedsim.WorkerError as error:
+        pipe.send(str(error))
+
+
+def test_a_daemonic_process_is_told_how_to_run_processes():
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_in_a_pool, args=(theirs,), daemon=True)
+    process.start()
+    assert ours.poll(60)
+    line = ours.recv()
+    process.join()
+    assert line.startswith("this program runs in a daemonic process, such as a worker of multiprocessing.Pool")
+    assert line.endswith("ProcessPoolExecutor instead of the pool, or use engine=serial, which starts no processes")
