@@ -52,7 +52,7 @@ WORDS = [
     ("--lr=0.1", "--lr: no such option; write local.lr=0.1 or server.lr=0.1"),
     ("--dryrun", 'did you mean "--dry-run"?'),
     ("-v", "each round prints one line; --quiet prints none"),
-    ("-w", f"{ALLOWED}--out, --resume"),
+    ("-y", f"{ALLOWED}--out, --resume"),
     ("-nc 20", "-nc: no such option; write workers=20"),
     ("--config x.toml", "--config: no such option; write the file alone: fedsim run x.toml"),
     # words that a shell splits or expands
