@@ -6,7 +6,6 @@ import glob
 import itertools
 import os
 import re
-import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,7 @@ import typer
 
 from fedsim.config.files import experiments
 from fedsim.core.suggestions import answer, closest, did_you_mean, meaning
-from fedsim.errors import ExperimentError, SettingWarning, cut, show
+from fedsim.errors import ExperimentError, cut, show
 from fedsim.system.files import is_file
 
 EXPERIMENT_FILES = (".toml", ".yaml", ".yml")
@@ -31,6 +30,13 @@ def complete_words(incomplete: str) -> list[str]:
         *(name for name in experiments() if name.startswith(incomplete)),
         *(path for path in files if path.endswith(("/", *EXPERIMENT_FILES))),
     ]
+
+
+def complete_metrics(incomplete: str) -> list[str]:
+    """Return the numbers of a round whose names start with `incomplete`."""
+    from fedsim.records.record import METRICS
+
+    return [metric.key for metric in METRICS if metric.key.startswith(incomplete) and "{}" not in metric.label]
 
 
 Words = Annotated[
@@ -63,10 +69,6 @@ def source_and_overrides(words: list[str], context: typer.Context) -> tuple[str 
             raise ExperimentError(_no_such_option(word, next_word, context))
     _refuse_spaces(words)
     changes = [word for word in words if not (is_file(Path(word)) or word in experiments())]
-    settings: dict[str, str] = {}
-    for key, _, value in (word.partition("=") for word in changes):
-        if settings.setdefault(key, value) != value:
-            warnings.warn(f"{key}: is set twice; the last value is used", SettingWarning, stacklevel=2)
     paths = [word for word in words if "=" not in word or word not in changes]
     if len(paths) > 1:
         raise ExperimentError(
@@ -90,8 +92,13 @@ def _refuse_spaces(words: list[str]) -> None:
             continue
         rest, is_plain = words[index:], not ("=" in word or is_folder(word) or Path(word).suffix)
         apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
-        if word not in experiments() and "=" not in word.removesuffix("=") and apart and key_hint(apart[1]):
-            raise ExperimentError(f"{show(apart[0])}: {key_hint(apart[1], apart[2])}, without spaces")
+        if (
+            word not in experiments()
+            and "=" not in word.removesuffix("=")
+            and apart
+            and f"={apart[2]}" in (hint := key_hint(*apart.groups()))
+        ):
+            raise ExperimentError(f"{show(apart[0])}: {hint}, without spaces")
         if is_plain and index and "=" in words[index - 1]:
             values = ",".join([words[index - 1], *itertools.takewhile(lambda each: "=" not in each, rest)])
             values = re.sub(",+", ",", values).rstrip(",")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from fedsim.config import schema
@@ -10,11 +10,12 @@ from fedsim.config.settings import Settings
 from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.learning_task import LearningTask, Regression
 from fedsim.data.shapes import SampleShape
-from fedsim.errors import ExperimentError, plural, show
+from fedsim.errors import ExperimentError, show
 from fedsim.models.base import DIMENSIONS
 
 AnyTable = TypeVar("AnyTable", bound=ComponentTable)
-NOUNS = {"inputs": "input", "channels": "channel", "outputs": "output", "vocabulary": "token"}
+NOUNS = {"inputs": "input", "channels": "channel", "vocabulary": "token", "outputs": "output"}
+OUTPUTS = "classes", "outputs"
 
 
 def tables_from_data(
@@ -35,13 +36,13 @@ def tables_from_data(
         return None
     task, model = _named(task, shape.task), _named(model, shape.model).model_copy()
     values, taken = shape.dimensions(task.component), model.from_data
-    if lines := [*_unsuitable(model, data.name, shape, [name for name in taken if name not in values])]:
-        raise ExperimentError(*lines)
-    if shape.gaps and "classes" in taken and values["classes"] == shape.classes:
+    if lacking := [name for name in taken if name not in values]:
+        raise ExperimentError(_unsuitable(model, data, shape, lacking[-1]))
+    if shape.gaps and (names := [name for name in OUTPUTS if name in taken and values[name] == shape.classes]):
         raise ExperimentError(
             f"data.name = {show(data.name)}: the labels go up to {shape.classes - 1}, but most smaller numbers are the "
-            f"label of no sample; for numbers, use task=regression, and for classes, set model.classes={shape.classes} "
-            "or renumber the labels from 0"
+            "label of no sample; for numbers, set task=regression, and for classes, set "
+            f"model.{names[0]}={shape.classes} or renumber the labels from 0"
         )
     model.params.update({name: values[name] for name in taken})
     return {"task": task, "model": model}
@@ -57,50 +58,54 @@ def _named(table: AnyTable, name: str) -> AnyTable:
     return named
 
 
-def _unsuitable(model: schema.Model, dataset: str, shape: SampleShape, lacking: list[str]) -> Iterator[str]:
-    """Yield the error line for a model with parameters for which the data has no value, if there are any."""
-    if lacking:
-        yield (
-            f"{model.setting}: needs {DIMENSIONS[lacking[-1]]}, but each sample of {show(dataset)} has {shape}; "
-            f"use another model, such as model={shape.model}"
-        )
-
-
-def mismatches(model: schema.Model, dataset: str, shape: SampleShape, task: LearningTask) -> list[str]:
+def mismatches(model: schema.Model, data: schema.Data, shape: SampleShape, task: LearningTask) -> list[str]:
     """Return one error line for each dimension of the model that differs from the data."""
-    values, params = shape.dimensions(task), model.params
-    if lines := [
-        *_unsuitable(model, dataset, shape, [name for name in DIMENSIONS if name in params and name not in values])
-    ]:
-        return lines
-    lines = []
-    for name in filter(params.__contains__, DIMENSIONS):
-        value, needed = params[name], values[name]
+    values, params, lines = shape.dimensions(task), model.params, []
+    names, own = [name for name in DIMENSIONS if name in params], model.registration.imported
+    if not own and (lacking := [name for name in names if name not in values]):
+        return [_unsuitable(model, data, shape, lacking[-1])]
+    for name in names:
+        value, needed = params[name], values.get(name)
         may_exceed = DIMENSIONS[name] in ("tokens", "") and not isinstance(task, Regression)
-        if type(value) is not type(needed) or value == needed or (may_exceed and value > needed):
+        if needed is None or type(value) is not type(needed) or value == needed or (may_exceed and value > needed):
             continue
-        labels = f" (0 to {needed - 1})" if name == "classes" and needed == shape.classes else ""
+        labels = f" (0 to {needed - 1})" if name in OUTPUTS and needed == shape.classes else ""
         remove = f"remove model.{name} or set {show(needed)}"
         remedy = remove if name in model.model_fields_set else f"set model.{name}={show(needed)}"
-        lines.append(f"model.{name} = {show(value)}, but {show(dataset)} has {_words(name, needed)}{labels}; {remedy}")
+        has = f"{'images of ' * (name == 'size')}{_words(name, needed, task)}{labels}"
+        lines.append(f"model.{name} = {show(value)}, but {_called(data)} has {has}; {remedy}")
     return lines
+
+
+def _unsuitable(model: schema.Model, data: schema.Data, shape: SampleShape, name: str) -> str:
+    """Return the error line for a model with a parameter `name` for which the data has no value."""
+    return (
+        f"{model.setting}: needs {DIMENSIONS[name]}, but each sample of {_called(data)} has {shape}; use another "
+        f"model, such as model={shape.model}"
+    )
+
+
+def _called(data: schema.Data) -> str:
+    """Return the path or the name of a data set, for error messages."""
+    path = data.params.get("path")
+    return show(path) if isinstance(path, str) else show(data.name) if data.name else "the data"
 
 
 def taken_from_data(settings: Settings) -> list[str]:
     """Return what an experiment has taken from its data, in words: ["1 channel", "28x28", "10 classes"]."""
     task, model = settings.task, settings.model
-    words = [_words(name, model.params[name]) for name in DIMENSIONS if name in model.from_data]
+    words = [_words(name, model.params[name], task.component) for name in DIMENSIONS if name in model.from_data]
     named = "name" not in task.model_fields_set and task.name != type(task).default_component()
     return [*filter(None, words), *[f"task {task.name}"] * named]
 
 
-def _words(name: str, value: int) -> str:
+def _words(name: str, value: int, task: LearningTask) -> str:
     if isinstance(value, bool):
         return "one target per sample" if value else ""
     if name == "size":
         return f"{value}x{value}"
     if name == "context":
         return f"samples of length {value}"
-    if name == "classes":
-        return "1 class" if value == 1 else f"{value:,} classes"
-    return plural(value, NOUNS[name])
+    if name == "classes" and value > 1 and not isinstance(task, Regression):
+        return f"{value:,} classes"
+    return f"{value:,} {NOUNS.get(name, 'output')}{'s' * (value != 1)}"

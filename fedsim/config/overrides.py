@@ -13,7 +13,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.tables import component_tables
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.input_limits import MAX_BITS, MAX_DEPTH, is_harmless, leaves_of, problem_with_words, refuse_long_chains
-from fedsim.core.suggestions import with_key
+from fedsim.core.suggestions import meaning, with_key
 from fedsim.errors import MAX_TEXT, ExperimentError, cut, show
 from fedsim.models.base import dimensions_of
 
@@ -276,10 +276,13 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
             table[key] = {holder.named_by: table[key]}
         inner = table.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise ExperimentError(
-                f"{'.'.join(keys)} = {show(value)}: {'.'.join(keys[:depth])} is not a table, so it cannot contain "
-                "this key"
+            hint = "" if keys[0] in Experiment.model_fields else meaning(".".join(keys), value)
+            hint = (
+                f"unknown key; {hint}"
+                if hint
+                else f"{'.'.join(keys[:depth])} is not a table, so it cannot contain this key"
             )
+            raise ExperimentError(f"{'.'.join(keys)} = {show(value)}: {hint}")
         if holder:
             inner = table[key] = with_key(inner, holder.named_by, ".".join(keys[:depth]))
         table = inner

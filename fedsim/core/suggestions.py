@@ -17,8 +17,8 @@ from fedsim.synonyms import synonyms
 
 MOST_IN_RANGE = 100  # maximum length of a range that a hint writes out, such as 0..99
 SHORT = 4  # characters; shorter names are not completed
-CERTAIN = 0.85  # difflib ratio from which only the most similar name is suggested
-CUTOFF = 0.8  # difflib ratio from which a name counts as a misspelling
+CUTOFF = 0.75  # difflib ratio from which a name with the right first letter counts as a misspelling
+CERTAIN = 0.85  # the same for a phrase of another library
 
 NOTE = re.compile(r"<[\w, ]+>")  # name of an object without an import path
 ALTERNATIVES = re.compile(r"write ([\w.]+=\w+( or [\w.]+=\w+)*)")  # settings without further words
@@ -67,12 +67,6 @@ def nearest(name: str, allowed: Iterable[str], table: str | None = None) -> str:
     return did_you_mean(names or closest(name, allowed)) or f"allowed: {', '.join(allowed) or 'none'}"
 
 
-def attribute_error(owner: object, name: str) -> AttributeError:
-    """Return the error for an unknown attribute of an object, which suggests the most similar public attribute."""
-    hint = "" if name.startswith("_") else f"; {nearest(name, [known for known in dir(owner) if known[0] != '_'])}"
-    return AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}")
-
-
 def nearest_key(name: str, allowed: Iterable[str], place: str | None = None, value: Any = None) -> str:
     """Return the hint for an unknown key.
 
@@ -89,6 +83,8 @@ def nearest_key(name: str, allowed: Iterable[str], place: str | None = None, val
     if place and VOCABULARY.keys_called(form) == [form]:
         return f"{form} is a top-level key; in a file write it above the first [table]"
     hint = meaning(f"{place}.{name}" if place else name, value) or did_you_mean(closest(name, allowed))
+    misspelled = difflib.get_close_matches(form, synonyms("answers"), 1, CERTAIN)
+    hint = hint or (answer(misspelled[0], value) if misspelled and not place else "")
     return hint or f"allowed: {', '.join(allowed) or 'none'}"
 
 
@@ -102,7 +98,8 @@ def meaning(name: str, value: Any = None) -> str:
     if hint and not ("VALUE" in hint and component):
         return hint
     keys = [] if place and "_" not in last else VOCABULARY.keys_called(last)  # short names differ between tables
-    settings = " or ".join(f"{key}={_as_word(value)}" for key in keys)
+    word = str(value).lower() if isinstance(value, bool) else _as_word(value)
+    settings = " or ".join(f"{key}={word}" for key in keys)
     return f"write {settings}" if settings else component or ("" if place else VOCABULARY.owners_of(last))
 
 
@@ -110,20 +107,16 @@ def answer(name: str, value: Any = None) -> str:
     """Return what to write instead of a key or name of another library, or "" if the name is unknown."""
     kinds = {float: "fraction", int: "integer", list: "list", str: value}  # phrases may end with the kind of the value
     text = _answers().get(words_of(f"{name}_{kinds.get(type(value))}")) if value not in (0.0, 1.0) else None
-    text = text or _answers().get(words_of(name), "")
-    if isinstance(value, str):
-        keys = {*re.findall(r"([\w.]+)=", text)}
-        settings = [each for each in VOCABULARY.settings_of(value) if each.partition("=")[0] in keys]
-        other = answer(value)
-        if settings:
+    text = text or _answers().get(words_of(name)) or _answers().get(frozenset([squeezed(name)]), "")
+    if isinstance(value, str) and (keys := re.findall(r"([\w.]+)=", text)):
+        other, names = answer(value) or _of_component(value), VOCABULARY.component_keys.intersection(keys)
+        if settings := [each for each in VOCABULARY.settings_of(value) if each.partition("=")[0] in keys]:
             text = " or ".join(settings)
-        elif "VALUE" not in other and any(f"{key}=" in other for key in keys):
-            return other
-        elif VOCABULARY.component_keys.issuperset(names := re.findall(r"([\w.]+)=\{\}", text)) and names:
-            other = other or _of_component(value)
-            if other.startswith("write ") and "VALUE" not in other:
-                return other
-            value = value if len(names) == 1 else "NAME"
+        elif value.lower() in ("none", "null", "off"):
+            return "omit it"
+        elif "VALUE" not in other and (("{}" in text and names) or any(f"{key}=" in other for key in keys)):
+            text = other.removeprefix("write ") or text
+        value = value if len(names) < 2 else "NAME"
     text = text.replace("{}", _as_word(value))
     return f"write {text}" if SETTING.match(text) else text
 
@@ -190,14 +183,10 @@ def closest(name: str, allowed: Iterable[str]) -> list[str]:
     tests: list[Callable[[str], object]] = [
         lambda each: with_words(form, [each]),
         lambda each: len(form) >= SHORT and (each.startswith(form) or f"_{form}" in each),
-        lambda each: each[:1] == form[:1] and sorted(each) == sorted(form),
-        lambda each: each[:1] == form[:1] and len(each) == len(form) >= SHORT and sum(map(str.__ne__, each, form)) == 1,
     ]
     matches = next((found for test in tests if (found := [*filter(test, forms)])), [])
-    matches = matches or difflib.get_close_matches(name.replace("-", "_"), forms, n=1, cutoff=CUTOFF)  # not MyNet: net
-    matches = difflib.get_close_matches(form, matches, n=2, cutoff=0.0)
-    is_certain = matches and difflib.SequenceMatcher(None, matches[0], form).ratio() >= CERTAIN
-    return [forms[each] for each in (matches[:1] if is_certain else matches)]
+    spelled = difflib.get_close_matches(form, [each for each in forms if each[:1] == form[:1]], n=1, cutoff=CUTOFF)
+    return [forms[each] for each in difflib.get_close_matches(form, matches or spelled, n=2, cutoff=0.0)]
 
 
 def has_words(search: str, *texts: str) -> bool:
@@ -216,8 +205,8 @@ def squeezed(name: str) -> str:
 
 
 def as_range(text: str) -> str | None:
-    """Return a range such as `0..2` as the list `0,1,2`, or None if the text is not a range or the list is too long."""
-    ends = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", text.strip())
+    """Return a range, `0..2` or `0-2`, as the list `0,1,2`, or None if the text is no range or the list is too long."""
+    ends = re.fullmatch(r"(\d{1,9})(?:\.\.|-|:)(\d{1,9})", text.strip())
     numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
     return ",".join(map(str, numbers)) if 0 < len(numbers) <= MOST_IN_RANGE else None
 
@@ -265,6 +254,9 @@ def _called(name: str, place: str, components: Mapping[str, Any]) -> str:
     for argument in filter(None, re.split(r"[\s,]+", call[2] or call[3] or call[4] or "")):
         key, equals, value = argument.rpartition("=")
         settings.append(f"{table.partition('.')[0]}.{key if equals else next(names, 'PARAMETER')}={value}")
+    if "[" in table:  # a list of components
+        parameters = ",".join(each.rpartition(".")[2] for each in settings[1:])
+        return f"{table.partition('[')[0]}='{{name=\"{called[0]}\",{parameters}}}'"
     return " ".join(settings)
 
 
@@ -290,7 +282,7 @@ def _as_import_path(name: str) -> str | None:
         file, attribute = name, "NAME"
     if ":" not in name and "." in name and not re.search(r"[/\\]|\.py$", name):
         module, _, attribute = name.rpartition(".")
-        return f"{module}:{attribute} (with a colon)"
+        return f"{module}:{attribute} (with a colon)" if attribute.isidentifier() else None
     if not re.search(r"[/\\]|\.py$", file):
         return None
     path = PureWindowsPath(file)  # accepts both kinds of slashes

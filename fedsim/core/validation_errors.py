@@ -85,7 +85,7 @@ def _hint(where: str, value: Any, wanted: Sequence[str]) -> str:
     """
     text = str(value).lower()
     number = _as_number(text)
-    if "a list" in wanted and isinstance(value, (str, int)) and (len(wanted) == 1 or "," in text):
+    if "a list" in wanted and type(value) in (str, int) and (len(wanted) == 1 or "," in text):
         return f"; write {cut(as_list(str(value)))} (in single quotes in a shell)"
     if wanted == ["a valid integer"] and isinstance(value, bool) and where.endswith("]"):
         return "; instead of a Boolean mask, pass indices: np.flatnonzero(mask)"
@@ -95,13 +95,14 @@ def _hint(where: str, value: Any, wanted: Sequence[str]) -> str:
     hint = f"; {hint}" if f" {where}=" in hint else ""
     if "true or false" in wanted and text in (*YES, *NO):
         hint = f"; write {str(text in YES).lower()}"
-    elif {"a valid integer", "a valid number"} & {*wanted} and number is not None:
-        is_whole = number == int(number)
+    elif {"a valid integer", "an integer", "a valid number"} & {*wanted} and number is not None:
+        is_whole, part = number == int(number), answer(f"{where}_fraction")
         hint = f"; write {int(number) if is_whole else round(number, 6)}"
-        hint = hint if is_whole or "a valid number" in wanted else "; write a whole number, not a fraction"
+        if not is_whole and "a valid number" not in wanted:
+            hint = f"; {part}" if f" {where}=" in part else "; write a whole number, not a fraction"
     elif {"a valid integer", "a valid number"} & {*wanted} and text in UNSET:
         hint = "; omit the key to leave it unset"
-    return f"{hint}; for several values use fedsim compare" if "," in text else hint
+    return f"{hint}; for several values use fedsim compare" if "," in text and isinstance(value, str) else hint
 
 
 def _as_number(text: str) -> float | None:

@@ -75,6 +75,8 @@ def _parts(data: Any) -> Parts:
         parts = data
     else:
         parts = data, None
+    if parts[0] is None:
+        raise DataError("there is no training data; a data set is a tuple (train, test), or one of them")
     return parts
 
 
@@ -151,9 +153,13 @@ def _from_samples(workers: Sequence[Parts], shares: bool, test_fraction: float =
 
 def _read(data: Any, place: str) -> TensorData:
     try:
-        return as_tensor_data(data)
+        tensors = as_tensor_data(data)
     except DataError as error:
         raise DataError(f"{place}: {error}") from None
+    if tensors.inputs.is_floating_point() and not (finite := tensors.inputs.isfinite()).all():
+        sample = int((~finite).nonzero()[0, 0])
+        raise DataError(f"{place}: sample {sample} has NaN or infinity as input; replace it, or remove such samples")
+    return tensors
 
 
 def _joined(parts: Sequence[Any], place: str) -> TensorData:

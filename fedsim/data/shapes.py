@@ -10,7 +10,7 @@ from fedsim.data.tensors import TensorData, compact
 from fedsim.errors import plural
 
 FEWEST_PIXELS = 16  # sides of the smallest images for which the model `net` is chosen
-MOST_UNLIKELY_CLASSES = 100
+MOST_CLASSES = 100  # with more classes, most of them must have samples, or their number must be set
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class SampleShape:
         """Return the shape of training samples."""
         tokens = 0 if train.dtype.is_floating_point else int(compact(train.inputs).cpu().numpy().max()) + 1
         classes = max(train.classes, not train.targets.is_floating_point())
-        gaps = train.has_integers and classes > max(MOST_UNLIKELY_CLASSES, 2 * len(train.targets.unique()))
+        many = train.has_integers and classes > MOST_CLASSES
+        gaps = many and classes > 2 * len(train.targets.unique())
         return cls(tuple(train.inputs.shape[1:]), classes, tuple(train.targets.shape[1:]), tokens, gaps)
 
     def __str__(self) -> str:

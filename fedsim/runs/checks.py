@@ -229,8 +229,10 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
     _check_augmentations(experiment, inputs, train)
-    wrong = mismatches(experiment.model, dataset, SampleShape.of(train), experiment.task.component)
-    if wrong and not (train.dtype.is_floating_point or experiment.model.registration.imported):
+    known, own = SampleShape.of(train), experiment.model.registration.imported
+    known = replace(known, classes=classes, tokens=max(known.tokens, SampleShape.of(test).tokens))
+    wrong = mismatches(experiment.model, experiment.data, known, experiment.task.component)
+    if wrong and not (train.dtype.is_floating_point or own):
         raise ExperimentError(*wrong)  # a GPU cannot be used any more after a token that is out of range
     check_targets = getattr(experiment.task.component, "check_targets", None)
     try:
@@ -243,7 +245,8 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     except DataError as error:
         raise DataError(f"data.name = {show(dataset)}: {error}") from error
     except ExperimentError as error:
-        raise ExperimentError(*(wrong or [f"{place}: {error}"])) from error
+        line = f"{place}: {error}"
+        raise ExperimentError(*(["; ".join([line, *wrong])] if own else wrong or [line])) from error
     _warn_of_classes(task, train, test, outputs, dataset)
     attack = experiment.attack.component
     if task.byzantine and not train.has_labels and (attack.goal is not None or "classes" in attack.poison_accepts):
@@ -274,7 +277,8 @@ def _check_labels(train: TensorData, test: TensorData) -> None:
     for name, data in (("training", train), ("test", test)):
         if data.has_integers and not data.has_labels:
             raise DataError(
-                f"the {name} set contains the label {int(data.targets.min())}; class labels must be at least 0"
+                f"the {name} set contains the label {int(data.targets.min())}; class labels must be at least 0; "
+                "renumber them from 0, or set task=regression for numbers"
             )
 
 
@@ -340,9 +344,9 @@ def _warn_if_untrained(setting: str, test_set: str, trained: np.ndarray, tested:
 
 
 def _remedy(train: TensorData) -> str:
-    """Return a remedy for a model that does not work on the data set's integer inputs, or \"\" for other inputs."""
-    if train.inputs.is_floating_point() or train.dtype.is_floating_point:
-        return ""
+    """Return a remedy for a model that does not work on the data set's images or integers, or \"\" for other inputs."""
+    if train.dtype.is_floating_point:
+        return "; use another model, or images of another size" if train.inputs.ndim == 4 else ""
     most = int(compact(train.inputs).cpu().numpy().max())  # PyTorch has no maximum of unsigned integers
     return (
         f"; the inputs are integers up to {most}: convert numbers to floating point, and for tokens, use a model with "

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.aggregation.rule import rule as rules
 from fedsim.cli.main import app
-from tests.commands import ended, start, start_python, start_ranks
+from tests.commands import ended, start, start_ranks
 
 PAGES = ("aggregate-your-updates", "ddp-and-lightning", "coming-from")
 TEXT = "".join((Path(__file__).parents[2] / "docs" / "how-to" / f"{page}.md").read_text() for page in PAGES)
@@ -42,17 +42,12 @@ def requires(package):
 
 
 def test_every_program_is_run_below():
-    names = {"updates.py", "loop.py", "train_ddp.py", "train_lightning.py", "flower_app.py"}
+    names = {"updates.py", "loop.py", "train_ddp.py", "flower_app.py"}
     assert set(PROGRAMS) == names
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "updates.py",
-        "loop.py",
-        pytest.param("flower_app.py", marks=[requires("flwr"), requires("ray")]),
-    ],
+    "name", ["updates.py", "loop.py", pytest.param("flower_app.py", marks=[requires("flwr"), requires("ray")])]
 )
 def test_a_program_of_one_process_runs(name, tmp_path):
     codes, [printed], errors = ended([start(write(name, tmp_path), cwd=tmp_path)], 150)
@@ -65,18 +60,6 @@ def test_the_program_of_ranks_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     codes, _, errors = ended(start_ranks(4, write("train_ddp.py", tmp_path), cwd=tmp_path), 60)
     assert codes == [0] * 4, errors
-
-
-@requires("lightning")
-def test_the_program_of_lightning_runs(tmp_path):
-    first = (
-        # torchvision may not fit this PyTorch build
-        "from fedsim.system.packages import import_torchvision\nimport_torchvision()\n"
-    )
-    path = tmp_path / "train_lightning.py"
-    path.write_text(first + PROGRAMS[path.name])
-    codes, _, errors = ended([start_python(path, cwd=tmp_path)], 150)
-    assert codes == [0], errors
 
 
 def test_the_rules_that_depend_on_the_origin_are_listed():
