@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from fedsim.core.attributes import attribute_error
 from fedsim.core.registry import Registration, Registry
-from fedsim.core.suggestions import with_key
+from fedsim.core.suggestions import VOCABULARY, did_you_mean, with_key
 from fedsim.errors import ExperimentError, show
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class Table(BaseModel):
                 if hasattr(type(self), name):
                     raise
                 names = [*type(self).model_fields, *(self.__pydantic_extra__ or ())]
-                raise attribute_error(f"{type(self).__name__!r} object", name, names) from None
+                keys = [key for key in VOCABULARY.keys_called(name) if key.partition(".")[0] in names]
+                raise attribute_error(f"{type(self).__name__!r} object", name, names, did_you_mean(keys)) from None
 
     def model_copy(self, **options: Any) -> Self:
         """Return a copy with changed fields, without cached properties (see `BaseModel.model_copy`)."""
