@@ -95,10 +95,10 @@ class ComparisonDisplay(Callback):
         self._bar.close()
         if kind is None and self._total:
             self._print(f"{plural(self._total, 'run')} in {self._seconds:.1f} s\n")
-        elif kind is not None and self._ended and self._folder:
-            done = self._ended - self._failed
+        elif kind is not None and self._total and self._folder:
+            done = f"{self._ended - self._failed} of {plural(self._total, 'run')}"
             with contextlib.suppress(OSError):  # the comparison may have ended because stdout is closed
-                self._print(f"{done} of {self._total} runs are in {self._folder}; continue with --out {self._folder}")
+                self._print(f"{done} are finished in {self._folder}; repeat the command with --out {self._folder}")
 
 
 class NotebookComparisonDisplay(ComparisonDisplay):

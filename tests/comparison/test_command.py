@@ -96,7 +96,7 @@ def test_a_signal_ends_everything_and_the_same_command_continues(cli, tmp_path, 
         process.send_signal(number)
     out, error = process.communicate(timeout=20)
     assert (process.returncode, error.strip()) == (code, word)
-    assert re.search(r"\d of 8 runs are in x; continue with --out x\n$", out)
+    assert re.search(r"\d of 8 runs are finished in x; repeat the command with --out x\n$", out)
     assert_none_left(process.pid)
     before = finished_runs(tmp_path / "x")
     assert len(before) >= 2
@@ -108,8 +108,9 @@ def test_ctrl_c_while_jobs_start_leaves_no_process(tmp_path):
     while len(processes_of_group(process.pid)) < 3:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=20)
+    out, error = process.communicate(timeout=20)
     assert (process.returncode, error.strip()) == (130, "interrupted")
+    assert out.endswith("\n0 of 8 runs are finished in x; repeat the command with --out x\n")
     assert_none_left(process.pid)
 
 
