@@ -44,7 +44,7 @@ OUTPUT = re.compile(r"\n\n *(?P<fence>```+)text\n(?P<text>.*?)^ *(?P=fence) *$",
 PICTURE = re.compile(r"\n\n *!\[(?P<caption>[^]]*)\]\((?P<address>[^)]*)\)")
 ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 OWN_ATTRIBUTES = {"output", "picture", "needs", "run"}
-SLOW = re.compile(r"<!-- slow -->|\A---\nslow: true\n")
+SLOW = "<!-- slow -->"
 DOTS = re.compile(r" *\.\.\.")
 
 PROGRESS = re.compile(r"(?:^\[ *\d+/\d+\] .*\n)+", re.MULTILINE)
@@ -267,7 +267,9 @@ def written(markdown: str, results: list[dict[str, Any]], stem: str) -> tuple[st
             fence = "`" * (1 + max([2, *map(len, re.findall("`+", text))]))
             below.append(f"{fence}text\n{text.rstrip()}\n{fence}" if text.strip() else "")
         if picture := block.attributes.get("picture"):
-            address = block.address or f"{stem}-{Path(picture).name}"
+            address = block.address or f"{stem}-{picture.replace('/', '-')}"
+            if address in pictures:
+                raise ValueError(f"line {block.line}: two pictures have the address {address}; change one")
             below.append(f"![{block.caption or Path(picture).stem.replace('_', ' ')}]({address})")
             pictures[address] = picture
         text = "".join("\n\n" + textwrap.indent(each, block.indent) for each in below if each)

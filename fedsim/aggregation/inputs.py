@@ -158,9 +158,7 @@ def screened(
     if not bad:
         return inputs, []
     if len(bad) == len(inputs.updates):
-        raise DivergedError(
-            f"all {len(bad)} updates hold NaN or infinity", "reduce local.lr, or remove NaN from the data"
-        )
+        raise DivergedError(f"all {len(bad)} updates hold NaN or infinity", "reduce local.lr, or scale large inputs")
     assert inputs.workers is not None
     weighted = [row for row in bad if inputs.weights is None or inputs.weights[row] > 0]
     if nonfinite == "error" and weighted:

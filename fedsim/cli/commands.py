@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedsim.cli.program import FAILED, errors_as_lines
-from fedsim.cli.words import AllowImports, Quiet, Words, is_folder, source_and_overrides
+from fedsim.cli.words import AllowImports, Quiet, Words, complete_metrics, is_folder, source_and_overrides
 from fedsim.config.components import COMPONENTS, describe_component, list_components, list_module, registry_of
 from fedsim.config.files import experiments, list_experiments
 from fedsim.core.text_wrapping import hang, terminal_columns
@@ -250,6 +250,7 @@ PlottedNumber = Annotated[
         metavar="NAME",
         help="Number to draw, such as test_loss or metrics.drift.",
         show_default="the metric of the comparison",
+        autocompletion=complete_metrics,
     ),
 ]
 Scale = Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedsim.cli.program import FAILED, errors_as_lines
-from fedsim.cli.words import AllowImports, Quiet, complete_words, is_folder, source_and_overrides
+from fedsim.cli.words import AllowImports, Quiet, complete_metrics, complete_words, is_folder, source_and_overrides
 from fedsim.config.files import experiments
 from fedsim.errors import ExperimentError, show
 
@@ -76,9 +76,11 @@ ComparedNumber = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Number of the last round to compare, such as test_loss or metrics.r2. The table says whether higher "
-        "or lower values are better; write -NAME if lower values are better, and +NAME if higher values are.",
+        help="Number of the last round to compare, such as worker_accuracy, test_loss or metrics.r2. The table says "
+        "whether higher or lower values are better; write -NAME if lower values are better, and +NAME "
+        "if higher values are.",
         show_default="test accuracy",
+        autocompletion=complete_metrics,
     ),
 ]
 SkipInvalid = Annotated[

@@ -32,6 +32,13 @@ def complete_words(incomplete: str) -> list[str]:
     ]
 
 
+def complete_metrics(incomplete: str) -> list[str]:
+    """Return the numbers of a round whose names start with `incomplete`."""
+    from fedsim.records.record import METRICS
+
+    return [metric.key for metric in METRICS if metric.key.startswith(incomplete) and "{}" not in metric.label]
+
+
 Words = Annotated[
     list[str] | None,
     typer.Argument(

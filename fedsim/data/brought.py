@@ -75,6 +75,8 @@ def _parts(data: Any) -> Parts:
         parts = data
     else:
         parts = data, None
+    if parts[0] is None:
+        raise DataError("there is no training data; a data set is a tuple (train, test), or one of them")
     return parts
 
 

@@ -30,6 +30,8 @@ def complete(tmp_path, monkeypatch):
         (["run", "mnist_sync_s"], ["mnist_sync_sgd"]),
         (["compare", "min"], ["mine.toml", "mines/", "minor.yaml"]),
         (["run", "rounds=", "xyz"], []),
+        (["compare", "--metric", "worker_"], ["worker_accuracy", "worker_loss"]),
+        (["plot", "--metric", "worker_l"], ["worker_loss"]),
     ],
 )
 def test_words_are_completed(complete, tmp_path, words, expected):

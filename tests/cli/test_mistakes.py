@@ -72,6 +72,7 @@ WORDS = [
     ),
     # values
     ("cohort=0.1", "must be a valid integer; write cohort=N, where N is the number of workers in each round"),
+    ("rounds=2.5", "must be a valid integer; write a whole number, not a fraction"),
     ("rounds=1e1", "must be a valid integer; write 10"),
     ("local.lr=0,1", "must be a valid number; write 0.1; for several values use fedsim compare"),
     ("local.lr=10%", "must be a valid number; write 0.1"),

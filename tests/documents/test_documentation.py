@@ -54,7 +54,7 @@ def run_forked(words, folder, environment):
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=[pytest.mark.slow] * bool(blocks.SLOW.search(text))) for page, text in PAGES.items()],
+    [pytest.param(page, marks=[pytest.mark.slow] * (blocks.SLOW in text)) for page, text in PAGES.items()],
 )
 def test_the_blocks_of_the_page_print_the_outputs_below_them(page, tmp_path):
     results = blocks.run(PAGES[page], tmp_path, run_forked)
@@ -187,8 +187,8 @@ def test_outputs_and_pictures_are_written_below_their_blocks(tmp_path):
     results = blocks.run(PAGE, tmp_path)
     page, pictures = blocks.written(PAGE, results, "page")
     assert "    ```\n\n    ```text\n    it is 2\n    ```\n" in page
-    assert pictures == {"page-made.png": "figures/made.png"}
-    assert "![made](page-made.png)" in page
+    assert pictures == {"page-figures-made.png": "figures/made.png"}
+    assert "![made](page-figures-made.png)" in page
     assert page.count("```text") == 3
     assert blocks.written(page, results, "page") == (page, pictures), "what is up to date does not change"
     outdated = page.replace("it is 2", "it was 3").replace("![made]", "![A caption]")
