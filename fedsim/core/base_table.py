@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from fedsim.core.attributes import attribute_error
 from fedsim.core.registry import Registration, Registry
@@ -67,6 +74,7 @@ class ComponentTable(Table):
         named_by: key of the component's name, such as "rule".
         registry: components that the table may select.
         alternatives: keys of which at most one may be set.
+        follows_data: whether the data chooses the component if its name is not set. Its parameters are checked then.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -75,6 +83,7 @@ class ComponentTable(Table):
     named_by: ClassVar[str]
     registry: ClassVar[Registry]
     alternatives: ClassVar[tuple[str, ...]] = ()
+    follows_data: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -89,6 +98,11 @@ class ComponentTable(Table):
         if isinstance(name, str) and name.startswith("__main__:"):  # other processes have a different __main__
             table = {**table, cls.named_by: cls.registry.get(name, f"{cls.place}.{cls.named_by}").name}
         return cls.completed(table)
+
+    @model_serializer(mode="wrap")
+    def _as_dict(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        table, only_set = handler(self), info.exclude_unset and self.follows_data
+        return {key: value for key, value in table.items() if not only_set or key in self.model_fields_set}
 
     @classmethod
     def is_name(cls, value: Any) -> bool:
@@ -118,7 +132,8 @@ class ComponentTable(Table):
 
     @model_validator(mode="after")
     def _check(self) -> ComponentTable:
-        self.check_parameters()
+        if not (self.follows_data and self.params and self.named_by not in self.model_fields_set):
+            self.check_parameters()
         return self
 
     def check_parameters(self) -> None:

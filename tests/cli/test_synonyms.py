@@ -67,7 +67,7 @@ def test_answers_lead_to_keys_and_names_that_exist():
         imported = {setting.partition("=")[0] for setting in filled if ":" in setting or "FILE" in setting}
         filled = [setting for setting in filled if setting.partition(".")[0] not in imported]
         assert not problems_of(filled), phrase
-        assert set(re.findall(r"fedsim list (\w+)", text)) <= COMPONENTS.keys()
+        assert set(re.findall(r"fedsim list ([\w-]+)", text)) <= COMPONENTS.keys()
 
 
 def test_names_of_recorded_numbers_exist():
