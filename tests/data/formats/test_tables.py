@@ -131,6 +131,11 @@ def test_delimiters_are_found_and_said(csv, separator, mark):
     assert load("csv", path=path, delimiter=separator)[0].assumed[1:] == train.assumed[-1:]
 
 
+def test_a_delimiter_is_one_character_of_a_csv_file(csv):
+    refused("csv", 'data.delimiter = ";;": must be one character', path=csv(lines(HALVES, BITS)), delimiter=";;")
+    refused("parquet", 'data.delimiter = ";": is only used for CSV files', path=csv("", "t.parquet"), delimiter=";")
+
+
 def test_exports_of_excel_with_decimal_commas(csv):
     numbers = [str(half).replace(".", ",") for half in HALVES]
     text = "\ufeffsep=;\n" + lines(numbers, CITIES, BITS, names=("x", "city", "y"), separator=";")
