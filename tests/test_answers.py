@@ -28,12 +28,13 @@ def result():
     ("name", "hint"),
     [
         ("agregate", 'did you mean "aggregate"?'),
-        ("Partition", 'did you mean "partition"?'),
-        ("list_attacks", 'did you mean "attacks"?'),
+        ("Partition", 'did you mean "partition"'),
+        ("list_attacks", 'did you mean "attacks"'),
         ("start_simulation", 'did you mean "run"?'),
         ("load_result", 'did you mean "load_run"?'),
         ("Krum", "in the settings of fedsim.run, write aggregate.rule=krum"),
-        ("Anything", "its attributes are Callback, Comparison, "),
+        ("FedAvg", "in the settings of fedsim.run, write aggregate.rule=weighted_mean "),
+        ("Anything", "allowed: Callback, Comparison, "),
     ],
 )
 def test_a_name_that_fedsim_lacks_leads_to_another(name, hint):
@@ -62,6 +63,8 @@ def test_records_and_settings_answer_as_well(result):
         _ = result.history[0].test_acc
     with pytest.raises(KeyError, match="test_accuracy"):
         result.history[0]["test_acc"]
+    with pytest.raises(AttributeError, match='did you mean "local.lr" or "server.lr"'):
+        _ = result.experiment.lr
     with pytest.raises(AttributeError, match="^'Local' object has no attribute .*; did you mean \"batch_size\""):
         _ = result.experiment.local.batchsize
 

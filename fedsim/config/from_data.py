@@ -33,6 +33,7 @@ def tables_from_data(
     if {"name"} <= task.model_fields_set & model.model_fields_set and not model.from_data:
         return {}
     if (shape := shape_of(data)) is None:
+        _named(task, task.name), _named(model, model.name)  # checks their parameters
         return None
     task, model = _named(task, shape.task), _named(model, shape.model).model_copy()
     values, taken = shape.dimensions(task.component), model.from_data
@@ -50,7 +51,7 @@ def tables_from_data(
 
 def _named(table: AnyTable, name: str) -> AnyTable:
     """Return a table with the component `name`, which does not count as set, unless the user has selected one."""
-    if table.named_by in table.model_fields_set or name == getattr(table, table.named_by):
+    if table.named_by in table.model_fields_set:
         return table
     given = {key: value for key, value in table.model_dump().items() if key in table.model_fields_set}
     named = type(table).model_validate({**given, table.named_by: name})

@@ -16,9 +16,6 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     PositiveFloat,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 from torch import nn
@@ -84,7 +81,7 @@ class Task(ComponentTable):
     A loss function or loss module, such as `torch.nn.functional:mse_loss`, is a task without accuracy.
     """
 
-    place, named_by, registry = "task", "name", learning_task
+    place, named_by, registry, follows_data = "task", "name", learning_task, True
 
     name: Name = "classification"
 
@@ -151,7 +148,7 @@ class LoRA(Table):
 class Model(ComponentTable):
     """The model that all workers train."""
 
-    place, named_by, registry = "model", "name", model
+    place, named_by, registry, follows_data = "model", "name", model, True
 
     name: Name = "net"
     weights: Annotated[str | None, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path)] = None
@@ -163,11 +160,6 @@ class Model(ComponentTable):
     def from_data(self) -> list[str]:
         """Names of the model's parameters that are not set, so that the experiment takes them from the data."""
         return [name for name in dimensions_of(self.registration) if name not in self.model_fields_set]
-
-    @model_serializer(mode="wrap")
-    def _without_dimensions(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        table, unset = handler(self), self.from_data if info.exclude_unset else ()
-        return {key: value for key, value in table.items() if key not in unset}
 
     def check_parameters(self) -> None:
         fields = self.registration.parameters.model_fields

@@ -5,26 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from fedsim.core.suggestions import VOCABULARY, closest, normalized
-from fedsim.errors import show
-
-# Attributes of other libraries, each with the attributes that it may mean.
-ATTRIBUTES = {
-    word: meanings.split()
-    for words, meanings in {
-        "acc accuracy score test_acc final_accuracy": "accuracy test_accuracy",
-        "df to_df pandas to_pandas dataframe table": "to_dataframe",
-        "net weights params parameters state_dict final_model": "model",
-        "config cfg args settings": "experiment",
-        "logs losses metrics records rounds accuracies": "history runs",
-        "results histories": "runs",
-        "path out dir directory": "folder",
-        "fit train simulate simulation start_simulation fedavg": "run",
-        "load load_result": "load_run",
-        "draw_partition": "plot_partition",
-    }.items()
-    for word in words.split()
-}
+from fedsim.core.suggestions import nearest
 
 
 def attribute_error(owner: str, name: str, names: Iterable[str], otherwise: str = "") -> AttributeError:
@@ -43,12 +24,9 @@ def attribute_error(owner: str, name: str, names: Iterable[str], otherwise: str 
 
 def attribute_hint(name: str, names: Iterable[str], otherwise: str = "") -> str:
     """Return the hint of `attribute_error`."""
-    public, form = [each for each in names if not each.startswith("_")], normalized(name)
-    known = [each for each in ATTRIBUTES.get(form, ()) if each in public]
-    known = known or closest(form.removeprefix("get_").removeprefix("list_"), public)
-    known = known or [key for key in VOCABULARY.keys_called(form) if key.partition(".")[0] in public]
-    hint = f"did you mean {' or '.join(map(show, known))}?" if known else otherwise
-    return hint or f"its attributes are {', '.join(public)}"
+    public = [each for each in names if not each.startswith("_")]
+    hint = nearest(name.removeprefix("get_").removeprefix("list_"), public)
+    return otherwise if otherwise and hint.startswith("allowed") else hint
 
 
 class HintingAttributes:

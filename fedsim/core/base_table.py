@@ -10,11 +10,18 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from fedsim.core.attributes import attribute_error
 from fedsim.core.registry import Registration, Registry
-from fedsim.core.suggestions import with_key
+from fedsim.core.suggestions import VOCABULARY, did_you_mean, with_key
 from fedsim.errors import ExperimentError, show
 
 if TYPE_CHECKING:
@@ -38,7 +45,8 @@ class Table(BaseModel):
                 if hasattr(type(self), name):
                     raise
                 names = [*type(self).model_fields, *(self.__pydantic_extra__ or ())]
-                raise attribute_error(f"{type(self).__name__!r} object", name, names) from None
+                keys = [key for key in VOCABULARY.keys_called(name) if key.partition(".")[0] in names]
+                raise attribute_error(f"{type(self).__name__!r} object", name, names, did_you_mean(keys)) from None
 
     def model_copy(self, **options: Any) -> Self:
         """Return a copy with changed fields, without cached properties (see `BaseModel.model_copy`)."""
@@ -67,6 +75,7 @@ class ComponentTable(Table):
         named_by: key of the component's name, such as "rule".
         registry: components that the table may select.
         alternatives: keys of which at most one may be set.
+        follows_data: whether the data chooses the component if its name is not set. Its parameters are checked then.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -75,6 +84,7 @@ class ComponentTable(Table):
     named_by: ClassVar[str]
     registry: ClassVar[Registry]
     alternatives: ClassVar[tuple[str, ...]] = ()
+    follows_data: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -89,6 +99,11 @@ class ComponentTable(Table):
         if isinstance(name, str) and name.startswith("__main__:"):  # other processes have a different __main__
             table = {**table, cls.named_by: cls.registry.get(name, f"{cls.place}.{cls.named_by}").name}
         return cls.completed(table)
+
+    @model_serializer(mode="wrap")
+    def _as_dict(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        table, only_set = handler(self), info.exclude_unset and self.follows_data
+        return {key: value for key, value in table.items() if not only_set or key in self.model_fields_set}
 
     @classmethod
     def is_name(cls, value: Any) -> bool:
@@ -118,7 +133,8 @@ class ComponentTable(Table):
 
     @model_validator(mode="after")
     def _check(self) -> ComponentTable:
-        self.check_parameters()
+        if not (self.follows_data and self.params and self.named_by not in self.model_fields_set):
+            self.check_parameters()
         return self
 
     def check_parameters(self) -> None:

@@ -18,7 +18,7 @@ from fedsim.synonyms import synonyms
 MOST_IN_RANGE = 100  # maximum length of a range that a hint writes out, such as 0..99
 SHORT = 4  # characters; shorter names are not completed
 CUTOFF = 0.75  # difflib ratio from which a name with the right first letter counts as a misspelling
-CERTAIN = 0.85  # the same for a phrase of another library
+CERTAIN = 0.9  # the same for a phrase of another library
 
 NOTE = re.compile(r"<[\w, ]+>")  # name of an object without an import path
 ALTERNATIVES = re.compile(r"write ([\w.]+=\w+( or [\w.]+=\w+)*)")  # settings without further words

@@ -140,7 +140,9 @@ def train_and_test(
         samples_of(array, part.targets, part.owners, place)
         for array, part, place in zip(arrays, parts, places, strict=True)
     )
-    roles = f"target {cut(str(target))}, inputs {encoded}"
+    whole = first.targets.is_floating_point() and not bool((first.targets % 1).any())
+    numbers = " (whole numbers, but stored as floating-point numbers: no classes)" * whole
+    roles = f"target {cut(str(target))}{numbers}, inputs {encoded}"
     return replace(first, assumed=(roles, *train.assumed, *first.assumed, *drawn)), second
 
 

@@ -239,7 +239,7 @@ def test_a_backdoor_is_learnt_and_its_success_is_measured(tables):
             {"attack": {"name": "ipm", "workers": [0], "start_round": 9}},
             "attack.start_round = 9: must be at most ",
         ),
-        ({"attack": {"name": "ipm", "fraction": 0.3, "epsilon": 1.0}}, "unknown key .*epsilon is a parameter of mimic"),
+        ({"attack": {"name": "ipm", "fraction": 0.3, "epsilon": 1.0}}, "unknown key .*write attack=ipm attack.eps=1.0"),
         ({"aggregate": {"rule": "krum", "f": 3}}, "with a cohort of 7: krum: needs n >= 2f \\+ 3; here f = 3, n = 7"),
         ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": is a pre-aggregator; put a rule after it'),
         ({"aggregate": {"rule": ["krum", "mean"]}}, r'aggregate.rule\[0\] = "krum": a rule must be last'),
@@ -257,7 +257,7 @@ def test_a_wrong_attack_or_rule_gives_a_one_line_error(change, message, tables):
 @pytest.mark.parametrize(
     ("rule", "line"),
     [
-        (["nnm", {"rule": "krum", "fe": 2}], r'rule\[1\].fe = 2: unknown key \(.* krum\); did you mean "f"\?'),
+        (["nnm", {"rule": "krum", "fe": 2}], r"rule\[1\].fe = 2: unknown key \(.* krum\); allowed: rule, f"),
         (["nnm", {"rul": "krum"}], r'rule\[1\] = \{rul = "krum"\}: must be a name, or a table with the key `rule`'),
         (["nnm", "krumm"], r'rule\[1\] = "krumm": no such aggregation rule; did you mean "krum"\?'),
     ],

@@ -180,6 +180,16 @@ def test_own_models_take_parameters_without_a_default(session):
     assert refusal(session, data=KINDS["numbers"], model={"name": WithDefaults, "classes": 3}) is None
 
 
+def test_parameters_of_an_unset_model_belong_to_the_model_of_the_data():
+    experiment = fedsim.Experiment(data=KINDS["measurements"], model={"hidden": (3,)}, task={"loss": "l1"})
+    assert (experiment.model.name, experiment.model.params["hidden"]) == ("mlp", (3,))
+    assert load_experiment(experiment, data=KINDS["vectors"]).task.params["loss"] == "l1"
+    with pytest.raises(
+        fedsim.ExperimentError, match=r"^model.hiden = 3: unknown key \(the model is char_lstm\); did you"
+    ):
+        fedsim.Experiment(data=KINDS["tokens"], model={"hiden": 3})
+
+
 def test_what_is_taken_changes_with_the_data_and_what_is_set_does_not():
     experiment = fedsim.Experiment(data=KINDS["tokens"], **QUICK)
     changed = load_experiment(experiment, data=KINDS["measurements"])

@@ -274,3 +274,15 @@ def test_the_first_of_very_many_wrong_keys_are_reported_with_a_hint():
     *lines, more = caught.value.lines
     assert all("unknown key; allowed: " in line for line in lines)
     assert (len(lines), more) == (MAX_PROBLEMS, f"and {20_000 - MAX_PROBLEMS} more problems")
+
+
+@pytest.mark.parametrize("ending", ["toml", "yaml"])
+def test_files_may_have_a_byte_order_mark_and_must_be_utf_8(tmp_path, ending):
+    if ending == "yaml":
+        pytest.importorskip("yaml")
+    path, line = tmp_path / f"e.{ending}", {"toml": "rounds = 7", "yaml": "rounds: 7"}[ending]
+    path.write_text(f"# é\n{line}\n", encoding="utf-8-sig")
+    assert load_experiment(path).rounds == 7
+    path.write_text(f"{line}\n# é\n", encoding="latin-1")
+    with pytest.raises(ExperimentError, match=r'line 2 is not UTF-8 \("é" in Latin-1\); save the file as UTF-8'):
+        load_experiment(path)

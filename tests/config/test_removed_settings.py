@@ -24,7 +24,7 @@ def lines_of(action):
 
 
 YOGI = 'server.lr = 0.37: does not apply to server.name = "yogi", because it was set for "adam"; set it again'
-MLP = 'model.inputs = 20, model.classes = 3: do not apply to model.name = "mlp", because they were set for "logistic"; '
+HIDDEN = 'model.hidden = 64: does not apply to model.name = "2nn", because it was set for "cnn"; set it again'
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ MLP = 'model.inputs = 20, model.classes = 3: do not apply to model.name = "mlp",
         (ADAM, ["server=adam"], []),
         (ADAM, ["server.lr=0.1"], []),
         ({"server": "adam"}, ["server=yogi"], []),
-        ({"model": {"name": "logistic", "inputs": 20, "classes": 3}}, ["model=mlp"], [MLP + "set them again"]),
+        ({"model": {"name": "cnn", "hidden": 64, "channels": 3}}, ["model=2nn"], [HIDDEN]),  # channels: from the data
         (  # `algorithm` is unset, so the rate was set for the default
             {"local": {"lr": 0.3, "steps": 4}},
             ["local.algorithm=adam"],

@@ -91,8 +91,11 @@ def table(
 def _read(path: str, delimiter: str | None) -> DataTable:
     """Return a CSV or Parquet file as a table. Raise DataError if the file cannot be read."""
     path = data_path(path)
+    parquet = Path(path).suffix.lower() in (".parquet", ".pq")
+    if parquet and delimiter is not None:
+        raise DataError(f"data.delimiter = {show(delimiter)}: is only used for CSV files; remove it")
     try:
-        return _parquet(path) if Path(path).suffix.lower() in (".parquet", ".pq") else _csv(path, delimiter)
+        return _parquet(path) if parquet else _csv(path, delimiter)
     except (DataError, MissingPackageError):
         raise
     except Exception as error:  # the errors of PyArrow have no common base class

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 
 import numpy as np
 import pytest
@@ -130,6 +131,11 @@ def test_delimiters_are_found_and_said(csv, separator, mark):
     assert load("csv", path=path, delimiter=separator)[0].assumed[1:] == train.assumed[-1:]
 
 
+def test_a_delimiter_is_one_character_of_a_csv_file(csv):
+    refused("csv", 'data.delimiter = ";;": must be one character', path=csv(lines(HALVES, BITS)), delimiter=";;")
+    refused("parquet", 'data.delimiter = ";": is only used for CSV files', path=csv("", "t.parquet"), delimiter=";")
+
+
 def test_exports_of_excel_with_decimal_commas(csv):
     numbers = [str(half).replace(".", ",") for half in HALVES]
     text = "\ufeffsep=;\n" + lines(numbers, CITIES, BITS, names=("x", "city", "y"), separator=";")
@@ -225,3 +231,29 @@ class TestPaths:
     def test_a_path_beside_a_path_is_an_error(self):
         with pytest.raises(fedsim.ExperimentError, match='data.path = "b.csv": "a.csv" is a path too; omit one of the'):
             fedsim.Experiment(data={"name": "a.csv", "path": "b.csv"})
+
+
+def test_whole_numbers_with_decimal_points_are_no_classes(csv):
+    train, _ = load("csv", path=csv(lines(HALVES, [f"{bit}.0" for bit in BITS])))
+    assert train.targets.is_floating_point()
+    whole = "target y (whole numbers, but stored as floating-point numbers: no classes), inputs x"
+    assert train.assumed[0] == whole
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1"])
+def test_json_files_may_have_a_byte_order_mark_and_must_be_utf_8(tmp_path, encoding):
+    users = {"users": ["é"], "user_data": {"é": {"x": [[0.5]], "y": [1]}}}
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        text = json.dumps(users, ensure_ascii=False)
+        (tmp_path / part / "a.json").write_text(text, encoding=encoding)
+    if encoding == "latin-1":
+        refused("leaf", r'a.json: cannot be read: .*line 1 is not UTF-8 \("é" in Latin-1\)', path=str(tmp_path))
+    else:
+        assert load("leaf", path=str(tmp_path))[0].ids["user"].tolist() == ["é"]
+
+
+def test_image_sizes_have_one_name(cli):
+    result = cli("run", "data=torchvision:CIFAR10", "data.image_size=64")
+    assert "data.image_size = 64: unknown key" in result.stderr
+    assert "size" in result.stderr.partition(";")[2]
