@@ -43,7 +43,7 @@ def source_of(target: Any) -> Callable[..., tuple[TensorData, TensorData]]:
     tables = {is_table(part) for parts in workers for part in parts if part is not None}
     if len(tested) > 1 or len(tables) > 1:
         raise DataError(
-            "all data sets must be tables or none, and all or none must have a test part; if these are inputs and "
+            "either all data sets or none must be tables, and either all or none must have a test part; for inputs and "
             "targets, pass one table with both, such as inputs.assign(target=targets)"
         )
     (has_test,), (of_tables,) = tested, tables
@@ -128,7 +128,7 @@ def _check_names(names: Sequence[Any], place: str) -> None:
     for name in names:
         if isinstance(name, tuple):
             raise DataError(
-                f"{place}: has a column name of several levels, {show(name)}; name each column by one text, for "
+                f"{place}: has a column name with several levels, {show(name)}; use a single text as each name, for "
                 'example with frame.columns = ["_".join(map(str, name)) for name in frame.columns]'
             )
         if names.count(name) > 1:

@@ -102,7 +102,7 @@ class DataColumn(NamedTuple):
         return array
 
     def numbers(self, texts: np.ndarray) -> np.ndarray:
-        """Return text [n] as numbers. Raise DataError that names the first text which is no number."""
+        """Return text [n] as numbers. Raise DataError with the first text that is not a number."""
         bad = np.flatnonzero([NUMBER.fullmatch(text) is None for text in texts.tolist()])
         if len(bad):
             value = show(str(texts[bad[0]]))
@@ -115,7 +115,7 @@ class DataColumn(NamedTuple):
         return texts.astype(float)
 
     def owners(self) -> np.ndarray:
-        """Return the column as owners of samples: integers or text [n]."""
+        """Return the owner of each sample, [n], as integers or text."""
         array = self.array()
         if array.dtype.kind == "f" and len(array) and np.abs(array).max() >= LARGEST_OWNER:
             raise DataError(
@@ -217,7 +217,7 @@ def unreadable(path: str, error: Exception) -> DataError:
 
 
 def input_columns(columns: Columns, index: Collection[str], place: str) -> list[str]:
-    """Return the names of the columns of inputs: all that do not number the rows, which are named in a warning.
+    """Return the names of the input columns. Columns that only number the rows are left out, with a warning.
 
     A column called index numbers the rows if it contains 0, 1, 2, ... in any order, and a column without a name only
     in this order. Another warning names columns called id or index that are inputs and may number the samples.
@@ -232,7 +232,7 @@ def input_columns(columns: Columns, index: Collection[str], place: str) -> list[
             is_index |= np.array_equal(np.asarray(values), np.arange(len(values)))
             if all(map(_is_missing, values)):
                 raise DataError(
-                    f"{place}: column {show(name)} has no name and no values; remove it, such as a comma at line ends"
+                    f"{place}: column {show(name)} has no name and no values; remove it, or the comma at line ends"
                 )
         elif folded in RESET_INDEX and _are_different_integers(values):
             is_index |= (np.min(values), np.max(values)) == (0, len(values) - 1)

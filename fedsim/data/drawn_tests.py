@@ -16,7 +16,7 @@ from fedsim.errors import DataError, plural
 def split_test(
     data: TensorData, fraction: float, place: str, *, are_classes: bool = False
 ) -> tuple[TensorData, TensorData]:
-    """Split a data set at random into training samples and a `fraction` of test samples, the same for every seed.
+    """Draw a `fraction` of a data set at random as test samples, independently of the seed. Return (training, test).
 
     The arguments and errors are those of `drawn_rows`.
     """
@@ -34,7 +34,7 @@ def drawn_rows(
     are_classes: bool = False,
     workers: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """Draw round(fraction n) test samples at random, the same for every seed.
+    """Draw round(fraction n) test samples at random. The draw is the same for every seed.
 
     For class labels, the draw is stratified: each class has the same fraction of test samples up to rounding, and at
     least one training sample. With `workers`, the draw is stratified by worker instead.
@@ -81,10 +81,9 @@ def drawn_rows(
         chosen[order[:held_out]] = True
     if strata is None and labels is not None and (untrained := np.setdiff1d(labels[chosen], labels[~chosen])).size:
         warn(
-            f"{place}: the targets are integers of more different values than the {held_out} test samples drawn, "
-            f"so the draw is not stratified, and {untrained.size} values, such as {untrained[0]}, have no training "
-            "samples; if the targets are classes, give a separate test part, and if not, write them as "
-            "floating-point numbers",
+            f"{place}: the integer targets have more distinct values than there are test samples ({held_out}), so the "
+            f"draw is not stratified, and {untrained.size} values, such as {untrained[0]}, have no training samples; "
+            "if the targets are classes, give a separate test part, otherwise write them as floating-point numbers",
         )
     drawn = f"no test part: {held_out:,} of {n:,} samples are drawn at random for tests{how}"
     return np.flatnonzero(~chosen), np.flatnonzero(chosen), drawn

@@ -37,7 +37,7 @@ class DataTable:
     Attributes:
         columns: columns by name, arrays or lists [n, ...].
         place: name of the table in error messages, such as a file name.
-        index: names of columns that were the index of a data frame, and are no inputs.
+        index: names of columns that were the index of a data frame, and are not inputs.
         row: function from the index of a row to its name in error messages, such as "line 9".
         assumed: what was assumed when the table was read.
     """
@@ -81,21 +81,21 @@ def train_and_test(
 ) -> tuple[TensorData, TensorData]:
     """Return the training and test samples of data sets that are stored as columns, such as CSV files.
 
-    Columns of numbers are inputs as they are. A column of text with at most 100 different texts becomes one input per
-    text of the training samples, in sorted order: 1 for the text of a sample, else 0. A test sample whose text no
-    training sample has gets only zeros. Text targets become class labels in sorted order.
+    Columns of numbers become inputs unchanged. A column of text is one-hot encoded: it becomes one input for each
+    different text in the training samples (at most 100), in sorted order. A text that occurs only in test samples is
+    encoded as zeros. Text targets become class labels in sorted order.
 
     Args:
         train, test: the tables. If `test` is None, test samples are drawn at random from `train`.
         target: column of targets. None: the only column called label, labels, target, targets or y.
-        inputs: columns of inputs, which are concatenated. None: all other columns, without those that only number the
-            rows.
+        inputs: columns of inputs, which are concatenated. None: all other columns, except those that only number
+            the rows.
         ids: columns that contain the owner of each sample, such as a user. None: there are none.
-        standardize: whether to subtract the mean of each column of numbers and to divide by its standard deviation,
-            both of the training samples. A column that is constant in them is only shifted, to 0.
+        standardize: whether to subtract the training samples' mean from each column of numbers, and to divide by their
+            standard deviation. A column that is constant in the training samples is only shifted, to 0.
         test_fraction: fraction of `train` that is drawn as test samples if `test` is None.
-        workers: column of owners by which the draw is stratified, so that each of them keeps samples. None: the draw is
-            stratified by class.
+        workers: column of owners by which the draw is stratified, so that each owner keeps training samples. None: the
+            draw is stratified by class.
 
     Raises DataError, with the place, the column, the row and the value, for missing columns and values, text between
     numbers, NaN and infinity, more than 100 different texts, and columns that cannot be joined to one input.

@@ -98,8 +98,8 @@ def _refuse_parts_as_classes(folder: Path, classes: Sequence[str]) -> None:
     if (train and test) or (len(classes) == 1 and (train or test)):
         raise DataError(
             f"{folder}: has folders that may be parts or classes, such as {' and '.join(filter(None, (train, test)))}; "
-            "call parts train (or training) and test (or testing, validation, valid, val), and move classes into a "
-            "folder train"
+            "for parts, use the names train (or training) and test (or testing, validation, valid, val); for classes, "
+            "move them into a folder train"
         )
 
 
@@ -121,7 +121,7 @@ def _warn_of_unread(folder: Path, kinds: str, entries: Sequence[Path]) -> None:
     """Warn in one line that these files and folders are not read, unless all are hidden."""
     if shown := [entry for entry in entries if not entry.name.startswith(".")]:
         first = cut(str(shown[0].relative_to(folder)))
-        warn(f"{folder}: {kinds} are not read, such as {first} ({len(shown)} in all)")
+        warn(f"{folder}: {kinds} are ignored, such as {first} ({len(shown)} in total)")
 
 
 def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -162,8 +162,8 @@ def _read(folder: Path, files: Sequence[Path], classes: Sequence[str], size: int
     if any(owners) and not all(owners):
         with_owner = next(file for file, owner in zip(files, owners, strict=True) if owner)
         raise DataError(
-            f"{files[owners.index('')]}: is in no folder of an owner, but {with_owner.relative_to(folder)} is; move it "
-            "into the folder of its owner, or remove it"
+            f"{files[owners.index('')]}: is not in an owner's folder, but {with_owner.relative_to(folder)} is; move "
+            "the file into the folder of its owner, or remove it"
         )
     inputs = torch.from_numpy(np.stack(images).transpose(0, 3, 1, 2).copy())
     ids = {"owner": np.array(owners)} if all(owners) else {}

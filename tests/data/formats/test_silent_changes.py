@@ -87,7 +87,7 @@ class TestFolders:
         load("image_folder", path=str(tmp_path))
         picture(tmp_path / "train/dog/stray.png")
         refused(
-            "image_folder", "train/dog/stray.png: is in no folder of an owner, but cat/ann/1.png is", path=str(tmp_path)
+            "image_folder", "train/dog/stray.png: is not in an owner's folder, but cat/ann/1.png is", path=str(tmp_path)
         )
 
     def test_other_files_and_empty_folders_are_named_and_are_no_classes(self, tmp_path, pictures):
@@ -95,7 +95,7 @@ class TestFolders:
         (tmp_path / "train/__MACOSX").mkdir()
         (tmp_path / "train/cat/2.heic").write_bytes(b"")
         (tmp_path / "train/cat/3.GIF").write_bytes(b"")
-        line = "train: files (.gif, .heic) and folders without images are not read, such as __MACOSX (3 in all)"
+        line = "train: files (.gif, .heic) and folders without images are ignored, such as __MACOSX (3 in total)"
         train, _ = load("image_folder", line, path=str(tmp_path))
         assert train.targets.tolist() == [0, 1]
 
@@ -105,13 +105,13 @@ class TestFolders:
         load("image_folder", path=str(tmp_path))
         picture(tmp_path / "unlabeled/1.png")
         picture(tmp_path / "x.png")
-        line = f"{tmp_path}: files and folders beside Train are not read, such as unlabeled (2 in all)"
+        line = f"{tmp_path}: files and folders beside Train are ignored, such as unlabeled (2 in total)"
         train, test = load("image_folder", line, path=str(tmp_path))
         assert (len(train), len(test)) == (2, 2)
         for part in ("unlabeled", "test"):
             (tmp_path / part).rename(tmp_path / f".{part}")
         pictures("Train", file="2.png")
-        line = "beside Train are not read, such as x.png (1 in all)"
+        line = "beside Train are ignored, such as x.png (1 in total)"
         assert len(load("image_folder", line, path=str(tmp_path), test_fraction=0.5)[1]) == 2
 
     @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ class TestFolders:
     )
     def test_parts_with_longer_names_are_no_classes(self, names, tmp_path, pictures):
         pictures(*names)
-        match = f"may be parts or classes, such as {' and '.join(names)}; call parts train \\(or training\\) and test"
+        match = f"may be parts or classes, such as {' and '.join(names)}; for parts, use the names train "
         refused("image_folder", match, path=str(tmp_path))
         (tmp_path / "train").mkdir()
         for part in names:
@@ -255,7 +255,7 @@ class TestTables:
 
     def test_a_comma_at_the_ends_of_lines_is_a_column_without_a_name(self, tmp_path):
         path = self.write(tmp_path / "a.csv", "x,y,", [f"{k / 4},{k % 2}," for k in range(20)])
-        refused("csv", 'column "" has no name and no values; remove it, such as a comma at line ends', path=path)
+        refused("csv", 'column "" has no name and no values; remove it, or the comma at line ends', path=path)
 
     def test_columns_of_data_frames_without_one_text_as_name(self):
         pandas = pytest.importorskip("pandas")
@@ -263,8 +263,8 @@ class TestTables:
         assert load((frame, frame), "is the index of a data frame")[0].inputs.shape == (10, 1)
         refused((frame[::-1], frame), "the training data: column .* has no name, and is not an index")
         levels = pandas.DataFrame({("x", "mean"): [1.0, 2.0], ("y", ""): [0, 1]})
-        refused((levels, levels), r'the training data: has a column name of several levels, \["x", "mean"\]; name each')
-        refused((frame.iloc[:, 1:], levels), "the test data: has a column name of several levels")
+        refused((levels, levels), r'the training data: has a column name with several levels, \["x", "mean"\]; use a')
+        refused((frame.iloc[:, 1:], levels), "the test data: has a column name with several levels")
         twice = pandas.DataFrame(np.ones((4, 3)), columns=["x", "x", "y"])
         refused((twice, twice), 'the training data: has two columns "x"; rename or remove one of the two')
         numbered = frame[["x", "y"]].rename(columns={"x": 7})
