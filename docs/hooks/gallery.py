@@ -281,7 +281,7 @@ def section(name: str, pictures: dict[str, bytes]) -> str:
     """Return what a page shows of an experiment: question, command, figures and table."""
     first, rest = question(name)
     known = about(name) if results(name) else {"words": []}
-    parts = [f"**{first}** {rest}", f"```bash\n{command(name, known['words'])}\n```"]
+    parts = [f"**{first}** {rest}", f'```bash run="no: takes long"\n{command(name, known["words"])}\n```']
     if results(name):
         check(name)
         for number, (picture, caption) in enumerate(figures(name)):

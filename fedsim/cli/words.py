@@ -88,24 +88,20 @@ def is_folder(word: str) -> bool:
 def _refuse_spaces(words: list[str]) -> None:
     """Raise ExperimentError if a `key=value` word was written with spaces: `rounds = 3`, `seed=0 1`."""
     for index, word in enumerate(words):
+        rest, is_plain = words[index:], not ("=" in word or is_folder(word) or Path(word).suffix)
         if is_file(Path(word)):
             continue
-        rest, is_plain = words[index:], not ("=" in word or is_folder(word) or Path(word).suffix)
-        apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
-        if (
-            word not in experiments()
-            and "=" not in word.removesuffix("=")
-            and apart
-            and f"={apart[2]}" in (hint := key_hint(*apart.groups()))
-        ):
-            raise ExperimentError(f"{show(apart[0])}: {hint}, without spaces")
         if is_plain and index and "=" in words[index - 1]:
             values = ",".join([words[index - 1], *itertools.takewhile(lambda each: "=" not in each, rest)])
             values = re.sub(",+", ",", values).rstrip(",")
             hint = f"write an experiment first, and several values as in fedsim compare {values}"
             raise ExperimentError(f"{show(word)}: expected key=value; {hint}")
-        if is_plain and word not in experiments() and (hint := key_hint(word)):
-            raise ExperimentError(f"{word}: expected key=value; {hint}")
+        apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
+        if word not in experiments() and "=" not in word[:-1]:
+            if apart and f"={apart[2]}" in (hint := key_hint(*apart.groups())):
+                raise ExperimentError(f"{show(apart[0])}: {hint}, without spaces")
+            if is_plain and (hint := key_hint(word)):
+                raise ExperimentError(f"{word}: expected key=value; {hint}")
         pieces = itertools.accumulate(rest, "{} {}".format) if _is_open(word) else ()
         if whole := next((piece for piece in pieces if not _is_open(piece)), None):
             raise ExperimentError(f"{cut(whole)}: contains spaces; put the word in quotes, as in '{cut(whole)}'")

@@ -21,7 +21,6 @@ CUTOFF = 0.75  # difflib ratio from which a name with the right first letter cou
 CERTAIN = 0.9  # the same for a phrase of another library
 
 NOTE = re.compile(r"<[\w, ]+>")  # name of an object without an import path
-ALTERNATIVES = re.compile(r"write ([\w.]+=\w+( or [\w.]+=\w+)*)")  # settings without further words
 SETTING = re.compile(r"[\w.]+=|--|fedsim ")  # start of an answer that is to be written as it stands
 
 
@@ -59,12 +58,12 @@ def nearest(name: str, allowed: Iterable[str], table: str | None = None) -> str:
         return f"for several values use fedsim compare; for a list write {cut(as_list(name))}"
     names = [known for known in synonyms("names").get(normalized(name), "").split() if known in allowed]
     if table is not None and not (names := named(name, allowed)):
-        texts = [text for text in (answer(f"{table}_{name}"), _of_component(name), answer(name)) if "VALUE" not in text]
-        values = (value for text in texts if ALTERNATIVES.fullmatch(text) for value in re.findall(r"=(\w+)", text))
-        names = [value for value in values if value in allowed]
-        if not names and (hint := next(filter(None, texts), "")):
+        hint = meaning(f"{table}.{name}")
+        settings = hint.removeprefix("write ").split(" or ")
+        names = [value for setting in settings if (value := setting.partition("=")[2]) in allowed]
+        if hint and not names and "VALUE" not in hint:
             return hint
-    return did_you_mean(names or closest(name, allowed)) or f"allowed: {', '.join(allowed) or 'none'}"
+    return did_you_mean(names or closest(name, allowed)) or _listed(allowed)
 
 
 def nearest_key(name: str, allowed: Iterable[str], place: str | None = None, value: Any = None) -> str:
@@ -77,15 +76,17 @@ def nearest_key(name: str, allowed: Iterable[str], place: str | None = None, val
         value: value of the key, which the hint repeats.
     """
     allowed, form = list(dict.fromkeys(allowed)), normalized(name)
-    is_spelled = any(squeezed(each) == squeezed(name) for each in allowed)
-    if place is None or "," in name or len(name) > MAX_NAME or is_spelled:
+    if place is None or "," in name or len(name) > MAX_NAME or squeezed(name) in map(squeezed, allowed):
         return nearest(name, allowed)
     if place and VOCABULARY.keys_called(form) == [form]:
         return f"{form} is a top-level key; in a file write it above the first [table]"
-    hint = meaning(f"{place}.{name}" if place else name, value) or did_you_mean(closest(name, allowed))
-    misspelled = difflib.get_close_matches(form, synonyms("answers"), 1, CERTAIN)
-    hint = hint or (answer(misspelled[0], value) if misspelled and not place else "")
-    return hint or f"allowed: {', '.join(allowed) or 'none'}"
+    hint = meaning(f"{place}.{name}", value) or did_you_mean(closest(name, allowed))
+    misspelled = [] if place else difflib.get_close_matches(form, synonyms("answers"), 1, CERTAIN)
+    return hint or "".join(answer(phrase, value) for phrase in misspelled) or _listed(allowed)
+
+
+def _listed(allowed: Iterable[str]) -> str:
+    return f"allowed: {', '.join(allowed) or 'none'}"
 
 
 def meaning(name: str, value: Any = None) -> str:
@@ -94,13 +95,12 @@ def meaning(name: str, value: Any = None) -> str:
     if isinstance(value, Mapping):
         inner = (meaning(name if key == "name" else f"{name}.{key}", item) for key, item in value.items())
         return "; ".join(filter(None, dict.fromkeys(inner)))
-    hint, component = answer(name, value) or answer(last, value), _of_component(last)
+    hint, component = answer(name, value) or answer(last, value), _write(VOCABULARY.settings_of(last))
     if hint and not ("VALUE" in hint and component):
         return hint
     keys = [] if place and "_" not in last else VOCABULARY.keys_called(last)  # short names differ between tables
     word = str(value).lower() if isinstance(value, bool) else _as_word(value)
-    settings = " or ".join(f"{key}={word}" for key in keys)
-    return f"write {settings}" if settings else component or ("" if place else VOCABULARY.owners_of(last))
+    return _write([f"{key}={word}" for key in keys]) or component or ("" if place else VOCABULARY.owners_of(last))
 
 
 def answer(name: str, value: Any = None) -> str:
@@ -109,7 +109,10 @@ def answer(name: str, value: Any = None) -> str:
     text = _answers().get(words_of(f"{name}_{kinds.get(type(value))}")) if value not in (0.0, 1.0) else None
     text = text or _answers().get(words_of(name)) or _answers().get(frozenset([squeezed(name)]), "")
     if isinstance(value, str) and (keys := re.findall(r"([\w.]+)=", text)):
-        other, names = answer(value) or _of_component(value), VOCABULARY.component_keys.intersection(keys)
+        other, names = (
+            answer(value) or _write(VOCABULARY.settings_of(value)),
+            VOCABULARY.component_keys.intersection(keys),
+        )
         if settings := [each for each in VOCABULARY.settings_of(value) if each.partition("=")[0] in keys]:
             text = " or ".join(settings)
         elif value.lower() in ("none", "null", "off"):
@@ -135,18 +138,14 @@ def words_of(name: str) -> frozenset[str]:
     same = synonyms("same")
     if name.lower() not in synonyms("answers"):  # FedAvg is one word
         name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)
-    text = "_".join(re.split(r"[\s._-]+", name.lower())).strip("_")
+    text = normalized(name.replace(".", "_"))
     for pair in (each for each in same if "_" in each):
         text = text.replace(pair, same[pair])
-    words = [
-        word[:-1] if len(word) >= SHORT and re.search("(?<!ou)(?<!tu)(?<!s)s$", word) else word
-        for word in text.split("_")
-    ]
+    words = re.sub(r"(?<=[^_]{3})(?<!ou)(?<!tu)(?<!s)s(?=_|$)", "", text).split("_")  # singular
     return frozenset(filter(None, (same.get(word, word) for word in words))) or frozenset(words)
 
 
-def _of_component(name: str) -> str:
-    settings = VOCABULARY.settings_of(name)
+def _write(settings: Iterable[str]) -> str:
     return f"write {' or '.join(settings)}" if settings else ""
 
 
@@ -180,11 +179,7 @@ def closest(name: str, allowed: Iterable[str]) -> list[str]:
     Similar means: the same words, nearly the same spelling, or `name` is a part of the allowed name.
     """
     form, forms = normalized(name), {normalized(each): each for each in allowed}
-    tests: list[Callable[[str], object]] = [
-        lambda each: with_words(form, [each]),
-        lambda each: len(form) >= SHORT and (each.startswith(form) or f"_{form}" in each),
-    ]
-    matches = next((found for test in tests if (found := [*filter(test, forms)])), [])
+    matches = with_words(form, forms) or [each for each in forms if len(form) >= SHORT and f"_{form}" in f"_{each}"]
     spelled = difflib.get_close_matches(form, [each for each in forms if each[:1] == form[:1]], n=1, cutoff=CUTOFF)
     return [forms[each] for each in difflib.get_close_matches(form, matches or spelled, n=2, cutoff=0.0)]
 
@@ -227,10 +222,8 @@ def component_name_error(kind: str, name: str, where: str, place: str, component
         place: the key, such as `partition.name`.
         components: registered components (`Registration`) by name.
     """
-    if settings := _called(name, place, components):
-        return f"{where}: write {cut(settings)}"
-    if path := _as_import_path(name):
-        return f"{where}: write {cut(path)}"
+    if remedy := _called(name, place, components) or _as_import_path(name):
+        return f"{where}: write {cut(remedy)}"
     if NOTE.fullmatch(name):
         return (
             f"{where}: stands for an object of a Python program, which a file cannot contain; resume the run in "
@@ -246,18 +239,18 @@ def component_name_error(kind: str, name: str, where: str, place: str, component
 
 def _called(name: str, place: str, components: Mapping[str, Any]) -> str:
     """Return the settings for a component that is written with its parameters, such as `dirichlet(0.1)`, or ""."""
-    call = re.fullmatch(r"\s*([\w-]+?)\s*(?:\(([^()]*)\)|[:=@]([^:/\\]*)|[_-]?(\d[\d.e-]*))\s*", name)
+    call = re.fullmatch(r"\s*([\w-]+?)\s*(?:[(:=@]([^():/\\]*)\)?|[_-]?(\d[\d.e-]*))\s*", name)
     if not call or not (called := named(call[1], components)):
         return ""
     names = iter(components[called[0]].parameter_names)
-    table, settings = place.removesuffix(".name"), [f"{place.removesuffix('.name')}={called[0]}"]
-    for argument in filter(None, re.split(r"[\s,]+", call[2] or call[3] or call[4] or "")):
-        key, equals, value = argument.rpartition("=")
-        settings.append(f"{table.partition('.')[0]}.{key if equals else next(names, 'PARAMETER')}={value}")
-    if "[" in table:  # a list of components
-        parameters = ",".join(each.rpartition(".")[2] for each in settings[1:])
-        return f"{table.partition('[')[0]}='{{name=\"{called[0]}\",{parameters}}}'"
-    return " ".join(settings)
+    arguments = filter(None, re.split(r"[\s,]+", call[2] or call[3] or ""))
+    settings = [each if "=" in each else f"{next(names, 'PARAMETER')}={each}" for each in arguments]
+    if "[" in place:  # a list of components
+        table = ",".join([f'name="{called[0]}"', *settings])
+        return f"{place.partition('[')[0]}='{{{table}}}'"
+    table = place.rpartition(".")[0]
+    settings = [f"{table}.{setting}".lstrip(".") for setting in settings]
+    return " ".join([f"{place.removesuffix('.name')}={called[0]}", *settings])
 
 
 def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]:
@@ -275,18 +268,15 @@ def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]
     return {named_by if key == "name" else key: value for key, value in table.items()}
 
 
-def _as_import_path(name: str) -> str | None:
-    """Return a hint how to write a file path or dotted name as an import path, or None if `name` is neither."""
-    file, _, attribute = name.rpartition(":")
-    if not attribute.isidentifier():
-        file, attribute = name, "NAME"
-    if ":" not in name and "." in name and not re.search(r"[/\\]|\.py$", name):
+def _as_import_path(name: str) -> str:
+    """Return a hint how to write a file path or dotted name as an import path, or "" if `name` is neither."""
+    if not re.search(r"[/\\]|\.py(:|$)", name):
         module, _, attribute = name.rpartition(".")
-        return f"{module}:{attribute} (with a colon)" if attribute.isidentifier() else None
-    if not re.search(r"[/\\]|\.py$", file):
-        return None
+        return f"{module}:{attribute} (with a colon)" if module and ":" not in name and attribute.isidentifier() else ""
+    file, attribute = re.sub(r":(?=\w*$)", "\n", name).partition("\n")[::2]
     path = PureWindowsPath(file)  # accepts both kinds of slashes
     inside = PurePosixPath(os.path.relpath(path.as_posix()))
     if path.drive or ".." in inside.parts:
-        return f"{path.stem}:{attribute}, and start fedsim in {path.parent.as_posix()} or add this folder to PYTHONPATH"
-    return f"{'.'.join(inside.with_suffix('').parts)}:{attribute} (without slashes and .py)"
+        start = f"start fedsim in {path.parent.as_posix()} or add this folder to PYTHONPATH"
+        return f"{path.stem}:{attribute or 'NAME'}, and {start}"
+    return f"{'.'.join(inside.with_suffix('').parts)}:{attribute or 'NAME'} (without slashes and .py)"

@@ -160,7 +160,8 @@ def test_a_round_takes_as_long_as_its_backward_passes(policy, case, monkeypatch)
         local["personal"] = ["*.bias"]
     # The statistics of pFedMe's personal model take one more forward pass, which the clock does not charge. BatchNorm
     # has no gradients of single samples, which DP-SGD needs.
-    model = "2nn" if local["algorithm"] in ("dp_sgd", "pfedme") else "tests.models:Normalised"
+    two_layers = {"name": "2nn", "classes": 10}  # the 8 training samples have fewer classes than the test samples
+    model = two_layers if local["algorithm"] in ("dp_sgd", "pfedme") else "tests.models:Normalised"
     result = fedsim.run(
         **{"engine": "serial", "workers": 1, "rounds": 2, "mode": "clock", "policy": policy, "local": local},
         **{"data": {"name": "tests.components:tiny", "train": 8}, "model": model, "buffers": "local"},
