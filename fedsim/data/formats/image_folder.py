@@ -10,7 +10,7 @@ import torch
 from pydantic import PositiveInt
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import TEST_PARTS, part_like, parts_of, warn, warn_of_unlikely_classes
+from fedsim.data.columns import TEST_PARTS, part_like, parts_of, warn
 from fedsim.data.drawn_tests import split_test
 from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import dataset
@@ -75,7 +75,6 @@ def image_folder(
     classes = sorted({file.relative_to(train_folder).parts[0] for file in files if file.parent != train_folder})
     if train_part is None:
         _refuse_parts_as_classes(folder, classes)
-    warn_of_unlikely_classes(classes, str(train_folder))
     train = _read(train_folder, files, classes, size, grey)
     if test_part is None:
         return split_test(train, test_fraction, path, are_classes=True)
