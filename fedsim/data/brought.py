@@ -14,7 +14,7 @@ from torch import Tensor
 from fedsim.core.learning_task import described
 from fedsim.data.columns import parts_of, require_different_names, warn_of_unused
 from fedsim.data.drawn_tests import split_test
-from fedsim.data.encoding import WORKER, DataTable, Names, train_and_test
+from fedsim.data.encoding import WORKER, DataTable, train_and_test
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError
 
@@ -84,26 +84,19 @@ def _parts(data: Any) -> Parts:
     return parts
 
 
-def _from_tables(
-    train: ByPlace, test: ByPlace, shares: bool, ids: Names | None = None, **options: Any
-) -> tuple[TensorData, TensorData]:
+def _from_tables(train: ByPlace, test: ByPlace, shares: bool, **options: Any) -> tuple[TensorData, TensorData]:
     """Return the samples of tables, of which there is one for each worker if `shares` is true."""
     first, second = ([_table(table, place) for place, table in part.items()] for part in (train, test))
-    ids = _index_of(next(iter(train.values()))) if ids is None else ids
-    return train_and_test(first, second, ids=ids, of_workers=TRAIN * shares, **options)
-
-
-def _index_of(table: Any) -> list[str]:
-    """Return the names of the levels of a data frame's index that have one."""
-    return [name for name in getattr(getattr(table, "index", None), "names", ()) if name is not None]
+    return train_and_test(first, second, of_workers=TRAIN * shares, **options)
 
 
 def _table(table: Any, place: str) -> DataTable:
     """Return a data frame or a Hugging Face data set as a table. Named levels of an index become columns."""
-    table = table.reset_index() if _index_of(table) else table
+    index = [name for name in getattr(getattr(table, "index", None), "names", ()) if name is not None]
+    table = table.reset_index() if index else table
     names = list(table.column_names if hasattr(table, "column_names") else table.columns)
     require_different_names(names, place)
-    return DataTable({name: table[name][:] for name in names}, place)
+    return DataTable({name: table[name][:] for name in names}, place, index)
 
 
 def _from_samples(

@@ -204,23 +204,17 @@ def unreadable(path: str, error: Exception) -> DataError:
     return DataError(f"{path}: cannot be read: {one_line(error) if exists else 'no such file; check data.path'}")
 
 
-def input_columns(columns: Columns, index: Collection[str], place: str) -> list[str]:
+def input_columns(columns: Columns, place: str) -> list[str]:
     """Return the names of the columns of inputs: all that do not number the rows, which are named in a warning.
 
     A column without a name, or called id or index, numbers the rows if it contains a different integer in each row.
-
-    Args:
-        columns: columns by name.
-        index: names of further columns that number the rows.
-        place: name of the table in error messages.
 
     Raises DataError if another column has no name.
     """
     inputs = []
     for name, values in columns.items():
         nameless = name is None or name != name or bool(NAMELESS.fullmatch(str(name)))
-        numbering = nameless or NUMBERING.fullmatch(str(name))
-        if name in index or (numbering and _are_different_integers(values)):
+        if (nameless or NUMBERING.fullmatch(str(name))) and _are_different_integers(values):
             warn(
                 f"{place}: column {show(name)} only numbers the rows, and is not an input; to use it, set `inputs` or "
                 "`ids`"

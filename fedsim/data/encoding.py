@@ -36,7 +36,7 @@ class DataTable:
     Attributes:
         columns: columns by name, arrays or lists [n, ...].
         place: name of the table in error messages, such as a file name.
-        index: names of columns that were the index of a data frame, and are no inputs.
+        index: names of columns that were the index of a data frame, which contain the owners of samples by default.
         row: function from the index of a row to its name in error messages, such as "line 9".
         assumed: what was assumed when the table was read.
     """
@@ -76,7 +76,7 @@ def train_and_test(
         target: column of targets. None: the only column called label, labels, target, targets or y.
         inputs: columns of inputs, which are concatenated. None: all other columns, without those that only number the
             rows.
-        ids: columns that contain the owner of each sample, such as a user. None: there are none.
+        ids: columns that contain the owner of each sample, such as a user. None: the named index of a frame.
         standardize: whether to subtract the mean of each column of numbers and to divide by its standard deviation,
             both of the training samples. A column that is constant in them is only shifted, to 0.
         test_fraction: fraction of `train` that is drawn as test samples if `test` is empty.
@@ -86,11 +86,12 @@ def train_and_test(
     Raises DataError, with the place, the column, the row and the value, for missing columns and values, text between
     numbers, NaN and infinity, more than 100 different texts, and columns that cannot be joined to one input.
     """
-    tables, place, ids = [*train, *test], of_workers or train[0].place, [ids] if isinstance(ids, str) else ids or []
+    tables, place = [*train, *test], of_workers or train[0].place
+    owned_by = [ids] if isinstance(ids, str) else train[0].index if ids is None else ids
     target = target or only_target(train[0].columns, place)
     if inputs is None:
-        candidates = {name: values for name, values in train[0].columns.items() if name not in (target, *ids)}
-        inputs = input_columns(candidates, train[0].index, place)
+        candidates = {name: values for name, values in train[0].columns.items() if name not in (target, *owned_by)}
+        inputs = input_columns(candidates, place)
     inputs = [inputs] if isinstance(inputs, str) else inputs
     if target in inputs:
         raise DataError(f"data.inputs = {show(inputs)}: contains the target {show(target)}; remove it")
@@ -98,7 +99,7 @@ def train_and_test(
     if 0 in sizes:
         raise DataError(f"{tables[sizes.index(0)].place}: has no samples")
     targets, are_names = target_numbers(*([table.column(target) for table in part] for part in (train, test)))
-    owners = {name: np.concatenate([table.column(name).owners() for table in tables]) for name in ids}
+    owners = {name: np.concatenate([table.column(name).owners() for table in tables]) for name in owned_by}
     if of_workers:
         owners[WORKER] = np.repeat([*range(len(train)), *range(len(test))], sizes)
     n, drawn = sum(sizes[: len(train)]), list[str]()

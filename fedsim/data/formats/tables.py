@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import data_path, require_different_names, unreadable
+from fedsim.data.columns import NUMBERING, data_path, require_different_names, unreadable
 from fedsim.data.encoding import DataTable, Names, train_and_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
@@ -53,7 +53,8 @@ def table(
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
         inputs: columns of the inputs. Unset: all columns except the target, `ids`, and columns that only number the
             rows: those called id or index, or without a name, which contain a different integer in each row.
-        ids: columns that contain the owner of each sample (such as a user), for the partition `natural`.
+        ids: columns that contain the owner of each sample (such as a user), for the partition `natural`. Unset: the
+            named index of a data frame that was written to a Parquet file.
         standardize: whether to subtract the mean of each column of numbers and to divide by its standard deviation,
             both of the training samples. A column that is constant in them is not divided. Columns of text and
             targets are unchanged.
@@ -96,7 +97,8 @@ def _read(path: str, delimiter: str | None) -> DataTable:
 def _parquet(path: str) -> DataTable:
     content = import_extra("pyarrow.parquet", extra="tables", purpose="reading tables").read_table(path)
     described = (content.schema.pandas_metadata or {}).get("index_columns", [])
-    return DataTable(_columns(content, path), path, [name for name in described if isinstance(name, str)])
+    named = [name for name in described if isinstance(name, str) and not NUMBERING.fullmatch(name)]
+    return DataTable(_columns(content, path), path, named)
 
 
 def _csv(path: str, delimiter: str | None) -> DataTable:

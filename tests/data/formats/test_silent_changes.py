@@ -105,13 +105,13 @@ class TestFolders:
         load("image_folder", path=str(tmp_path))
         picture(tmp_path / "unlabeled/1.png")
         picture(tmp_path / "x.png")
-        line = f"{tmp_path}: files and folders beside Train are not read, such as unlabeled (2 in all)"
+        line = f"{tmp_path}: parts that are not used: unlabeled, x.png"
         train, test = load("image_folder", line, path=str(tmp_path))
         assert (len(train), len(test)) == (2, 2)
         for part in ("unlabeled", "test"):
             (tmp_path / part).rename(tmp_path / f".{part}")
         pictures("Train", file="2.png")
-        line = "beside Train are not read, such as x.png (1 in all)"
+        line = "parts that are not used: x.png"
         assert len(load("image_folder", line, path=str(tmp_path), test_fraction=0.5)[1]) == 2
 
     @pytest.mark.parametrize(
@@ -221,12 +221,16 @@ class TestTables:
         line = 'column "__index_level_0__" only numbers the rows'
         assert load("parquet", line, path=str(tmp_path / "a.parquet"))[0].inputs.shape == (8, 1)
         frame.sample(frac=1, random_state=0).rename_axis("number").to_parquet(tmp_path / "b.parquet")
-        line = 'column "number" only numbers the rows'
-        assert load("parquet", line, path=str(tmp_path / "b.parquet"))[0].inputs.shape == (8, 1)
+        train, _ = load("parquet", path=str(tmp_path / "b.parquet"))
+        assert (train.inputs.shape, list(train.ids)) == ((8, 1), ["number"])
         frame[2:].sample(frac=1, random_state=0).rename_axis("index").to_parquet(tmp_path / "c.parquet")
         line = 'column "index" only numbers the rows'
         assert load("parquet", line, path=str(tmp_path / "c.parquet"), test_fraction=0.5)[0].inputs.shape == (4, 1)
-        assert load("parquet", path=str(tmp_path / "b.parquet"), inputs=["x", "number"])[0].inputs.shape == (8, 2)
+        both = {"inputs": ["x", "number"], "ids": []}
+        assert load("parquet", path=str(tmp_path / "b.parquet"), **both)[0].inputs.shape == (
+            8,
+            2,
+        )
 
     def test_a_data_frame_that_was_read_with_its_index_is_meant_without(self):
         pandas = pytest.importorskip("pandas")
