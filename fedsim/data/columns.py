@@ -249,7 +249,7 @@ def without_spaces(values: np.ndarray, place: str, row: Callable[[int], str] = "
     if len(changed := np.flatnonzero(stripped != values)):
         warn(
             f"{place}: spaces around {len(changed)} of {len(values)} values are removed, such as in "
-            f"{show(str(values[changed[0]]))}",
+            f"{show(str(values[changed[0]]))}"
         )
     return stripped
 

@@ -9,15 +9,7 @@ import numpy as np
 
 from fedsim.core.numbers import ProperFraction
 from fedsim.core.suggestions import nearest
-from fedsim.data.columns import (
-    Columns,
-    DataColumn,
-    input_columns,
-    mostly_numbers,
-    only_target,
-    samples_of,
-    warn,
-)
+from fedsim.data.columns import Columns, DataColumn, input_columns, mostly_numbers, only_target, samples_of, warn
 from fedsim.data.drawn_tests import drawn_rows
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, cut, plural, show

@@ -7,14 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import (
-    DataColumn,
-    data_path,
-    require_finite,
-    samples_of,
-    unreadable,
-    without_spaces,
-)
+from fedsim.data.columns import DataColumn, data_path, require_finite, samples_of, unreadable, without_spaces
 from fedsim.data.drawn_tests import split_test
 from fedsim.data.encoding import target_numbers
 from fedsim.data.sources import PICKLES, dataset

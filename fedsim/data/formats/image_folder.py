@@ -22,11 +22,7 @@ SUFFIXES = ".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".t
 
 @dataset("image_folder")
 def image_folder(
-    *,
-    path: str,
-    size: PositiveInt | None = None,
-    grey: bool = False,
-    test_fraction: ProperFraction = 0.2,
+    *, path: str, size: PositiveInt | None = None, grey: bool = False, test_fraction: ProperFraction = 0.2
 ) -> tuple[TensorData, TensorData]:
     """Image files `PATH/train/CLASS/IMAGE` and `PATH/test/CLASS/IMAGE`, or `PATH/CLASS/IMAGE` without a test part.
 
