@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import nn
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
@@ -163,9 +156,8 @@ class Model(ComponentTable):
 
     def check_parameters(self) -> None:
         fields = self.registration.parameters.model_fields
-        self.params.update(
-            {name: 1 for name in self.from_data if fields[name].is_required()}
-        )  # until the data is known
+        required = [name for name in self.from_data if fields[name].is_required()]
+        self.params.update(dict.fromkeys(required, 1))  # until the data is known
         super().check_parameters()
 
 

@@ -14,11 +14,7 @@ from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, plural, show
 YES, NO, UNSET = ("yes", "on", "true", "1"), ("no", "off", "false", "0"), ("none", "null", "auto", "unset")
 
 
-def explain(
-    error: ValidationError,
-    model: type[BaseModel],
-    place: str = "",
-) -> list[str]:
+def explain(error: ValidationError, model: type[BaseModel], place: str = "") -> list[str]:
     """Translate a pydantic validation error into one error line per problem.
 
     Args:
