@@ -158,13 +158,13 @@ def screened(
     if not bad:
         return inputs, []
     if len(bad) == len(inputs.updates):
-        raise DivergedError(f"all {len(bad)} updates hold NaN or infinity", "reduce local.lr, or scale large inputs")
+        raise DivergedError(f"all {len(bad)} updates contain NaN or infinity", "reduce local.lr, or scale large inputs")
     assert inputs.workers is not None
     weighted = [row for row in bad if inputs.weights is None or inputs.weights[row] > 0]
     if nonfinite == "error" and weighted:
         named = ", ".join(str(inputs.workers[row]) for row in weighted[:SHOWN]) + ", ..." * (len(weighted) > SHOWN)
         raise DivergedError(
-            f"{len(weighted)} of {len(inputs.updates)} updates hold NaN or infinity (from workers {named})",
+            f"{len(weighted)} of {len(inputs.updates)} updates contain NaN or infinity (from workers {named})",
             'nonfinite = "exclude" ignores these updates',
         )
     good = [row for row in range(len(inputs.updates)) if row not in set(bad)]

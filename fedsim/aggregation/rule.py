@@ -151,7 +151,7 @@ def average_of(chosen: Tensor, n: int) -> LinearCombination:
 def require_finite(numbers: np.ndarray, rule: str) -> None:
     """Raise ExperimentError if `numbers` computed from the updates are not finite, as nonfinite = "keep" allows."""
     if not np.isfinite(numbers).all():
-        raise ExperimentError(f'{rule}: cannot compare updates that hold NaN or infinity; use nonfinite = "exclude"')
+        raise ExperimentError(f'{rule}: cannot compare updates that contain NaN or infinity; use nonfinite = "exclude"')
 
 
 def require(holds: bool, rule: str, constraint: str, **numbers: float) -> None:

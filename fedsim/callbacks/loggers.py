@@ -69,7 +69,7 @@ class Loggers(Callback):
                 try:
                     context = table.component(run=self._run)
                     if not isinstance(context, contextlib.AbstractContextManager):
-                        raise TypeError(f"it returned {show(context)} instead of a context manager")
+                        raise TypeError(f"it must return a context manager, not {show(context)}")
                     with one_at_a_time(Path(__file__), MOST_WAITING):  # the first logger may create a database
                         self._loggers.append((table.name, context, context.__enter__()))
                 except FedsimError:

@@ -144,7 +144,7 @@ def compare(
             if len(folders) < len(all_words) or shard or dry_run:
                 raise ExperimentError(
                     "merging the folders of comparisons supports only the options --out, --target, --tune, --worst, "
-                    "--metric, --heatmap and --allow-imports; remove all other options and words"
+                    "--metric, --heatmap and --allow-imports; remove all other options and arguments"
                 )
             comparison = _merge(folders, out, settings, allow_imports=allow_imports)
         else:

@@ -78,7 +78,7 @@ class FeatureLoss(ClientAlgorithm, ABC):
 
 
 class PersonalModel(ClientAlgorithm, ABC):
-    """Base class of client algorithms whose workers have personal models, which are tested."""
+    """Base class of client algorithms that give each worker a personal model, which tests of workers include."""
 
     @abstractmethod
     def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:

@@ -127,9 +127,10 @@ class ComparisonRecords:
     def rounding_difference(self, comparison: Comparison) -> str | None:
         """Return a line if finished runs of a comparison may be rounded differently than the others, otherwise None.
 
-        For each engine other than the planned one, the line has the number of runs and the ID of the first of them. The
-        same holds for software and kinds of CPU, for devices of runs with the same `device` and `precision`, and for
-        stack widths of runs that differ only in the seed, if there are several.
+        For each engine other than the planned one, the line contains the number of runs that used this engine, and the
+        ID of one of these runs. The line also counts the runs for each software version and kind of CPU, for each
+        device of runs with the same `device` and `precision`, and for each stack width of runs that differ only in the
+        seed, if there is more than one.
         """
         others = dict[str, list[str]]()  # engines other than planned
         alike = dict[str, dict[str, list[str]]]()  # for runs that should agree: their ways of computing
@@ -310,7 +311,7 @@ def _differences_of_axes(
 
     Args:
         there: compared settings and values of the first comparison.
-        here: those of the second comparison. Additional values are no difference.
+        here: compared settings and values of the second comparison. Additional values do not count as a difference.
         old: name of the first comparison in the text.
         new: name of the second comparison in the text.
     """

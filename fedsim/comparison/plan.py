@@ -518,4 +518,4 @@ def _check_worker_tests(where: str, key: str, experiments: Sequence[Experiment])
         if problem := problem_with_worker_tests(experiment):
             raise ExperimentError(f"{where}: {problem}")
         if key.startswith("metrics.fine_tuned_") and not experiment.worker_evaluation.fine_tune:
-            raise ExperimentError(f"{where}: needs models after local training; add worker_evaluation.fine_tune=1")
+            raise ExperimentError(f"{where}: needs tests of fine-tuned models; add worker_evaluation.fine_tune=1")

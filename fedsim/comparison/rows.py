@@ -171,7 +171,7 @@ class Group(list[Row]):
 
     @property
     def next(self) -> Row | None:
-        """The best of the table rows that are significantly worse than the best one, or None."""
+        """The best table row that is significantly worse than `best`, or None."""
         return next((row for row in self.ranked[len(self.winners) :] if row not in self.tied), None)
 
     @cached_property

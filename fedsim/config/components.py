@@ -196,8 +196,8 @@ def list_module(path: Path, columns: int | None = None) -> str:
 def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:
     """Return the parameters and docstrings, as text, of all components with this name or at this import path.
 
-    `kinds` are names of kinds, such as `rules`, which the error for an unknown `name` may suggest as well. Raises
-    ExperimentError if the component does not exist or cannot be imported.
+    Raises ExperimentError if the component does not exist or cannot be imported. The error for an unknown `name` may
+    also suggest one of the `kinds`, such as `rules`.
     """
     prefix, _, member = name.partition(":")
     families = [kind for kind in COMPONENTS if member and prefix in registry_of(kind).families]

@@ -41,9 +41,9 @@ def tables_from_data(
         raise ExperimentError(_unsuitable(model, data, shape, lacking[-1]))
     if shape.gaps and (names := [name for name in OUTPUTS if name in taken and values[name] == shape.classes]):
         raise ExperimentError(
-            f"data.name = {show(data.name)}: the labels go up to {shape.classes - 1}, but most smaller numbers are the "
-            "label of no sample; for numbers, set task=regression, and for classes, set "
-            f"model.{names[0]}={shape.classes} or renumber the labels from 0"
+            f"data.name = {show(data.name)}: the largest label is {shape.classes - 1}, but most smaller labels do not "
+            "occur; if the targets are measured numbers, set task=regression; if they are classes, set "
+            f"model.{names[0]}={shape.classes} or renumber the classes from 0"
         )
     model.params.update({name: values[name] for name in taken})
     return {"task": task, "model": model}

@@ -462,8 +462,8 @@ class Processor(ComponentTable):
         super().check_parameters()
         if self.error_feedback and not getattr(self.registration.target, "compresses", True):
             raise ExperimentError(
-                f"{self.place}.error_feedback = true: is only for compression, and would undo what {self.name} does; "
-                "omit it"
+                f"{self.place}.error_feedback = true: only works with compressors, and would cancel the effect of "
+                f"{self.name}; omit it"
             )
 
     @cached_property

@@ -352,7 +352,7 @@ class NextToken:
 class LossTask:
     """Learning task that a loss function or loss module defines. It has no accuracy.
 
-    The loss is called as it is, with its own `reduction`. If it returns one number (a joint loss), this number is the
+    The loss is called unchanged, with its own `reduction`. If it returns one number (a joint loss), this number is the
     loss of the batch, and the number for all samples of a data set is the loss of the data set. If it returns one loss
     per sample or per target, the loss of a batch or data set is their mean.
 

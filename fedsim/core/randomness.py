@@ -70,7 +70,7 @@ def torch_generator(seed: int, purpose: str, *coordinates: int) -> torch.Generat
 
 
 class Draws:
-    """Source of random tensors on one device. Equal arguments of `of` give equal numbers on every machine.
+    """Source of random tensors on one device. With equal arguments, `Draws.of` gives equal numbers on every machine.
 
         draws = Draws.of(seed, "noise", round, worker, device="cuda")
         noise, mask = draws.normal(10, 784), draws.uniform(10) < 0.5
@@ -78,8 +78,8 @@ class Draws:
     Each call gives new, independent numbers. The same calls in the same order give the same numbers on every device and
     in every process, except for rounding in `normal`. The host never waits for the device.
 
-    In a run: `fedsim.training.batches.BatchSource.orders` shuffles a worker's samples in its first epoch of a
-    round as `Draws.of(seed, "batches", round, worker).permutation(n)`, and in the next ones as `.steps()(epoch)` does.
+    For example, a run shuffles a worker's n samples in the first epoch of a round by `draws.permutation(n)` with
+    `draws = Draws.of(seed, "batches", round, worker)`, and in epoch 1, 2, ... by `draws.steps()(epoch).permutation(n)`.
     """
 
     def __init__(self, key: Tensor, step: int = 0, ahead: dict[int, tuple[int, Tensor]] | None = None) -> None:
@@ -190,7 +190,7 @@ def sole_use_of_generators(*, for_run: bool = False) -> Iterator[None]:
         if _holder_runs:
             raise ExperimentError(
                 "another thread runs an experiment, and models of both threads would draw from the same global random "
-                "generators; wait for its end, use another process, or run experiments side by side with "
+                "generators; wait until it has ended, use another process, or run experiments side by side with "
                 "fedsim.compare(jobs=2)"
             )
     before = _holder_runs

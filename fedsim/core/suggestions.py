@@ -196,7 +196,7 @@ def squeezed(name: str) -> str:
 
 
 def as_range(text: str) -> str | None:
-    """Return a range, `0..2` or `0-2`, as the list `0,1,2`, or None if the text is no range or the list is too long."""
+    """Return a range, `0..2` or `0-2`, as the list `0,1,2`, or None if it is not a range or is too long."""
     ends = re.fullmatch(r"(\d{1,9})(?:\.\.|-|:)(\d{1,9})", text.strip())
     numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
     return ",".join(map(str, numbers)) if 0 < len(numbers) <= 100 else None

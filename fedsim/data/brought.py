@@ -43,7 +43,7 @@ def source_of(target: Any) -> Callable[..., tuple[TensorData, TensorData]]:
     tables = {is_table(part) for parts in workers for part in parts if part is not None}
     if len(tested) > 1 or len(tables) > 1:
         raise DataError(
-            "all data sets must be tables or none, and all or none must have a test part; if these are inputs and "
+            "either all data sets or none must be tables, and either all or none must have a test part; for inputs and "
             "targets, pass one table with both, such as inputs.assign(target=targets)"
         )
     (has_test,), (of_tables,) = tested, tables

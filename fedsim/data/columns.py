@@ -99,7 +99,7 @@ class DataColumn(NamedTuple):
         return array
 
     def numbers(self, texts: np.ndarray) -> np.ndarray:
-        """Return text [n] as numbers. Raise DataError that names the first text which is no number."""
+        """Return text [n] as numbers. Raise DataError with the first text that is not a number."""
         bad = np.flatnonzero([NUMBER.fullmatch(text) is None for text in texts.tolist()])
         if len(bad):
             value = show(str(texts[bad[0]]))
@@ -112,7 +112,7 @@ class DataColumn(NamedTuple):
         return texts.astype(float)
 
     def owners(self) -> np.ndarray:
-        """Return the column as owners of samples: integers or text [n]."""
+        """Return the owner of each sample, [n], as integers or text."""
         array = self.array()
         return array.astype(str) if array.dtype.kind in "mM" else array
 

@@ -15,7 +15,7 @@ from fedsim.errors import DataError, plural
 def split_test(
     data: TensorData, fraction: float, place: str, *, are_classes: bool = False, workers: np.ndarray | None = None
 ) -> tuple[TensorData, TensorData]:
-    """Split a data set at random into training samples and a `fraction` of test samples, the same for every seed.
+    """Draw a `fraction` of a data set at random as test samples, independently of the seed. Return (training, test).
 
     The arguments and errors are those of `drawn_rows`.
     """
@@ -27,7 +27,7 @@ def split_test(
 def drawn_rows(
     targets: np.ndarray, fraction: float, place: str, *, are_classes: bool = False, workers: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, str]:
-    """Draw round(fraction n) test samples at random, the same for every seed.
+    """Draw round(fraction n) test samples at random. The draw is the same for every seed.
 
     For class labels, the draw is stratified: each class has the same fraction of test samples up to rounding, and at
     least one training sample. With `workers`, the draw is stratified by worker instead.

@@ -59,18 +59,18 @@ def train_and_test(
 ) -> tuple[TensorData, TensorData]:
     """Return the training and test samples of data sets that are stored as columns, such as CSV files.
 
-    Columns of numbers are inputs as they are. A column of text with at most 100 different texts becomes one input per
-    text of the training samples, in sorted order: 1 for the text of a sample, else 0. A test sample whose text no
-    training sample has gets only zeros. Text targets become class labels in sorted order.
+    Columns of numbers become inputs unchanged. A column of text is one-hot encoded: it becomes one input for each
+    different text in the training samples (at most 100), in sorted order. A text that occurs only in test samples is
+    encoded as zeros. Text targets become class labels in sorted order.
 
     Args:
         train, test: the tables of both parts. Without a test part, test samples are drawn at random from `train`.
         target: column of targets. None: the only column called label, labels, target, targets or y.
-        inputs: columns of inputs, which are concatenated. None: all other columns, without those that only number the
-            rows.
+        inputs: columns of inputs, which are concatenated. None: all other columns, except those that only number
+            the rows.
         ids: columns that contain the owner of each sample, such as a user. None: the named index of a frame.
-        standardize: whether to subtract the mean of each column of numbers and to divide by its standard deviation,
-            both of the training samples. A column that is constant in them is only shifted, to 0.
+        standardize: whether to subtract the training samples' mean from each column of numbers, and to divide by their
+            standard deviation. A column that is constant in the training samples is only shifted, to 0.
         test_fraction: fraction of `train` that is drawn as test samples if `test` is empty.
         of_workers: name of `train` in error messages if each table belongs to one worker, so that the column `worker`
             contains the owners, and the draw is stratified by worker. Otherwise it is stratified by class.

@@ -29,7 +29,7 @@ from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, sho
 
 
 class DatasetRegistry(Registry):
-    """Registry of data sets. A data set may also be an object that is no function (see `fedsim.data.brought`)."""
+    """Registry of data sets. A data set may also be an object other than a function (see `fedsim.data.brought`)."""
 
     def _registration(self, name: str, target: Any) -> Registration:
         return super()._registration(name, target if callable(target) else source_of(target))
@@ -73,7 +73,7 @@ def data_table(value: Any) -> dict[str, Any]:
     keys = {str(key).casefold() for key in table}
     if not isinstance(name, (str, NoneType)) or {"x", "y"} <= keys or (name is None and keys & {"train", "x_train"}):
         raise ExperimentError(
-            f'data: must be {ACCEPTED}; name and parameters form a table, as in data={{"name": frame, "ids": "client"}}'
+            f'data: must be {ACCEPTED}; with parameters, pass a dict, such as data={{"name": frame, "ids": "client"}}'
         )
     return table
 
@@ -85,7 +85,7 @@ def one_per_worker(value: Any) -> bool:
 
 
 def _format_of(path: str) -> str | None:
-    """Return the name of the data set that reads a file, or None if `path` is no path of a data file or folder.
+    """Return the name of the data set that reads a file, or None if `path` is not the path of a data file or folder.
 
     Raises ExperimentError for other existing files, and for folders, which may have several formats.
     """
@@ -105,7 +105,7 @@ def _format_of(path: str) -> str | None:
         raise ExperimentError(f"data.name = {show(path)}: no such file or folder; check the path")
     if file.is_file() and file.suffix != ".py":
         raise ExperimentError(
-            f"data.name = {show(path)}: no data set reads such a file; allowed: {', '.join(FORMATS)}, folders of "
+            f"data.name = {show(path)}: no data set reads this type of file; allowed: {', '.join(FORMATS)}, folders of "
             "images, or your own function"
         )
     return None

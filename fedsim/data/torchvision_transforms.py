@@ -60,9 +60,9 @@ class BatchTransform:
 @augmentation.family("torchvision")
 @functools.cache
 def torchvision_transform(name: str) -> Any:
-    """Random transform NAME of torchvision.transforms.v2, such as RandomAffine, with one draw for a whole batch.
+    """Random transform NAME of torchvision.transforms.v2, such as RandomAffine, applied equally to a whole batch.
 
-    Parameters such as an angle are drawn once per batch, whereas `crop`, `flip` and `cutout` draw for each image. The
+    Parameters such as an angle are drawn once per batch. (`crop`, `flip` and `cutout` draw them for each image.) The
     transform gets pixels in [0, 1], before normalisation, and must keep the shape of the images. Its random numbers
     depend only on (seed, round, worker, step).
     """

@@ -323,7 +323,7 @@ class LowRank(Compressor):
 
     A tensor of shape [n, ...] counts as a matrix M [n, m]. One power iteration gives P = orth(M Q) and Q = M^T P, and
     the update becomes P Q^T. Each worker starts from the Q of its previous update, and at first from random numbers.
-    Tensors with one dimension, and matrices that would not become smaller, are sent as they are. The compressor has a
+    Tensors with one dimension, and matrices that would not become smaller, are sent unchanged. The compressor has a
     bias, so use it with `error_feedback = true`.
 
     Args:

@@ -20,7 +20,7 @@ def compress(update: Any, name: Step | Sequence[Step], *, seed: int = 0, **param
 
     Args:
         update: a floating-point tensor or NumPy array of any shape, or a dict (such as a state_dict) or list of these.
-            `update` is not changed. Numbers of 2 bytes are compressed as float32; add `cast` to send 2 bytes for each.
+            `update` is not changed. Numbers of 2 bytes are compressed as float32. Add `cast` to send 2 bytes each.
         name: a registered processor (see `fedsim.processors()`), "package.module:function", a function, or a list of
             these. An element of the list may also be a dict with its own parameters: `{"name": "top_k", "k": 9}`.
         seed: seed of random draws.
@@ -40,7 +40,8 @@ def compress(update: Any, name: Step | Sequence[Step], *, seed: int = 0, **param
     steps: list[Any] = list(name) if isinstance(name, (list, tuple)) else [name]
     if params and steps != [name]:
         raise ExperimentError(
-            f"{next(iter(params))}: for a list of processors, write the parameters of each into a dict with its name"
+            f"{next(iter(params))}: in a list of processors, pass a processor's parameters in a dict, such as "
+            '{"name": "top_k", "k": 9}'
         )
     chain = []
     for step in steps:

@@ -92,8 +92,8 @@ def stop_reason(history: Iterable[RoundRecord], stop: Stop) -> str | None:
 def divergence(record: RoundRecord) -> str | None:
     """Return the reason why the run ends because this round diverged, or None if it did not diverge.
 
-    >>> divergence(RoundRecord(round=5, diverged="4 of 17 updates hold NaN or infinity"))
-    'diverged in round 5: 4 of 17 updates hold NaN or infinity; the results are those of the model before this round'
+    >>> divergence(RoundRecord(round=5, diverged="4 of 17 updates contain NaN or infinity"))
+    'diverged in round 5: 4 of 17 updates contain NaN or infinity; the results are those of the model before this round'
     """
     if record.diverged is None:
         return None

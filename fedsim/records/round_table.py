@@ -37,7 +37,7 @@ def columns_of(record: RoundRecord, *, of_workers: bool = False) -> list[Metric]
 
 
 def table_header(columns: Sequence[Metric]) -> str:
-    """Return the line with the headings of the table in the terminal."""
+    """Return the header line of the table in the terminal."""
     return "  ".join(f"{column.column:>{_width(column)}}" for column in columns)
 
 

@@ -105,8 +105,8 @@ def releases_of(experiment: Experiment, shards: Shards, root: np.ndarray) -> Rel
     place, algorithm = f"partition.name = {show(experiment.partition.name)}", experiment.local.setting
     if workers_to_describe(shards, experiment.seed) is not None:
         raise ExperimentError(
-            f"{place}: shards may overlap, which {algorithm} counts for at most {MOST_SAMPLED:,} workers; use fewer "
-            "workers, or another partition, such as iid"
+            f"{place}: shards may overlap, and {algorithm} can count the overlaps of at most {MOST_SAMPLED:,} workers; "
+            "use fewer workers, or another partition, such as iid"
         )
     samples = [shards.of(worker).numpy() for worker in range(len(shards))]
     if not shards.listed and any(len(np.unique(of_worker)) < len(of_worker) for of_worker in samples):

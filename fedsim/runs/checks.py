@@ -282,7 +282,7 @@ def _check_labels(train: TensorData, test: TensorData) -> None:
 
 
 def _warn_of_classes(task: RunTask, train: TensorData, test: TensorData, outputs: Tensor, dataset: str) -> None:
-    """Warn of outputs that are no sample's class label, and of classes without training samples.
+    """Warn of outputs whose class has no samples, and of classes without training samples.
 
     Tokens are not checked, because a text may contain only a part of its vocabulary.
     """
@@ -293,8 +293,8 @@ def _warn_of_classes(task: RunTask, train: TensorData, test: TensorData, outputs
     if len(unused):
         warnings.warn(
             f"{task.experiment.model.setting}: {len(unused)} of the model's {outputs.shape[1]} outputs, such as number "
-            f"{unused[0]}, are the class of no sample; if this is not intended, use a model with fewer outputs or "
-            "renumber the classes",
+            f"{unused[0]}, belong to classes without samples; if this is not intended, use a model with fewer outputs "
+            "or renumber the classes",
             SettingWarning,
             stacklevel=2,
         )

@@ -63,7 +63,7 @@ class Result(HintingAttributes):
 
     @functools.cached_property
     def model(self) -> nn.Module:
-        """Global model, on the CPU, in evaluation mode. A loaded result reads the file when this is first used."""
+        """Global model, on the CPU, in evaluation mode. A loaded result reads the file on first access."""
         return _stored_model(self.experiment, self.folder)
 
     @functools.cached_property

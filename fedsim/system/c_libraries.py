@@ -47,8 +47,9 @@ def warn_if_threads_spin(threads: int) -> None:
 def keep_freed_memory() -> None:
     """Let glibc keep and reuse up to 62 MB of freed memory, as it does after a tensor of 31 MB has been freed.
 
-    glibc raises its thresholds for good when a mapped block is freed, so this function allocates a block and frees it
-    without touching it. Nothing changes if the user has set the thresholds, or with another C library.
+    When a memory-mapped block is freed, glibc permanently raises the thresholds that decide what is returned to the
+    system. This function therefore allocates such a block, and frees it without touching it. The function has no effect
+    if the user has set the thresholds, or if the C library is not glibc.
     """
     if sys.platform == "linux":
         library = ctypes.CDLL(None)

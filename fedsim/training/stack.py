@@ -82,7 +82,7 @@ class Stacks(list["Stack"]):
         batch_source: source of the workers' batches.
 
     Attributes:
-        of: the argument `work`.
+        of: all workers, as passed in `work`.
     """
 
     def __init__(self, work: WorkItems, task: RunTask, batch_source: BatchSource) -> None:

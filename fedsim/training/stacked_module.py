@@ -29,9 +29,9 @@ class FeatureTerm(NamedTuple):
     """Loss term that compares a model's features with those of other models; see `ClientAlgorithm.feature_loss`.
 
     Attributes:
-        points: parameters of the other models. Each tensor [k, d] contains one other model for each of k workers.
-        loss: function that takes the features [k, batch, f] of k models and a list of the features of the other models,
-            and returns the loss of each sample, [k, batch].
+        points: flat parameter vectors of the other models: a list of tensors [k, d], each with one model per worker.
+        loss: function of the workers' features [k, batch, f] and of a list with the features of each element of
+            `points`. Returns the loss of each sample, [k, batch].
     """
 
     points: Sequence[Tensor]

@@ -105,7 +105,7 @@ def test_rows_that_are_not_finite_are_an_error_or_excluded(registration, updates
     spoilt = updates.clone()
     spoilt[3, 7] = float("inf")  # see test_bad_rows_finds_nan_and_infinity
     root = {"root": updates.mean(0)} if "root" in registration.takes else {}
-    with pytest.raises(ExperimentError, match=r"1 of 15 updates hold NaN or infinity \(from workers 3\)"):
+    with pytest.raises(ExperimentError, match=r"1 of 15 updates contain NaN or infinity \(from workers 3\)"):
         apply(registration, spoilt, **root)
     good = [row for row in range(15) if row != 3]
     losses = {"losses": torch.arange(1.0, 16.0)} if "losses" in registration.takes else {}

@@ -104,7 +104,7 @@ def no_context(run):
 
 
 def test_a_logger_that_is_no_context_manager_is_refused_in_one_line(tiny_experiment):
-    line = "cannot start: TypeError: it returned None instead of a context manager$"
+    line = "cannot start: TypeError: it must return a context manager, not None$"
     with pytest.raises(ExperimentError, match=line):
         fedsim.run(logging(tiny_experiment, {"name": "tests.callbacks.test_loggers:no_context"}))
 

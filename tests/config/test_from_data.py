@@ -140,8 +140,8 @@ def test_unset_task_model_and_dimensions_follow_from_the_data(kind, task, name, 
         (
             "labels up to 2,000",
             {},
-            "data.name = .*: the labels go up to 2000, but most smaller numbers are the label of no sample; for "
-            "numbers, set task=regression, and for classes, set model.classes=2001 or renumber the labels from 0",
+            "data.name = .*: the largest label is 2000, but most smaller labels do not occur; if the targets are "
+            "measured numbers, set task=regression; if they are classes, set model.classes=2001 or renumber .* from 0",
         ),
     ],
 )

@@ -108,7 +108,10 @@ class TestOneDataSetPerWorker:
                 [PAIRS, TensorDataset(torch.zeros(3, 5), torch.zeros(3).long())],
                 r"worker 1: its inputs, .*3, 5.*, differ from those of worker 0, .*60, 2",
             ),
-            ([(PAIRS, PAIRS), PAIRS], "all data sets must be tables or none, and all or none must have a test part"),
+            (
+                [(PAIRS, PAIRS), PAIRS],
+                "either all data sets or none must be tables, and either all or none must have a test part",
+            ),
             ([Subset(PAIRS, [k]) for k in range(9)], "leaves no training sample for each worker .* separate test part"),
         ],
     )
@@ -235,5 +238,5 @@ def test_a_data_frame_and_a_column_of_targets_are_refused():
     frame = pandas.DataFrame(INPUTS, columns=["a", "b"])
     refused(
         (frame, pandas.Series(LABELS)),
-        r"if these are inputs and targets, pass one table with both, such as inputs.assign\(target=",
+        r"for inputs and targets, pass one table with both, such as inputs.assign\(target=",
     )

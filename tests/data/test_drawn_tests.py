@@ -77,7 +77,7 @@ def test_outputs_that_no_class_uses_are_named_in_one_line():
     with pytest.warns(SettingWarning) as caught:
         fedsim.run(data=(data, data), **TINY_RUN)
     [line] = [str(warning.message) for warning in caught]
-    assert "7 of the model's 10 outputs, such as number 3, are the class of no sample" in line
+    assert "7 of the model's 10 outputs, such as number 3, belong to classes without samples" in line
     assert "\n" not in line
     with pytest.warns(SettingWarning, match="1 of the model's 3 outputs, such as number 1,"):
         fedsim.run(data=(data_of([0, 2] * 5),) * 2, **{**TINY_RUN, "model": {**TINY_RUN["model"], "classes": 3}})

@@ -279,7 +279,7 @@ def test_an_update_that_is_not_finite_is_never_ignored_in_silence(name):
             assert result.isnan().all()
         else:
             assert result == expected
-            assert "1 of 11 updates hold NaN or infinity (from workers 4)" in result
+            assert "1 of 11 updates contain NaN or infinity (from workers 4)" in result
 
 
 @pytest.mark.gpu
@@ -339,7 +339,7 @@ def test_an_update_with_infinity_is_far_from_all_others(name):
 @pytest.mark.parametrize("name", ["caf", "dnc", "medoid"])
 def test_a_rule_that_cannot_compare_an_update_says_so(name):
     message = refusal_or(lambda x: aggregated(name, x, nonfinite="keep"), spoilt(torch.nan))
-    assert message == f'{name}: cannot compare updates that hold NaN or infinity; use nonfinite = "exclude"'
+    assert message == f'{name}: cannot compare updates that contain NaN or infinity; use nonfinite = "exclude"'
 
 
 @pytest.mark.gpu
@@ -363,7 +363,7 @@ def test_large_finite_updates_are_not_taken_for_infinity(name):
     [
         ({"rule": "fltrust", "root": spoilt(torch.nan)[4]}, "root: must be finite; 1 of its values"),
         ({"rule": "centered_clipping", "last": spoilt(torch.nan)[4]}, "last: must be finite; 1 of its values"),
-        ({"rule": "dnc", "f": 1, "b": 1}, "1 of 11 updates hold NaN"),  # in a column that it does not draw
+        ({"rule": "dnc", "f": 1, "b": 1}, "1 of 11 updates contain NaN"),  # in a column that it does not draw
     ],
 )
 def test_an_input_that_is_not_finite_is_an_error(inputs, message):
@@ -390,7 +390,7 @@ def test_an_own_rule_receives_finite_updates_only():
         updates = to_gpu(spoilt(torch.nan))
         assert fedsim.aggregate(updates, rule=own_median, nonfinite="exclude").isfinite().all()
         for call, stage in ((fedsim.aggregate, own_median), (fedsim.pre_aggregate, own_doubling)):
-            with pytest.raises(fedsim.ExperimentError, match="1 of 11 updates hold NaN"):
+            with pytest.raises(fedsim.ExperimentError, match="1 of 11 updates contain NaN"):
                 call(updates, rule=stage)
 
 

@@ -16,7 +16,7 @@ from tests.textbook import small_two_nn, start_of
 
 STOP = {"rounds": 4, "workers": 5, "aggregate": {"rule": "median", "nonfinite": "stop"}}
 ATTACKED = {**STOP, "attack": {"name": "inf", "workers": [1, 3], "start_round": 3}}
-DIVERGED = "2 of 5 updates hold NaN or infinity (from workers 1, 3)"
+DIVERGED = "2 of 5 updates contain NaN or infinity (from workers 1, 3)"
 STOPPED = f"diverged in round 3: {DIVERGED}; the results are those of the model before this round"
 
 

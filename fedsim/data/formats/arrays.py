@@ -69,9 +69,9 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
     for name, array in stored.items():
         if array.shape != (n,):
             raise DataError(
-                f"{path}: {show(name)} has the shape {list(array.shape)}; it is none of the parts "
-                f"{', '.join(known for names in NAMES.values() for known in names)}, and a column of owners must be "
-                f"[{n}], one owner per sample"
+                f"{path}: {show(name)} has shape {list(array.shape)}; must be one of "
+                f"{', '.join(known for names in NAMES.values() for known in names)}, or contain one owner per sample, "
+                f"[{n}]"
             )
     owners = {name: without_spaces(array, f"{path}: {show(name)}") for name, array in stored.items()}
     train = samples_of(values["inputs"], targets[:n], owners, path)

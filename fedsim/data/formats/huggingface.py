@@ -45,8 +45,8 @@ def huggingface(
         config: configuration of the data set on the hub.
         train: name of the split with the training samples. Unset: the split called train or training.
         test: name of the split with the test samples. Unset: the split called test, testing, validation, valid or val,
-            or without such a split, a fraction `test_fraction` of the training samples that is drawn at random, the
-            same for every seed.
+            or without such a split, a fraction `test_fraction` of the training samples that is drawn at random. The
+            draw is the same for every seed.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
         inputs: columns of the inputs. Unset: all columns except the target and `ids`.
         ids: columns that contain the owner of each sample, for the partition `natural`.

@@ -80,8 +80,8 @@ def _refuse_parts_as_classes(folder: Path, classes: Sequence[str]) -> None:
     if (train and test) or (len(classes) == 1 and (train or test)):
         raise DataError(
             f"{folder}: has folders that may be parts or classes, such as {' and '.join(filter(None, (train, test)))}; "
-            "call parts train (or training) and test (or testing, validation, valid, val), and move classes into a "
-            "folder train"
+            "for parts, use the names train (or training) and test (or testing, validation, valid, val); for classes, "
+            "move them into a folder train"
         )
 
 
@@ -97,7 +97,7 @@ def _files(folder: Path) -> list[Path]:
     kinds = [f"files ({cut(', '.join(endings))})"] * bool(endings) + ["folders without images"]
     if shown := sorted(entry for entry in others if not entry.name.startswith(".")):
         first = cut(str(shown[0].relative_to(folder)))
-        warn(f"{folder}: {' and '.join(kinds)} are not read, such as {first} ({len(shown)} in all)")
+        warn(f"{folder}: {' and '.join(kinds)} are ignored, such as {first} ({len(shown)} in total)")
     return images
 
 
@@ -139,8 +139,8 @@ def _read(folder: Path, files: Sequence[Path], classes: Sequence[str], size: int
     if any(owners) and not all(owners):
         with_owner = next(file for file, owner in zip(files, owners, strict=True) if owner)
         raise DataError(
-            f"{files[owners.index('')]}: is in no folder of an owner, but {with_owner.relative_to(folder)} is; move it "
-            "into the folder of its owner, or remove it"
+            f"{files[owners.index('')]}: is not in an owner's folder, but {with_owner.relative_to(folder)} is; move "
+            "the file into the folder of its owner, or remove it"
         )
     inputs = torch.from_numpy(np.stack(images).transpose(0, 3, 1, 2).copy())
     ids = {"owner": np.array(owners)} if all(owners) else {}

@@ -31,7 +31,7 @@ def label_array(labels: Any) -> np.ndarray:
 
 
 def even_sizes(n_samples: int, parts: int) -> np.ndarray:
-    """Return the sizes of `parts` nearly equal parts of n_samples samples, larger ones first, int64 [parts]."""
+    """Divide n_samples into `parts` sizes that differ by at most one, larger ones first, int64 [parts]."""
     base, larger = divmod(n_samples, parts)
     return base + (np.arange(parts) < larger)
 

@@ -98,8 +98,8 @@ def partition_shards(
 
     Shards of a virtual strategy are drawn on demand, so errors in such a shard are raised only then.
 
-    If `labels` are those of a part of a data set, `index_of` [N] contains the index in `labels` of each sample of the
-    data set, or -1 for samples that are held out. A strategy such as `given` returns indices in the whole data set.
+    If samples of the data set are held out, `labels` contains only the labels of the other samples. `index_of` [N] then
+    maps each index in the whole data set, as a strategy such as `given` uses, to an index in `labels`, or to -1.
 
     >>> shards = fedsim.data.partition_shards(np.arange(100) % 10, 10**6, "virtual", samples=5)
     >>> len(shards), shards.size(999_999)

@@ -49,7 +49,7 @@ class Shards(ABC):
         """Return the positions of a worker's samples in the data set, a read-only int64 CPU tensor [size]."""
 
     def together(self, workers: np.ndarray) -> tuple[Tensor, np.ndarray]:
-        """Return a tensor with the sample positions of `workers`, and where each worker's positions begin in it."""
+        """Return one tensor with the sample positions of `workers`, and the index where those of each worker begin."""
         shards = [self.of(worker) for worker in workers.tolist()]
         return torch.cat(shards), np.cumsum([0, *map(len, shards)])[:-1]
 

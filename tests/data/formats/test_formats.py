@@ -207,10 +207,10 @@ class TestArrays:
         [
             ({"inputs": INPUTS}, "has no array targets, only inputs"),
             ({"inputs": INPUTS, "targets": LABELS[:19]}, "there are 20 inputs, but 19 targets"),
-            ({"inputs": INPUTS, "targets": LABELS, "user": USERS[:4]}, r'"user" has the shape \[4\]; .* \[20\]'),
+            ({"inputs": INPUTS, "targets": LABELS, "user": USERS[:4]}, r'"user" has shape \[4\]; .* \[20\]'),
             (
                 {"x_train": INPUTS, "y_train": LABELS, "x_val": INPUTS[:5], "y_val": LABELS[:5]},
-                r'"x_val" has the shape \[5, 3\]; it is none of the parts inputs, x_train, x, .*, test_labels, and',
+                r'"x_val" has shape \[5, 3\]; must be one of inputs, x_train, x, .*, test_labels, or',
             ),
             (
                 {"inputs": np.full((2, 2), np.inf), "targets": LABELS[:2]},

@@ -87,7 +87,7 @@ class TestFolders:
         load("image_folder", path=str(tmp_path))
         picture(tmp_path / "train/dog/stray.png")
         refused(
-            "image_folder", "train/dog/stray.png: is in no folder of an owner, but cat/ann/1.png is", path=str(tmp_path)
+            "image_folder", "train/dog/stray.png: is not in an owner's folder, but cat/ann/1.png is", path=str(tmp_path)
         )
 
     def test_other_files_and_empty_folders_are_named_and_are_no_classes(self, tmp_path, pictures):
@@ -95,7 +95,7 @@ class TestFolders:
         (tmp_path / "train/__MACOSX").mkdir()
         (tmp_path / "train/cat/2.heic").write_bytes(b"")
         (tmp_path / "train/cat/3.GIF").write_bytes(b"")
-        line = "train: files (.gif, .heic) and folders without images are not read, such as __MACOSX (3 in all)"
+        line = "train: files (.gif, .heic) and folders without images are ignored, such as __MACOSX (3 in total)"
         train, _ = load("image_folder", line, path=str(tmp_path))
         assert train.targets.tolist() == [0, 1]
 
@@ -128,7 +128,7 @@ class TestFolders:
     )
     def test_parts_with_longer_names_are_no_classes(self, names, tmp_path, pictures):
         pictures(*names)
-        match = f"may be parts or classes, such as {' and '.join(names)}; call parts train \\(or training\\) and test"
+        match = f"may be parts or classes, such as {' and '.join(names)}; for parts, use the names train "
         refused("image_folder", match, path=str(tmp_path))
         (tmp_path / "train").mkdir()
         for part in names:

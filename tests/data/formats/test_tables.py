@@ -200,7 +200,7 @@ class TestPaths:
         ("name", "match"),
         [
             ("none.csv", "none.csv: cannot be read: no such file; check data.path"),
-            ("data.json", 'data.name = "data.json": no data set reads such a file; allowed: .csv, '),
+            ("data.json", 'data.name = "data.json": no data set reads this type of file; allowed: .csv, '),
             ("./sub", 'data.name = "./sub": is a folder; write data=image_folder data.path=./sub'),
             ("weights.pt", "weights.pt: .pt files are not read, because reading a pickle can run code"),
             ("my_data.digits", "write my_data:digits (with a colon)"),
