@@ -50,8 +50,9 @@ def _owners(root: type[Table]) -> dict[str, dict[str, list[str]]]:
     for place, table in (_inner_tables(root) | component_tables(root)).items():
         for key in table.model_fields:
             owners[key][f"{place}.{key}"].append("")
-        for registration in table.registry if issubclass(table, ComponentTable) else ():
-            owner = registration.name if registration.name != table.default_component() else ""
+        components = (table.registry, table.default_component()) if issubclass(table, ComponentTable) else ((), None)
+        for registration in components[0]:
+            owner = "" if registration.name == components[1] else registration.name
             for parameter in registration.parameter_names:
                 owners[parameter][f"{place}.{parameter}"].append(owner)
     return owners

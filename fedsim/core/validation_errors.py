@@ -81,14 +81,15 @@ def _hint(where: str, value: Any, wanted: Sequence[str]) -> str:
         wanted: accepted kinds of values, such as "a list".
     """
     text = str(value).lower()
-    if "a list" in wanted and type(value) in (str, int) and (len(wanted) == 1 or "," in text):
+    kind = "integer" if type(value) is int else "fraction"
+    answers = (text for text in (answer(text), answer(f"{where}_{kind}", value)) if "VALUE" not in text)
+    hint = next((text for text in answers if f" {where}=" in text), "")
+    if "a list" in wanted and not hint and type(value) in (str, int) and (len(wanted) == 1 or "," in text):
         return f"; write {cut(as_list(str(value)))} (in single quotes in a shell)"
     if wanted == ["a valid integer"] and isinstance(value, bool) and where.endswith("]"):
         return "; instead of a Boolean mask, pass indices: np.flatnonzero(mask)"
     if isinstance(value, str) and (numbers := as_range(value)):
         return f"; with fedsim compare write {numbers}"
-    answers = (text for text in (answer(text), answer(f"{where}_fraction")) if "VALUE" not in text)
-    hint = next((text for text in answers if f" {where}=" in text), "")
     if "true or false" in wanted and text in (*YES, *NO):
         hint = f"write {str(text in YES).lower()}"
     elif NUMBERS.isdisjoint(wanted):
