@@ -130,10 +130,10 @@ class RuleStage(Component):
         Raises ExperimentError if a rule of the user changes the updates in place.
         """
         inputs = {name: value_of(name) for name in self.accepts}
-        tensors = [] if self.built_in else [inputs[name] for name in ("updates",) if name in inputs]
-        versions = [tensor._version for tensor in tensors if not tensor.is_inference()]
+        updates = None if self.built_in else inputs.get("updates")
+        version = None if updates is None or updates.is_inference() else updates._version
         result = self.function(**inputs) if f is None else self.function(**inputs, f=f)
-        if versions and versions != [tensor._version for tensor in tensors]:
+        if updates is not None and version not in (None, updates._version):
             raise ExperimentError(
                 f"{self.name}: changes `updates` in place, which are used again after the rule; compute a new tensor, "
                 "as in updates = updates * 2 instead of updates *= 2"

@@ -17,9 +17,7 @@ from fedsim.errors import ExperimentError, cut, show
 from fedsim.system.files import is_file
 
 EXPERIMENT_FILES = (".toml", ".yaml", ".yml")
-WORDS_LIKE_OPTIONS = {
-    "ignore_unknown_options": True
-}  # passes `--rounds 3` on as words, so that an error can suggest rounds=3
+WORDS_LIKE_OPTIONS = {"ignore_unknown_options": True}  # passes `--rounds 3` on, so that an error can suggest rounds=3
 
 
 def complete_words(incomplete: str) -> list[str]:
@@ -92,8 +90,8 @@ def _refuse_spaces(words: list[str]) -> None:
         if is_file(Path(word)):
             continue
         if is_plain and index and "=" in words[index - 1]:
-            values = ",".join([words[index - 1], *itertools.takewhile(lambda each: "=" not in each, rest)])
-            values = re.sub(",+", ",", values).rstrip(",")
+            values = " ".join([words[index - 1], *itertools.takewhile(lambda each: "=" not in each, rest)])
+            values = re.sub("[, ]+", ",", values).rstrip(",")
             hint = f"write an experiment first, and several values as in fedsim compare {values}"
             raise ExperimentError(f"{show(word)}: expected key=value; {hint}")
         apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
@@ -102,9 +100,8 @@ def _refuse_spaces(words: list[str]) -> None:
                 raise ExperimentError(f"{show(apart[0])}: {hint}, without spaces")
             if is_plain and (hint := key_hint(word)):
                 raise ExperimentError(f"{word}: expected key=value; {hint}")
-        pieces = itertools.accumulate(rest, "{} {}".format) if _is_open(word) else ()
-        if whole := next((piece for piece in pieces if not _is_open(piece)), None):
-            raise ExperimentError(f"{cut(whole)}: contains spaces; put the word in quotes, as in '{cut(whole)}'")
+        if whole := re.match(r"\S+=[\[{](\S*[^]}\s])? .*[]}]", " ".join(rest)):
+            raise ExperimentError(f"{cut(whole[0])}: contains spaces; put the word in quotes, as in '{cut(whole[0])}'")
 
 
 def key_hint(name: str, value: str | None = None) -> str:
@@ -115,10 +112,6 @@ def key_hint(name: str, value: str | None = None) -> str:
     if name.partition(".")[0] in Experiment.model_fields:
         return f"write {name}={value or 'VALUE'}"
     return meaning(name, parse_value(value, name) if value else None)
-
-
-def _is_open(word: str) -> bool:
-    return sum(map(word.count, "[{")) > sum(map(word.count, "]}"))
 
 
 def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:

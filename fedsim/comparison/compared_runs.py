@@ -9,16 +9,7 @@ from typing import Any
 
 from fedsim.comparison.axes import shape_of
 from fedsim.comparison.leaderboard import Leaderboard, leaderboard
-from fedsim.comparison.rows import (
-    NO_SETTINGS,
-    Choice,
-    ComparisonSettings,
-    Group,
-    Row,
-    canonical,
-    groups_of,
-    score_of,
-)
+from fedsim.comparison.rows import NO_SETTINGS, Choice, ComparisonSettings, Group, Row, canonical, groups_of, score_of
 from fedsim.core.attributes import HintingAttributes
 from fedsim.records.reader import Run
 from fedsim.records.record import Metric

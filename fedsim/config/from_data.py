@@ -88,8 +88,7 @@ def _unsuitable(model: schema.Model, data: schema.Data, shape: SampleShape, name
 
 def _called(data: schema.Data) -> str:
     """Return the path or the name of a data set, for error messages."""
-    path = data.params.get("path")
-    return show(path) if isinstance(path, str) else show(data.name) if data.name else "the data"
+    return show(data.params.get("path", data.name))
 
 
 def taken_from_data(settings: Settings) -> list[str]:

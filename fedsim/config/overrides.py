@@ -276,12 +276,9 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
             table[key] = {holder.named_by: table[key]}
         inner = table.setdefault(key, {})
         if not isinstance(inner, dict):
-            hint = "" if keys[0] in Experiment.model_fields else meaning(".".join(keys), value)
-            hint = (
-                f"unknown key; {hint}"
-                if hint
-                else f"{'.'.join(keys[:depth])} is not a table, so it cannot contain this key"
-            )
+            meant = "" if keys[0] in Experiment.model_fields else meaning(".".join(keys), value)
+            not_table = f"{'.'.join(keys[:depth])} is not a table, so it cannot contain this key"
+            hint = f"unknown key; {meant}" if meant else not_table
             raise ExperimentError(f"{'.'.join(keys)} = {show(value)}: {hint}")
         if holder:
             inner = table[key] = with_key(inner, holder.named_by, ".".join(keys[:depth]))

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import nn
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
@@ -163,9 +156,8 @@ class Model(ComponentTable):
 
     def check_parameters(self) -> None:
         fields = self.registration.parameters.model_fields
-        self.params.update(
-            {name: 1 for name in self.from_data if fields[name].is_required()}
-        )  # until the data is known
+        required = [name for name in self.from_data if fields[name].is_required()]
+        self.params.update(dict.fromkeys(required, 1))  # until the data is known
         super().check_parameters()
 
 
@@ -345,16 +337,6 @@ class Local(ComponentTable):
         return table if keys_set else {**table, "epochs": 1}
 
 
-def _refuse_count(workers: Any) -> Any:
-    """Return `workers`, or raise ValueError if it is an integer, which could mean a number of workers or an ID."""
-    if type(workers) is int:
-        raise ValueError(
-            f"must be a list of worker IDs; write attack.f={workers} for the number of attackers, or "
-            f"attack.workers=[{workers}] for worker {workers}"
-        )
-    return workers
-
-
 class Attack(ComponentTable):
     """The attack, and the Byzantine workers."""
 
@@ -366,7 +348,7 @@ class Attack(ComponentTable):
     """Number of Byzantine workers, which are drawn at random."""
     fraction: FractionBelowOne = 0.0
     """Fraction of Byzantine workers, instead of a number. The number is rounded down."""
-    workers: Annotated[list[Count], BeforeValidator(_refuse_count)] | None = None
+    workers: list[Count] | None = None
     """IDs of the Byzantine workers, instead of a number."""
     resample: bool = False
     """Whether the Byzantine workers are drawn again in each round."""

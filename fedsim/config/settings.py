@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, field_validator
+from pydantic import Field, PositiveFloat
 
 from fedsim.aggregation import Pipeline
 from fedsim.byzantine.base import draw_attackers
@@ -20,7 +20,7 @@ from fedsim.config.schema import matching
 from fedsim.core.base_table import Table
 from fedsim.core.numbers import Count, PositiveCount
 from fedsim.core.objects import Name
-from fedsim.errors import MAX_NAME, ExperimentError, show
+from fedsim.errors import MAX_NAME, show
 from fedsim.privacy import Releases
 from fedsim.processes.hooks import CommunicationHook
 from fedsim.processing import UpdateProcessor
@@ -110,16 +110,6 @@ class Settings(Table):
     stop: schema.Stop = schema.Stop()
     records: schema.Records = schema.Records()
     checkpoint: schema.Checkpoint = schema.Checkpoint()
-
-    @field_validator("processors", mode="before")
-    @classmethod
-    def _refuse_count(cls, value: Any) -> Any:
-        if isinstance(value, int):
-            raise ExperimentError(
-                f"processors = {value}: must be a list of processing steps for updates; for {value} processes write "
-                f"processes={value}"
-            )
-        return value
 
     @property
     def byzantine(self) -> list[int]:

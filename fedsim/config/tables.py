@@ -41,34 +41,36 @@ def settings_of(name: str) -> list[str]:
 
 
 @functools.cache
-def last_names(root: type[Table]) -> dict[str, list[str]]:
-    """Return the dotted keys that end with each name, for hints: {"lr": ["local.lr", "server.lr"], ...}.
+def _owners(root: type[Table]) -> dict[str, dict[str, list[str]]]:
+    """Return the dotted keys that end with each name, each with the components that have this parameter.
 
-    Parameters are those of the default components.
+    "" stands for the default component, and for a key that does not depend on a component.
     """
-    names: dict[str, list[str]] = defaultdict(list)
-    for place, table in _inner_tables(root).items():
-        keys = dict.fromkeys(table.model_fields)
-        if issubclass(table, ComponentTable) and (component := table.default_component()):
-            keys |= dict.fromkeys(table.registry.get(component).parameter_names)
-        for key in keys:
-            names[key].append(f"{place}.{key}")
-    return names
+    owners: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for place, table in (_inner_tables(root) | component_tables(root)).items():
+        for key in table.model_fields:
+            owners[key][f"{place}.{key}"].append("")
+        components = (table.registry, table.default_component()) if issubclass(table, ComponentTable) else ((), None)
+        for registration in components[0]:
+            owner = "" if registration.name == components[1] else registration.name
+            for parameter in registration.parameter_names:
+                owners[parameter][f"{place}.{parameter}"].append(owner)
+    return owners
 
 
 def keys_called(root: type[Table], name: str) -> list[str]:
-    """Return the dotted keys that `name` may mean: `name` itself, or the keys that end with its words."""
+    """Return the dotted keys that `name` may mean: `name` itself, or the keys that end with its words.
+
+    Parameters are those of the default components.
+    """
     if name.partition(".")[0] in root.model_fields:
         return [name]
-    return [key for last in with_words(name, last_names(root)) for key in last_names(root)[last]]
+    lasts = with_words(name, _owners(root))
+    return [key for last in lasts for key, components in _owners(root)[last].items() if "" in components]
 
 
 def owners_of(root: type[Table], name: str) -> str:
     """Return a text about the components that have the parameter `name`, or "" if there are none."""
-    owners: dict[str, list[str]] = defaultdict(list)
-    for place, table in component_tables(root).items():
-        for registration in table.registry:
-            for parameter in with_words(name, registration.parameter_names):
-                owners[f"{place}.{parameter}"].append(registration.name)
-    texts = (f"{key} of {', '.join(components)}" for key, components in owners.items())
+    owners = [owner for last in with_words(name, _owners(root)) for owner in _owners(root)[last].items()]
+    texts = (f"{key} of {', '.join(components)}" for key, components in owners)
     return f"it may be {' or '.join(texts)}" if owners else ""

@@ -187,11 +187,7 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
         (experiment.clock.replay_log is None, "clock.replay_log", of_clock),
         (keeps_state, "workers without state", {"worker_state_memory"}),
         (not isinstance(algorithm, TrainFunction), function, by_function),
-        (
-            attack.count(experiment.workers),
-            f"no Byzantine workers ({_why_no_attackers(experiment)})",
-            of_attack,
-        ),
+        (attack.count(experiment.workers), f"no Byzantine workers ({_why_no_attackers(experiment)})", of_attack),
         (experiment.processors, "processors unset", {"attack.compressed"}),
         (attack.fraction or attack.f, "attack.f and attack.fraction unset", {"attack.resample", "attack.by_class"}),
         (experiment.model.lora.rank, "model.lora.rank=0", {"model.lora.alpha", "model.lora.targets"}),

@@ -89,10 +89,7 @@ def import_object(path: str) -> Callable[..., Any]:
     untrusted = is_untrusted(path)
     if untrusted and not (IMPORT_PATH.fullmatch(path) and _file_is_here() and _is_local(module)):
         raise ImportRefusedError(REMEDY)
-    if module.partition(".")[0] in (
-        "torchvision",
-        "torchmetrics",
-    ):  # torchmetrics may load torchvision
+    if module.partition(".")[0] in ("torchvision", "torchmetrics"):  # torchmetrics may load torchvision
         with contextlib.suppress(ImportError):
             import_torchvision()
     target: Any = importlib.import_module(module)

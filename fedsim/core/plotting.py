@@ -25,11 +25,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MARKS = 8  # approximate number of markers per line; their positions differ between lines
 DPI = 130
 LOG_FROM = 10  # an axis is logarithmic if its largest value is at least this many times its smallest
-UNDATED = {
-    "png": {},
-    "svg": {"Date": None},
-    "pdf": {"CreationDate": None},
-}  # gives reproducible files
+UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # gives reproducible files
 
 
 @dataclass(frozen=True)

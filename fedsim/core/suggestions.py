@@ -5,17 +5,15 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath, PureWindowsPath
+from pathlib import PureWindowsPath
 from typing import Any
 
 from fedsim.errors import MAX_NAME, ExperimentError, cut, show
 from fedsim.synonyms import synonyms
 
-MOST_IN_RANGE = 100  # maximum length of a range that a hint writes out, such as 0..99
 SHORT = 4  # characters; shorter names are not completed
 CUTOFF = 0.75  # difflib ratio from which a name with the right first letter counts as a misspelling
 CERTAIN = 0.9  # the same for a phrase of another library
@@ -109,16 +107,14 @@ def answer(name: str, value: Any = None) -> str:
     text = _answers().get(words_of(f"{name}_{kinds.get(type(value))}")) if value not in (0.0, 1.0) else None
     text = text or _answers().get(words_of(name)) or _answers().get(frozenset([squeezed(name)]), "")
     if isinstance(value, str) and (keys := re.findall(r"([\w.]+)=", text)):
-        other, names = (
-            answer(value) or _write(VOCABULARY.settings_of(value)),
-            VOCABULARY.component_keys.intersection(keys),
-        )
-        if settings := [each for each in VOCABULARY.settings_of(value) if each.partition("=")[0] in keys]:
-            text = " or ".join(settings)
-        elif value.lower() in ("none", "null", "off"):
+        settings, names = VOCABULARY.settings_of(value), VOCABULARY.component_keys.intersection(keys)
+        if settings_of_keys := [setting for setting in settings if setting.partition("=")[0] in keys]:
+            return _write(settings_of_keys)
+        if value.lower() in ("none", "null", "off"):
             return "omit it"
-        elif "VALUE" not in other and (("{}" in text and names) or any(f"{key}=" in other for key in keys)):
-            text = other.removeprefix("write ") or text
+        other = answer(value) or _write(settings)
+        if other and "VALUE" not in other and (("{}" in text and names) or any(f"{key}=" in other for key in keys)):
+            return other
         value = value if len(names) < 2 else "NAME"
     text = text.replace("{}", _as_word(value))
     return f"write {text}" if SETTING.match(text) else text
@@ -196,14 +192,14 @@ def normalized(name: str) -> str:
 
 def squeezed(name: str) -> str:
     """Return a name in lower case, without separators."""
-    return re.sub(r"[\s_-]", "", name.lower())
+    return normalized(name).replace("_", "")
 
 
 def as_range(text: str) -> str | None:
     """Return a range, `0..2` or `0-2`, as the list `0,1,2`, or None if it is not a range or is too long."""
     ends = re.fullmatch(r"(\d{1,9})(?:\.\.|-|:)(\d{1,9})", text.strip())
     numbers = range(int(ends[1]), int(ends[2]) + 1) if ends else ()
-    return ",".join(map(str, numbers)) if 0 < len(numbers) <= MOST_IN_RANGE else None
+    return ",".join(map(str, numbers)) if 0 < len(numbers) <= 100 else None
 
 
 def as_list(text: str) -> str:
@@ -232,9 +228,8 @@ def component_name_error(kind: str, name: str, where: str, place: str, component
     if ":" in name:
         return None
     hint = nearest(name, sorted(components), re.sub(r"\[\d+\]|\.name$", "", place))
-    if hint.startswith("allowed"):
-        hint = f'{hint}, or the import path of your own, "package.module:name"'
-    return f"{where}: no such {kind}; {hint}"
+    own = ', or the import path of your own, "package.module:name"' if hint.startswith("allowed") else ""
+    return f"{where}: no such {kind}; {hint}{own}"
 
 
 def _called(name: str, place: str, components: Mapping[str, Any]) -> str:
@@ -274,9 +269,8 @@ def _as_import_path(name: str) -> str:
         module, _, attribute = name.rpartition(".")
         return f"{module}:{attribute} (with a colon)" if module and ":" not in name and attribute.isidentifier() else ""
     file, attribute = re.sub(r":(?=\w*$)", "\n", name).partition("\n")[::2]
-    path = PureWindowsPath(file)  # accepts both kinds of slashes
-    inside = PurePosixPath(os.path.relpath(path.as_posix()))
-    if path.drive or ".." in inside.parts:
+    path, attribute = PureWindowsPath(file).with_suffix(""), attribute or "NAME"  # accepts both kinds of slashes
+    if path.root or ".." in path.parts:
         start = f"start fedsim in {path.parent.as_posix()} or add this folder to PYTHONPATH"
-        return f"{path.stem}:{attribute or 'NAME'}, and {start}"
-    return f"{'.'.join(inside.with_suffix('').parts)}:{attribute or 'NAME'} (without slashes and .py)"
+        return f"{path.name}:{attribute}, and {start}"
+    return f"{'.'.join(path.parts)}:{attribute} (without slashes and .py)"

@@ -110,11 +110,7 @@ def _refuse_dataset(batches: Batches) -> None:
 
 
 def train_epoch(
-    model: nn.Module,
-    batches: Batches,
-    optimizer: Optimizer,
-    loss: Loss = DEFAULT_LOSS,
-    backward: Backward = backward,
+    model: nn.Module, batches: Batches, optimizer: Optimizer, loss: Loss = DEFAULT_LOSS, backward: Backward = backward
 ) -> MetricSums:
     """Train on each batch once, in order.
 

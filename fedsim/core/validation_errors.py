@@ -12,13 +12,10 @@ from fedsim.core.suggestions import answer, as_list, as_range, nearest_key
 from fedsim.errors import MAX_PROBLEMS, ExperimentError, cut, plural, show
 
 YES, NO, UNSET = ("yes", "on", "true", "1"), ("no", "off", "false", "0"), ("none", "null", "auto", "unset")
+NUMBERS = {"a valid integer", "an integer", "a valid number"}
 
 
-def explain(
-    error: ValidationError,
-    model: type[BaseModel],
-    place: str = "",
-) -> list[str]:
+def explain(error: ValidationError, model: type[BaseModel], place: str = "") -> list[str]:
     """Translate a pydantic validation error into one error line per problem.
 
     Args:
@@ -84,33 +81,32 @@ def _hint(where: str, value: Any, wanted: Sequence[str]) -> str:
         wanted: accepted kinds of values, such as "a list".
     """
     text = str(value).lower()
-    number = _as_number(text)
-    if "a list" in wanted and type(value) in (str, int) and (len(wanted) == 1 or "," in text):
+    kind = "integer" if type(value) is int else "fraction"
+    answers = (text for text in (answer(text), answer(f"{where}_{kind}", value)) if "VALUE" not in text)
+    hint = next((text for text in answers if f" {where}=" in text), "")
+    if "a list" in wanted and not hint and type(value) in (str, int) and (len(wanted) == 1 or "," in text):
         return f"; write {cut(as_list(str(value)))} (in single quotes in a shell)"
     if wanted == ["a valid integer"] and isinstance(value, bool) and where.endswith("]"):
         return "; instead of a Boolean mask, pass indices: np.flatnonzero(mask)"
     if isinstance(value, str) and (numbers := as_range(value)):
         return f"; with fedsim compare write {numbers}"
-    hint = answer(text)
-    hint = f"; {hint}" if f" {where}=" in hint else ""
     if "true or false" in wanted and text in (*YES, *NO):
-        hint = f"; write {str(text in YES).lower()}"
-    elif {"a valid integer", "an integer", "a valid number"} & {*wanted} and number is not None:
-        is_whole, part = number == int(number), answer(f"{where}_fraction")
-        hint = f"; write {int(number) if is_whole else round(number, 6)}"
-        if not is_whole and "a valid number" not in wanted:
-            hint = f"; {part}" if f" {where}=" in part else "; write a whole number, not a fraction"
-    elif {"a valid integer", "a valid number"} & {*wanted} and text in UNSET:
-        hint = "; omit the key to leave it unset"
-    return f"{hint}; for several values use fedsim compare" if "," in text and isinstance(value, str) else hint
+        hint = f"write {str(text in YES).lower()}"
+    elif NUMBERS.isdisjoint(wanted):
+        pass
+    elif text in UNSET:
+        hint = "omit the key to leave it unset"
+    elif (number := _as_number(text)) is not None:
+        is_allowed = number == int(number) or "a valid number" in wanted
+        hint = f"write {round(number, 6):.15g}" if is_allowed else hint or "write a whole number, not a fraction"
+    several = "for several values use fedsim compare" if isinstance(value, str) and "," in text else ""
+    return "".join(f"; {part}" for part in (hint, several) if part)
 
 
 def _as_number(text: str) -> float | None:
     """Return the number that a text such as `0,1`, `10%` or `1/3` stands for, or None."""
-    parts = re.fullmatch(r"([+-]?\d+)(?:[.,](\d+))?(?:(%)|/(\d*[1-9]))?", text)
-    return (
-        float(f"{parts[1]}.{parts[2] or 0}") / float(parts[4] or 100 if parts[3] or parts[4] else 1) if parts else None
-    )
+    parts = re.fullmatch(r"([+-]?\d+)(?:[.,](\d+))?(?:%|/(0*[1-9]\d*))?", text)
+    return float(f"{parts[1]}.{parts[2] or 0}") / float(parts[3] or (100 if "%" in text else 1)) if parts else None
 
 
 def _is_union_member(part: int | str) -> bool:
@@ -126,12 +122,10 @@ def _dotted(parts: Iterable[int | str]) -> str:
 
 def _requirement(message: str) -> str:
     """Return pydantic's error message as a text that can follow "must be"."""
-    message = re.sub(r"a valid dictionary or instance of \w+", "a table", message)
+    message = re.sub(r"a valid dictionary or instance of \w+", "a table", message.replace(" after validation", ""))
     message = re.sub(r"^(String|List|Tuple|Set) should have ", lambda it: f"a {it[1].lower()} that has ", message)
     message = re.sub(r"^String should match ", "a string that matches the ", message)
-    message = re.sub(
-        r"^(Input should be|Value error, must be|Value error,) ", "", message.replace(" after validation", "")
-    )
+    message = re.sub(r"^(Input should be|Value error, must be|Value error,) ", "", message)
     return message.replace("a valid boolean", "true or false").replace("a valid list", "a list").replace("'", '"')
 
 

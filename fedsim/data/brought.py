@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,19 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.data.columns import parts_of, warn_of_unused
-from fedsim.data.drawn_tests import drawn_rows, split_test
-from fedsim.data.encoding import DataTable, Names, train_and_test
+from fedsim.core.learning_task import described
+from fedsim.data.columns import parts_of, require_different_names, warn_of_unused
+from fedsim.data.drawn_tests import split_test
+from fedsim.data.encoding import WORKER, DataTable, train_and_test
 from fedsim.data.tensors import TensorData, as_tensor_data
-from fedsim.errors import DataError, show
+from fedsim.errors import DataError
 
 ACCEPTED = (
     "a name, a path, a function, a data set, a data frame or a tuple (inputs, targets), a tuple (train, test) of them, "
     "or a list with one data set per worker, such as fedsim.TensorData(inputs, targets)"
 )
-WORKER = "worker"  # column of owners in a list of data sets
 TRAIN, TEST = "the training data", "the test data"
 Parts = tuple[Any, Any]  # training part, and test part or None
+ByPlace = Mapping[str, Any]  # data sets by their names in error messages
 
 
 def source_of(target: Any) -> Callable[..., tuple[TensorData, TensorData]]:
@@ -47,9 +47,13 @@ def source_of(target: Any) -> Callable[..., tuple[TensorData, TensorData]]:
             "targets, pass one table with both, such as inputs.assign(target=targets)"
         )
     (has_test,), (of_tables,) = tested, tables
+    train, test = (
+        {f"{place} of worker {worker}" if shares else place: parts[part] for worker, parts in enumerate(workers)}
+        for part, place in enumerate((TRAIN, TEST))
+    )
 
     def read(**options: Any) -> tuple[TensorData, TensorData]:
-        return (_from_tables if of_tables else _from_samples)(workers, shares, **options)
+        return (_from_tables if of_tables else _from_samples)(train, test if has_test else {}, shares, **options)
 
     names = ("target", "inputs", "ids", "standardize") * of_tables + ("test_fraction",) * (not has_test)
     known = inspect.signature(train_and_test, eval_str=True).parameters
@@ -80,75 +84,29 @@ def _parts(data: Any) -> Parts:
     return parts
 
 
-def _from_tables(
-    workers: Sequence[Parts], shares: bool, ids: Names | None = None, **options: Any
-) -> tuple[TensorData, TensorData]:
+def _from_tables(train: ByPlace, test: ByPlace, shares: bool, **options: Any) -> tuple[TensorData, TensorData]:
     """Return the samples of tables, of which there is one for each worker if `shares` is true."""
-    train, test = (
-        None if parts[0] is None else _table(parts, place, shares)
-        for parts, place in zip(zip(*workers, strict=True), (TRAIN, TEST), strict=True)
-    )
-    assert train is not None
-    index = [name for name in getattr(getattr(workers[0][0], "index", None), "names", ()) if name is not None]
-    ids = index if ids is None else [ids] if isinstance(ids, str) else ids
-    ids, by = ([WORKER, *ids], WORKER) if shares else (ids, None)
-    return train_and_test(train, test, ids=ids, workers=by, **options)
+    first, second = ([_table(table, place) for place, table in part.items()] for part in (train, test))
+    return train_and_test(first, second, of_workers=TRAIN * shares, **options)
 
 
-def _table(tables: Sequence[Any], place: str, shares: bool) -> DataTable:
-    """Return data frames or Hugging Face data sets as one table, with a column WORKER if `shares` is true."""
-    parts: list[dict[Any, Any]] = []
-    for worker, table in enumerate(tables):
-        here = f"{place} of worker {worker}" if shares else place
-        if any(name is not None for name in getattr(getattr(table, "index", None), "names", ())):
-            table = table.reset_index()  # named levels become columns
-        names = list(table.column_names if hasattr(table, "column_names") else table.columns)
-        _check_names(names, here)
-        if parts and set(names) != set(parts[0]):
-            different = sorted(map(str, set(names) ^ set(parts[0])))[0]
-            raise DataError(f"{here}: has other columns than worker 0, such as {show(different)}; use the same columns")
-        if shares and WORKER in names:
-            raise DataError(f"{here}: has a column {show(WORKER)}, but the list defines the workers; rename the column")
-        parts.append({name: table[name][:] for name in names})
-    if not shares:
-        return DataTable(parts[0], place)
-    sizes = [len(next(iter(part.values()))) for part in parts]
-    columns = {name: list(itertools.chain.from_iterable(part[name] for part in parts)) for name in parts[0]}
-    ends = np.cumsum(sizes)
-
-    def row(index: int) -> str:
-        worker = int(np.searchsorted(ends, index, side="right"))
-        return f"row {index - ends[worker] + sizes[worker]} of worker {worker}"
-
-    return DataTable({**columns, WORKER: np.repeat(np.arange(len(sizes)), sizes)}, place, row=row)
+def _table(table: Any, place: str) -> DataTable:
+    """Return a data frame or a Hugging Face data set as a table. Named levels of an index become columns."""
+    index = [name for name in getattr(getattr(table, "index", None), "names", ()) if name is not None]
+    table = table.reset_index() if index else table
+    names = list(table.column_names if hasattr(table, "column_names") else table.columns)
+    require_different_names(names, place)
+    return DataTable({name: table[name][:] for name in names}, place, index)
 
 
-def _check_names(names: Sequence[Any], place: str) -> None:
-    """Raise DataError if a name of a column has several levels or occurs twice."""
-    for name in names:
-        if isinstance(name, tuple):
-            raise DataError(
-                f"{place}: has a column name with several levels, {show(name)}; use a single text as each name, for "
-                'example with frame.columns = ["_".join(map(str, name)) for name in frame.columns]'
-            )
-        if names.count(name) > 1:
-            raise DataError(f"{place}: has two columns {show(name)}; rename or remove one of the two")
-
-
-def _from_samples(workers: Sequence[Parts], shares: bool, test_fraction: float = 0.2) -> tuple[TensorData, TensorData]:
+def _from_samples(
+    train: ByPlace, test: ByPlace, shares: bool, test_fraction: float = 0.2
+) -> tuple[TensorData, TensorData]:
     """Return the samples of map-style data sets, of which there is one for each worker if `shares` is true."""
-    train, test = (
-        None if parts[0] is None else _joined(parts, place) if shares else _read(parts[0], place)
-        for parts, place in zip(zip(*workers, strict=True), (TRAIN, TEST), strict=True)
-    )
-    assert train is not None
-    if test is not None:
-        return train, test
-    if not shares:
-        return split_test(train, test_fraction, TRAIN)
-    *rows, how = drawn_rows(len(train), None, test_fraction, TRAIN, workers=train.ids[WORKER])
-    first, second = (train.take(part) for part in rows)
-    return replace(first, assumed=(*first.assumed, how)), second
+    first = _joined(train, shares)
+    if test:
+        return first, _joined(test, shares)
+    return split_test(first, test_fraction, TRAIN, workers=first.ids[WORKER] if shares else None)
 
 
 def _read(data: Any, place: str) -> TensorData:
@@ -162,19 +120,22 @@ def _read(data: Any, place: str) -> TensorData:
     return tensors
 
 
-def _joined(parts: Sequence[Any], place: str) -> TensorData:
+def _joined(parts: ByPlace, shares: bool) -> TensorData:
     """Return one data set with the samples of each worker one after another, and the owners in the column WORKER."""
-    data = [_read(part, f"{place} of worker {worker}") for worker, part in enumerate(parts)]
-    kinds = [(one.inputs.dtype, one.inputs.shape[1:], one.scale, one.shift, one.dtype) for one in data]
-    for worker, (one, kind) in enumerate(zip(data, kinds, strict=True)):
-        if not len(one):
-            raise DataError(f"{place} of worker {worker}: has no samples; each worker needs at least one")
-        if kind != kinds[0] or one.targets.shape[1:] != data[0].targets.shape[1:] or one.rows is not None:
+    data = {place: _read(part, place) for place, part in parts.items()}
+    first = next(iter(data.values()))
+    if not shares:
+        return first
+    for place, one in data.items():
+        if _kind(one) != _kind(first) or one.rows is not None:
             raise DataError(
-                f"{place} of worker {worker}: its inputs are {kind[0]} of shape {list(kind[1])}, but those of worker 0 "
-                f"are {kinds[0][0]} of shape {list(kinds[0][1])}; all data sets must have the same types, shapes and "
-                "normalisation, without `rows`"
+                f"{place}: its inputs, {described(one.inputs)}, differ from those of worker 0, "
+                f"{described(first.inputs)}; use one type, shape and normalisation, without `rows`"
             )
-    inputs, targets = (torch.cat([getattr(one, name) for one in data]) for name in ("inputs", "targets"))
-    owners = np.repeat(np.arange(len(data)), [len(one) for one in data])
-    return replace(data[0], inputs=inputs, targets=targets, ids={WORKER: owners})
+    inputs, targets = (torch.cat([getattr(one, name) for one in data.values()]) for name in ("inputs", "targets"))
+    owners = np.repeat(np.arange(len(data)), [len(one) for one in data.values()])
+    return replace(first, inputs=inputs, targets=targets, ids={WORKER: owners})
+
+
+def _kind(data: TensorData) -> tuple[Any, ...]:
+    return data.inputs.dtype, data.inputs.shape[1:], data.targets.shape[1:], data.scale, data.shift, data.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +18,10 @@ from fedsim.errors import DataError, FedsimWarning, cut, one_line, show
 
 TARGETS = "label", "labels", "target", "targets", "y"  # names of the target column that need not be set
 NAMELESS = re.compile(r"(Unnamed: \d+(\.\d+)?)?")  # names that pandas gives to a column without a name
-RESET_INDEX = "index", "level_0"  # names that pandas gives to an index that becomes a column
-PANDAS_INDEX = re.compile(r"__index_level_\d+__")  # columns in which pandas stores an index without a name
+NUMBERING = re.compile(r"id|index|level_0|__index_level_\d+__", re.IGNORECASE)  # names of columns of row numbers
 TRAIN_PARTS = ("train", "training")
 TEST_PARTS = ("test", "testing"), ("validation", "valid", "val")  # in order of preference
-MISSING = "na", "n/a", "nan", "null", "none", "?"
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-DIGITS = re.compile(r"[\W_]*\d[\W\d_]*")  # text with digits and without letters
-LARGEST_OWNER = 2**53  # larger integers lose digits as floating-point numbers
 Columns = Mapping[str, Any]
 
 
@@ -117,10 +114,6 @@ class DataColumn(NamedTuple):
     def owners(self) -> np.ndarray:
         """Return the owner of each sample, [n], as integers or text."""
         array = self.array()
-        if array.dtype.kind == "f" and len(array) and np.abs(array).max() >= LARGEST_OWNER:
-            raise DataError(
-                f"{self.place}: contains integers of more than 64 bits or beyond 2^53 as owners; write them as text"
-            )
         return array.astype(str) if array.dtype.kind in "mM" else array
 
     def error(self, problem: str, row: int, remedy: str, count: int = 1) -> DataError:
@@ -139,18 +132,12 @@ class DataColumn(NamedTuple):
                 raise DataError(f"{self.place}: {error}") from None
         try:
             array = np.asarray(values)
-        except ValueError:  # lists of different lengths
+            if array.dtype.kind == "O" and len(array) and isinstance(array[0], (list, np.ndarray)):
+                array = np.stack([np.asarray(value) for value in array])
+        except ValueError:
             raise DataError(
                 f"{self.place}: its values have different shapes; all values must have the same shape"
             ) from None
-        if array.dtype.kind == "O" and len(array) and isinstance(array[0], (list, np.ndarray)):
-            shapes = {np.shape(value) for value in array}
-            if len(shapes) > 1:
-                raise DataError(
-                    f"{self.place}: its values have different shapes, such as "
-                    f"{' and '.join(map(str, sorted(shapes)[:2]))}; all values must have the same shape"
-                )
-            array = np.stack([np.asarray(value) for value in array])
         return array
 
     def _require_finite(self, array: np.ndarray) -> None:
@@ -170,11 +157,6 @@ def _is_missing(value: Any) -> bool:
     return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(value != value) or value == ""
 
 
-def mostly_digits(texts: np.ndarray) -> bool:
-    """Whether at least half of the texts [n] have digits but no letters, such as 5%, 1,000 and 24.12.2026."""
-    return 2 * sum(bool(DIGITS.fullmatch(text)) for text in texts.tolist()) >= len(texts)
-
-
 def mostly_numbers(texts: np.ndarray) -> bool:
     """Whether at least half of the texts [n] are numbers."""
     return 2 * sum(NUMBER.fullmatch(text) is not None for text in texts.tolist()) >= len(texts)
@@ -184,6 +166,12 @@ def require_finite(values: np.ndarray, place: str) -> None:
     """Raise DataError, with the place and the row, if an array [n, ...] contains NaN or infinity as float32."""
     if values.dtype.kind == "f":
         DataColumn(values, place).array()
+
+
+def require_different_names(names: Sequence[Any], place: str) -> None:
+    """Raise DataError if two columns have one name."""
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{place}: has two columns {show(repeated[0])}; rename or remove one of the two")
 
 
 def only_target(columns: Columns, place: str) -> str:
@@ -216,70 +204,34 @@ def unreadable(path: str, error: Exception) -> DataError:
     return DataError(f"{path}: cannot be read: {one_line(error) if exists else 'no such file; check data.path'}")
 
 
-def input_columns(columns: Columns, index: Collection[str], place: str) -> list[str]:
-    """Return the names of the input columns. Columns that only number the rows are left out, with a warning.
+def input_columns(columns: Columns, place: str) -> list[str]:
+    """Return the names of the columns of inputs: all that do not number the rows, which are named in a warning.
 
-    A column called index numbers the rows if it contains 0, 1, 2, ... in any order, and a column without a name only
-    in this order. Another warning names columns called id or index that are inputs and may number the samples.
+    A column without a name, or called id or index, numbers the rows if it contains a different integer in each row.
 
     Raises DataError if another column has no name.
     """
     inputs = []
     for name, values in columns.items():
-        folded = name.casefold() if isinstance(name, str) else ""
-        is_index = name in index or PANDAS_INDEX.fullmatch(folded) is not None
-        if is_nameless(name):
-            is_index |= np.array_equal(np.asarray(values), np.arange(len(values)))
-            if all(map(_is_missing, values)):
-                raise DataError(
-                    f"{place}: column {show(name)} has no name and no values; remove it, or the comma at line ends"
-                )
-        elif folded in RESET_INDEX and _are_different_integers(values):
-            is_index |= (np.min(values), np.max(values)) == (0, len(values) - 1)
-        if is_index:
+        nameless = name is None or name != name or bool(NAMELESS.fullmatch(str(name)))
+        if (nameless or NUMBERING.fullmatch(str(name))) and _are_different_integers(values):
             warn(
-                f"{place}: column {show(name)} is the index of a data frame, and is not an input; to use it, set "
-                "`inputs` or `ids`",
+                f"{place}: column {show(name)} only numbers the rows, and is not an input; to use it, set `inputs` or "
+                "`ids`"
             )
-            continue
-        if is_nameless(name):
+        elif nameless:
             raise DataError(
-                f"{place}: column {show(name)} has no name, and is not an index 0, 1, 2, ...; give it a name, remove "
-                "it, or set `inputs` to the columns of inputs"
+                f"{place}: column {show(name)} has no name; give it a name, remove it (such as a comma at line ends), "
+                "or set `inputs` to the columns of inputs"
             )
-        if folded in ("id", *RESET_INDEX) and _are_different_integers(values):
-            warn(
-                f"{place}: column {show(name)}, which contains a different integer in each row, is used as an input; "
-                "if it only numbers the rows, remove it, or set `inputs` to the columns of inputs",
-            )
-        inputs.append(name)
+        else:
+            inputs.append(name)
     return inputs
-
-
-def is_nameless(name: Any) -> bool:
-    """Whether a column has no name, or the name that pandas gives to a column without a name."""
-    if isinstance(name, str):
-        return NAMELESS.fullmatch(name) is not None
-    return name is None or (isinstance(name, float) and np.isnan(name))  # pandas may store None as NaN
 
 
 def _are_different_integers(values: Any) -> bool:
     array = np.asarray(values)
     return array.ndim == 1 and array.dtype.kind in "iu" and len(np.unique(array)) == len(array) > 0
-
-
-def warn_of_unlikely_classes(classes: Sequence[str], place: str) -> None:
-    """Warn of class names that differ only in case or outer spaces, or probably stand for a missing value."""
-    by_folded: dict[str, str] = {}
-    for name in classes:
-        twin = by_folded.setdefault(name.strip().casefold(), name)
-        if twin != name:
-            problem = f"{show(twin)} and {show(name)} are different classes; if they are one, write them alike"
-        elif name.casefold() in MISSING:
-            problem = f"{show(name)} is a class; if it is a missing value, remove its samples"
-        else:
-            continue
-        warn(f"{place}: {problem}")
 
 
 def without_spaces(values: np.ndarray, place: str, row: Callable[[int], str] = "row {}".format) -> np.ndarray:
@@ -297,7 +249,7 @@ def without_spaces(values: np.ndarray, place: str, row: Callable[[int], str] = "
     if len(changed := np.flatnonzero(stripped != values)):
         warn(
             f"{place}: spaces around {len(changed)} of {len(values)} values are removed, such as in "
-            f"{show(str(values[changed[0]]))}",
+            f"{show(str(values[changed[0]]))}"
         )
     return stripped
 

@@ -7,32 +7,25 @@ from dataclasses import replace
 import numpy as np
 
 from fedsim.core.randomness import numpy_generator
-from fedsim.data.columns import warn
 from fedsim.data.partitions.allocation import group
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, plural
 
 
 def split_test(
-    data: TensorData, fraction: float, place: str, *, are_classes: bool = False
+    data: TensorData, fraction: float, place: str, *, are_classes: bool = False, workers: np.ndarray | None = None
 ) -> tuple[TensorData, TensorData]:
     """Draw a `fraction` of a data set at random as test samples, independently of the seed. Return (training, test).
 
     The arguments and errors are those of `drawn_rows`.
     """
-    labels = data.targets.numpy() if data.has_labels else None
-    train, test, assumed = drawn_rows(len(data), labels, fraction, place, are_classes=are_classes)
-    return replace(data.take(train), assumed=(*data.assumed, assumed)), data.take(test)
+    *parts, how = drawn_rows(data.targets.numpy(), fraction, place, are_classes=are_classes, workers=workers)
+    train, test = map(data.take, parts)
+    return replace(train, assumed=(*train.assumed, how)), test
 
 
 def drawn_rows(
-    n: int,
-    labels: np.ndarray | None,
-    fraction: float,
-    place: str,
-    *,
-    are_classes: bool = False,
-    workers: np.ndarray | None = None,
+    targets: np.ndarray, fraction: float, place: str, *, are_classes: bool = False, workers: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray, str]:
     """Draw round(fraction n) test samples at random. The draw is the same for every seed.
 
@@ -40,51 +33,42 @@ def drawn_rows(
     least one training sample. With `workers`, the draw is stratified by worker instead.
 
     Args:
-        n: number of samples.
-        labels: integer targets [n], none of which is negative, or None for other targets.
+        targets: targets [n, ...].
         fraction: fraction of test samples.
         place: name of the data set in error messages.
-        are_classes: whether `labels` are certainly class labels. Otherwise, they count as class labels unless there are
-            more different values than test samples.
+        are_classes: whether `targets` are certainly class labels. Otherwise, integers [n] count as class labels unless
+            one is negative, or there are more different values than test samples.
         workers: index of the worker that owns each sample, [n], or None if the samples belong to no worker yet.
 
-    Returns the ascending indices of the training samples, those of the test samples, and a description of the draw. If
-    labels do not count as classes, a warning says how many values are left without training samples.
+    Returns the ascending indices of the training samples, those of the test samples, and a description of the draw.
 
     Raises DataError if there are too few samples to leave one training sample to each class or worker, or to draw one
     test sample.
     """
+    n = len(targets)
     order, held_out = numpy_generator(0, "test_split").permutation(n), round(fraction * n)
     if not held_out:
         raise DataError(
             f"{place}: {plural(n, 'sample')} are too few to draw test samples (a fraction of {fraction} rounds to 0); "
             "use a larger data.test_fraction, or give a separate test part"
         )
+    may_be_classes = targets.ndim == 1 and targets.dtype.kind in "iub" and not (targets < 0).any()
     chosen, how = np.zeros(n, dtype=bool), ""
     strata, kind = workers, "worker"
-    if workers is None and labels is not None and (are_classes or len(np.unique(labels)) <= held_out):
-        strata, kind = labels, "class"
-    if strata is not None:
+    if workers is None and may_be_classes and (are_classes or len(np.unique(targets)) <= held_out):
+        strata, kind = targets, "class"
+    if strata is None:
+        chosen[order[:held_out]] = True
+    else:
         _, stratum_of, sizes = np.unique(strata, return_inverse=True, return_counts=True)
         if held_out > n - len(sizes):
-            several = {"class": "classes"}.get(kind, f"{kind}s")
-            separate, most = "give a separate test part", n - len(sizes)
-            smaller = f"draw at most {most} with a smaller data.test_fraction, or {separate}"
             raise DataError(
-                f"{place}: {held_out} of {n} samples would be drawn for tests, which leaves {several} without "
-                f"training samples ({len(sizes)} {several}); {smaller if most else separate}"
+                f"{place}: {held_out} of {n} samples would be drawn for tests, which leaves no training sample for "
+                f"each {kind} (there are {len(sizes)}); use a smaller data.test_fraction, or give a separate test part"
             )
         members = group(order, stratum_of[order], len(sizes))  # each stratum in the drawn order
         counts, how = _stratified(sizes, held_out), f", the same fraction of each {kind}"
         chosen[np.concatenate([samples[:count] for samples, count in zip(members, counts, strict=True)])] = True
-    else:
-        chosen[order[:held_out]] = True
-    if strata is None and labels is not None and (untrained := np.setdiff1d(labels[chosen], labels[~chosen])).size:
-        warn(
-            f"{place}: the integer targets have more distinct values than there are test samples ({held_out}), so the "
-            f"draw is not stratified, and {untrained.size} values, such as {untrained[0]}, have no training samples; "
-            "if the targets are classes, give a separate test part, otherwise write them as floating-point numbers",
-        )
     drawn = f"no test part: {held_out:,} of {n:,} samples are drawn at random for tests{how}"
     return np.flatnonzero(~chosen), np.flatnonzero(chosen), drawn
 

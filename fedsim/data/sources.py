@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ def _format_of(path: str) -> str | None:
         )
     if re.search(r"[/\\]", path) and not re.search(r":|\.py$", path) and not file.exists():
         raise ExperimentError(f"data.name = {show(path)}: no such file or folder; check the path")
-    if path.lower().endswith(UNREAD) or (file.is_file() and file.suffix != ".py"):
+    if file.is_file() and file.suffix != ".py":
         raise ExperimentError(
             f"data.name = {show(path)}: no data set reads this type of file; allowed: {', '.join(FORMATS)}, folders of "
             "images, or your own function"
@@ -116,7 +116,6 @@ FORMATS = {  # name of the data set that reads files with an ending
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
     **{".npz": "npz", ".safetensors": "safetensors", ".txt": "text"},
 }
-UNREAD = ".json", ".jsonl", ".xlsx", ".xls", ".ods", ".zip", ".gz", ".tar", ".h5", ".hdf5", ".mat", ".feather", ".arff"
 PICKLES = ".pt", ".pth", ".pkl", ".pickle", ".npy"
 MNIST5K_FILE = Path(__file__).with_name("mnist5k.npz")  # mnist5k.txt describes the origin of the images
 MNIST5K_TRAIN = 4000  # number of training images, at the start of the file; the rest are test images
@@ -192,22 +191,28 @@ def load_dataset(name: Any, root: str | Path | None = None, **params: Any) -> tu
     return train, test
 
 
-_kept: ContextVar[dict[str, tuple[TensorData, TensorData]] | None] = ContextVar("fedsim_kept_data", default=None)
-_shapes: ContextVar[dict[str, SampleShape] | None] = ContextVar("fedsim_kept_shapes", default=None)
+class _Loaded(NamedTuple):
+    """What was loaded in this context: the last data set, and the shapes of all data sets, by `_key`."""
+
+    data: dict[str, tuple[TensorData, TensorData]]
+    shapes: dict[str, SampleShape]
+
+
+_loaded: ContextVar[_Loaded | None] = ContextVar("fedsim_loaded_data", default=None)
+
+
+def _key(name: str, root: str | None, params: Mapping[str, Any]) -> str:
+    return repr((name, root, sorted(params.items())))
 
 
 @contextlib.contextmanager
 def data_loaded_once() -> Iterator[None]:
     """Context manager: a data set that was loaded to count the workers is reused by the run, not loaded twice."""
-    token, shapes = (
-        _kept.set({} if _kept.get() is None else _kept.get()),
-        _shapes.set({} if _shapes.get() is None else _shapes.get()),
-    )
+    token = _loaded.set(_loaded.get() or _Loaded({}, {}))
     try:
         yield
     finally:
-        _kept.reset(token)
-        _shapes.reset(shapes)
+        _loaded.reset(token)
 
 
 def load_dataset_once(
@@ -217,12 +222,11 @@ def load_dataset_once(
 
     There, the last data set stays in memory for the next call. take=True releases it.
     """
-    kept, key = _kept.get(), repr((name, root, sorted(params.items())))
-    data = (kept or {}).get(key) or load_dataset(name, root, **params)
-    if kept is not None:
-        kept.clear()
-        if not take:
-            kept[key] = data
+    loaded, key = _loaded.get() or _Loaded({}, {}), _key(name, root, params)
+    data = loaded.data.get(key) or load_dataset(name, root, **params)
+    loaded.data.clear()
+    if not take:
+        loaded.data[key] = data
     return data
 
 
@@ -230,14 +234,14 @@ def known_shape(name: str, root: str | None, params: Mapping[str, Any]) -> Sampl
     """Return the shape of a data set's samples if it is declared, or known within `data_loaded_once`, else None."""
     if declared := getattr(dataset.get(name).target, "declared", None) if name in dataset.names() else None:
         return declared(**params)
-    return (_shapes.get() or {}).get(repr((name, root, sorted(params.items()))))
+    return loaded.shapes.get(_key(name, root, params)) if (loaded := _loaded.get()) else None
 
 
 def sample_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape:
     """Return the shape of a data set's samples. The data set is loaded if the shape is not known."""
     shape = known_shape(name, root, params) or SampleShape.of(load_dataset_once(name, root, params)[0])
-    if (shapes := _shapes.get()) is not None:
-        shapes[repr((name, root, sorted(params.items())))] = shape
+    if loaded := _loaded.get():
+        loaded.shapes[_key(name, root, params)] = shape
     return shape
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from fedsim.config.schema import Stop
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, plural, show
-from fedsim.records.record import Better, Metric, RoundRecord
+from fedsim.records.record import Better, Metric, RoundRecord, metric_called
 from fedsim.records.worker_results import METRIC as OF_WORKERS
 
 
@@ -31,7 +31,7 @@ class EarlyStopping:
 
     def __init__(self, stop: Stop) -> None:
         better: Better = "lower" if stop.direction == "min" else "higher"
-        self._stop, self._metric = stop, Metric("", better, path=tuple(stop.metric.split(".", 1)))
+        self._stop, self._metric = stop, Metric("", better, path=metric_called(stop.metric).path)
         self._best, self._best_round, self._without = math.nan, 0, 0
 
     def update(self, record: RoundRecord) -> str | None:

@@ -7,6 +7,7 @@ field: they are in `RoundRecord.metrics`, and are shown under their names.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -309,6 +310,21 @@ class RoundRecord(Record):
 RECORD = TypeAdapter(RoundRecord)
 
 
+def read_record(line: bytes | str) -> RoundRecord:
+    """Return the record in a line of JSON, with the present names of all numbers. Raises pydantic.ValidationError."""
+    record = RECORD.validate_json(line)
+    prefixes = ("worker_", "personal_worker_", "global_worker_")  # those of the model that workers would use first
+    prefix = next((word for word in prefixes if any(name.startswith(word) for name in record.metrics)), "worker_")
+    if prefix == "worker_" and "pull_down" not in record.seconds:
+        return record
+    old = [name for name in record.metrics if name.startswith(prefix) and prefix != "worker_"]
+    named = {f"worker_{name.removeprefix(prefix)}": record.metrics[name] for name in old}
+    means = {name: named.pop(f"{name}_mean", None) for name in ("worker_accuracy", "worker_loss")} if old else {}
+    others = {name: value for name, value in record.metrics.items() if not name.startswith("personal_worker_")}
+    seconds = {current_name(f"seconds.{name}").partition(".")[2]: value for name, value in record.seconds.items()}
+    return replace(record, **means, metrics=named | others, seconds=seconds)
+
+
 def _sum(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
@@ -373,15 +389,27 @@ def score_in(records: Iterable[RoundRecord]) -> Metric:
 SIGNS: dict[str, Literal["higher", "lower"]] = {"+": "higher", "-": "lower"}
 
 
+def current_name(key: str) -> str:
+    """Return the present name of a number that an earlier version of fedsim has recorded.
+
+    >>> current_name("metrics.personal_worker_accuracy_mean"), current_name("seconds.pull_down")
+    ('worker_accuracy', 'seconds.broadcast')
+    """
+    former = re.fullmatch(r"metrics\.personal_(worker_(?:accuracy|loss))_(\w+)", key)
+    if former is None:
+        return "seconds.broadcast" if key == "seconds.pull_down" else key
+    return former[1] if former[2] == "mean" else f"metrics.{former[1]}_{former[2]}"
+
+
 def metric_called(name: str) -> Metric:
     """Return the metric with this name. A sign before the name says whether higher (+) or lower (-) is better.
 
-    Raises ExperimentError for a former name.
+    Former names of numbers are accepted, except of fields of races, for which ExperimentError is raised.
 
     >>> metric_called("-metrics.drift").key, metric_called("-metrics.drift").better, metric_called("test_loss").better
     ('metrics.drift', 'lower', 'lower')
     """
-    key = name.removeprefix(name[:1]) if name[:1] in SIGNS else name
+    key = current_name(name.removeprefix(name[:1]) if name[:1] in SIGNS else name)
     path = tuple(key.split(".", 1))
     if path[0] == "race" and path[-1] in RENAMED:
         raise ExperimentError(f"metric {key}: is now called race.{RENAMED[path[-1]]}")

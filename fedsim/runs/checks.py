@@ -26,7 +26,6 @@ from fedsim.core.rows import Layout
 from fedsim.core.training import check_outputs
 from fedsim.data import Shards, TensorData
 from fedsim.data.shapes import SampleShape
-from fedsim.data.tensors import compact
 from fedsim.engines import Engine, RunTask
 from fedsim.errors import DataError, ExperimentError, FedsimError, SettingWarning, one_line, show, show_bytes
 from fedsim.system.devices import free_memory
@@ -239,7 +238,7 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
         if check_targets:
             check_targets(targets)
             _check_labels(train, test)
-        with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}{_remedy(train)}"):
+        with _errors_of_user_code(lambda reason: f"does not work on inputs of shape {shape}: {reason}{_remedy(known)}"):
             outputs = check_outputs(task.new_module(), inputs, targets, experiment.task.component, classes=classes)
             _check_outputs_in_training(task, inputs, outputs)
     except DataError as error:
@@ -343,14 +342,13 @@ def _warn_if_untrained(setting: str, test_set: str, trained: np.ndarray, tested:
         )
 
 
-def _remedy(train: TensorData) -> str:
+def _remedy(known: SampleShape) -> str:
     """Return a remedy for a model that does not work on the data set's images or integers, or \"\" for other inputs."""
-    if train.dtype.is_floating_point:
-        return "; use another model, or images of another size" if train.inputs.ndim == 4 else ""
-    most = int(compact(train.inputs).cpu().numpy().max())  # PyTorch has no maximum of unsigned integers
+    if not known.tokens:
+        return "; use another model, or images of another size" if len(known.inputs) == 3 else ""
     return (
-        f"; the inputs are integers up to {most}: convert numbers to floating point, and for tokens, use a model with "
-        f"{most + 1} of them, such as model.classes={most + 1}"
+        f"; the inputs are integers up to {known.tokens - 1}: convert numbers to floating point, and for tokens, use a "
+        f"model with {known.tokens} of them, such as model.classes={known.tokens}"
     )
 
 

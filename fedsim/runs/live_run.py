@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from fedsim.clients import PersonalModel
 from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import Snapshot
 from fedsim.engines import Engine, RunTask
@@ -24,7 +23,7 @@ from fedsim.runs.loops.clock_loop import ClockLoop
 from fedsim.runs.loops.loop import Loop
 from fedsim.runs.loops.race_loop import RaceLoop
 from fedsim.runs.loops.synchronous import SynchronousLoop
-from fedsim.runs.personal_models import PersonalModels, module_of
+from fedsim.runs.personal_models import module_of
 from fedsim.runs.result import Result
 
 T = TypeVar("T")
@@ -165,9 +164,6 @@ class LiveRun:
         folder = self.folder.path if self.folder else None
         result = Result(self.experiment, self.history, folder, self.stopped)
         vars(result).update(model=self.model(), global_row=self.global_row)  # not from files, as in a loaded result
-        personal = isinstance(self.experiment.local.component, PersonalModel)
-        if personal and not self.engine.traits.ranks:  # which divide the worker states
-            vars(result)["_personal_models"] = PersonalModels.of_engine(self.task, self.engine)
         return result
 
     def release(self) -> None:

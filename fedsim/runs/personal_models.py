@@ -1,9 +1,9 @@
-"""Personal models of the workers after a run, from the run itself or from a checkpoint in its folder."""
+"""Personal models of the workers after a run, from a checkpoint in its folder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from fedsim.clients.algorithm import state_at_first
 from fedsim.clients.capabilities import personal_model
 from fedsim.config.experiment import Experiment
 from fedsim.core.rows import Layout
-from fedsim.engines import Engine
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.checkpoints import CheckpointFolder
 from fedsim.runs.setup import task_of
@@ -49,14 +48,6 @@ class PersonalModels:
     buffers: Tensor
     places: Mapping[int, int]
     rows: State
-
-    @classmethod
-    def of_engine(cls, task: RunTask, engine: Engine) -> PersonalModels:
-        """Return the personal models after the latest round. Worker states that are not on a GPU are not copied."""
-        server, workers = engine.shared.server, engine.states.workers
-        places = {worker: place for place, worker in enumerate(workers)}
-        rows = {name: rows.cpu() for name, rows in engine.states.rows.items()}
-        return cls(replace(task, device=CPU), server.row.cpu().clone(), server.buffers.cpu().clone(), places, rows)
 
     @classmethod
     def in_folder(cls, experiment: Experiment, folder: Path, round: int) -> PersonalModels:

@@ -111,18 +111,21 @@ class Result(HintingAttributes):
     def personal_model(self, worker: int) -> nn.Module:
         """Return the personal model of a worker after the last round, on the CPU and in evaluation mode.
 
-        A worker that has not taken part has its initial personal model. A loaded result needs a checkpoint of the last
-        round, which runs with `checkpoint.every` write. It is read when this method is first called.
+        A worker that has not taken part has its initial personal model. The models of all workers may be much larger
+        than the global model. Results therefore do not contain them, but read them from the checkpoint of the last
+        round when this method is first called. Runs with a folder and `checkpoint.every` write this checkpoint.
 
         Args:
             worker: worker ID.
 
         Raises ExperimentError if the client algorithm has no personal models or if there is no such worker, and
-        RecordError if the personal models are not available.
+        RecordError if there is no checkpoint of the last round.
 
-        >>> import fedsim
-        >>> result = fedsim.run(rounds=1, workers=2, model="logistic", engine="serial", local={"algorithm": "ditto"})
-        >>> result.personal_model(1)(torch.zeros(1, 1, 28, 28)).shape
+        >>> import fedsim, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = fedsim.run(out=folder, rounds=1, workers=2, model="logistic", engine="serial",
+        ...                         local={"algorithm": "ditto"}, checkpoint={"every": 1})
+        ...     result.personal_model(1)(torch.zeros(1, 1, 28, 28)).shape
         torch.Size([1, 10])
         """
         if not isinstance(self.experiment.local.component, PersonalModel):
@@ -131,12 +134,13 @@ class Result(HintingAttributes):
 
     @functools.cached_property
     def _personal_models(self) -> PersonalModels:
+        last = max((record.round for record in self.history if record.diverged is None), default=1)
         if self.folder is None:
             raise RecordError(
-                "this result has no personal models, because it is a copy, or because ranks have divided them; run the "
-                f"experiment with a folder and checkpoint.every={self.history[-1].round}"
+                "personal models are only stored in checkpoints, and this run has no folder; run the experiment with a "
+                f"folder and checkpoint.every={last}"
             )
-        return PersonalModels.in_folder(self.experiment, self.folder, self.history[-1].round)
+        return PersonalModels.in_folder(self.experiment, self.folder, last)
 
     def to_dataframe(self) -> DataFrame:
         """Return the numbers of each round as a pandas data frame with one row per round.

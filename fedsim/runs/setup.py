@@ -28,13 +28,7 @@ from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.privacy import Releases
 from fedsim.processes.retry import STARTED, retried
 from fedsim.records.run_folder import RunFolder
-from fedsim.rounds.participants import (
-    attackers_of,
-    releases_of,
-    server_samples,
-    shards_of,
-    workers_to_describe,
-)
+from fedsim.rounds.participants import attackers_of, releases_of, server_samples, shards_of, workers_to_describe
 from fedsim.rounds.simulation import cohorts_of
 from fedsim.runs import checks
 from fedsim.runs.session import Session

@@ -95,7 +95,7 @@ class TestOneDataSetPerWorker:
     @pytest.mark.parametrize("fraction", [0.1, 0.2, 0.4])
     def test_each_worker_keeps_training_samples(self, sizes, fraction):
         workers = np.repeat(np.arange(len(sizes)), sizes)
-        train, test, _ = drawn_rows(len(workers), None, fraction, "data", workers=workers)
+        train, test, _ = drawn_rows(workers, fraction, "data", workers=workers)
         assert set(workers[train]) == set(range(len(sizes)))
         assert len(test) == round(fraction * sum(sizes))
         assert sorted([*train, *test]) == list(range(len(workers)))
@@ -106,10 +106,13 @@ class TestOneDataSetPerWorker:
             ([PAIRS, Subset(PAIRS, [])], "the training data of worker 1: has no samples"),
             (
                 [PAIRS, TensorDataset(torch.zeros(3, 5), torch.zeros(3).long())],
-                r"worker 1: .* shape \[5\], but .* \[2\]",
+                r"worker 1: its inputs, .*3, 5.*, differ from those of worker 0, .*60, 2",
             ),
-            ([(PAIRS, PAIRS), PAIRS], "either all data sets or none must be tables, and either all or none must"),
-            ([Subset(PAIRS, [k]) for k in range(9)], "leaves workers without training samples .* separate test part"),
+            (
+                [(PAIRS, PAIRS), PAIRS],
+                "either all data sets or none must be tables, and either all or none must have a test part",
+            ),
+            ([Subset(PAIRS, [k]) for k in range(9)], "leaves no training sample for each worker .* separate test part"),
         ],
     )
     def test_lists_that_do_not_fit(self, data, match):
@@ -207,9 +210,9 @@ class TestTables:
         assert np.bincount(train.ids["worker"]).tolist() == [16, 8]
         assert (train.inputs.shape, len(test)) == ((24, 2), 6)
         bad = table({**columns, "a": [*INPUTS[:19, 0], float("nan")]})
-        refused([data[0], bad], 'the training data: column "a": contains NaN or no value in row 19 of worker 1')
+        refused([data[0], bad], 'the training data of worker 1: column "a": contains NaN or no value in row 19')
         other = table({"a": INPUTS[:, 0], "label": LABELS})
-        refused([data[0], other], 'training data of worker 1: has other columns than worker 0, such as "b"')
+        refused([data[0], other], 'training data of worker 1: has no column "b"')
 
     def test_missing_owners_name_the_setting(self, table):
         columns = {name: values for name, values in COLUMNS.items() if name != "client"}

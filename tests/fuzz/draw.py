@@ -200,7 +200,7 @@ def _works(module: nn.Module, task: Registration, data: Settings) -> bool:
 def _drawn_group(rng: random.Random, group: str, settings: Settings) -> Settings:
     """Return keys of a table of the experiment, and what this table needs in other tables."""
     drawn = GROUPS[group](rng, settings)
-    if "attack.name" in drawn and not drawn.keys() & {"attack.fraction", "attack.workers"}:
+    if "attack.name" in drawn and not drawn.keys() & {"attack.f", "attack.fraction", "attack.workers"}:
         drawn["attack.workers"] = [rng.randrange(settings["workers"])]
     if "policy.name" in drawn or group == "clock":
         drawn["mode"] = "clock"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import pickle
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +17,16 @@ from torch import nn
 
 import fedsim
 from fedsim.clients import SGD, PersonalModel
+from fedsim.config.schema import Stop
 from fedsim.core.philox import Stream, shuffles
 from fedsim.core.randomness import draw_key
 from fedsim.data import ListedShards, hold_out
 from fedsim.data.partitions import partition_shards
+from fedsim.records.early_stopping import stop_reason
 from fedsim.records.reader import Run
+from fedsim.records.record import read_record
 from fedsim.records.worker_results import describe
+from fedsim.runs.personal_models import PersonalModels
 from fedsim.runs.setup import begun
 
 
@@ -148,26 +154,52 @@ def test_the_accuracy_of_workers_is_that_of_the_model_that_each_of_them_would_us
 
 
 def test_personal_models_that_do_not_exist_are_refused_with_a_remedy(tables, tmp_path):
-    ditto = fedsim.run({**tables, "local": {"algorithm": "ditto", "batch_size": 16}}, tmp_path / "run")
-    loaded = fedsim.load_run(tmp_path / "run", allow_imports=True)
+    tables |= {"local": {"algorithm": "ditto", "batch_size": 16}}
+    ditto = fedsim.run(tables, tmp_path / "run", checkpoint={"every": 2})
+    without = fedsim.run(tables, tmp_path / "without", checkpoint={"every": 0})
     for worker in (3, -1, True, 1.5):
         with pytest.raises(fedsim.ExperimentError, match=r"^worker = .*: must be between 0 and 2$"):
             ditto.personal_model(worker)
     with pytest.raises(fedsim.ExperimentError, match=r'^local.algorithm = "sgd": .* use result.model$'):
-        fedsim.run(tables).personal_model(0)
+        fedsim.run(tables, local={"algorithm": "sgd"}).personal_model(0)
     with pytest.raises(fedsim.RecordError, match=r"no checkpoint of round 2; .* checkpoint.every=2$"):
-        loaded.personal_model(0)
-    with pytest.raises(fedsim.RecordError, match=r"it is a copy, .* checkpoint.every=2$"):
-        replace(ditto, folder=None).personal_model(0)
+        without.personal_model(0)
+    with pytest.raises(fedsim.RecordError, match=r"this run has no folder; .* checkpoint.every=2$"):
+        replace(without, folder=None).personal_model(0)
     copied = pickle.loads(pickle.dumps(ditto)).personal_model(np.int64(1)).state_dict()
     assert all(map(torch.equal, copied.values(), ditto.personal_model(1).state_dict().values()))
+
+
+def test_results_hold_no_worker_states(tables):
+    tables |= {"local": {"algorithm": "ditto", "batch_size": 16}, "engine": "processes", "processes": 2}
+    tables |= {"worker_state_memory": 1}
+    results, files = [fedsim.run(tables)], Path("/proc/self/fd")
+    before = len(list(files.iterdir())) if files.is_dir() else 0
+    results += [fedsim.run(tables) for _ in range(2)]
+    assert (len(list(files.iterdir())) if files.is_dir() else 0) == before
+    assert not any(isinstance(value, PersonalModels) for value in vars(results[0]).values())
+
+
+def test_records_of_an_earlier_version_are_read_with_the_present_names():
+    old = {"global_worker_accuracy_mean": 0.5, "global_worker_accuracy_std": 0.1}
+    record = read_record(json.dumps({"round": 1, "metrics": old, "seconds": {"pull_down": 1.0}}))
+    assert (record.worker_accuracy, record.seconds) == (0.5, {"broadcast": 1.0})
+    assert record.metrics == {"worker_accuracy_std": 0.1, **old}
+    old |= {"personal_worker_accuracy_mean": 0.75, "personal_worker_accuracy_std": 0.2}
+    record = read_record(json.dumps({"round": 1, "metrics": old}))
+    assert record.worker_accuracy == 0.75
+    assert "personal_worker_accuracy_std" not in record.metrics
+    assert record.metrics["worker_accuracy_std"] == 0.2
+    assert read_record(json.dumps(record)) == record
+    stop = Stop(metric="metrics.personal_worker_accuracy_mean", mode="max", target=0.7)
+    assert stop_reason([record], stop).endswith("has reached the target 0.7")
 
 
 def test_personal_models_are_tested_with_the_buffers_of_their_workers(tables, tmp_path):
     local = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow", "epochs": 2}
     tables |= {"rounds": 1, "workers": 3, "partition": "iid", "model": "tests.models:Normalised", "local": local}
     tables |= {"buffers": "local", "worker_evaluation": {}}
-    result = fedsim.run(tables, tmp_path / "run")
+    result = fedsim.run(tables, tmp_path / "run", checkpoint={"every": 1})
     read = Run.read(tmp_path / "run").workers
     with fedsim.Session() as session, begun(fedsim.Experiment(**tables), session) as (task, engine):
         data, model = engine.shared.data, task.new_module()

@@ -7,14 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import (
-    DataColumn,
-    data_path,
-    require_finite,
-    samples_of,
-    unreadable,
-    without_spaces,
-)
+from fedsim.data.columns import DataColumn, data_path, require_finite, samples_of, unreadable, without_spaces
 from fedsim.data.drawn_tests import split_test
 from fedsim.data.encoding import target_numbers
 from fedsim.data.sources import PICKLES, dataset
@@ -70,8 +63,8 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
     for role in ("inputs", "test_inputs"):
         if role in values:
             require_finite(values[role], f"{path}: {role}")
-    roles = [role for role in ("targets", "test_targets") if role in values]
-    targets, are_names = target_numbers([DataColumn(values[role], f"{path}: {role}") for role in roles])
+    columns = {role: DataColumn(array, f"{path}: {role}") for role, array in values.items() if "targets" in role}
+    targets, are_names = target_numbers([columns.pop("targets")], list(columns.values()))
     n = len(values["targets"])
     for name, array in stored.items():
         if array.shape != (n,):
@@ -81,10 +74,10 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
                 f"[{n}]"
             )
     owners = {name: without_spaces(array, f"{path}: {show(name)}") for name, array in stored.items()}
-    train = samples_of(values["inputs"], targets[0], owners, path)
+    train = samples_of(values["inputs"], targets[:n], owners, path)
     if "test_inputs" not in values:
         return split_test(train, test_fraction, path, are_classes=are_names)
-    return train, samples_of(values["test_inputs"], targets[1], {}, path)
+    return train, samples_of(values["test_inputs"], targets[n:], {}, path)
 
 
 def _read(path: str) -> dict[str, np.ndarray]:

@@ -79,9 +79,10 @@ def huggingface(
             raise DataError(f"data.{key} = {show(name)}: no such split; {path} has {', '.join(splits)}")
     warn_of_unused(list(splits), (train, test), path)
     first, second = (
-        None if name is None else DataTable({key: splits[name][key][:] for key in splits[name].column_names}, place)
-        for name, place in ((train, f"{path}, split {train}"), (test, f"{path}, split {test}"))
+        [DataTable({key: splits[name][key][:] for key in splits[name].column_names}, f"{path}, split {name}")]
+        if name
+        else []
+        for name in (train, test)
     )
-    assert first is not None
     options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "standardize": standardize}
     return train_and_test(first, second, test_fraction=test_fraction, **options)

@@ -10,7 +10,7 @@ import torch
 from pydantic import PositiveInt
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import TEST_PARTS, part_like, parts_of, warn, warn_of_unlikely_classes
+from fedsim.data.columns import part_like, parts_of, warn, warn_of_unused
 from fedsim.data.drawn_tests import split_test
 from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import dataset
@@ -22,11 +22,7 @@ SUFFIXES = ".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".t
 
 @dataset("image_folder")
 def image_folder(
-    *,
-    path: str,
-    size: PositiveInt | None = None,
-    grey: bool = False,
-    test_fraction: ProperFraction = 0.2,
+    *, path: str, size: PositiveInt | None = None, grey: bool = False, test_fraction: ProperFraction = 0.2
 ) -> tuple[TensorData, TensorData]:
     """Image files `PATH/train/CLASS/IMAGE` and `PATH/test/CLASS/IMAGE`, or `PATH/CLASS/IMAGE` without a test part.
 
@@ -66,30 +62,16 @@ def image_folder(
     if train_part is None and test_part is not None:
         raise DataError(f"{folder}: has a folder {test_part}, but no folder train; put the classes into train")
     if train_part is not None:
-        others = [entry for entry in entries if entry.name not in (train_part, test_part)]
-        if test_part is None:
-            _refuse_other_folders(folder, train_part, [entry.name for entry in others if entry.is_dir()])
-        others = [entry for entry in others if not any(entry.name.casefold() in part for part in TEST_PARTS)]
-        _warn_of_unread(folder, f"files and folders beside {train_part}", others)
+        warn_of_unused([entry.name for entry in entries], (train_part, test_part), str(folder))
     files = _files(train_folder)
     classes = sorted({file.relative_to(train_folder).parts[0] for file in files if file.parent != train_folder})
     if train_part is None:
         _refuse_parts_as_classes(folder, classes)
-    warn_of_unlikely_classes(classes, str(train_folder))
     train = _read(train_folder, files, classes, size, grey)
     if test_part is None:
         return split_test(train, test_fraction, path, are_classes=True)
     test_folder = folder / test_part
     return train, _read(test_folder, _files(test_folder), classes, size, grey)
-
-
-def _refuse_other_folders(folder: Path, train: str, others: Sequence[str]) -> None:
-    """Raise DataError if one of the folders `others` has images. The folder `train` may then be a class."""
-    if filled := next((name for name in others if _listed(folder / name)[0]), None):
-        raise DataError(
-            f"{folder}: has a folder {train} beside other folders of images, such as {filled}; if {train} is the "
-            "training part, move the others away, and if it is a class, move all classes into a folder train"
-        )
 
 
 def _refuse_parts_as_classes(folder: Path, classes: Sequence[str]) -> None:
@@ -113,15 +95,10 @@ def _files(folder: Path) -> list[Path]:
     others += [entry for entry in folder.iterdir() if entry.is_dir() and entry.name not in filled]
     endings = sorted({entry.suffix.lower() or "without an ending" for entry in others if entry.is_file()})
     kinds = [f"files ({cut(', '.join(endings))})"] * bool(endings) + ["folders without images"]
-    _warn_of_unread(folder, " and ".join(kinds), sorted(others))
-    return images
-
-
-def _warn_of_unread(folder: Path, kinds: str, entries: Sequence[Path]) -> None:
-    """Warn in one line that these files and folders are not read, unless all are hidden."""
-    if shown := [entry for entry in entries if not entry.name.startswith(".")]:
+    if shown := sorted(entry for entry in others if not entry.name.startswith(".")):
         first = cut(str(shown[0].relative_to(folder)))
-        warn(f"{folder}: {kinds} are ignored, such as {first} ({len(shown)} in total)")
+        warn(f"{folder}: {' and '.join(kinds)} are ignored, such as {first} ({len(shown)} in total)")
+    return images
 
 
 def _listed(folder: Path) -> tuple[list[Path], list[Path]]:

@@ -23,11 +23,7 @@ CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijk
 
 @dataset("leaf")
 def leaf(
-    *,
-    path: str,
-    shape: list[int] | None = None,
-    images: str | None = None,
-    size: int = 84,
+    *, path: str, shape: list[int] | None = None, images: str | None = None, size: int = 84
 ) -> tuple[TensorData, TensorData]:
     """A data set that the scripts of LEAF wrote: `PATH/train/*.json` and `PATH/test/*.json`. Caldas et al. 2018.
 

@@ -6,15 +6,14 @@ import contextlib
 import csv
 import gzip
 import io
+import itertools
 import re
-from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import data_path, unreadable, warn
+from fedsim.data.columns import NUMBERING, data_path, require_different_names, unreadable
 from fedsim.data.encoding import DataTable, Names, train_and_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
@@ -23,14 +22,7 @@ from fedsim.system.files import decoded
 from fedsim.system.packages import import_extra
 
 DELIMITERS = ",;\t|"
-EXCEL_LINE = re.compile(r"sep=(.)\r?\n")  # a first line of Excel, which names the delimiter
-MAGIC = {  # first bytes of files that are no CSV files, and what to do
-    b"\x1f\x8b": "is compressed; let its name end in .csv.gz",
-    b"PK\x03\x04": "is an Excel workbook or a zip archive; save the table as CSV",
-    b"PAR1": "is a Parquet file; let its name end in .parquet",
-}
-COMMA_NUMBER = re.compile(r"[-+]?\d*,?\d+")  # a number with a decimal comma
-SAMPLE = 2**16  # number of characters in which the delimiter is searched
+SAMPLE = 2**16  # maximum number of bytes of the column names
 
 
 @dataset("csv")
@@ -59,10 +51,10 @@ def table(
         test_path: file of the test samples. Unset: a fraction `test_fraction` of the samples in `path` is drawn at
             random. The draw is the same for every seed, and stratified by class.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
-        inputs: columns of the inputs. Unset: all columns except the target, `ids`, and the index of a data frame. In
-            CSV files, an index is a column without a name, or called "Unnamed: 0", with the values 0, 1, 2, ..., or a
-            column called index with these values in any order.
-        ids: columns that contain the owner of each sample (such as a user), for the partition `natural`.
+        inputs: columns of the inputs. Unset: all columns except the target, `ids`, and columns that only number the
+            rows: those called id or index, or without a name, which contain a different integer in each row.
+        ids: columns that contain the owner of each sample (such as a user), for the partition `natural`. Unset: the
+            named index of a data frame that was written to a Parquet file.
         standardize: whether to subtract the mean of each column of numbers and to divide by its standard deviation,
             both of the training samples. A column that is constant in them is not divided. Columns of text and
             targets are unchanged.
@@ -83,7 +75,7 @@ def table(
     """
     if delimiter is not None and len(delimiter) != 1:
         raise DataError(f'data.delimiter = {show(delimiter)}: must be one character, such as ";"')
-    train, test = _read(path, delimiter), None if test_path is None else _read(test_path, delimiter)
+    train, test = ([_read(file, delimiter)] if file else [] for file in (path, test_path))
     options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "standardize": standardize}
     return train_and_test(train, test, test_fraction=test_fraction, **options)
 
@@ -105,45 +97,45 @@ def _read(path: str, delimiter: str | None) -> DataTable:
 def _parquet(path: str) -> DataTable:
     content = import_extra("pyarrow.parquet", extra="tables", purpose="reading tables").read_table(path)
     described = (content.schema.pandas_metadata or {}).get("index_columns", [])
-    return DataTable(_columns(content, path), path, [name for name in described if isinstance(name, str)])
+    named = [name for name in described if isinstance(name, str) and not NUMBERING.fullmatch(name)]
+    return DataTable(_columns(content, path), path, named)
 
 
 def _csv(path: str, delimiter: str | None) -> DataTable:
     module = import_extra("pyarrow.csv", extra="tables", purpose="reading tables")
-    start = _start(path)
-    excel = EXCEL_LINE.match(start)
-    found = delimiter or (excel[1] if excel else _delimiter(start))
-    assumed = [f"delimiter {show(found)}"] if delimiter is None and found != "," else []
+    with _opened(path) as file:
+        header = re.sub(b'"[^"]*"', b"", file.read(SAMPLE).lstrip().partition(b"\n")[0]).decode(errors="replace")
+    found = delimiter or max(DELIMITERS, key=header.count)
     try:
         content = module.read_csv(
             path,
-            read_options=module.ReadOptions(skip_rows=1 if excel else 0),
             parse_options=module.ParseOptions(delimiter=found, newlines_in_values=True),
             convert_options=module.ConvertOptions(null_values=[""], strings_can_be_null=True),
         )
-        if any(column.type in ("binary", "large_binary") for column in content.columns):
+        columns = _columns(content, path)
+        if any(column.type == "binary" for column in content.columns):
             raise UnicodeError
-    except UnicodeError:
-        raise _undecodable(path) from None
-    columns = _columns(content, path)
+    except Exception:
+        with _opened(path) as file:
+            decoded(file.read())  # an error that names the line, if the file is not UTF-8
+        raise
+    assumed = [f"delimiter {show(found)}"] if delimiter is None and found != "," else []
     if len(columns) == 1:
         only = f"has only one column, {show(next(iter(columns)))} (delimiter {show(found)})"
         raise DataError(f"{path}: {only}; set `delimiter`, or add columns of inputs")
-    for name, values in columns.items() if found != "," else ():
-        if (numbers := _with_decimal_commas(values)) is not None:
-            columns[name] = numbers
-            example = next(text for text in values if "," in text)
-            assumed.append(f"column {name} has decimal commas, such as {example} for {example.replace(',', '.')}")
+    for name, column in zip(columns, content.columns, strict=True):
+        if found != "," and column.type == "string":
+            with contextlib.suppress(ValueError):  # other text
+                points = import_module("pyarrow.compute").replace_substring(column, ",", ".")
+                columns[name] = points.cast("float64").to_numpy()
+                assumed.append(f"column {name} has decimal commas, such as {column[0]}")
     return DataTable(columns, path, (), lambda row: f"line {_line_of(path, found, row)}", tuple(assumed))
 
 
 def _columns(content: Any, path: str) -> dict[str, Any]:
     """Return the columns of a table of PyArrow by name, without spaces around the names."""
     names = [name.strip() for name in content.column_names]
-    if spaced := [name for name in content.column_names if name != name.strip()]:
-        warn(f"{path}: spaces around the names of columns are removed, such as in {show(spaced[0])}")
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"{path}: has two columns {show(repeated[0])}; the first line must contain the column names")
+    require_different_names(names, path)
     return {name: column.to_numpy() for name, column in zip(names, content.columns, strict=True)}
 
 
@@ -151,55 +143,8 @@ def _opened(path: str) -> Any:
     return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")
 
 
-def _start(path: str) -> str:
-    """Return the start of a CSV file, as whole lines if possible. Raise DataError for a file of another format."""
-    with _opened(path) as file:
-        start = file.read(SAMPLE)
-    if other := next((text for magic, text in MAGIC.items() if start.startswith(magic)), None):
-        raise DataError(f"{path}: {other}")
-    if b"\0" in start:
-        raise _undecodable(path)
-    if not start.strip():
-        raise DataError(f"{path}: is empty")
-    return start[: start.rfind(b"\n") + 1 or None].decode("utf-8-sig", errors="replace")
-
-
-def _delimiter(start: str) -> str:
-    """Return the delimiter of the CSV file that begins with `start`."""
-    header = re.sub('"[^"]*"', "", start.lstrip().partition("\n")[0])
-    candidates = [character for character in DELIMITERS if character in header]
-    if len(candidates) > 1:
-        with contextlib.suppress(csv.Error):
-            return csv.Sniffer().sniff(start, "".join(candidates)).delimiter
-    return candidates[0] if candidates else ","
-
-
-def _with_decimal_commas(values: np.ndarray) -> np.ndarray | None:
-    """Return a column of text as numbers if all values are numbers with decimal commas, such as 1,5, else None."""
-    texts = values.dtype.kind == "O" and all(isinstance(text, str) for text in values)
-    if not texts or not all(map(COMMA_NUMBER.fullmatch, values)) or not any("," in text for text in values):
-        return None
-    return np.array([text.replace(",", ".") for text in values]).astype(float)
-
-
-def _records(path: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of the last line and the values of each row of a CSV file, starting with the column names."""
-    with _opened(path) as file:
-        lines = io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline="")
-        reader = csv.reader(lines, delimiter=delimiter)
-        yield from ((reader.line_num, values) for values in reader if values and not values[0].startswith("sep="))
-
-
 def _line_of(path: str, delimiter: str, row: int) -> int:
-    """Return the number of the line with the sample `row` of a CSV file. The first line has number 1."""
-    return next(line for number, (line, _) in enumerate(_records(path, delimiter)) if number == row + 1)
-
-
-def _undecodable(path: str) -> DataError:
-    """Return the error for a CSV file that is not UTF-8."""
+    """Return the number of the last line with the sample `row` of a CSV file. The first line has number 1."""
     with _opened(path) as file:
-        try:
-            decoded(file.read())
-        except ValueError as error:
-            return DataError(f"{path}: {error}")
-    return DataError(f"{path}: is not a text file; save the table as CSV in UTF-8")
+        reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline=""), delimiter=delimiter)
+        return next(itertools.islice((reader.line_num for values in reader if values), row + 1, None))

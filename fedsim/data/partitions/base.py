@@ -38,9 +38,7 @@ from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards,
 from fedsim.errors import ExperimentError, show
 
 partition_strategy = Registry(
-    "partition strategy",
-    inputs=("labels", "n_workers", "rng", "ids", "worker", "by_class"),
-    traits=("covers", "whole"),
+    "partition strategy", inputs=("labels", "n_workers", "rng", "ids", "worker", "by_class"), traits=("covers", "whole")
 )
 
 Transform = Callable[..., Tensor]  # maps `images` [batch, ...] to the same shape; may accept `draws` or `generator`

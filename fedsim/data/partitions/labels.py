@@ -106,11 +106,7 @@ def _draw_classes(n_workers: int, n_classes: int, k: int, rng: np.random.Generat
 
 @partition_strategy("similarity")
 def similarity(
-    labels: np.ndarray,
-    n_workers: int,
-    rng: np.random.Generator,
-    *,
-    gamma: Fraction = 0.1,
+    labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, gamma: Fraction = 0.1
 ) -> list[np.ndarray]:
     """Distribute a fraction gamma of the samples at random, and the rest, sorted by label, in one piece per worker.
 
