@@ -228,7 +228,7 @@ def _how_to_compare(changes: Iterable[Change]) -> str:
     """Return a hint on how to compare several values of a setting, for users who gave no values to compare."""
     for keys, value in changes:
         if isinstance(value, list) and len(value) > 1:
-            key, place = ".".join(keys), ".".join([*closest(keys[0], Experiment.model_fields)[:1], *keys[1:]])
+            key, place = ".".join(keys), ".".join([*(closest(keys[0], Experiment.model_fields) or keys)[:1], *keys[1:]])
             return (
                 f"{key} has one value, a list; for several values write {place}={','.join(map(label, value))}, or in "
                 f"Python plan={{{show(place)}: {show(value)}}}"

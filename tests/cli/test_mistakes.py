@@ -42,6 +42,8 @@ WORDS = [
     ("model=MLP", 'did you mean "mlp"?'),
     ("partition=dirichlet(0.1)", '"dirichlet(0.1)": write partition=dirichlet partition.alpha=0.1'),
     ("partition=dirichlet:0.1", '"dirichlet:0.1": write partition=dirichlet partition.alpha=0.1'),
+    ("local.schedule=cosine(10)", '"cosine(10)": write local.schedule=cosine local.schedule.T_max=10'),
+    ("processors=top_k(0.1)", """write processors='{name="top_k",ratio=0.1}'"""),
     ("data=../nothere", "no such file or folder"),
     ("metrics=accuracy", "accuracy and loss are always recorded; omit it"),
     ("device=gpu", "no such device; write device=cuda"),
@@ -73,6 +75,9 @@ WORDS = [
     # values
     ("cohort=0.1", "must be a valid integer; write cohort=N, where N is the number of workers in each round"),
     ("rounds=2.5", "must be a valid integer; write a whole number, not a fraction"),
+    ("cohort=all", "must be a valid integer; write cohort=N, where N is the number of workers in each round"),
+    ("processors=8", "must be a list; write processes=8 for the number of processes, or processors=sign"),
+    ("attack.workers=2", "must be a list; write attack.f=2 for the number of attackers, or attack.workers=[2]"),
     ("rounds=1e1", "must be a valid integer; write 10"),
     ("local.lr=0,1", "must be a valid number; write 0.1; for several values use fedsim compare"),
     ("local.lr=10%", "must be a valid number; write 0.1"),
@@ -110,6 +115,7 @@ FILES = [
 
 COMPARED = [
     ("local.lr=[0.1,0.2]", "local.lr has one value, a list; for several values write local.lr=0.1,0.2"),
+    ("lr=[0.1,0.2]", 'for several values write lr=0.1,0.2, or in Python plan={"lr": [0.1, 0.2]}'),
     ("seed=0..3", "0..3 is not a number; write seed=0,1,2,3"),
     (
         "seed=0 1 2",
