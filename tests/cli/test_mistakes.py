@@ -43,7 +43,6 @@ WORDS = [
     ("partition=dirichlet(0.1)", '"dirichlet(0.1)": write partition=dirichlet partition.alpha=0.1'),
     ("partition=dirichlet:0.1", '"dirichlet:0.1": write partition=dirichlet partition.alpha=0.1'),
     ("local.schedule=cosine(10)", '"cosine(10)": write local.schedule=cosine local.schedule.T_max=10'),
-    ("processors=top_k(0.1)", """write processors='{name="top_k",ratio=0.1}'"""),
     ("data=../nothere", "no such file or folder"),
     ("metrics=accuracy", "accuracy and loss are always recorded; omit it"),
     ("device=gpu", "no such device; write device=cuda"),
