@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from fedsim.core.plotting import encode
 
+if TYPE_CHECKING:
+    from matplotlib.text import Text
+
 
 class Figure(MatplotlibFigure):
     """Figure that notebooks show. It does not use pyplot, which has global state and may need a display."""
+
+    def suptitle(self, t: str, **kwargs: Any) -> Text:
+        """Show a title, with line breaks where it is wider than the figure."""
+        return super().suptitle(t, **{"wrap": True, **kwargs})
 
     def _repr_png_(self) -> bytes:
         """Return the figure as the content of a PNG file, which a notebook shows."""

@@ -57,7 +57,7 @@ class FigureStyle:
         """Store `title` and `remark` as the figure's label, and show them above the figure if `self.titled` is true."""
         figure.set_label(f"{title}. {remark}.".replace("\n", "; "))
         if self.titled:
-            figure.suptitle(f"{title}\n{remark}", fontsize=fontsize, wrap=True)
+            figure.suptitle(f"{title}\n{remark}", fontsize=fontsize)
 
 
 SCREEN = FigureStyle()

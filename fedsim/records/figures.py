@@ -57,7 +57,7 @@ def draw_workers(results: WorkerResults, title: str) -> Figure:
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     heading = f"{results.score_name} on the workers' own test samples"
-    figure.suptitle(f"{title}: {heading}, round {results.round}", fontsize="medium")
+    figure.suptitle(f"{title}\n{heading}, round {results.round}", fontsize="medium")
     axes = figure.subplots()
     n = len(results.workers)
     share = 100 * (np.arange(n) + 0.5) / n

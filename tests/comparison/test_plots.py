@@ -83,6 +83,14 @@ def test_labels_and_names_are_not_shown_as_formulas():
     assert plot_partition(np.array([[5, 0], [0, 3]]), "$x^{$").startswith(b"\x89PNG")
 
 
+def test_long_titles_have_line_breaks():
+    """Without them, matplotlib cuts titles at both ends."""
+    figure = draw_workers(WorkerResults(6, [0], [3], {"global": [0.5]}, {}), "a long name " * 9)
+    encode(figure, "png")
+    title = figure._suptitle.get_window_extent()
+    assert 0 <= title.x0 < title.x1 <= figure.bbox.width
+
+
 def test_numbers_at_ticks_stay_formulas():
     figure = Figure()
     axes = figure.subplots()
