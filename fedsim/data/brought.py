@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedsim.data.columns import parts_of, warn_of_unused
 from fedsim.data.drawn_tests import drawn_rows, split_test
-from fedsim.data.encoding import DataTable, Names, train_and_test
+from fedsim.data.encoding import DataTable, Names, class_names, require_equal_classes, train_and_test
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, show
 
@@ -68,7 +68,10 @@ def _parts(data: Any) -> Parts:
     if isinstance(data, Mapping):
         train, test = parts_of(list(data), TRAIN)
         if train is None:
-            raise DataError(f"has the parts {', '.join(map(str, data))}; one of them must be called train")
+            raise DataError(
+                f"has the parts {', '.join(map(str, data))}; one of them must be called train; for one data set per "
+                "worker, pass a list"
+            )
         parts = data[train], None if test is None else data[test]
         warn_of_unused(list(data), (train, test), TRAIN)
     elif isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], (Tensor, np.ndarray)):
@@ -89,18 +92,17 @@ def _from_tables(
         for parts, place in zip(zip(*workers, strict=True), (TRAIN, TEST), strict=True)
     )
     assert train is not None
-    index = [name for name in getattr(getattr(workers[0][0], "index", None), "names", ()) if name is not None]
-    ids = index if ids is None else [ids] if isinstance(ids, str) else ids
+    ids = _index_of(workers[0][0]) if ids is None else [ids] if isinstance(ids, str) else ids
     ids, by = ([WORKER, *ids], WORKER) if shares else (ids, None)
     return train_and_test(train, test, ids=ids, workers=by, **options)
 
 
 def _table(tables: Sequence[Any], place: str, shares: bool) -> DataTable:
     """Return data frames or Hugging Face data sets as one table, with a column WORKER if `shares` is true."""
-    parts: list[dict[Any, Any]] = []
+    parts, index, classes = list[dict[Any, Any]](), list[str](), dict[str, list[str]]()
     for worker, table in enumerate(tables):
         here = f"{place} of worker {worker}" if shares else place
-        if any(name is not None for name in getattr(getattr(table, "index", None), "names", ())):
+        if index := _index_of(table):
             table = table.reset_index()  # named levels become columns
         names = list(table.column_names if hasattr(table, "column_names") else table.columns)
         _check_names(names, here)
@@ -110,8 +112,10 @@ def _table(tables: Sequence[Any], place: str, shares: bool) -> DataTable:
         if shares and WORKER in names:
             raise DataError(f"{here}: has a column {show(WORKER)}, but the list defines the workers; rename the column")
         parts.append({name: table[name][:] for name in names})
+        ours, classes = DataTable({}, here, classes=class_names(table)), classes or class_names(table)
+        require_equal_classes(ours, DataTable({}, f"{place} of worker 0", classes=classes), names)
     if not shares:
-        return DataTable(parts[0], place)
+        return DataTable(parts[0], place, index, classes=classes)
     sizes = [len(next(iter(part.values()))) for part in parts]
     columns = {name: list(itertools.chain.from_iterable(part[name] for part in parts)) for name in parts[0]}
     ends = np.cumsum(sizes)
@@ -120,7 +124,12 @@ def _table(tables: Sequence[Any], place: str, shares: bool) -> DataTable:
         worker = int(np.searchsorted(ends, index, side="right"))
         return f"row {index - ends[worker] + sizes[worker]} of worker {worker}"
 
-    return DataTable({**columns, WORKER: np.repeat(np.arange(len(sizes)), sizes)}, place, row=row)
+    return DataTable({**columns, WORKER: np.repeat(np.arange(len(sizes)), sizes)}, place, index, row, classes=classes)
+
+
+def _index_of(table: Any) -> list[str]:
+    """Return the names of the index of a data frame, without levels that have no name."""
+    return [name for name in getattr(getattr(table, "index", None), "names", ()) if name is not None]
 
 
 def _check_names(names: Sequence[Any], place: str) -> None:

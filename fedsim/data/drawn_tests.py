@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from fedsim.core.randomness import numpy_generator
 from fedsim.data.columns import warn
 from fedsim.data.partitions.allocation import group
 from fedsim.data.tensors import TensorData
-from fedsim.errors import DataError, plural
+from fedsim.errors import DataError, plural, show
 
 
 def split_test(
@@ -21,7 +22,7 @@ def split_test(
     The arguments and errors are those of `drawn_rows`.
     """
     labels = data.targets.numpy() if data.has_labels else None
-    train, test, assumed = drawn_rows(len(data), labels, fraction, place, are_classes=are_classes)
+    train, test, assumed = drawn_rows(len(data), labels, fraction, place, are_classes=are_classes, ids=data.ids)
     return replace(data.take(train), assumed=(*data.assumed, assumed)), data.take(test)
 
 
@@ -33,6 +34,7 @@ def drawn_rows(
     *,
     are_classes: bool = False,
     workers: np.ndarray | None = None,
+    ids: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray, str]:
     """Draw round(fraction n) test samples at random, the same for every seed.
 
@@ -47,6 +49,7 @@ def drawn_rows(
         are_classes: whether `labels` are certainly class labels. Otherwise, they count as class labels unless there are
             more different values than test samples.
         workers: index of the worker that owns each sample, [n], or None if the samples belong to no worker yet.
+        ids: columns of owners [n] by name. A warning names owners that keep no training samples.
 
     Returns the ascending indices of the training samples, those of the test samples, and a description of the draw. If
     labels do not count as classes, a warning says how many values are left without training samples.
@@ -86,6 +89,13 @@ def drawn_rows(
             "samples; if the targets are classes, give a separate test part, and if not, write them as "
             "floating-point numbers",
         )
+    for name, owners in (ids or {}).items():
+        if (untrained := np.setdiff1d(owners[chosen], owners[~chosen])).size:
+            warn(
+                f"{place}: all samples of {untrained.size} of {len(np.unique(owners))} owners in {show(name)}, such as "
+                f"{show(untrained[0].item())}, are drawn for tests, so these owners are no workers of the partition "
+                "natural; give a separate test part, or use a smaller data.test_fraction"
+            )
     drawn = f"no test part: {held_out:,} of {n:,} samples are drawn at random for tests{how}"
     return np.flatnonzero(~chosen), np.flatnonzero(chosen), drawn
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,7 @@ class DataTable:
         index: names of columns that were the index of a data frame, and are no inputs.
         row: function from the index of a row to its name in error messages, such as "line 9".
         assumed: what was assumed when the table was read.
+        classes: names of the classes 0, 1, ... of columns that contain numbers of classes.
     """
 
     columns: Columns
@@ -47,6 +49,7 @@ class DataTable:
     index: Collection[str] = ()
     row: Callable[[int], str] = "row {}".format
     assumed: tuple[str, ...] = ()
+    classes: Mapping[str, list[str]] = field(default_factory=dict)
 
     def column(self, name: str) -> DataColumn:
         """Return a column. Raise DataError if the table does not have it."""
@@ -90,7 +93,7 @@ def train_and_test(
         target: column of targets. None: the only column called label, labels, target, targets or y.
         inputs: columns of inputs, which are concatenated. None: all other columns, without those that only number the
             rows.
-        ids: columns that contain the owner of each sample, such as a user. None: there are none.
+        ids: columns that contain the owner of each sample, such as a user. None: there are none. `test` may lack them.
         standardize: whether to subtract the mean of each column of numbers and to divide by its standard deviation,
             both of the training samples. A column that is constant in them is only shifted, to 0.
         test_fraction: fraction of `train` that is drawn as test samples if `test` is None.
@@ -112,13 +115,15 @@ def train_and_test(
     for table in tables:
         if not len(table.column(target).values):
             raise DataError(f"{table.place}: has no samples")
+    for table in tables:
+        require_equal_classes(table, train, [target, *inputs])
     targets, are_names = target_numbers([table.column(target) for table in tables])
     columns = {name: _inputs([table.column(name) for table in tables]) for name in inputs}
     parts = [
         _Samples(
             {name: values[number] for name, values in columns.items()},
             targets[number],
-            {name: table.column(name).owners() for name in ids},
+            {name: table.column(name).owners() for name in ids if table is train or name in table.columns},
         )
         for number, table in enumerate(tables)
     ]
@@ -133,6 +138,7 @@ def train_and_test(
             train.place,
             are_classes=are_names,
             workers=owners,
+            ids=parts[0].owners,
         )
         parts, places, drawn = [parts[0].take(part) for part in rows], [train.place] * 2, [how]
     arrays, encoded = _joined([part.inputs for part in parts], places, standardize=standardize)
@@ -144,6 +150,24 @@ def train_and_test(
     numbers = " (whole numbers, but stored as floating-point numbers: no classes)" * whole
     roles = f"target {cut(str(target))}{numbers}, inputs {encoded}"
     return replace(first, assumed=(roles, *train.assumed, *first.assumed, *drawn)), second
+
+
+def class_names(data: Any) -> dict[str, list[str]]:
+    """Return the class names of the columns of a Hugging Face data set whose feature is a ClassLabel."""
+    features = (data.features if hasattr(data, "column_names") else None) or {}
+    return {name: feature.names for name, feature in features.items() if hasattr(feature, "names")}
+
+
+def require_equal_classes(table: DataTable, train: DataTable, columns: Collection[str]) -> None:
+    """Raise DataError if the numbers in a column stand for different classes in `table` and in `train`."""
+    for name in columns:
+        names, expected = (part.classes.get(name) for part in (table, train))
+        if names and expected and names != expected:
+            raise DataError(
+                f"{table.place}: column {show(name)}: its classes are {cut(', '.join(names))}, but those of "
+                f"{train.place} are {cut(', '.join(expected))}; use the same names in the same order, for example with "
+                "datasets' align_labels_with_mapping"
+            )
 
 
 def target_numbers(columns: Sequence[DataColumn]) -> tuple[list[np.ndarray], bool]:
@@ -171,13 +195,11 @@ def target_numbers(columns: Sequence[DataColumn]) -> tuple[list[np.ndarray], boo
 
 def _inputs(columns: Sequence[DataColumn]) -> list[np.ndarray]:
     """Return a column of all tables: all numbers [n, ...], or all text [n]."""
-    arrays = [column.numbers_or_text() for column in columns]
-    if len({array.dtype.kind == "U" for array in arrays}) == 1:
-        return arrays
-    if arrays[0].dtype.kind == "U":
-        return [array.astype(str) for array in arrays]
-    pairs = zip(columns, arrays, strict=True)
-    return [column.numbers(array) if array.dtype.kind == "U" else array for column, array in pairs]
+    train, others = columns[0].numbers_or_text(), columns[1:]
+    if train.dtype.kind == "U":
+        return [train, *(column.numbers_or_text(convert=False).astype(str) for column in others)]
+    pairs = [(column, column.numbers_or_text()) for column in others]
+    return [train, *(column.numbers(array) if array.dtype.kind == "U" else array for column, array in pairs)]
 
 
 def _joined(

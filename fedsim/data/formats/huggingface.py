@@ -7,7 +7,7 @@ from typing import Any
 
 from fedsim.core.numbers import ProperFraction
 from fedsim.data.columns import data_path, parts_of, warn_of_unused
-from fedsim.data.encoding import DataTable, Names, train_and_test
+from fedsim.data.encoding import DataTable, Names, class_names, train_and_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, one_line, show
@@ -79,7 +79,11 @@ def huggingface(
             raise DataError(f"data.{key} = {show(name)}: no such split; {path} has {', '.join(splits)}")
     warn_of_unused(list(splits), (train, test), path)
     first, second = (
-        None if name is None else DataTable({key: splits[name][key][:] for key in splits[name].column_names}, place)
+        None
+        if name is None
+        else DataTable(
+            {key: splits[name][key][:] for key in splits[name].column_names}, place, classes=class_names(splits[name])
+        )
         for name, place in ((train, f"{path}, split {train}"), (test, f"{path}, split {test}"))
     )
     assert first is not None

@@ -7,7 +7,7 @@ import csv
 import gzip
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,19 +83,24 @@ def table(
     """
     if delimiter is not None and len(delimiter) != 1:
         raise DataError(f'data.delimiter = {show(delimiter)}: must be one character, such as ";"')
-    train, test = _read(path, delimiter), None if test_path is None else _read(test_path, delimiter)
+    train = _read(path, delimiter)
+    texts = [name for name, values in train.columns.items() if values.dtype.kind == "O"]
+    test = None if test_path is None else _read(test_path, delimiter, texts)
     options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "standardize": standardize}
     return train_and_test(train, test, test_fraction=test_fraction, **options)
 
 
-def _read(path: str, delimiter: str | None) -> DataTable:
-    """Return a CSV or Parquet file as a table. Raise DataError if the file cannot be read."""
+def _read(path: str, delimiter: str | None, texts: Sequence[str] = ()) -> DataTable:
+    """Return a CSV or Parquet file as a table. Raise DataError if the file cannot be read.
+
+    `texts` names columns that are read as text from a CSV file, so that 01 remains 01.
+    """
     path = data_path(path)
     parquet = Path(path).suffix.lower() in (".parquet", ".pq")
     if parquet and delimiter is not None:
         raise DataError(f"data.delimiter = {show(delimiter)}: is only used for CSV files; remove it")
     try:
-        return _parquet(path) if parquet else _csv(path, delimiter)
+        return _parquet(path) if parquet else _csv(path, delimiter, texts)
     except (DataError, MissingPackageError):
         raise
     except Exception as error:  # the errors of PyArrow have no common base class
@@ -108,18 +113,23 @@ def _parquet(path: str) -> DataTable:
     return DataTable(_columns(content, path), path, [name for name in described if isinstance(name, str)])
 
 
-def _csv(path: str, delimiter: str | None) -> DataTable:
+def _csv(path: str, delimiter: str | None, texts: Sequence[str]) -> DataTable:
     module = import_extra("pyarrow.csv", extra="tables", purpose="reading tables")
     start = _start(path)
     excel = EXCEL_LINE.match(start)
     found = delimiter or (excel[1] if excel else _delimiter(start))
     assumed = [f"delimiter {show(found)}"] if delimiter is None and found != "," else []
+    names = next(_records(path, found))[1] if texts else []
     try:
         content = module.read_csv(
             path,
             read_options=module.ReadOptions(skip_rows=1 if excel else 0),
             parse_options=module.ParseOptions(delimiter=found, newlines_in_values=True),
-            convert_options=module.ConvertOptions(null_values=[""], strings_can_be_null=True),
+            convert_options=module.ConvertOptions(
+                null_values=[""],
+                strings_can_be_null=True,
+                column_types={name: "string" for name in names if name.strip() in texts},
+            ),
         )
         if any(column.type in ("binary", "large_binary") for column in content.columns):
             raise UnicodeError
