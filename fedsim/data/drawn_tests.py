@@ -49,7 +49,7 @@ def drawn_rows(
         are_classes: whether `labels` are certainly class labels. Otherwise, they count as class labels unless there are
             more different values than test samples.
         workers: index of the worker that owns each sample, [n], or None if the samples belong to no worker yet.
-        ids: columns of owners [n] by name. A warning names owners that keep no training samples.
+        ids: columns of owners [n] by name. The description counts owners that keep no training samples.
 
     Returns the ascending indices of the training samples, those of the test samples, and a description of the draw. If
     labels do not count as classes, a warning says how many values are left without training samples.
@@ -91,11 +91,7 @@ def drawn_rows(
         )
     for name, owners in (ids or {}).items():
         if (untrained := np.setdiff1d(owners[chosen], owners[~chosen])).size:
-            warn(
-                f"{place}: all samples of {untrained.size} of {len(np.unique(owners))} owners in {show(name)}, such as "
-                f"{show(untrained[0].item())}, are drawn for tests, so these owners are no workers of the partition "
-                "natural; give a separate test part, or use a smaller data.test_fraction"
-            )
+            how += f", and all samples of {untrained.size} of {len(np.unique(owners))} owners in {show(name)}"
     drawn = f"no test part: {held_out:,} of {n:,} samples are drawn at random for tests{how}"
     return np.flatnonzero(~chosen), np.flatnonzero(chosen), drawn
 

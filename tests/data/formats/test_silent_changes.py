@@ -114,7 +114,6 @@ class TestFolders:
         line = "beside Train are not read, such as x.png (1 in all)"
         assert len(load("image_folder", line, path=str(tmp_path), test_fraction=0.5)[1]) == 2
 
-    @pytest.mark.filterwarnings("ignore:.*all samples of 1 of 2 owners")  # of very few samples
     @pytest.mark.parametrize(
         "names",
         [
@@ -134,7 +133,7 @@ class TestFolders:
         (tmp_path / "train").mkdir()
         for part in names:
             (tmp_path / part).rename(tmp_path / "train" / part)
-        train, test = fedsim.load_dataset("image_folder", path=str(tmp_path), test_fraction=0.5)
+        train, test = load("image_folder", path=str(tmp_path), test_fraction=0.5)
         assert len(train) == len(test) == len(names)
 
     def test_classes_with_the_name_of_a_part_in_theirs_are_classes(self, tmp_path, picture):
