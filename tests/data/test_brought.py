@@ -269,14 +269,6 @@ def test_integer_inputs_are_said_to_be_tokens():
     assert train.assumed[0] == "inputs that are integers are tokens (convert measured numbers to floating point)"
 
 
-@pytest.mark.filterwarnings("ignore:.*no training samples")
-@pytest.mark.parametrize("inputs", [INPUTS[:, :1], LABELS[:, None] % 2], ids=["numbers", "tokens"])
-def test_classes_and_tokens_that_only_the_test_part_has_count(inputs):
-    experiment = fedsim.Experiment(data=((inputs, LABELS % 2), (inputs * 3, LABELS)))
-    assert experiment.model.params["classes"] == 3
-    assert experiment.model.params.get("vocabulary", 4) == 4
-
-
 def test_a_data_frame_and_a_column_of_targets_are_refused():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(INPUTS, columns=["a", "b"])

@@ -62,7 +62,8 @@ def table(
         inputs: columns of the inputs. Unset: all columns except the target, `ids`, and the index of a data frame. In
             CSV files, an index is a column without a name, or called "Unnamed: 0", with the values 0, 1, 2, ..., or a
             column called index with these values in any order.
-        ids: columns that contain the owner of each sample (such as a user), for the partition `natural`.
+        ids: columns that contain the owner of each sample (such as a user), for the partition `natural`. The test file
+            may lack them.
         standardize: whether to subtract the mean of each column of numbers and to divide by its standard deviation,
             both of the training samples. A column that is constant in them is not divided. Columns of text and
             targets are unchanged.
