@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fedsim.core.learning_task import described
-from fedsim.data.columns import parts_of, require_different_names, warn_of_unused
+from fedsim.data.columns import parts_of, warn_of_unused
 from fedsim.data.drawn_tests import split_test
-from fedsim.data.encoding import WORKER, DataTable, train_and_test
+from fedsim.data.encoding import WORKER, table_of, train_and_test
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError
 
@@ -72,7 +72,10 @@ def _parts(data: Any) -> Parts:
     if isinstance(data, Mapping):
         train, test = parts_of(list(data), TRAIN)
         if train is None:
-            raise DataError(f"has the parts {', '.join(map(str, data))}; one of them must be called train")
+            raise DataError(
+                f"has the parts {', '.join(map(str, data))}; one of them must be called train; for one data set per "
+                "worker, pass a list"
+            )
         parts = data[train], None if test is None else data[test]
         warn_of_unused(list(data), (train, test), TRAIN)
     elif isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], (Tensor, np.ndarray)):
@@ -86,17 +89,8 @@ def _parts(data: Any) -> Parts:
 
 def _from_tables(train: ByPlace, test: ByPlace, shares: bool, **options: Any) -> tuple[TensorData, TensorData]:
     """Return the samples of tables, of which there is one for each worker if `shares` is true."""
-    first, second = ([_table(table, place) for place, table in part.items()] for part in (train, test))
+    first, second = ([table_of(table, place) for place, table in part.items()] for part in (train, test))
     return train_and_test(first, second, of_workers=TRAIN * shares, **options)
-
-
-def _table(table: Any, place: str) -> DataTable:
-    """Return a data frame or a Hugging Face data set as a table. Named levels of an index become columns."""
-    index = [name for name in getattr(getattr(table, "index", None), "names", ()) if name is not None]
-    table = table.reset_index() if index else table
-    names = list(table.column_names if hasattr(table, "column_names") else table.columns)
-    require_different_names(names, place)
-    return DataTable({name: table[name][:] for name in names}, place, index)
 
 
 def _from_samples(

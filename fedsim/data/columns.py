@@ -82,14 +82,16 @@ class DataColumn(NamedTuple):
                 "values, or leave the column out with `inputs`"
             ) from None
 
-    def numbers_or_text(self) -> np.ndarray:
+    def numbers_or_text(self, *, convert: bool = True) -> np.ndarray:
         """Return `array()`, where text is converted if it consists of numbers. Raise DataError for other types.
+
+        convert=False: text is not converted.
 
         Text of which at least half are numbers is a column of numbers with bad values: an error names the first one.
         """
         array = self.array()
         if array.dtype.kind == "U":
-            return self.numbers(array) if mostly_numbers(array) else array
+            return self.numbers(array) if convert and mostly_numbers(array) else array
         if array.dtype.kind not in "iubf":
             kind = "dates or times" if array.dtype.kind in "mM" else f"{array.dtype} values"
             raise DataError(

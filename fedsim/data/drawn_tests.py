@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from fedsim.core.randomness import numpy_generator
+from fedsim.data.columns import warn
 from fedsim.data.partitions.allocation import group
 from fedsim.data.tensors import TensorData
-from fedsim.errors import DataError, plural
+from fedsim.errors import DataError, plural, show
 
 
 def split_test(
@@ -19,13 +21,21 @@ def split_test(
 
     The arguments and errors are those of `drawn_rows`.
     """
-    *parts, how = drawn_rows(data.targets.numpy(), fraction, place, are_classes=are_classes, workers=workers)
+    *parts, how = drawn_rows(
+        data.targets.numpy(), fraction, place, are_classes=are_classes, workers=workers, ids=data.ids
+    )
     train, test = map(data.take, parts)
     return replace(train, assumed=(*train.assumed, how)), test
 
 
 def drawn_rows(
-    targets: np.ndarray, fraction: float, place: str, *, are_classes: bool = False, workers: np.ndarray | None = None
+    targets: np.ndarray,
+    fraction: float,
+    place: str,
+    *,
+    are_classes: bool = False,
+    workers: np.ndarray | None = None,
+    ids: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[np.ndarray, np.ndarray, str]:
     """Draw round(fraction n) test samples at random. The draw is the same for every seed.
 
@@ -39,6 +49,7 @@ def drawn_rows(
         are_classes: whether `targets` are certainly class labels. Otherwise, integers [n] count as class labels unless
             one is negative, or there are more different values than test samples.
         workers: index of the worker that owns each sample, [n], or None if the samples belong to no worker yet.
+        ids: columns of owners [n] by name. A warning names owners that keep no training samples.
 
     Returns the ascending indices of the training samples, those of the test samples, and a description of the draw.
 
@@ -69,6 +80,13 @@ def drawn_rows(
         members = group(order, stratum_of[order], len(sizes))  # each stratum in the drawn order
         counts, how = _stratified(sizes, held_out), f", the same fraction of each {kind}"
         chosen[np.concatenate([samples[:count] for samples, count in zip(members, counts, strict=True)])] = True
+    for name, owners in (ids or {}).items():
+        if (untrained := np.setdiff1d(owners[chosen], owners[~chosen])).size:
+            warn(
+                f"{place}: all samples of {untrained.size} of {len(np.unique(owners))} owners in {show(name)}, such as "
+                f"{show(untrained[0].item())}, are drawn for tests, so these owners are no workers of the partition "
+                "natural; give a separate test part, or use a smaller data.test_fraction"
+            )
     drawn = f"no test part: {held_out:,} of {n:,} samples are drawn at random for tests{how}"
     return np.flatnonzero(~chosen), np.flatnonzero(chosen), drawn
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from fedsim.core.numbers import ProperFraction
 from fedsim.core.suggestions import nearest
-from fedsim.data.columns import Columns, DataColumn, input_columns, mostly_numbers, only_target, samples_of, warn
+from fedsim.data.columns import (
+    Columns,
+    DataColumn,
+    input_columns,
+    mostly_numbers,
+    only_target,
+    require_different_names,
+    samples_of,
+    warn,
+)
 from fedsim.data.drawn_tests import drawn_rows
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, cut, plural, show
@@ -31,6 +41,7 @@ class DataTable:
         index: names of columns that were the index of a data frame, which contain the owners of samples by default.
         row: function from the index of a row to its name in error messages, such as "line 9".
         assumed: what was assumed when the table was read.
+        classes: names of the classes 0, 1, ... of columns that contain numbers of classes.
     """
 
     columns: Columns
@@ -38,6 +49,7 @@ class DataTable:
     index: Collection[str] = ()
     row: Callable[[int], str] = "row {}".format
     assumed: tuple[str, ...] = ()
+    classes: Mapping[str, list[str]] = field(default_factory=dict)
 
     def column(self, name: str) -> DataColumn:
         """Return a column. Raise DataError if the table does not have it."""
@@ -68,7 +80,7 @@ def train_and_test(
         target: column of targets. None: the only column called label, labels, target, targets or y.
         inputs: columns of inputs, which are concatenated. None: all other columns, except those that only number
             the rows.
-        ids: columns that contain the owner of each sample, such as a user. None: the named index of a frame.
+        ids: columns that contain the owner of each sample, such as a user. None: its index. `test` may lack them.
         standardize: whether to subtract the training samples' mean from each column of numbers, and to divide by their
             standard deviation. A column that is constant in the training samples is only shifted, to 0.
         test_fraction: fraction of `train` that is drawn as test samples if `test` is empty.
@@ -82,7 +94,8 @@ def train_and_test(
     owned_by = [ids] if isinstance(ids, str) else train[0].index if ids is None else ids
     target = target or only_target(train[0].columns, place)
     if inputs is None:
-        candidates = {name: values for name, values in train[0].columns.items() if name not in (target, *owned_by)}
+        taken = [target, *owned_by, *train[0].index]
+        candidates = {name: values for name, values in train[0].columns.items() if name not in taken}
         inputs = input_columns(candidates, place)
     inputs = [inputs] if isinstance(inputs, str) else inputs
     if target in inputs:
@@ -90,24 +103,62 @@ def train_and_test(
     sizes = [len(table.column(target).values) for table in tables]
     if 0 in sizes:
         raise DataError(f"{tables[sizes.index(0)].place}: has no samples")
+    for table in tables:
+        require_equal_classes(table, train[0], [target, *inputs])
     targets, are_names = target_numbers(*([table.column(target) for table in part] for part in (train, test)))
-    owners = {name: np.concatenate([table.column(name).owners() for table in tables]) for name in owned_by}
+    with_owners = {name: [*train, *(table for table in test if name in table.columns)] for name in owned_by}
+    owners = {
+        name: np.concatenate([table.column(name).owners() for table in owned]) for name, owned in with_owners.items()
+    }
     if of_workers:
         owners[WORKER] = np.repeat([*range(len(train)), *range(len(test))], sizes)
     n, drawn = sum(sizes[: len(train)]), list[str]()
     parts: list[Rows] = [slice(n), slice(n, None)]
     if not test:
-        *parts, how = drawn_rows(targets, test_fraction, place, are_classes=are_names, workers=owners.get(WORKER))
+        by = owners.get(WORKER)
+        *parts, how = drawn_rows(targets, test_fraction, place, are_classes=are_names, workers=by, ids=owners)
         drawn = [how]
     array, encoded = _joined(tables, inputs, parts, place, standardize=standardize)
     first, second = (
-        samples_of(array[rows], targets[rows], {name: values[rows] for name, values in owners.items()}, place)
+        samples_of(
+            array[rows],
+            targets[rows],
+            {name: of[rows] for name, of in owners.items() if rows is parts[0] or len(of) == len(targets)},
+            place,
+        )
         for rows in parts
     )
     whole = first.targets.is_floating_point() and not bool((first.targets % 1).any())
     kind = " (whole numbers, but stored as floating-point numbers: no classes)" * whole
     roles = f"target {cut(str(target))}{kind}, inputs {encoded}"
     return replace(first, assumed=(roles, *train[0].assumed, *first.assumed, *drawn)), second
+
+
+def table_of(data: Any, place: str) -> DataTable:
+    """Return a data frame or a Hugging Face data set as a table. Named levels of an index become columns."""
+    index = [name for name in getattr(getattr(data, "index", None), "names", ()) if name is not None]
+    data = data.reset_index() if index else data
+    names = list(data.column_names if hasattr(data, "column_names") else data.columns)
+    require_different_names(names, place)
+    return DataTable({name: data[name][:] for name in names}, place, index, classes=class_names(data))
+
+
+def class_names(data: Any) -> dict[str, list[str]]:
+    """Return the class names of the columns of a Hugging Face data set whose feature is a ClassLabel."""
+    features = (data.features if hasattr(data, "column_names") else None) or {}
+    return {name: feature.names for name, feature in features.items() if hasattr(feature, "names")}
+
+
+def require_equal_classes(table: DataTable, train: DataTable, columns: Collection[str]) -> None:
+    """Raise DataError if the numbers in a column stand for different classes in `table` and in `train`."""
+    for name in columns:
+        names, expected = (part.classes.get(name) for part in (table, train))
+        if names and expected and names != expected:
+            raise DataError(
+                f"{table.place}: column {show(name)}: its classes are {cut(', '.join(names))}, but those of "
+                f"{train.place} are {cut(', '.join(expected))}; use the same names in the same order, for example with "
+                "datasets' align_labels_with_mapping"
+            )
 
 
 def target_numbers(train: Sequence[DataColumn], test: Sequence[DataColumn]) -> tuple[np.ndarray, bool]:
@@ -135,11 +186,11 @@ def target_numbers(train: Sequence[DataColumn], test: Sequence[DataColumn]) -> t
 
 def _values(columns: Sequence[DataColumn]) -> np.ndarray:
     """Return a column of all tables as one array: text [n] if the first table has text, otherwise numbers [n, ...]."""
-    arrays = [column.numbers_or_text() for column in columns]
-    if arrays[0].dtype.kind != "U":
-        pairs = zip(columns, arrays, strict=True)
-        arrays = [column.numbers(array) if array.dtype.kind == "U" else array for column, array in pairs]
-    return np.concatenate(arrays)  # numbers beside text become text
+    first = columns[0].numbers_or_text()
+    is_text = first.dtype.kind == "U"
+    others = [(column, column.numbers_or_text(convert=not is_text)) for column in columns[1:]]
+    arrays = [array if is_text or array.dtype.kind != "U" else column.numbers(array) for column, array in others]
+    return np.concatenate([first, *arrays])  # numbers beside text become text
 
 
 def _joined(

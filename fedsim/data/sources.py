@@ -71,7 +71,8 @@ def data_table(value: Any) -> dict[str, Any]:
             raise ExperimentError(f"data.path = {show(table['path'])}: {show(name)} is a path too; omit one of the two")
         return {**table, "name": known, "path": name}
     keys = {str(key).casefold() for key in table}
-    if not isinstance(name, (str, NoneType)) or {"x", "y"} <= keys or (name is None and keys & {"train", "x_train"}):
+    pairs_of_arrays = {"x", "y"} <= keys or {"inputs", "targets"} <= keys
+    if not isinstance(name, (str, NoneType)) or pairs_of_arrays or (name is None and keys & {"train", "x_train"}):
         raise ExperimentError(
             f'data: must be {ACCEPTED}; with parameters, pass a dict, such as data={{"name": frame, "ids": "client"}}'
         )
@@ -239,7 +240,7 @@ def known_shape(name: str, root: str | None, params: Mapping[str, Any]) -> Sampl
 
 def sample_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape:
     """Return the shape of a data set's samples. The data set is loaded if the shape is not known."""
-    shape = known_shape(name, root, params) or SampleShape.of(load_dataset_once(name, root, params)[0])
+    shape = known_shape(name, root, params) or SampleShape.of(*load_dataset_once(name, root, params))
     if loaded := _loaded.get():
         loaded.shapes[_key(name, root, params)] = shape
     return shape

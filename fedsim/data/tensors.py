@@ -257,7 +257,10 @@ def as_tensor_data(data: Any) -> TensorData:
         return TensorData(inputs, targets, scale=1 / 255, ids=ids, assumed=(assumed,))
     if inputs.dtype in (torch.uint16, torch.uint32, torch.uint64):  # few operations of PyTorch support them
         inputs = inputs.long()
-    return TensorData(inputs, targets, dtype=torch.float32 if inputs.is_floating_point() else inputs.dtype, ids=ids)
+    if inputs.is_floating_point():
+        return TensorData(inputs, targets, ids=ids)
+    note = "inputs that are integers are tokens (convert measured numbers to floating point)"
+    return TensorData(inputs, targets, dtype=inputs.dtype, ids=ids, assumed=(note,))
 
 
 def _channels_first(pixels: Tensor) -> tuple[Tensor, str]:

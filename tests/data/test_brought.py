@@ -214,6 +214,16 @@ class TestTables:
         other = table({"a": INPUTS[:, 0], "label": LABELS})
         refused([data[0], other], 'training data of worker 1: has no column "b"')
 
+    def test_the_test_part_may_lack_the_owners(self, table):
+        tests = table({name: values for name, values in COLUMNS.items() if name != "client"})
+        train, test = load((table(COLUMNS), tests), ids="client")
+        assert (list(train.ids), list(test.ids), test.inputs.shape) == (["client"], [], (60, 2))
+
+    def test_owners_whose_samples_are_all_drawn_for_tests_are_named(self, table):
+        columns = {**COLUMNS, "client": [f"c{k // 2}" for k in range(60)]}
+        train, test = load(table(columns), 'of 30 owners in "client"', ids="client", test_fraction=0.4)
+        assert 0 < len(set(test.ids["client"]) - set(train.ids["client"])) < 30
+
     def test_missing_owners_name_the_setting(self, table):
         columns = {name: values for name, values in COLUMNS.items() if name != "client"}
         with pytest.raises(FedsimError, match="set data.ids to a column of owners, if the data set is a table"):
@@ -231,6 +241,42 @@ def test_a_dict_of_splits_is_a_data_set():
     splits["unsupervised"] = splits["train"]
     with pytest.warns(fedsim.errors.FedsimWarning, match="parts that are not used: unsupervised"):
         fedsim.load_dataset(splits)
+
+
+def test_numbers_of_classes_with_other_names_are_refused():
+    datasets = pytest.importorskip("datasets")
+
+    def table(*names):
+        features = datasets.Features({"a": datasets.Value("float32"), "label": datasets.ClassLabel(names=list(names))})
+        return datasets.Dataset.from_dict({"a": INPUTS[:, 0], "label": LABELS}, features=features)
+
+    first, other = table("ant", "bee", "cow"), table("bee", "ant", "cow")
+    match = 'column "label": its classes are bee, ant, cow, but those of the training data'
+    for data in ((first, other), {"train": first, "test": other}, [first, other]):
+        refused(data, match)
+    assert len(load((first, first))[1]) == 60
+
+
+def test_a_named_index_is_an_owner_or_is_not_used():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(COLUMNS).assign(patient=[k // 10 for k in range(60)]).set_index("patient")
+    train, _ = load(frame[["a", "b", "label"]])
+    assert (list(train.ids), train.inputs.shape) == (["patient"], (48, 2))
+    train, _ = load(frame, ids="client")
+    assert (list(train.ids), train.inputs.shape) == (["client"], (48, 2))
+
+
+def test_integer_inputs_are_said_to_be_tokens():
+    train, _ = load((LABELS[:, None], LABELS))
+    assert train.assumed[0] == "inputs that are integers are tokens (convert measured numbers to floating point)"
+
+
+@pytest.mark.filterwarnings("ignore:.*no training samples")
+@pytest.mark.parametrize("inputs", [INPUTS[:, :1], LABELS[:, None] % 2], ids=["numbers", "tokens"])
+def test_classes_and_tokens_that_only_the_test_part_has_count(inputs):
+    experiment = fedsim.Experiment(data=((inputs, LABELS % 2), (inputs * 3, LABELS)))
+    assert experiment.model.params["classes"] == 3
+    assert experiment.model.params.get("vocabulary", 4) == 4
 
 
 def test_a_data_frame_and_a_column_of_targets_are_refused():

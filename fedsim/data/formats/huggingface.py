@@ -7,7 +7,7 @@ from typing import Any
 
 from fedsim.core.numbers import ProperFraction
 from fedsim.data.columns import data_path, parts_of, warn_of_unused
-from fedsim.data.encoding import DataTable, Names, train_and_test
+from fedsim.data.encoding import Names, table_of, train_and_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, one_line, show
@@ -78,11 +78,6 @@ def huggingface(
         if name is not None and name not in splits:
             raise DataError(f"data.{key} = {show(name)}: no such split; {path} has {', '.join(splits)}")
     warn_of_unused(list(splits), (train, test), path)
-    first, second = (
-        [DataTable({key: splits[name][key][:] for key in splits[name].column_names}, f"{path}, split {name}")]
-        if name
-        else []
-        for name in (train, test)
-    )
+    first, second = ([table_of(splits[name], f"{path}, split {name}")] if name else [] for name in (train, test))
     options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "standardize": standardize}
     return train_and_test(first, second, test_fraction=test_fraction, **options)

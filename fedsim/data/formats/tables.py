@@ -8,6 +8,7 @@ import gzip
 import io
 import itertools
 import re
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -75,19 +76,24 @@ def table(
     """
     if delimiter is not None and len(delimiter) != 1:
         raise DataError(f'data.delimiter = {show(delimiter)}: must be one character, such as ";"')
-    train, test = ([_read(file, delimiter)] if file else [] for file in (path, test_path))
+    train = _read(path, delimiter)
+    texts = [name for name, values in train.columns.items() if values.dtype.kind == "O"]
+    test = [] if test_path is None else [_read(test_path, delimiter, texts)]
     options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "standardize": standardize}
-    return train_and_test(train, test, test_fraction=test_fraction, **options)
+    return train_and_test([train], test, test_fraction=test_fraction, **options)
 
 
-def _read(path: str, delimiter: str | None) -> DataTable:
-    """Return a CSV or Parquet file as a table. Raise DataError if the file cannot be read."""
+def _read(path: str, delimiter: str | None, texts: Sequence[str] = ()) -> DataTable:
+    """Return a CSV or Parquet file as a table. Raise DataError if the file cannot be read.
+
+    `texts` names columns that are read as text from a CSV file, so that 01 remains 01.
+    """
     path = data_path(path)
     parquet = Path(path).suffix.lower() in (".parquet", ".pq")
     if parquet and delimiter is not None:
         raise DataError(f"data.delimiter = {show(delimiter)}: is only used for CSV files; remove it")
     try:
-        return _parquet(path) if parquet else _csv(path, delimiter)
+        return _parquet(path) if parquet else _csv(path, delimiter, texts)
     except (DataError, MissingPackageError):
         raise
     except Exception as error:  # the errors of PyArrow have no common base class
@@ -101,16 +107,23 @@ def _parquet(path: str) -> DataTable:
     return DataTable(_columns(content, path), path, named)
 
 
-def _csv(path: str, delimiter: str | None) -> DataTable:
+def _csv(path: str, delimiter: str | None, texts: Sequence[str]) -> DataTable:
     module = import_extra("pyarrow.csv", extra="tables", purpose="reading tables")
     with _opened(path) as file:
-        header = re.sub(b'"[^"]*"', b"", file.read(SAMPLE).lstrip().partition(b"\n")[0]).decode(errors="replace")
-    found = delimiter or max(DELIMITERS, key=header.count)
+        header = (
+            file.read(SAMPLE).lstrip(b"\r\n").partition(b"\n")[0].decode("utf-8-sig", errors="replace").rstrip("\r")
+        )
+    found = delimiter or max(DELIMITERS, key=re.sub('"[^"]*"', "", header).count)
+    names = next(csv.reader([header], delimiter=found), [])
     try:
         content = module.read_csv(
             path,
             parse_options=module.ParseOptions(delimiter=found, newlines_in_values=True),
-            convert_options=module.ConvertOptions(null_values=[""], strings_can_be_null=True),
+            convert_options=module.ConvertOptions(
+                null_values=[""],
+                strings_can_be_null=True,
+                column_types={name: "string" for name in names if name.strip() in texts},
+            ),
         )
         columns = _columns(content, path)
         if any(column.type == "binary" for column in content.columns):
@@ -124,7 +137,7 @@ def _csv(path: str, delimiter: str | None) -> DataTable:
         only = f"has only one column, {show(next(iter(columns)))} (delimiter {show(found)})"
         raise DataError(f"{path}: {only}; set `delimiter`, or add columns of inputs")
     for name, column in zip(columns, content.columns, strict=True):
-        if found != "," and column.type == "string":
+        if found != "," and column.type == "string" and name not in texts:
             with contextlib.suppress(ValueError):  # other text
                 points = import_module("pyarrow.compute").replace_substring(column, ",", ".")
                 columns[name] = points.cast("float64").to_numpy()

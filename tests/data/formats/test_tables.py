@@ -75,6 +75,16 @@ def test_text_becomes_one_input_per_text_of_the_training_part(csv):
     assert scaled.inputs[:, 1:].tolist() == train.inputs[:, 1:].tolist()
 
 
+@pytest.mark.parametrize("name", ["zip", " zip"])
+def test_text_of_the_training_part_is_text_in_the_test_part(csv, name):
+    """A test file in which all texts look like numbers has the same categories and classes."""
+    train = csv(f"{name},x,y\nK1,0.5,u\n01,0.5,v\nK2,0.5,007\n", "train.csv")
+    test = csv(f"{name},x,y\n01,0.5,007\n01,0.5,007\n", "test.csv")
+    train, test = load("csv", path=train, test_path=test)
+    assert (train.inputs[1].tolist(), train.targets.tolist()) == ([1, 0, 0, 0.5], [1, 2, 0])
+    assert (test.inputs.tolist(), test.targets.tolist()) == ([[1, 0, 0, 0.5]] * 2, [0, 0])
+
+
 def test_at_most_100_texts_become_inputs(csv):
     texts = [f"t{k}" for k in range(101)] * 2
     path = csv(lines(texts[:200], [0.5] * 200, [0, 1] * 100, names="txy"))
