@@ -89,7 +89,7 @@ def prepare_axes(axes: Axes, *, whole_numbers: bool) -> None:
 
     axes.grid(alpha=0.3)
     axes.tick_params(labelsize="small")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=whole_numbers, nbins=6))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=whole_numbers, nbins=6, min_n_ticks=1 if whole_numbers else 2))
 
 
 def far_apart(values: Collection[float]) -> bool:

@@ -175,3 +175,8 @@ def test_the_curve_has_a_panel_for_virtual_seconds_where_there_are_such():
         figure = draw_curve([record(round=1, **seconds), record(round=2, **seconds)], "x")
         assert [axes.get_xlabel() for axes in figure.axes] == labels
         assert figure.get_suptitle() == "x: test accuracy 0.7450 after 2 rounds"
+
+
+def test_the_axis_of_a_single_round_has_whole_numbers():
+    figure = draw_curve([RoundRecord(round=2, test_accuracy=0.5, test_loss=1.0)], "run")
+    assert all(tick == int(tick) for axes in figure.axes for tick in axes.get_xticks())

@@ -23,7 +23,7 @@ from torch import nn
 import fedsim
 from fedsim.aggregation.rule import pre_aggregator
 from fedsim.config import schema
-from fedsim.config.load import load_experiment
+from fedsim.config.load import load_experiment, with_data
 from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.registry import Registration, Registry
 from fedsim.core.training import check_outputs
@@ -31,6 +31,7 @@ from fedsim.data import TensorData
 from fedsim.data.sources import dataset
 from fedsim.errors import FedsimError
 from fedsim.models import model as models
+from fedsim.models.base import DIMENSIONS
 from fedsim.runs.session import Session
 from fedsim.runs.setup import check_run
 
@@ -89,7 +90,7 @@ def is_runnable(settings: Settings) -> bool:
         warnings.simplefilter("ignore")
         try:
             with Session() as session:
-                check_run(load_experiment({**settings, "engine": "serial"}), session, to_run=False)
+                check_run(with_data(load_experiment({**settings, "engine": "serial"})), session, to_run=False)
         except FedsimError:
             return False
         except Exception:  # a failure that the check of a property reports
@@ -103,11 +104,13 @@ def _basis(rng: random.Random) -> Settings:
     work = rng.choice([{"local.epochs": 1}, {"local.epochs": 2}, *({"local.steps": n} for n in (1, 2, 3))])
     if _samples(json.dumps(data))[0] > 1000:
         work = {"local.steps": rng.randint(1, 3)}
-    return {
+    settings = {
         **{"rounds": rng.randint(1, 3), "workers": rng.randint(2, 6), "seed": rng.randrange(100)},
         **{"precision": rng.choice(["float64", "float32"]), "local.batch_size": rng.choice([3, 4, 7, 16])},
         **{**work, **data, **_fitting_model(rng, data)},
     }
+    from_data = {key: value for key, value in settings.items() if key.removeprefix("model.") not in DIMENSIONS}
+    return from_data if rng.random() < 0.5 and is_valid(from_data) and is_runnable(from_data) else settings
 
 
 @functools.cache

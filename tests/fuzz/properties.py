@@ -29,7 +29,7 @@ import fedsim
 from fedsim.cli.rule_replay import load_round, replay, stored_rounds
 from fedsim.clients import UpdateCorrection
 from fedsim.config.experiment import Experiment
-from fedsim.config.load import load_experiment
+from fedsim.config.load import load_experiment, with_data
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.errors import FedsimError
 from fedsim.records.record import LARGEST
@@ -275,7 +275,7 @@ def plain_loop(lab: Lab, settings: Settings) -> str | None:
     """One worker trains like a plain loop of PyTorch."""
     kept = _reduced(settings, ("local.batch_size", "local.drop_last", "local.clip_norm", *_optimizer_keys(settings)))
     kept["workers"] = 1
-    experiment = load_experiment(kept)
+    experiment = with_data(load_experiment(kept))
     train = _train(kept)
     shard = torch.from_numpy(fedsim.partition(train.targets, 1, "iid", kept["seed"])[0])
     size = experiment.local.batch_size
@@ -298,7 +298,7 @@ def large_batch(lab: Lab, settings: Settings) -> str | None:
     kept = _reduced(settings, ()) | {"sync": "gradients", "local.batch_size": WHOLE_SHARD}
     if settings.get("local.algorithm", "sgd") == "sgd" and "local.lr" in settings:
         kept["local.lr"] = settings["local.lr"]
-    experiment = load_experiment(kept)
+    experiment = with_data(load_experiment(kept))
     train = _train(kept)
     batch = train.gather(torch.arange(len(train)))
     require(_decomposes(experiment, batch))
@@ -380,7 +380,7 @@ def _decomposes(experiment: Experiment, batch: Any) -> bool:
 def permuted(lab: Lab, settings: Settings) -> str | None:
     """Other numbers for the same workers change nothing, if nothing is drawn for each worker."""
     settings = _without_draws(settings)
-    experiment, n = load_experiment(settings), settings["workers"]
+    experiment, n = with_data(load_experiment(settings)), settings["workers"]
     train = _train(settings)
     params = experiment.partition.params
     try:
@@ -409,7 +409,7 @@ def _without_draws(settings: Settings) -> Settings:
         kept.pop(key, None)
     require(kept.pop("mode", "rounds") == "rounds" or "policy.name" not in kept)
     kept = in_float64({**kept, "local.batch_size": WHOLE_SHARD})
-    experiment = load_experiment(kept)
+    experiment = with_data(load_experiment(kept))
     require(experiment.in_rounds and experiment.local.component.sample_noise is None)
     require(
         all(isinstance(work, (int, list, type(None))) for work in (experiment.local.steps, experiment.local.epochs))
@@ -467,7 +467,7 @@ class Rows(fedsim.Callback):
 @named("epsilon")
 def epsilon(lab: Lab, settings: Settings) -> str | None:
     """The recorded epsilon is at least that of all noisy sums that contain one sample or worker."""
-    experiment = load_experiment(settings)
+    experiment = with_data(load_experiment(settings))
     releases = experiment.releases(holders=1)
     require(releases is not None and releases.noise and releases.effective_sampling is None)
     shards: dict[int, Any] = {}
