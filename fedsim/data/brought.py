@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsim.core.learning_task import described
-from fedsim.data.columns import parts_of, warn_of_unused
+from fedsim.data.columns import parts_of, warn_of_unscaled, warn_of_unused
 from fedsim.data.drawn_tests import split_test
 from fedsim.data.encoding import WORKER, table_of, train_and_test
 from fedsim.data.tensors import TensorData, as_tensor_data
@@ -98,6 +98,7 @@ def _from_samples(
 ) -> tuple[TensorData, TensorData]:
     """Return the samples of map-style data sets, of which there is one for each worker if `shares` is true."""
     first = _joined(train, shares)
+    warn_of_unscaled(first, TRAIN, "inputs", "targets")
     if test:
         return first, _joined(test, shares)
     return split_test(first, test_fraction, TRAIN, workers=first.ids[WORKER] if shares else None)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from fedsim.data.pictures import pixels_of
 from fedsim.data.tensors import TensorData, as_tensor_data
@@ -23,6 +24,8 @@ TRAIN_PARTS = ("train", "training")
 TEST_PARTS = ("test", "testing"), ("validation", "valid", "val")  # in order of preference
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 Columns = Mapping[str, Any]
+UNSCALED = 10  # root mean square from which a warning recommends to scale numbers
+DIVERGES = "for which SGD often diverges"
 
 
 def samples_of(inputs: np.ndarray, targets: np.ndarray, ids: Mapping[str, np.ndarray], place: str) -> TensorData:
@@ -193,6 +196,15 @@ def only_target(columns: Columns, place: str) -> str:
 def warn(message: str) -> None:
     """Issue a FedsimWarning about data."""
     warnings.warn(message, FedsimWarning, stacklevel=3)
+
+
+def warn_of_unscaled(data: TensorData, place: str, *kinds: str) -> None:
+    """Warn of `kinds` of floating-point numbers, "inputs" or "targets", so large that SGD often diverges."""
+    for kind in kinds if data.scale == 1 else ():
+        values = getattr(data, kind)
+        if values.is_floating_point() and values.norm(dtype=torch.float64) > UNSCALED * values.numel() ** 0.5:
+            extent = f"values from {values.min():,.6g} to {values.max():,.6g}"
+            warn(f"{place}: the {kind} have {extent}, {DIVERGES}; scale them to mean 0 and standard deviation 1")
 
 
 def data_path(path: str) -> str:

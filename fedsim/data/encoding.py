@@ -11,6 +11,8 @@ import numpy as np
 from fedsim.core.numbers import ProperFraction
 from fedsim.core.suggestions import nearest
 from fedsim.data.columns import (
+    DIVERGES,
+    UNSCALED,
     Columns,
     DataColumn,
     input_columns,
@@ -19,6 +21,7 @@ from fedsim.data.columns import (
     require_different_names,
     samples_of,
     warn,
+    warn_of_unscaled,
 )
 from fedsim.data.drawn_tests import drawn_rows
 from fedsim.data.tensors import TensorData
@@ -28,7 +31,6 @@ Names = str | list[str]  # one column, or several
 Rows = slice | np.ndarray  # positions of samples
 MOST_TEXTS = 100  # maximum number of different texts in a column that becomes one-hot inputs
 WORKER = "worker"  # column of owners if each worker has its own data set
-UNSCALED = 10  # root mean square of a column from which a warning recommends to standardize
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ def train_and_test(
         )
         for rows in parts
     )
+    warn_of_unscaled(first, f"{place}: column {show(target)}", "targets")
     whole = first.targets.is_floating_point() and not bool((first.targets % 1).any())
     kind = " (whole numbers, but stored as floating-point numbers: no classes)" * whole
     roles = f"target {cut(str(target))}{kind}, inputs {encoded}"
@@ -227,7 +230,7 @@ def _joined(
         described.append(f"{name}{text}")
     if unscaled:
         others = f" (and {plural(len(unscaled) - 1, 'other column')})" if len(unscaled) > 1 else ""
-        remedy = "for which SGD often diverges; data.standardize=true scales every column of numbers"
+        remedy = f"{DIVERGES}; data.standardize=true scales every column of numbers"
         warn(f"{max(unscaled)[1]}{others}, {remedy}")
     array = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
     return array, cut(", ".join(described)) + ", standardized" * standardize

@@ -293,8 +293,8 @@ def _warn_of_classes(task: RunTask, train: TensorData, test: TensorData, outputs
     if len(unused):
         warnings.warn(
             f"{task.experiment.model.setting}: {len(unused)} of the model's {outputs.shape[1]} outputs, such as number "
-            f"{unused[0]}, belong to classes without samples; if this is not intended, use a model with fewer outputs "
-            "or renumber the classes",
+            f"{unused[0]}, belong to classes without samples; if this is not intended, use a model with fewer outputs, "
+            "renumber the classes, or set task=regression if the targets are measured numbers",
             SettingWarning,
             stacklevel=2,
         )

@@ -9,7 +9,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 import fedsim
 from fedsim.data.drawn_tests import drawn_rows
-from fedsim.errors import FedsimError
+from fedsim.errors import FedsimError, FedsimWarning
 from tests.data.loading import load, refused
 
 RNG = np.random.default_rng(0)
@@ -270,6 +270,18 @@ def test_a_named_index_is_an_owner_or_is_not_used():
 def test_integer_inputs_are_said_to_be_tokens():
     train, _ = load((LABELS[:, None], LABELS))
     assert train.assumed[0] == "inputs that are integers are tokens (convert measured numbers to floating point)"
+
+
+def test_large_inputs_and_targets_are_named(tmp_path):
+    prices = INPUTS[:, 0] * 1000 + 300
+    line = "the training data: the {} have values from .*, for which SGD often diverges; scale them to mean 0"
+    for data, kind in (((INPUTS * 255, LABELS), "inputs"), ((INPUTS, prices), "targets")):
+        with pytest.warns(FedsimWarning, match=line.format(kind)):
+            fedsim.load_dataset(data)
+    np.savez(tmp_path / "a.npz", inputs=INPUTS, targets=prices)
+    with pytest.warns(FedsimWarning, match="a.npz: the targets have values from"):
+        fedsim.load_dataset("npz", path=str(tmp_path / "a.npz"))
+    load(fedsim.TensorData(torch.from_numpy(INPUTS * 255), torch.from_numpy(LABELS), scale=1 / 255))
 
 
 def test_a_data_frame_and_a_column_of_targets_are_refused():

@@ -73,7 +73,7 @@ TINY_RUN = {"workers": 2, "rounds": 1, "engine": "serial", "model": {"name": "lo
 
 
 def test_outputs_that_no_class_uses_are_named_in_one_line():
-    data = data_of(np.arange(30) % 3)
+    data = data_of(np.arange(15) % 3)
     with pytest.warns(SettingWarning) as caught:
         fedsim.run(data=(data, data), **TINY_RUN)
     [line] = [str(warning.message) for warning in caught]
@@ -91,7 +91,7 @@ def test_test_classes_without_training_samples_are_named_in_one_line():
 
 def test_classes_that_are_held_out_entirely_are_named_in_one_line():
     """One sample has class 2. It is held out for validation, or as a local test, for some seeds."""
-    data, tables = data_of([0, 1] * 10 + [2]), {**TINY_RUN, "model": {**TINY_RUN["model"], "classes": 3}}
+    data, tables = data_of([0, 1] * 8 + [2]), {**TINY_RUN, "model": {**TINY_RUN["model"], "classes": 3}}
     for setting, test_set in (("validation_fraction", "the validation set"), ("local_test_fraction", "the local test")):
         held_out = []
         for seed in range(8):

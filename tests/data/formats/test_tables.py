@@ -45,13 +45,13 @@ def test_standardized_columns_have_the_statistics_of_the_training_part(seed):
     scale, shift = 10.0 ** rng.integers(-3, 6, 4), rng.normal(size=4) * 100
     parts = [rng.normal(size=(n, 4)) * scale + shift for n in (30, 7)]
     parts[0][:, 3], parts[1][:, 3] = 5, 7
-    tables = [DataTable({**dict(zip("abcd", part.T, strict=True)), "y": part[:, 0]}, "table") for part in parts]
+    tables = [DataTable({**dict(zip("abcd", part.T, strict=True)), "y": part[:, 3]}, "table") for part in parts]
     train, test = train_and_test(*([table] for table in tables), standardize=True)
     mean, std = parts[0][:, :3].mean(0), parts[0][:, :3].std(0)
     assert np.allclose(train.inputs[:, :3], (parts[0][:, :3] - mean) / std, atol=1e-5)
     assert np.allclose(test.inputs[:, :3], (parts[1][:, :3] - mean) / std, atol=1e-5)
     assert (train.inputs[:, 3].unique().tolist(), test.inputs[:, 3].unique().tolist()) == ([0], [2])
-    assert train.targets.numpy().tolist() == parts[0][:, 0].tolist()
+    assert train.targets.numpy().tolist() == parts[0][:, 3].tolist()
 
 
 def test_drawn_test_samples_do_not_change_the_statistics():
