@@ -34,7 +34,7 @@ from fedsim.data.formats.images import lacks_files
 from fedsim.data.shapes import SampleShape
 from fedsim.data.sources import default_root, known_shape, load_dataset_once, one_per_worker, sample_shape
 from fedsim.data.subsets import validation_positions
-from fedsim.errors import MAX_NAME, DataError, ExperimentError, show
+from fedsim.errors import MAX_NAME, ExperimentError, show
 from fedsim.system.files import is_outside
 
 
@@ -165,17 +165,14 @@ def count_workers(tables: Mapping[str, Any]) -> int | None:
 
 
 def _sample_shape(data: schema.Data) -> SampleShape | None:
-    """Return the shape of a data set's samples, or None if the data set must be downloaded or cannot be read."""
+    """Return the shape of a data set's samples, or None if the data set must be downloaded."""
     key = data.name, data.root, data.params
     if shape := known_shape(*key):
         return shape
     refuse_untrusted_root(data)
     if lacks_files(data.name, data.root or default_root(), **data.params):
         return None
-    try:
-        return sample_shape(*key)
-    except DataError:  # the run reports the error
-        return None
+    return sample_shape(*key)
 
 
 def refuse_untrusted_root(data: schema.Data) -> None:

@@ -10,7 +10,7 @@ from fedsim.config.settings import Settings
 from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.learning_task import LearningTask, Regression
 from fedsim.data.shapes import SampleShape
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import DataError, ExperimentError, show
 from fedsim.models.base import DIMENSIONS
 
 AnyTable = TypeVar("AnyTable", bound=ComponentTable)
@@ -27,12 +27,19 @@ def tables_from_data(
         settings: experiment whose tables have been checked one by one.
         shape_of: function that returns the shape of a data set's samples, or None if it is not known yet.
 
-    Raises ExperimentError if the data does not have a dimension that the model takes.
+    Raises DataError if the data cannot be read and parameters of the task or the model depend on it, and
+    ExperimentError if the data does not have a dimension that the model takes.
     """
     task, model, data = settings.task, settings.model, settings.data
     if {"name"} <= task.model_fields_set & model.model_fields_set and not model.from_data:
         return {}
-    if (shape := shape_of(data)) is None:
+    try:
+        shape = shape_of(data)
+    except DataError:  # the run reports it, unless keys belong to a component that the data would name
+        if any(table.named_by not in table.model_fields_set and table.model_fields_set for table in (task, model)):
+            raise
+        shape = None
+    if shape is None:
         _named(task, task.name), _named(model, model.name)  # checks their parameters
         return None
     task, model = _named(task, shape.task), _named(model, shape.model).model_copy()

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from fedsim.core.randomness import numpy_generator
-from fedsim.data.columns import warn
 from fedsim.data.partitions.allocation import group
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, plural, show
@@ -49,7 +48,7 @@ def drawn_rows(
         are_classes: whether `targets` are certainly class labels. Otherwise, integers [n] count as class labels unless
             one is negative, or there are more different values than test samples.
         workers: index of the worker that owns each sample, [n], or None if the samples belong to no worker yet.
-        ids: columns of owners [n] by name. A warning names owners that keep no training samples.
+        ids: columns of owners [n] by name. The description counts owners that keep no training samples.
 
     Returns the ascending indices of the training samples, those of the test samples, and a description of the draw.
 
@@ -82,11 +81,7 @@ def drawn_rows(
         chosen[np.concatenate([samples[:count] for samples, count in zip(members, counts, strict=True)])] = True
     for name, owners in (ids or {}).items():
         if (untrained := np.setdiff1d(owners[chosen], owners[~chosen])).size:
-            warn(
-                f"{place}: all samples of {untrained.size} of {len(np.unique(owners))} owners in {show(name)}, such as "
-                f"{show(untrained[0].item())}, are drawn for tests, so these owners are no workers of the partition "
-                "natural; give a separate test part, or use a smaller data.test_fraction"
-            )
+            how += f", and all samples of {untrained.size} of {len(np.unique(owners))} owners in {show(name)}"
     drawn = f"no test part: {held_out:,} of {n:,} samples are drawn at random for tests{how}"
     return np.flatnonzero(~chosen), np.flatnonzero(chosen), drawn
 

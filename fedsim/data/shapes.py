@@ -15,11 +15,11 @@ MOST_CLASSES = 100  # with more classes, most of them must have samples, or thei
 
 @dataclass(frozen=True)
 class SampleShape:
-    """What the samples of a data set prescribe to a task and a model.
+    """What the training samples of a data set prescribe to a task and a model.
 
     Attributes:
         inputs: shape of one input.
-        classes: the highest label or target token plus one; 0 for floating-point targets.
+        classes: the highest training label or target token plus one; 0 for floating-point targets.
         targets: shape of one target.
         tokens: the highest token of the inputs plus one; 0 if inputs are floating-point numbers.
         gaps: whether the labels are so high and so few that they are probably not consecutive classes.
@@ -32,11 +32,10 @@ class SampleShape:
     gaps: bool = False
 
     @classmethod
-    def of(cls, train: TensorData, test: TensorData) -> SampleShape:
-        """Return the shape of a data set's samples. Labels and tokens may occur in one of its two parts only."""
-        inputs = [compact(part.inputs).cpu().numpy() for part in (train, test) if not part.dtype.is_floating_point]
-        tokens = max((int(values.max()) + 1 for values in inputs), default=0)
-        classes = max(train.classes, test.classes, not train.targets.is_floating_point())
+    def of(cls, train: TensorData) -> SampleShape:
+        """Return the shape of training samples."""
+        tokens = 0 if train.dtype.is_floating_point else int(compact(train.inputs).cpu().numpy().max()) + 1
+        classes = max(train.classes, not train.targets.is_floating_point())
         many = train.has_integers and classes > MOST_CLASSES
         gaps = many and classes > 2 * len(train.targets.unique())
         return cls(tuple(train.inputs.shape[1:]), classes, tuple(train.targets.shape[1:]), tokens, gaps)

@@ -240,7 +240,7 @@ def known_shape(name: str, root: str | None, params: Mapping[str, Any]) -> Sampl
 
 def sample_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape:
     """Return the shape of a data set's samples. The data set is loaded if the shape is not known."""
-    shape = known_shape(name, root, params) or SampleShape.of(*load_dataset_once(name, root, params))
+    shape = known_shape(name, root, params) or SampleShape.of(load_dataset_once(name, root, params)[0])
     if loaded := _loaded.get():
         loaded.shapes[_key(name, root, params)] = shape
     return shape

@@ -228,7 +228,8 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     inputs, targets = train.to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(train))))
     shape, classes = tuple(inputs.shape), max(train.classes, test.classes)
     _check_augmentations(experiment, inputs, train)
-    known, own = SampleShape.of(train, test), experiment.model.registration.imported
+    known, own = SampleShape.of(train), experiment.model.registration.imported
+    known = replace(known, classes=classes, tokens=max(known.tokens, SampleShape.of(test).tokens))
     wrong = mismatches(experiment.model, experiment.data, known, experiment.task.component)
     if wrong and not (train.dtype.is_floating_point or own):
         raise ExperimentError(*wrong)  # a GPU cannot be used any more after a token that is out of range

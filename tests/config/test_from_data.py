@@ -190,6 +190,13 @@ def test_parameters_of_an_unset_model_belong_to_the_model_of_the_data():
         fedsim.Experiment(data=KINDS["tokens"], model={"hiden": 3})
 
 
+def test_unreadable_data_is_reported_before_parameters_of_a_model_that_it_would_name(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\xe9".encode("latin-1") * 900)
+    with pytest.raises(fedsim.errors.DataError, match="not UTF-8"):
+        fedsim.Experiment(data=tmp_path / "a.txt", model={"layers": 1})
+    assert fedsim.Experiment(data=tmp_path / "a.txt", model={"name": "char_lstm", "layers": 1}).awaits_data
+
+
 def test_what_is_taken_changes_with_the_data_and_what_is_set_does_not():
     experiment = fedsim.Experiment(data=KINDS["tokens"], **QUICK)
     changed = load_experiment(experiment, data=KINDS["measurements"])

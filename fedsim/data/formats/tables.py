@@ -55,7 +55,7 @@ def table(
         inputs: columns of the inputs. Unset: all columns except the target, `ids`, and columns that only number the
             rows: those called id or index, or without a name, which contain a different integer in each row.
         ids: columns that contain the owner of each sample (such as a user), for the partition `natural`. Unset: the
-            named index of a data frame that was written to a Parquet file.
+            named index of a data frame that was written to a Parquet file. The test file may lack them.
         standardize: whether to subtract the mean of each column of numbers and to divide by its standard deviation,
             both of the training samples. A column that is constant in them is not divided. Columns of text and
             targets are unchanged.

@@ -114,7 +114,6 @@ class TestFolders:
         line = "parts that are not used: x.png"
         assert len(load("image_folder", line, path=str(tmp_path), test_fraction=0.5)[1]) == 2
 
-    @pytest.mark.filterwarnings("ignore:.*all samples of 1 of 2 owners")  # of very few samples
     @pytest.mark.parametrize(
         "names",
         [
@@ -134,7 +133,7 @@ class TestFolders:
         (tmp_path / "train").mkdir()
         for part in names:
             (tmp_path / part).rename(tmp_path / "train" / part)
-        train, test = fedsim.load_dataset("image_folder", path=str(tmp_path), test_fraction=0.5)
+        train, test = load("image_folder", path=str(tmp_path), test_fraction=0.5)
         assert len(train) == len(test) == len(names)
 
     def test_classes_with_the_name_of_a_part_in_theirs_are_classes(self, tmp_path, picture):
@@ -200,7 +199,7 @@ class TestTables:
         train, test = load("csv", line, path=path)
         assert sorted(torch.cat([train.inputs, test.inputs]).flatten().tolist()) == [k / 4 for k in range(15)]
         assert load("csv", path=path, inputs=[name, "x"], standardize=True)[0].inputs.shape == (12, 2)
-        assert load("csv", "are drawn for tests", path=path, ids=[name])[0].inputs.shape == (12, 1)
+        assert load("csv", path=path, ids=[name])[0].inputs.shape == (12, 1)
 
     def test_other_columns_without_a_name_are_an_error(self, tmp_path):
         path = self.write(tmp_path / "a.csv", ",x,y", [f"{k // 2},{k / 4},{k % 2}" for k in range(20)])
@@ -222,7 +221,7 @@ class TestTables:
         line = 'column "__index_level_0__" only numbers the rows'
         assert load("parquet", line, path=str(tmp_path / "a.parquet"))[0].inputs.shape == (8, 1)
         frame.sample(frac=1, random_state=0).rename_axis("number").to_parquet(tmp_path / "b.parquet")
-        train, _ = load("parquet", "are drawn for tests", path=str(tmp_path / "b.parquet"))
+        train, _ = load("parquet", path=str(tmp_path / "b.parquet"))
         assert (train.inputs.shape, list(train.ids)) == ((8, 1), ["number"])
         frame[2:].sample(frac=1, random_state=0).rename_axis("index").to_parquet(tmp_path / "c.parquet")
         line = 'column "index" only numbers the rows'
