@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -66,7 +66,7 @@ def source_and_overrides(words: list[str], context: typer.Context) -> tuple[str 
     """Return the name or file of the experiment on the command line (or None), and the `key=value` words."""
     for word, next_word in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("-"):
-            raise ExperimentError(_no_such_option(word, next_word, context))
+            raise ExperimentError(no_such_option(word, next_word, context.command))
     _refuse_spaces(words)
     changes = [word for word in words if not (is_file(Path(word)) or word in experiments())]
     paths = [word for word in words if "=" not in word or word not in changes]
@@ -99,7 +99,7 @@ def _refuse_spaces(words: list[str]) -> None:
             and f"={apart[2]}" in (hint := key_hint(*apart.groups()))
         ):
             raise ExperimentError(f"{show(apart[0])}: {hint}, without spaces")
-        if is_plain and index and "=" in words[index - 1]:
+        if is_plain and index and "=" in words[index - 1] and not _is_open(word):
             values = ",".join([words[index - 1], *itertools.takewhile(lambda each: "=" not in each, rest)])
             values = re.sub(",+", ",", values).rstrip(",")
             hint = f"write an experiment first, and several values as in fedsim compare {values}"
@@ -125,18 +125,19 @@ def _is_open(word: str) -> bool:
     return sum(map(word.count, "[{")) > sum(map(word.count, "]}"))
 
 
-def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
+def no_such_option(word: str, next_word: str, command: Any, *, takes_keys: bool = True) -> str:
     """Return the error message for an unknown option, with a suggestion such as `rounds=3` for `--rounds 3`."""
     from fedsim.config.experiment import Experiment
 
     option, equals, value = word.partition("=")
-    name, value = option.lstrip("-").replace("-", "_"), value if equals else next_word
-    command, options = context.command.name, [flag for each in context.command.params for flag in each.opts]
+    name, value = option.lstrip("-").replace("-", "_"), value if equals else next_word * ("=" not in next_word)
+    options = [flag for each in command.params for flag in each.opts if flag.startswith("-")]
     hints = [
-        f"write the file alone: fedsim {command} {value}" if Path(value).suffix in EXPERIMENT_FILES else "",
-        answer(f"fedsim_{command}_{name}", value),
+        f"write the file alone: fedsim {command.name} {value}" if Path(value).suffix in EXPERIMENT_FILES else "",
+        f"write fedsim {name}" if name in getattr(command, "commands", ()) else "",
+        answer(f"fedsim_{command.name}_{name}", value),
         did_you_mean(closest(name, options)),
-        *(key_hint(key, value) for key in (name, *closest(name, Experiment.model_fields))),
+        *(key_hint(key, value) for key in (name, *closest(name, Experiment.model_fields)) if takes_keys),
         f"allowed: {', '.join(flag for flag in [*options, '--help'] if flag.startswith('--'))}",
     ]
     return f"{option}: no such option; {next(filter(None, hints))}"

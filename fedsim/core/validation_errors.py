@@ -102,7 +102,8 @@ def _hint(where: str, value: Any, wanted: Sequence[str]) -> str:
             hint = f"; {part}" if f" {where}=" in part else "; write a whole number, not a fraction"
     elif {"a valid integer", "a valid number"} & {*wanted} and text in UNSET:
         hint = "; omit the key to leave it unset"
-    return f"{hint}; for several values use fedsim compare" if "," in text and isinstance(value, str) else hint
+    is_several = "," in text and isinstance(value, (str, list)) and not hint.startswith("; its keys")
+    return f"{hint}; for several values use fedsim compare" if is_several else hint
 
 
 def _as_number(text: str) -> float | None:
