@@ -135,6 +135,34 @@ MISTAKES = {
         lambda: fedsim.test(nn.Linear(2, 4), DATA),
         r"batches: must be batches, not a data set; pass torch.utils.data.DataLoader\(data, 32\)",
     ),
+    "the number of attackers of a rule": (
+        lambda: fedsim.aggregate(UPDATES, rule="krum", num_byzantine=1),
+        r"num_byzantine = 1: unknown key \(the aggregation rule is krum\); write f=1$",
+    ),
+    "another word for rule": (
+        lambda: fedsim.aggregate(UPDATES, aggregator="median"),
+        r"aggregator = \"median\": unknown key \(the aggregation rule is mean\); write rule=median$",
+    ),
+    "FedAvg as a rule": (
+        lambda: fedsim.aggregate(UPDATES, rule="fedavg"),
+        'rule = "fedavg": no such aggregation rule; did you mean "weighted_mean"',
+    ),
+    "a word of the command line": (
+        lambda: fedsim.run("local.lr=0.1"),
+        r'local.lr=0.1: is not a file; pass settings as \{"local.lr": 0.1\}',
+    ),
+    "several seeds": (
+        lambda: fedsim.run(TABLES, seed=[0, 1]),
+        r"seed = \[0, 1\]: must be a valid integer; for several values use fedsim compare",
+    ),
+    "rules": (
+        lambda: fedsim.compare(TABLES, rules=["mean", "median"]),
+        r'nothing to compare: .* in Python plan=\{"aggregate.rule": \["mean", "median"\]\}',
+    ),
+    "axes": (
+        lambda: fedsim.compare(TABLES, axes={"seed": [0, 1]}),
+        r'nothing to compare: .* in Python plan=\{"seed": \[0, 1\]\}',
+    ),
     "seeds": (
         lambda: fedsim.compare(TABLES, seeds=[0, 1]),
         r'nothing to compare: .* write seed=0,1, or in Python plan=\{"seed": \[0, 1\]\}',
@@ -148,6 +176,20 @@ def test_a_mistake_is_one_line_with_its_remedy(name):
     with pytest.raises(fedsim.FedsimError, match=f"^{line}") as caught:
         action()
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_is_not_a_run_is_answered_with_what_it_is(tmp_path):
+    comparison = fedsim.compare(TABLES, {"seed": [0, 1]}, tmp_path / "c", jobs=1)
+    with pytest.raises(fedsim.RecordError, match="c: is a comparison .see fedsim.load_comparison.; its runs are in"):
+        fedsim.load_run(comparison.folder)
+    run = next((tmp_path / "c" / "runs").iterdir())
+    with pytest.raises(fedsim.RecordError, match=f"; name the folder, {run}$"):
+        fedsim.load_run(run / "experiment.toml")
+
+
+def test_poisoned_data_needs_trained_updates():
+    with pytest.warns(fedsim.errors.SettingWarning, match="label_flipping: poisons data, not updates; train with"):
+        assert torch.equal(fedsim.attack(UPDATES, 1, "label_flipping"), UPDATES[:1])
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])

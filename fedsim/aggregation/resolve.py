@@ -54,7 +54,7 @@ def resolve(
         _registration(name, where, pre_aggregator) for name, where in zip(names[:-1], wheres[:-1], strict=True)
     ]
     components.append(_registration(names[-1], wheres[-1], rule))
-    table = "" if place == "rule" else place
+    table, beside = ("", ["rule"]) if place == "rule" else (place, beside)
     if lines := parameter_errors(params, components, rule.kind, [*rule, *pre_aggregator], table, beside):
         raise ExperimentError(*lines)
     resolved = []

@@ -70,6 +70,9 @@ def attack(
     if line := bound.weakness(h + b, b):
         warnings.warn(line, SettingWarning, stacklevel=2)
     if own_updates is None:
+        if not bound.alters_rows and bound.poison is not None and b:
+            line = f"{bound.name}: poisons data, not updates; train with fedsim.run, or pass own_updates"
+            warnings.warn(line, SettingWarning, stacklevel=2)
         own_updates = honest[torch.arange(b, device=honest.device) % h]
     with full_precision(honest.device):
         rows, _ = bound(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +13,7 @@ from typer.core import TyperGroup
 from fedsim.cli.commands import doctor, list_command, new, plot, privacy, replay, report, run
 from fedsim.cli.compare_command import compare
 from fedsim.cli.program import errors_as_lines, run_program
-from fedsim.cli.words import WORDS_LIKE_OPTIONS
+from fedsim.cli.words import WORDS_LIKE_OPTIONS, no_such_option
 from fedsim.config.files import experiments
 from fedsim.core.suggestions import answer, nearest
 from fedsim.errors import ExperimentError, cut, printable, show
@@ -20,6 +22,22 @@ from fedsim.version import __version__
 
 USAGE_ERROR: Any = typer.BadParameter.__base__
 HELP = {"help_option_names": ["-h", "--help"]}
+
+
+@contextlib.contextmanager
+def _usage_errors_as_lines() -> Iterator[None]:
+    """Context manager that shows an option or argument that typer refuses as one line."""
+    try:
+        yield
+    except USAGE_ERROR as error:
+        if not error.format_message():  # the command without arguments, for which typer shows the help
+            raise
+        with errors_as_lines(quick=True):
+            if hasattr(error, "possibilities"):  # no such option
+                line = no_such_option(error.option_name, "", error.ctx.command, takes_keys=False)
+                raise ExperimentError(line) from None
+            command = f"fedsim {error.ctx.command.name}" if error.ctx else "fedsim"
+            raise ExperimentError(f"{command}: {error.format_message().rstrip('.')}; see {command} --help") from None
 
 
 class Commands(TyperGroup):
@@ -31,15 +49,13 @@ class Commands(TyperGroup):
                 raise ExperimentError(f"{show(args[0])}: no such command; {self._instead(*args)}")
         return super().resolve_command(ctx, args)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        with _usage_errors_as_lines():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _usage_errors_as_lines():
             return super().invoke(ctx)
-        except USAGE_ERROR as error:  # an option or argument that typer refuses
-            with errors_as_lines(quick=True):
-                command = f"fedsim {error.ctx.command.name}" if error.ctx else "fedsim"
-                raise ExperimentError(
-                    f"{command}: {error.format_message().rstrip('.')}; see {command} --help"
-                ) from None
 
     def _instead(self, word: str, *arguments: str) -> str:
         """Return what to write instead of an unknown command, such as `write fedsim run --resume X` for `resume X`."""

@@ -22,6 +22,7 @@ from fedsim.config.load import load_experiment
 from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, RecordError, cut, show
 from fedsim.records.formatting import label
+from fedsim.records.history import not_a_run
 from fedsim.records.run_folder import EXPERIMENT
 from fedsim.rounds.aggregator import inputs_of
 from fedsim.system.files import is_file, require_regular, to_json
@@ -125,7 +126,7 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
     """
     folder = Path(folder)
     if not is_file(folder / EXPERIMENT):
-        raise RecordError(f"{folder}: is not a run folder (it has no {EXPERIMENT})")
+        raise RecordError(not_a_run(folder))
     rounds = stored_rounds(folder)
     if not rounds:
         raise RecordError(

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -64,7 +64,7 @@ def source_and_overrides(words: list[str], context: typer.Context) -> tuple[str 
     """Return the name or file of the experiment on the command line (or None), and the `key=value` words."""
     for word, next_word in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("-"):
-            raise ExperimentError(_no_such_option(word, next_word, context))
+            raise ExperimentError(no_such_option(word, next_word, context.command))
     _refuse_spaces(words)
     changes = [word for word in words if not (is_file(Path(word)) or word in experiments())]
     paths = [word for word in words if "=" not in word or word not in changes]
@@ -86,7 +86,7 @@ def is_folder(word: str) -> bool:
 def _refuse_spaces(words: list[str]) -> None:
     """Raise ExperimentError if a `key=value` word was written with spaces: `rounds = 3`, `seed=0 1`."""
     for index, word in enumerate(words):
-        rest, is_plain = words[index:], not ("=" in word or is_folder(word) or Path(word).suffix)
+        rest, is_plain = words[index:], not (set("=[{") & {*word} or is_folder(word) or Path(word).suffix)
         if is_file(Path(word)):
             continue
         if is_plain and index and "=" in words[index - 1]:
@@ -100,7 +100,7 @@ def _refuse_spaces(words: list[str]) -> None:
                 raise ExperimentError(f"{show(apart[0])}: {hint}, without spaces")
             if is_plain and (hint := key_hint(word)):
                 raise ExperimentError(f"{word}: expected key=value; {hint}")
-        if whole := re.match(r"\S+=[\[{](\S*[^]}\s])? .*[]}]", " ".join(rest)):
+        if whole := re.match(r"(\S+=)?[\[{](\S*[^]}\s])? .*[]}]", " ".join(rest)):
             raise ExperimentError(f"{cut(whole[0])}: contains spaces; put the word in quotes, as in '{cut(whole[0])}'")
 
 
@@ -114,18 +114,19 @@ def key_hint(name: str, value: str | None = None) -> str:
     return meaning(name, parse_value(value, name) if value else None)
 
 
-def _no_such_option(word: str, next_word: str, context: typer.Context) -> str:
+def no_such_option(word: str, next_word: str, command: Any, *, takes_keys: bool = True) -> str:
     """Return the error message for an unknown option, with a suggestion such as `rounds=3` for `--rounds 3`."""
     from fedsim.config.experiment import Experiment
 
     option, equals, value = word.partition("=")
-    name, value = option.lstrip("-").replace("-", "_"), value if equals else next_word
-    command, options = context.command.name, [flag for each in context.command.params for flag in each.opts]
+    name, value = option.lstrip("-").replace("-", "_"), value if equals else next_word * ("=" not in next_word)
+    options = [flag for each in command.params for flag in each.opts if flag.startswith("-")]
     hints = [
-        f"write the file alone: fedsim {command} {value}" if Path(value).suffix in EXPERIMENT_FILES else "",
-        answer(f"fedsim_{command}_{name}", value),
+        f"write the file alone: fedsim {command.name} {value}" if Path(value).suffix in EXPERIMENT_FILES else "",
+        f"write fedsim {name}" if name in getattr(command, "commands", ()) else "",
+        answer(f"fedsim_{command.name}_{name}", value),
         did_you_mean(closest(name, options)),
-        *(key_hint(key, value) for key in (name, *closest(name, Experiment.model_fields))),
+        *(key_hint(key, value) for key in (name, *closest(name, Experiment.model_fields)) if takes_keys),
         f"allowed: {', '.join(flag for flag in [*options, '--help'] if flag.startswith('--'))}",
     ]
     return f"{option}: no such option; {next(filter(None, hints))}"

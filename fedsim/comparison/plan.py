@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -47,7 +48,7 @@ from fedsim.core.import_policy import untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.learning_task import correct_of
 from fedsim.core.objects import plain
-from fedsim.core.suggestions import closest, nearest
+from fedsim.core.suggestions import closest, meaning, nearest
 from fedsim.data.sources import data_loaded_once
 from fedsim.errors import DataError, ExperimentError, SettingWarning, show
 from fedsim.records.record import METRICS, RoundRecord, metric_called, metrics_in
@@ -115,6 +116,7 @@ class ComparisonPlan:
 def plan_comparison(
     source: Experiment | Mapping[str, Any] | str | Path | None = None,
     axes: Mapping[str, Any] | None = None,
+    /,
     words: Iterable[str] = (),
     settings: ComparisonSettings = NO_SETTINGS,
     *,
@@ -228,7 +230,9 @@ def _how_to_compare(changes: Iterable[Change]) -> str:
     """Return a hint on how to compare several values of a setting, for users who gave no values to compare."""
     for keys, value in changes:
         if isinstance(value, list) and len(value) > 1:
-            key, place = ".".join(keys), ".".join([*(closest(keys[0], Experiment.model_fields) or keys)[:1], *keys[1:]])
+            key, hint = ".".join(keys), "" if keys[0] in Experiment.model_fields else meaning(".".join(keys), value)
+            meant, names = re.match(r"write ([\w.]+)=", hint), closest(keys[0], Experiment.model_fields)[:1]
+            place = meant[1] if meant else ".".join([*names, *keys[1:]]) or key
             return (
                 f"{key} has one value, a list; for several values write {place}={','.join(map(label, value))}, or in "
                 f"Python plan={{{show(place)}: {show(value)}}}"

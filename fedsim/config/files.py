@@ -79,6 +79,9 @@ def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
     try:
         return decoded(read_bounded(path, MAX_BYTES, inside)).replace("\r\n", "\n")
     except FileNotFoundError:
+        key, equals, value = str(path).partition("=")
+        if equals:  # in Python, as the command line separates settings from files
+            raise ExperimentError(f"{where}: is not a file; pass settings as {{{show(key)}: {cut(value)}}}") from None
         known, is_name = experiments(), path.name == path.stem == str(path)
         hint = f"; {nearest(path.stem, known)}" if is_name or path.stem in known else ""
         raise ExperimentError(f"{where}: no such file; expected an experiment ({kind}) or key=value{hint}") from None

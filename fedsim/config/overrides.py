@@ -63,9 +63,14 @@ def parse_value(text: str, place: str) -> Any:
         value = tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
         if text.startswith(("[", "{")):
+            values = cut(text.strip("[] "))
+            several = (
+                f"; several values of fedsim compare: {place}={values}" if re.match(r"\[[\w.+, -]+\]$", text) else ""
+            )
             raise ExperimentError(
                 f"{place} = {cut(text)}: is not a valid TOML list or table; put names in double quotes, and in a shell "
                 """put the whole word in single quotes: '["nnm","median"]', '{name="net",dropout=0.1}'"""
+                f"{several}"
             ) from None
         value = text
     except (ValueError, RecursionError):

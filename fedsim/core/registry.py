@@ -20,6 +20,7 @@ import functools
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -155,12 +156,27 @@ def parameter_errors(
     lines = []
     for name in unknown[:MAX_PROBLEMS]:
         owners = sorted({registration.name for registration in siblings if name in registration.parameter_names})
-        hint = answer(f"{place}_{name}", values[name]) if place else ""
-        hint = hint or (f"{name} is a parameter of {', '.join(owners)}" if owners else "")
+        hint, general = answer(f"{place}.{name}", values[name]) if place else "", answer(name, values[name])
+        hint = next(filter(None, (_of_table(text, place, known, beside) for text in (hint, general))), hint)
+        if not hint and owners:
+            others = f"; {names} has {', '.join(sorted(known))}" if known else ""
+            hint = f"{name} is a parameter of {', '.join(owners)}{others}"
         hint = hint or nearest_key(name, keys, place or None, values[name])
         where = f"{place}." if place else ""
         lines.append(f"{where}{name} = {show(values[name])}: unknown key (the {kind} is {names}); {hint}")
     return lines
+
+
+def _of_table(hint: str, place: str, known: Collection[str], beside: Iterable[str]) -> str:
+    """Return the parameters that a hint sets, if all are `known` ones of the table `place`; otherwise ""."""
+    prefix = f"{place}." if place else ""
+    pattern = re.escape(prefix) if place else r"(?:[\w.]+\.)?"
+    found = re.findall(rf"(?<![\w.]){pattern}([\w.]+)=(\S+)", hint)
+    found = [each for each in found if each[0] not in beside] or ([] if place else found)
+    if not all(key in known or key in beside for key, _ in found):
+        return ""
+    settings = dict.fromkeys(f"{prefix}{key}={value.rstrip(',;')}" for key, value in found)
+    return f"write {' or '.join(settings)}" if settings else ""
 
 
 @dataclass(frozen=True)

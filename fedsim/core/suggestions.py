@@ -52,6 +52,8 @@ def nearest(name: str, allowed: Iterable[str], table: str | None = None) -> str:
             a component of another library, or a setting with a component of another kind. None for other names.
     """
     allowed = list(allowed)
+    if "+" in name:  # as figures and tables show a chain
+        return f"write {cut(as_list(name.replace('+', ',')))} (in single quotes in a shell)"
     if "," in name:
         return f"for several values use fedsim compare; for a list write {cut(as_list(name))}"
     names = [known for known in synonyms("names").get(normalized(name), "").split() if known in allowed]
@@ -104,8 +106,9 @@ def meaning(name: str, value: Any = None) -> str:
 def answer(name: str, value: Any = None) -> str:
     """Return what to write instead of a key or name of another library, or "" if the name is unknown."""
     kinds = {float: "fraction", int: "integer", list: "list", str: value}  # phrases may end with the kind of the value
-    text = _answers().get(words_of(f"{name}_{kinds.get(type(value))}")) if value not in (0.0, 1.0) else None
-    text = text or _answers().get(words_of(name)) or _answers().get(frozenset([squeezed(name)]), "")
+    kind = kinds.get(type(value)) if "." in name or value not in (0.0, 1.0) else None
+    forms = (words_of(f"{name}_{kind}"), words_of(name), frozenset([squeezed(name)]))
+    text = next((_answers()[form] for form in forms if form in _answers()), "")
     if isinstance(value, str) and (keys := re.findall(r"([\w.]+)=", text)):
         settings, names = VOCABULARY.settings_of(value), VOCABULARY.component_keys.intersection(keys)
         if settings_of_keys := [setting for setting in settings if setting.partition("=")[0] in keys]:
@@ -115,7 +118,7 @@ def answer(name: str, value: Any = None) -> str:
         other = answer(value) or _write(settings)
         if other and "VALUE" not in other and (("{}" in text and names) or any(f"{key}=" in other for key in keys)):
             return other
-        value = value if len(names) < 2 else "NAME"
+        value = "NAME" if len(names) > 1 or (names and value.isidentifier()) else value
     text = text.replace("{}", _as_word(value))
     return f"write {text}" if SETTING.match(text) else text
 

@@ -99,7 +99,7 @@ def _hint(where: str, value: Any, wanted: Sequence[str]) -> str:
     elif (number := _as_number(text)) is not None:
         is_allowed = number == int(number) or "a valid number" in wanted
         hint = f"write {round(number, 6):.15g}" if is_allowed else hint or "write a whole number, not a fraction"
-    several = "for several values use fedsim compare" if isinstance(value, str) and "," in text else ""
+    several = "for several values use fedsim compare" if isinstance(value, (str, list)) and "," in text else ""
     return "".join(f"; {part}" for part in (hint, several) if part)
 
 

@@ -44,12 +44,18 @@ FILES = {
 PATTERNS = [name.replace(".png", ".*") for name in FILES]  # figures may also be svg and pdf files
 
 
+def not_a_run(folder: Path, otherwise: str = "") -> str:
+    """Return the error for a path that is not the folder of a run, with the path that was probably meant."""
+    if is_file(folder / "comparison.json"):
+        return f"{folder}: is a comparison (see fedsim.load_comparison); its runs are in {folder / 'runs'}"
+    inside = f"; name the folder, {folder.parent}" if is_file(folder.parent / EXPERIMENT) else otherwise
+    return f"{folder}: is not a run folder (no {EXPERIMENT}){inside}"
+
+
 def experiment_of_run(folder: Path) -> Path:
     """Return the path of the experiment file in the folder of a run. Raises RecordError if there is none."""
     if not (folder / EXPERIMENT).is_file():
-        raise RecordError(
-            f"{folder}: is not a run folder (no {EXPERIMENT}); to start a new run there, name an experiment file too"
-        )
+        raise RecordError(not_a_run(folder, "; to start a new run there, name an experiment file too"))
     return folder / EXPERIMENT
 
 

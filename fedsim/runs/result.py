@@ -24,7 +24,7 @@ from fedsim.errors import ExperimentError, RecordError, plural, show
 from fedsim.models.trainable import load_weights
 from fedsim.records.figures import draw_curve
 from fedsim.records.formatting import score_text
-from fedsim.records.history import with_nan_losses
+from fedsim.records.history import not_a_run, with_nan_losses
 from fedsim.records.numbers import round_rows, to_frame
 from fedsim.records.reader import Run
 from fedsim.records.record import RoundRecord
@@ -236,7 +236,7 @@ def load_model(folder: str | Path, *, allow_imports: bool = False) -> nn.Module:
 def _experiment_in(folder: Path, allow_imports: bool) -> Experiment:
     path = folder / EXPERIMENT
     if not is_file(path):
-        raise RecordError(f"{folder}: is not a run folder (no {EXPERIMENT})")
+        raise RecordError(not_a_run(folder))
     read_toml(path, inside=folder)  # raises an error for a link that leads out of the folder
     return load_experiment(path, allow_imports=allow_imports)
 

@@ -511,6 +511,7 @@ def test_every_attack_returns_a_new_tensor(name, dtype, honest, own_updates):
     assert rows.is_contiguous()
 
 
+@pytest.mark.filterwarnings("ignore:.*poisons data")
 @EVERY
 def test_every_attack_is_a_pure_function(name, honest):
     global_state = torch.get_rng_state(), np.random.get_state()[1].copy()
@@ -520,6 +521,7 @@ def test_every_attack_is_a_pure_function(name, honest):
     assert np.array_equal(np.random.get_state()[1], global_state[1])
 
 
+@pytest.mark.filterwarnings("ignore:.*poisons data")
 @EVERY
 def test_every_attack_accepts_any_number_of_columns(name, honest):
     assert attack(honest[:, :1], 2, name, aggregate=median).shape == (2, 1)

@@ -33,6 +33,18 @@ WORDS = [
     ("nu=1", "unknown key; it may be aggregate.nu of geometric_median"),
     ("K=100", "unknown key; write workers=100"),
     ("local.workers=8", "workers is a top-level key"),
+    # parameters of the chosen component, and values that its keys do not take
+    ("model=mlp model.hidden_size=64", "(the model is mlp); write model.hidden=64"),
+    (
+        "privacy=central privacy.clip=1 privacy.noise=1 privacy.clipping_norm=1",
+        "(the privacy mechanism is central); write privacy.clip=1",
+    ),
+    ("attack=alie attack.f=1 attack.count=1", "(the attack is alie); write attack.f=1"),
+    ("local.algorithm=ditto local.mu=1", "mu is a parameter of fedprox, moon; ditto has dampening, lam, lr, "),
+    ("local.algorithm=FedProto", "not part of fedsim; `fedsim list client-algorithms` shows those that are"),
+    ("logger=csv", "every run writes its records to its folder; records.loggers adds tensorboard, wandb or mlflow"),
+    ("devices=auto", "unknown key; write device=auto, the default"),
+    ("aggregate=nnm+median", 'no such aggregation rule; write ["nnm","median"] (in single quotes in a shell)'),
     ("checkpoint=true", "checkpoint = true: must be a table; its keys are every, keep"),
     ("xyzzy=3", f"xyzzy = 3: unknown key; {ALLOWED}name, seed, rounds"),
     # names
@@ -66,6 +78,7 @@ WORDS = [
         "aggregate.rule=[nnm,median]",
         """put names in double quotes, and in a shell put the whole word in single quotes: '["nnm",""",
     ),
+    ("model=net {local: {lr: 0.1}}", "put the word in quotes, as in '{local: {lr: 0.1}}'"),
     ('model={name="net"', "is not a valid TOML list or table"),
     (
         "seed=0, 1, 2",
@@ -114,7 +127,8 @@ FILES = [
 
 COMPARED = [
     ("local.lr=[0.1,0.2]", "local.lr has one value, a list; for several values write local.lr=0.1,0.2"),
-    ("lr=[0.1,0.2]", 'for several values write lr=0.1,0.2, or in Python plan={"lr": [0.1, 0.2]}'),
+    ("lr=[0.1,0.2]", 'for several values write local.lr=0.1,0.2, or in Python plan={"local.lr": [0.1, 0.2]}'),
+    ("aggregate.rule=[mean,median]", "several values of fedsim compare: aggregate.rule=mean,median"),
     ("seed=0..3", "0..3 is not a number; write seed=0,1,2,3"),
     (
         "seed=0 1 2",
@@ -173,6 +187,11 @@ def test_a_mistake_in_what_to_compare_is_one_line_that_helps(cli, words, hint):
         ("mnist_sync_sgd rounds=3", "fedsim run mnist_sync_sgd rounds=3"),
         ("rounds=3", "fedsim run rounds=3"),
         ("xyzxyz", f"{ALLOWED}run, compare"),
+        ("show runs/x", "write fedsim list NAME for a component, or fedsim report FOLDER for a run"),
+        ("plot x --ylim 0 1", "--ylim: no such option; write --y-range LOW HIGH"),
+        ("plot x --wdith 3", '--wdith: no such option; did you mean "--width"?'),
+        ("doctor --fix", f"--fix: no such option; {ALLOWED}--help"),
+        ("--list", "--list: no such option; write fedsim list"),
     ],
 )
 def test_a_word_that_is_not_a_command_is_one_line_that_helps(cli, words, hint):
