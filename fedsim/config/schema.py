@@ -108,7 +108,7 @@ class Task(ComponentTable):
 class EvaluationMetric(ComponentTable):
     """A metric that is computed in each test."""
 
-    place, named_by, registry = "metrics", "name", metric
+    place, index, named_by, registry = "metrics", "[]", "name", metric
 
     name: Name
     label: (
@@ -164,7 +164,7 @@ class Model(ComponentTable):
 class Augment(ComponentTable):
     """One augmentation of the images in training batches."""
 
-    place, named_by, registry = "data.augment", "name", augmentation
+    place, index, named_by, registry = "data.augment", "[]", "name", augmentation
 
     name: Name
 
@@ -442,7 +442,7 @@ def _without_f(params: dict[str, Any]) -> dict[str, Any]:
 class Processor(ComponentTable):
     """One processing step for updates before aggregation."""
 
-    place, named_by, registry = "processors", "name", processor
+    place, index, named_by, registry = "processors", "[]", "name", processor
 
     name: Name
     error_feedback: bool = False
@@ -654,7 +654,7 @@ class Checkpoint(Table):
 class Logger(ComponentTable):
     """A destination for the numbers of each round, in addition to the run folder."""
 
-    place, named_by, registry = "records.loggers", "name", logger
+    place, index, named_by, registry = "records.loggers", "[]", "name", logger
 
     name: Name
 

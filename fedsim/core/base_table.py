@@ -72,6 +72,7 @@ class ComponentTable(Table):
 
     Attributes:
         place: dotted key of the table, such as "aggregate".
+        index: "[]" for a table in a list, such as that of a processor.
         named_by: key of the component's name, such as "rule".
         registry: components that the table may select.
         alternatives: keys of which at most one may be set.
@@ -81,6 +82,7 @@ class ComponentTable(Table):
     model_config = ConfigDict(extra="allow")
 
     place: ClassVar[str]
+    index: ClassVar[str] = ""
     named_by: ClassVar[str]
     registry: ClassVar[Registry]
     alternatives: ClassVar[tuple[str, ...]] = ()
@@ -164,7 +166,7 @@ class ComponentTable(Table):
     @property
     def registration(self) -> Registration:
         """The registration of the component that this table names."""
-        return self.registry.get(getattr(self, self.named_by), f"{self.place}.{self.named_by}")
+        return self.registry.get(getattr(self, self.named_by), f"{self.place}{self.index}.{self.named_by}")
 
     @property
     def params(self) -> dict[str, Any]:

@@ -230,7 +230,7 @@ def component_name_error(kind: str, name: str, where: str, place: str, component
         )
     if ":" in name:
         return None
-    hint = nearest(name, sorted(components), re.sub(r"\[\d+\]|\.name$", "", place))
+    hint = nearest(name, sorted(components), re.sub(r"\[\d*\]|\.name$", "", place))
     own = ', or the import path of your own, "package.module:name"' if hint.startswith("allowed") else ""
     return f"{where}: no such {kind}; {hint}{own}"
 
@@ -244,8 +244,7 @@ def _called(name: str, place: str, components: Mapping[str, Any]) -> str:
     arguments = filter(None, re.split(r"[\s,]+", call[2] or call[3] or ""))
     settings = [each if "=" in each else f"{next(names, 'PARAMETER')}={each}" for each in arguments]
     if "[" in place:  # a list of components
-        table = ",".join([f'name="{called[0]}"', *settings])
-        return f"{place.partition('[')[0]}='{{{table}}}'"
+        return f"{{{','.join([f'name={show(called[0])}', *settings])}}} (in single quotes in a shell)"
     table = place.rpartition(".")[0]
     settings = [f"{table}.{setting}".lstrip(".") for setting in settings]
     return " ".join([f"{place.removesuffix('.name')}={called[0]}", *settings])

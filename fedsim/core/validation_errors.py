@@ -34,7 +34,7 @@ def explain(error: ValidationError, model: type[BaseModel], place: str = "") -> 
         where = _dotted([place, *location])
         if isinstance(cause, ExperimentError):  # from a fedsim validator: complete except for list indices
             unnumbered = _dotted([place, *(part for part in location if isinstance(part, str))])
-            lines.extend(re.sub(rf"^{re.escape(unnumbered)}\b", where, line) for line in cause.lines)
+            lines.extend(re.sub(rf"^{re.escape(unnumbered)}(\[\]|\b)", where, line) for line in cause.lines)
         elif kind == "extra_forbidden":
             table = _dotted([place, *path])
             shown = len(lines) <= MAX_PROBLEMS  # a file may have very many unknown keys, and hints take time

@@ -230,7 +230,8 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     _check_augmentations(experiment, inputs, train)
     known, own = SampleShape.of(train), experiment.model.registration.imported
     known = replace(known, classes=classes, tokens=max(known.tokens, SampleShape.of(test).tokens))
-    wrong = mismatches(experiment.model, experiment.data, known, experiment.task.component)
+    data = experiment.data.model_copy(update={"name": dataset})
+    wrong = mismatches(experiment.model, data, known, experiment.task.component)
     if wrong and not (train.dtype.is_floating_point or own):
         raise ExperimentError(*wrong)  # a GPU cannot be used any more after a token that is out of range
     check_targets = getattr(experiment.task.component, "check_targets", None)

@@ -54,6 +54,7 @@ WORDS = [
     ("model=MLP", 'did you mean "mlp"?'),
     ("partition=dirichlet(0.1)", '"dirichlet(0.1)": write partition=dirichlet partition.alpha=0.1'),
     ("partition=dirichlet:0.1", '"dirichlet:0.1": write partition=dirichlet partition.alpha=0.1'),
+    ("processors=top_k(0.1)", 'processors[0].name = "top_k(0.1)": write {name="top_k",ratio=0.1} (in single quotes'),
     ("local.schedule=cosine(10)", '"cosine(10)": write local.schedule=cosine local.schedule.T_max=10'),
     ("data=../nothere", "no such file or folder"),
     ("metrics=accuracy", "accuracy and loss are always recorded; omit it"),

@@ -285,7 +285,7 @@ def test_functions_that_work_without_an_experiment_take_objects():
         ({"server": SGD(lr=1.0)}, 'server.name = "<SGD.*>": cannot be used: the .* must be a dataclass'),
         (
             {"data": {"train": [1], "test": [2]}},
-            r'data: must be .* \(inputs, targets\), .* as in data={"name": frame, "ids": "client"}',
+            r'data: must be .* \(inputs, targets\), .* such as data={"name": frame, "ids": "client"}',
         ),
         (
             {"data": {"x": torch.zeros(3, 1), "y": torch.zeros(3)}},

@@ -411,7 +411,7 @@ def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
         (
             {**REGRESSION, "model.outputs": 2},
             ExperimentError,
-            r'^model.outputs = 2, but "tests.other_tasks:planes" has 1 output; remove model.outputs or set 1$',
+            r'; model.outputs = 2, but "tests.other_tasks:planes" has 1 output; remove model.outputs or set 1$',
         ),
         ({**NEXT_TOKEN, "model": lambda: Bigrams(5)}, ExperimentError, "Embedding|index out of range"),
         (
@@ -440,7 +440,7 @@ def test_what_does_not_fit_is_refused(tables, error, words):
 
 def test_attackers_cannot_hold_a_class_where_targets_are_numbers(tiny_experiment):
     attack = {"name": "sign_flipping", "fraction": 0.4, "by_class": 1}
-    line = r"^attack\.by_class = 1: needs one class label per sample, .* by attack\.fraction or attack\.workers"
+    line = r"^attack\.by_class = 1: needs one class label per sample, .* by attack\.f or attack\.workers"
     with pytest.raises(ExperimentError, match=line):
         fedsim.run({**tiny_experiment, **REGRESSION, "attack": attack})
 
@@ -512,7 +512,7 @@ def test_losses_of_pytorch_for_classes_need_an_output_for_each_class(loss):
     with pytest.raises(ExperimentError, match=line):
         fedsim.run(data=integers(9), model=nn.Linear(2, 5), task=loss, **TWO)
     with pytest.warns(
-        fedsim.errors.SettingWarning, match="3 of the model's 5 outputs, such as number 2, are the class of no"
+        fedsim.errors.SettingWarning, match="3 of the model's 5 outputs, such as number 2, belong to classes without"
     ):
         fedsim.run(data=integers(2), model=nn.Linear(2, 5), task=loss, **TWO)
 
