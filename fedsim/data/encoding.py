@@ -187,13 +187,14 @@ def target_numbers(train: Sequence[DataColumn], test: Sequence[DataColumn]) -> t
     return np.searchsorted(classes, names), True
 
 
-def _values(columns: Sequence[DataColumn]) -> np.ndarray:
-    """Return a column of all tables as one array: text [n] if the first table has text, otherwise numbers [n, ...]."""
-    first = columns[0].numbers_or_text()
-    is_text = first.dtype.kind == "U"
-    others = [(column, column.numbers_or_text(convert=not is_text)) for column in columns[1:]]
-    arrays = [array if is_text or array.dtype.kind != "U" else column.numbers(array) for column, array in others]
-    return np.concatenate([first, *arrays])  # numbers beside text become text
+def _values(columns: Sequence[DataColumn], train: Rows) -> np.ndarray:
+    """Return a column of all tables as an array: text [n] if the rows `train` have text, otherwise numbers [n, ...]."""
+    arrays = [column.numbers_or_text(convert=False) for column in columns]
+    values = np.concatenate(arrays)  # numbers beside text become text
+    if values.dtype.kind != "U" or not mostly_numbers(values[train]):
+        return values
+    pairs = zip(columns, arrays, strict=True)
+    return np.concatenate([column.numbers(array) if array.dtype.kind == "U" else array for column, array in pairs])
 
 
 def _joined(
@@ -209,7 +210,7 @@ def _joined(
     if not names:
         raise DataError(f"{place}: has no input columns, only the target and owners; add at least one input column")
     for name in names:
-        values, text = _values([table.column(name) for table in tables]), ""
+        values, text = _values([table.column(name) for table in tables], parts[0]), ""
         column = f"{place}: column {show(name)}"
         if values.ndim > 2 and len(names) > 1:
             raise DataError(

@@ -214,6 +214,11 @@ class TestTables:
         other = table({"a": INPUTS[:, 0], "label": LABELS})
         refused([data[0], other], 'training data of worker 1: has no column "b"')
 
+    def test_text_of_one_worker_may_look_like_numbers(self, table):
+        workers = [table({**COLUMNS, "zip": [text] * 60}) for text in ("01", "K1", "K2")]
+        train, _ = load(workers, ids="client")
+        assert train.inputs[:, 2:].unique(dim=0).tolist() == [[0, 0, 1], [0, 1, 0], [1, 0, 0]]
+
     def test_the_test_part_may_lack_the_owners(self, table):
         tests = table({name: values for name, values in COLUMNS.items() if name != "client"})
         train, test = load((table(COLUMNS), tests), ids="client")
