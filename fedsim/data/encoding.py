@@ -93,6 +93,11 @@ def train_and_test(
     numbers, NaN and infinity, more than 100 different texts, and columns that cannot be joined to one input.
     """
     tables, place = [*train, *test], of_workers or train[0].place
+    for table in train:
+        if different := sorted(map(str, set(table.columns) ^ set(train[0].columns))):
+            raise DataError(f"{table.place}: has other columns than worker 0, such as {show(different[0])}")
+        if of_workers and WORKER in table.columns:
+            raise DataError(f"{table.place}: has a column {show(WORKER)}, but the list defines the workers; rename it")
     owned_by = [ids] if isinstance(ids, str) else train[0].index if ids is None else ids
     target = target or only_target(train[0].columns, place)
     if inputs is None:

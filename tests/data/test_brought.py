@@ -9,6 +9,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 
 import fedsim
 from fedsim.data.drawn_tests import drawn_rows
+from fedsim.data.encoding import DataTable, train_and_test
 from fedsim.errors import FedsimError, FedsimWarning
 from tests.data.loading import load, refused
 
@@ -118,6 +119,19 @@ class TestOneDataSetPerWorker:
     def test_lists_that_do_not_fit(self, data, match):
         refused(data, match)
 
+    @pytest.mark.parametrize(
+        ("columns", "match"),
+        [
+            ({"worker": LABELS}, '^worker 0: has a column "worker", but the list defines the workers; rename it$'),
+            ({"b": None}, '^worker 1: has other columns than worker 0, such as "b"$'),
+        ],
+    )
+    def test_columns_of_lists_that_do_not_fit(self, columns, match):
+        tables = [{**COLUMNS, **columns}, COLUMNS]
+        tables = [{name: values for name, values in table.items() if values is not None} for table in tables]
+        with pytest.raises(FedsimError, match=match):
+            train_and_test([DataTable(table, f"worker {w}") for w, table in enumerate(tables)], [], of_workers="list")
+
 
 @pytest.mark.parametrize(
     ("data", "match"),
@@ -212,7 +226,7 @@ class TestTables:
         bad = table({**columns, "a": [*INPUTS[:19, 0], float("nan")]})
         refused([data[0], bad], 'the training data of worker 1: column "a": contains NaN or no value in row 19')
         other = table({"a": INPUTS[:, 0], "label": LABELS})
-        refused([data[0], other], 'training data of worker 1: has no column "b"')
+        refused([data[0], other], 'training data of worker 1: has other columns than worker 0, such as "b"')
 
     def test_text_of_one_worker_may_look_like_numbers(self, table):
         workers = [table({**COLUMNS, "zip": [text] * 60}) for text in ("01", "K1", "K2")]
