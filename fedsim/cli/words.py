@@ -31,7 +31,7 @@ def complete_words(incomplete: str) -> list[str]:
 
 
 def complete_metrics(incomplete: str) -> list[str]:
-    """Return the numbers of a round whose names start with `incomplete`."""
+    """Return the names of recorded metrics that start with `incomplete`, for shell completion."""
     from fedsim.records.record import METRICS
 
     return [metric.key for metric in METRICS if metric.key.startswith(incomplete) and "{}" not in metric.label]

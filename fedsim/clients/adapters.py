@@ -74,7 +74,7 @@ class KeptState(AlgorithmOnly):
         if not algorithm.start(torch.zeros(1)):
             raise ExperimentError(
                 "local.keep_state = true: the client algorithm has no state (such as momentum) with the given "
-                "parameters; omit it"
+                "parameters; omit keep_state"
             )
 
     def worker_state(self, row: Tensor) -> State:

@@ -33,10 +33,12 @@ GradientAt = Callable[[Tensor], Tensor]
 
 
 class SampleNoise(NamedTuple):
-    """How the gradients of samples are made private: each is clipped, and their sum gets Gaussian noise.
+    """Clipping norm and noise multiplier for private gradients.
+
+    Each per-sample gradient is clipped, and Gaussian noise is added to the sum of the clipped gradients.
 
     Attributes:
-        clip: maximum L2 norm C of the gradient of a sample.
+        clip: maximum L2 norm C of a per-sample gradient.
         noise: noise multiplier z. The standard deviation of the noise is z C.
     """
 

@@ -261,8 +261,8 @@ def best_maps(comparison: ComparedRuns, over: tuple[str, str]) -> list[tuple[str
 def heatmap_csv(comparison: ComparedRuns, over: tuple[str, str]) -> str:
     """Return a heat map as a CSV table with one line per cell.
 
-    A line has the best value of the first compared setting (or the equally best values), the mean and interval of its
-    results, and the values that are not significantly different from the best.
+    Each line names the best value of the first compared setting (or all best values, if several are equal), the mean of
+    its results with the confidence interval, and the values that are not significantly different from the best.
     """
     first, score = comparison.compared[0], comparison.metric.path[-1].removeprefix("test_")
     keys = [*(axis for axis in comparison.compared[1:] if axis not in over), *over]

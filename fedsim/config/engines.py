@@ -23,13 +23,13 @@ class EngineTraits:
     """Properties of an engine that decide which experiments and settings it supports.
 
     Attributes:
-        own_settings: engine-specific settings that this engine uses, such as `cuda_graphs`, except the settings of
+        own_settings: engine-specific settings that this engine supports, such as `cuda_graphs`, without the settings of
             process pools.
         pool_from: minimum number of processes for which the engine starts a process pool; None if it never does.
         one_process_on_gpu: whether the engine uses one process by default if the device is not a CPU.
         stacks: whether the engine may train several workers at once.
         ranks: whether a launcher such as torchrun starts the engine's processes.
-        spawns: whether the engine always spawns its processes, whatever forking would save.
+        spawns: whether the engine always spawns its processes, regardless of the setting `start_method`.
         chooses: whether the engine itself chooses how a task is computed, as the engine `auto` does.
         races_on: name of the engine that runs experiments with `mode = "race"` in place of this engine; None if this
             engine does not support them.

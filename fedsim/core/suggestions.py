@@ -189,7 +189,7 @@ def has_words(search: str, *texts: str) -> bool:
 
 
 def normalized(name: str) -> str:
-    """Return a name in lower case, with underscores only as separators, to compare spellings."""
+    """Return a name in lower case, with underscores instead of spaces and hyphens, to compare spellings."""
     return re.sub(r"[\s-]", "_", name.lower()).strip("_")
 
 

@@ -73,8 +73,8 @@ def drawn_rows(
         _, stratum_of, sizes = np.unique(strata, return_inverse=True, return_counts=True)
         if held_out > n - len(sizes):
             raise DataError(
-                f"{place}: {held_out} of {n} samples would be drawn for tests, which leaves no training sample for "
-                f"each {kind} (there are {len(sizes)}); use a smaller data.test_fraction, or give a separate test part"
+                f"{place}: {held_out} of {n} samples would be drawn for tests, but at least {len(sizes)} training "
+                f"samples must remain, one per {kind}; use a smaller data.test_fraction, or give a separate test part"
             )
         members = group(order, stratum_of[order], len(sizes))  # each stratum in the drawn order
         counts, how = _stratified(sizes, held_out), f", the same fraction of each {kind}"

@@ -74,7 +74,7 @@ def data_table(value: Any) -> dict[str, Any]:
     pairs_of_arrays = {"x", "y"} <= keys or {"inputs", "targets"} <= keys
     if not isinstance(name, (str, NoneType)) or pairs_of_arrays or (name is None and keys & {"train", "x_train"}):
         raise ExperimentError(
-            f'data: must be {ACCEPTED}; with parameters, pass a dict, such as data={{"name": frame, "ids": "client"}}'
+            f'data: must be {ACCEPTED}; to set parameters, pass a dict, such as data={{"name": frame, "ids": "client"}}'
         )
     return table
 

@@ -206,7 +206,7 @@ def row_norms(rows: Tensor) -> Tensor:
 
 
 def clip_factors(norms: Tensor, max_norm: float) -> Tensor:
-    """Return the factors, at most 1, that scale rows with these norms to norms below `max_norm`."""
+    """Return the factors (at most 1) by which rows with these norms are clipped to at most `max_norm`."""
     return (max_norm * (1 - MARGIN) / norms).clamp(max=1)
 
 

@@ -66,12 +66,13 @@ class Packet(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """What a sender uses in addition to the vector.
+    """Inputs of a compressor besides the vector that the sender compresses.
 
     Attributes:
         draws: source of random tensors.
         metrics: dict that receives numbers to record.
-        memory: the sender's state [width], zeros at first, which the compressor changes; None if it keeps none.
+        memory: state [width] that the compressor keeps for the sender, initially zeros; None for a compressor without
+            state.
     """
 
     draws: Draws

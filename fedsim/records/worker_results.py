@@ -82,8 +82,9 @@ class WorkerResults:
     def metrics(self) -> dict[str, float]:
         """Return statistics of the workers' scores by metric name, such as `worker_accuracy_gini`.
 
-        The statistics are those of `describe`, for the model that each worker would use. There are also statistics for
-        the global and the fine-tuned model, such as `global_worker_accuracy_mean`.
+        The statistics are those of `describe`. Names without a prefix are for the workers' personal models, or for the
+        global model if there are no personal models. Names with a prefix, such as `global_worker_accuracy_mean`, are
+        for the global model or the fine-tuned models.
         """
         models = {"": self.used, **{f"{model}_": model for model in self.scores if model != "personal"}}
         statistics = {

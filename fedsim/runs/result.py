@@ -243,7 +243,7 @@ def _experiment_in(folder: Path, allow_imports: bool) -> Experiment:
 
 def _stored_model(experiment: Experiment, folder: Path | None) -> nn.Module:
     if folder is None:
-        raise RecordError("this copy of a result has no model, because the run has no folder; use the result itself")
+        raise RecordError("this copy of a result has no model, because the run has no folder; use the original result")
     path = folder / MODEL
     if not is_file(path):
         raise RecordError(f"{path}: does not exist, because the run is not finished or records.model is false")

@@ -213,7 +213,7 @@ MOST_TURNED_PRODUCTS = 1000  # maximum number of products per input gradient tha
 
 
 class Options(NamedTuple):
-    """Arguments after the bias of F.conv1d, F.conv2d and F.conv3d, in the order of their signatures."""
+    """Arguments that follow `bias` in F.conv1d, F.conv2d and F.conv3d, in the order of their signatures."""
 
     stride: Any = 1
     padding: Any = 0
@@ -221,10 +221,13 @@ class Options(NamedTuple):
     groups: int = 1
 
     def turnable(self, size: Sequence[int]) -> Options | None:
-        """Return these options with one number per dimension, if the gradient of the inputs is a forward convolution.
+        """Return these options with one number per dimension, or None if the input gradient needs a backward kernel.
 
-        This requires stride 1, and a padding that is the same on both sides and smaller than the kernels. Otherwise,
-        return None. `size` is the size of the kernels.
+        A forward convolution with flipped kernels computes the input gradient if the stride is 1, and if the padding is
+        equal on both sides and smaller than the (dilated) kernels.
+
+        Args:
+            size: kernel size in each dimension.
         """
 
         def numbers(value: Any) -> tuple[int, ...]:

@@ -121,13 +121,13 @@ class ProbeResult(NamedTuple):
 
 
 class TwoModels(NamedTuple):
-    """Two models with different parameters, and a batch for each of them.
+    """Two models of one architecture with different parameters, and one batch for each model.
 
     Attributes:
-        module: module of the same architecture.
-        layout: its layout.
+        module: module of this architecture.
+        layout: layout of the module's parameters in a row.
         rows, buffers: parameters and buffers of both models.
-        inputs, targets: batch of each model, [2, batch, ...].
+        inputs, targets: batches of both models, [2, batch, ...].
     """
 
     module: nn.Module
@@ -156,7 +156,7 @@ class Trials:
     def run(self, batch: tuple[Tensor, Tensor], precision: Precision = FULL) -> ProbeResult:
         """Run the model on a batch in training mode without dropout, and return the result.
 
-        Raises ExperimentError if the model cannot be computed together with others.
+        Raises ExperimentError if several such models cannot be computed together.
         """
         task, (inputs, targets) = self._task, batch
         module = task.new_module().train()

@@ -304,17 +304,17 @@ class PointModules:
 
 @dataclass
 class LocalSteps:
-    """Local training steps of one worker, with the methods of an optimizer.
+    """Local training of one worker, used like an optimizer (`zero_grad`, `backward`, `step`).
 
     Attributes:
-        task: run to compute.
+        task: description of the run.
         member: the worker and the steps to train, as a `WorkItem`.
         batches: number of batches that remain to be trained.
         module: module whose parameters are views of `row` [d] and whose gradients are views of `gradient` [d].
         state: state of the client algorithm.
         dropout: dropout masks of the worker in the round.
-        points: modules for gradients and features at other parameters.
-        buffers_beside: buffers [b] of a personal model that the worker trains in addition; None if there is none.
+        points: modules that compute gradients and features at parameters other than those in `row`.
+        buffers_beside: buffers [b] of a second, personal model that the worker trains; None if there is none.
         samples: object that computes private gradients; None for ordinary gradients.
         steps: number of client algorithm steps so far.
         accumulated: number of batches since the last client algorithm step.

@@ -184,7 +184,8 @@ class Pairwise(OwnModels):
         slots = server.alive.tolist()
         if not slots:
             raise ExperimentError(
-                "policy: all workers have left (clock.departures), so no model remains to test; keep at least one"
+                "policy: all workers have left (clock.departures), so no model remains to test; keep at least one "
+                "worker"
             )
         server.global_row.copy_(server.replicas[slots].mean(0))
         if server.has_buffers and server.buffers != "frozen":

@@ -79,9 +79,9 @@ def _refuse_parts_as_classes(folder: Path, classes: Sequence[str]) -> None:
     train, test = part_like(classes)
     if (train and test) or (len(classes) == 1 and (train or test)):
         raise DataError(
-            f"{folder}: has folders that may be parts or classes, such as {' and '.join(filter(None, (train, test)))}; "
-            "for parts, use the names train (or training) and test (or testing, validation, valid, val); for classes, "
-            "move them into a folder train"
+            f"{folder}: folders such as {' and '.join(filter(None, (train, test)))} may be classes, or a training part "
+            "and a test part; for parts, use the names train (or training) and test (or testing, validation, valid, "
+            "val); for classes, move all folders into a folder train"
         )
 
 

@@ -41,10 +41,10 @@ def table(
 ) -> tuple[TensorData, TensorData]:
     """Table in a CSV or Parquet file, one sample per line, read by PyArrow (`pip install pyarrow`).
 
-    Columns of numbers are concatenated to inputs [n, features]. A column of text with at most 100 different texts
-    becomes one input per text of the training samples, in sorted order: 1 for the text of a sample, else 0. A test
-    sample whose text no training sample has gets only zeros. A single column of lists of one length is an input
-    [n, length]. Targets that are text become class labels in sorted order. Missing values are errors.
+    Columns of numbers are concatenated to inputs [n, features]. A column of text with at most 100 different texts is
+    one-hot encoded: each text of the training samples, in sorted order, becomes one feature. Texts that occur only in
+    test samples are encoded as zeros. A single column of lists of equal length becomes the inputs [n, length]. Text
+    targets become class labels in sorted order. Missing values are errors.
 
     Args:
         path: file of the training samples: Parquet if its name ends in `.parquet`, otherwise CSV in UTF-8, perhaps
@@ -52,20 +52,20 @@ def table(
         test_path: file of the test samples. Unset: a fraction `test_fraction` of the samples in `path` is drawn at
             random. The draw is the same for every seed, and stratified by class.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
-        inputs: columns of the inputs. Unset: all columns except the target, `ids`, and columns that only number the
-            rows: those called id or index, or without a name, which contain a different integer in each row.
+        inputs: columns of the inputs. Unset: all columns except the target, `ids` and row numbers. A column of row
+            numbers is called id or index, or has no name, and contains a different integer in each row.
         ids: columns that contain the owner of each sample (such as a user), for the partition `natural`. Unset: the
-            named index of a data frame that was written to a Parquet file. The test file may lack them.
+            named index of a data frame that was written to a Parquet file. The test file does not need these columns.
         standardize: whether to subtract the mean of each column of numbers and to divide by its standard deviation,
-            both of the training samples. A column that is constant in them is not divided. Columns of text and
-            targets are unchanged.
-        delimiter: character between columns of a CSV file. Unset: found among comma, semicolon, tab and |. If it is not
-            a comma, a column of numbers such as 1,5 has decimal commas.
+            both computed from the training samples. Columns that are constant in the training samples are not divided.
+            Columns of text and targets are unchanged.
+        delimiter: character between columns of a CSV file. Unset: detected (comma, semicolon, tab or |). If the
+            delimiter is not a comma, numbers such as 1,5 are read with a decimal comma.
         test_fraction: fraction of test samples, 0 < test_fraction < 1.
 
     Raises DataError, with the file and the column, for a file that cannot be read, missing columns, NaN, missing
-    values, text between numbers, more than 100 different texts, dates, and other columns without a name. For bad values
-    it names the line and the value.
+    values, text between numbers, more than 100 different texts, dates, and columns without a name that are not row
+    numbers. For bad values, the message contains the line and the value.
 
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "points.csv"

@@ -20,7 +20,7 @@ Concentration = Annotated[float, Field(gt=0, le=1e12)]
 
 
 def label_array(labels: Any) -> np.ndarray:
-    """Return labels as an array. Raises ExperimentError for a data set, whose samples are not labels."""
+    """Return labels as an array. Raises ExperimentError for a data set, a list of samples or a string."""
     samples = isinstance(labels, (list, tuple)) and labels and isinstance(labels[0], (list, tuple))
     if samples or isinstance(labels, (str, Dataset)):
         raise ExperimentError(

@@ -128,7 +128,7 @@ class TestFolders:
     )
     def test_parts_with_longer_names_are_no_classes(self, names, tmp_path, pictures):
         pictures(*names)
-        match = f"may be parts or classes, such as {' and '.join(names)}; for parts, use the names train "
+        match = f"such as {' and '.join(names)} may be classes, or a training part and a test part; for parts, use the "
         refused("image_folder", match, path=str(tmp_path))
         (tmp_path / "train").mkdir()
         for part in names:
