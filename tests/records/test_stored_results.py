@@ -194,7 +194,9 @@ def test_frames_always_have_the_losses():
 def test_a_frame_without_pandas_gives_a_one_line_error(tiny_experiment, monkeypatch):
     result = fedsim.run(tiny_experiment)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MissingPackageError, match=r"^Result\.to_dataframe needs the package pandas, .*\[pandas\]'$"):
+    with pytest.raises(
+        MissingPackageError, match=r"^Result\.to_dataframe needs the package pandas, .*: pip install pandas$"
+    ):
         result.to_dataframe()
 
 
