@@ -135,6 +135,18 @@ MISTAKES = {
         lambda: fedsim.test(nn.Linear(2, 4), DATA),
         r"batches: must be batches, not a data set; pass torch.utils.data.DataLoader\(data, 32\)",
     ),
+    "a tensor as batches": (
+        lambda: fedsim.test(nn.Linear(2, 4), UPDATES),
+        r"batches: must be \(inputs, targets\) pairs, not a tensor; pass \[\(inputs, targets\)\]",
+    ),
+    "settings as the folder": (
+        lambda: fedsim.run(TABLES, {"seed": 1}),
+        r"out = \{seed = 1\}: must be a folder; pass settings in one dict",
+    ),
+    "several words of the command line": (
+        lambda: fedsim.run("rounds=1 model=logistic"),
+        "rounds=1 model=logistic: is not a file; pass a dict with one item for each setting",
+    ),
     "the number of attackers of a rule": (
         lambda: fedsim.aggregate(UPDATES, rule="krum", num_byzantine=1),
         r"num_byzantine = 1: unknown key \(the aggregation rule is krum\); write f=1$",

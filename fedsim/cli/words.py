@@ -89,12 +89,13 @@ def _refuse_spaces(words: list[str]) -> None:
         rest, is_plain = words[index:], not (set("=[{") & {*word} or is_folder(word) or Path(word).suffix)
         if is_file(Path(word)):
             continue
-        if is_plain and index and "=" in words[index - 1]:
+        apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
+        is_spaced = apart and re.match(r"[\w.]+ ?[=:]", apart[0]) and f"={apart[2]}" in key_hint(*apart.groups())
+        if is_plain and index and "=" in words[index - 1] and not is_spaced:
             values = " ".join([words[index - 1], *itertools.takewhile(lambda each: "=" not in each, rest)])
             values = re.sub("[, ]+", ",", values).rstrip(",")
             hint = f"write an experiment first, and several values as in fedsim compare {values}"
             raise ExperimentError(f"{show(word)}: expected key=value; {hint}")
-        apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
         if word not in experiments() and "=" not in word[:-1]:
             if apart and f"={apart[2]}" in (hint := key_hint(*apart.groups())):
                 raise ExperimentError(f"{show(apart[0])}: {hint}, without spaces")

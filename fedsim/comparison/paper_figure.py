@@ -131,7 +131,7 @@ def _set_range(figure: Figure, kind: Kind, axis: Literal["x", "y"], ends: tuple[
         return
     if kind == "heatmap":
         raise ExperimentError(f"{axis}_range = {show(list(ends))}: is only used with kind=curves; remove it")
-    if not -LARGEST <= ends[0] < ends[1] <= LARGEST:
+    if len(ends) != 2 or not -LARGEST <= ends[0] < ends[1] <= LARGEST:
         raise ExperimentError(
             f"{axis}_range = {show(list(ends))}: must be two numbers, the smaller one first, "
             f"between {-LARGEST:g} and {LARGEST:g}"
@@ -186,6 +186,8 @@ def _only(comparison: Comparison, only: Mapping[str, Any]) -> Comparison:
 
     For example, {"attack": ["alie"]} keeps the runs with the attack alie, whatever its parameters.
     """
+    if not isinstance(only, Mapping):
+        raise ExperimentError(f'only = {show(only)}: must be a table (dict), such as {{"attack": "alie"}}')
     axes, runs = dict(comparison.axes), comparison.runs
     for key, selected in only.items():
         key = axis_called(key)

@@ -471,9 +471,7 @@ def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
         metric_names = [
             f"metrics.{metric.component.label}" for experiment in experiments for metric in experiment.metrics
         ]
-        raise ExperimentError(
-            f"{where}: is not a recorded number; {nearest(key, dict.fromkeys([*KEYS, *metric_names]))}"
-        )
+        raise ExperimentError(f"{where}: is not a recorded number; {hint_for(key, [*KEYS, *metric_names])}")
     if key.startswith("validation_") and not all(experiment.data.validation_fraction for experiment in experiments):
         raise ExperimentError(f"{where}: needs validation samples; add data.validation_fraction=0.1")
     if OF_WORKERS.fullmatch(key):
@@ -508,6 +506,8 @@ def require_number(name: str, last: Sequence[RoundRecord]) -> None:
 
 def hint_for(key: str, recorded: Sequence[str]) -> str:
     """Return how to get the metric `key`, which is not among the metrics that the runs have `recorded`."""
+    if "," in key:
+        return "name one number for each figure or comparison"
     tested = any(map(OF_WORKERS.fullmatch, recorded))
     return LACKS_LOCAL_TESTS if OF_WORKERS.fullmatch(key) and not tested else nearest(key, recorded)
 

@@ -145,7 +145,10 @@ def read_records(folder: Path) -> Run | Comparison:
     Raises RecordError if the folder contains neither, is damaged, or has no finished round.
     """
     if not folder.is_dir():
-        raise RecordError(f"{folder}: no such folder; name the folder of a run or of a comparison")
+        hint = f", {folder.parent}" if is_file(folder) and is_file(folder.parent / METRICS) else ""
+        hint = ", and separate several folders by spaces" if "," in str(folder) else hint
+        problem = "is a file" if is_file(folder) else "no such folder"
+        raise RecordError(f"{folder}: {problem}; name the folder of a run or of a comparison{hint}")
     if (folder / COMPARISON).is_file():
         return Comparison.read(folder)
     if not is_file(folder / METRICS):

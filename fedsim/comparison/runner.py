@@ -61,6 +61,7 @@ from fedsim.config.validation import warnings_about, warnings_about_objects
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, SettingWarning, one_line, show
 from fedsim.processes.child_process import exit_if_imported_by_child
 from fedsim.records.formatting import key_name
+from fedsim.records.history import METRICS
 from fedsim.records.run_folder import ERROR
 from fedsim.runs.launch import check_copies
 from fedsim.runs.session import Session
@@ -338,7 +339,10 @@ def _sources(folder: Path) -> list[Path]:
     """Return the folders in and below `folder` that contain a comparison or a part of it."""
     sources = [path for path in (folder, *sorted((folder / SHARDS).glob("*"))) if (path / COMPARISON).is_file()]
     if not sources:
-        raise RecordError(f"{folder}: is not the folder of a comparison (no {COMPARISON}, and no shards in {SHARDS}/)")
+        is_run = (folder / METRICS).is_file()
+        hint = "; to draw single runs in one figure, run: fedsim plot FOLDER FOLDER" if is_run else ""
+        reason = f"no {COMPARISON}, and no shards in {SHARDS}/"
+        raise RecordError(f"{folder}: is not the folder of a comparison ({reason}){hint}")
     return sources
 
 

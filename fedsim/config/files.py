@@ -80,11 +80,17 @@ def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
         return decoded(read_bounded(path, MAX_BYTES, inside)).replace("\r\n", "\n")
     except FileNotFoundError:
         key, equals, value = str(path).partition("=")
+        if "=" in value:
+            raise ExperimentError(f"{where}: is not a file; pass a dict with one item for each setting") from None
         if equals:  # in Python, as the command line separates settings from files
             raise ExperimentError(f"{where}: is not a file; pass settings as {{{show(key)}: {cut(value)}}}") from None
         known, is_name = experiments(), path.name == path.stem == str(path)
         hint = f"; {nearest(path.stem, known)}" if is_name or path.stem in known else ""
         raise ExperimentError(f"{where}: no such file; expected an experiment ({kind}) or key=value{hint}") from None
+    except IsADirectoryError:
+        hint = f"write {where}/experiment.toml, or --resume {where} to continue that run"
+        hint = hint if (path / "experiment.toml").is_file() else f"expected an experiment ({kind})"
+        raise ExperimentError(f"{where}: cannot be read: Is a directory; {hint}") from None
     except OSError as error:
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}; expected an experiment ({kind})") from None
     except ValueError as error:
@@ -107,7 +113,9 @@ def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         place = re.search(r"line (\d+)", str(error))
         line = text.split("\n")[int(place[1]) - 1] if place else text.rstrip().rpartition("\n")[2]
-        reason = f"{cut(str(error))}: {show(line.strip())}; {TOML_REMEDY}"
+        is_repeated = re.match("Cannot (declare|overwrite)", str(error))
+        remedy = "write each key and each [table] once" if is_repeated else TOML_REMEDY
+        reason = f"{cut(str(error))}: {show(line.strip())}; {remedy}"
         raise ExperimentError(f"{where}: cannot be read as TOML: {reason}") from None
     except ValueError as error:  # a number with too many digits
         raise ExperimentError(f"{where}: cannot be read as TOML: {cut(str(error))}") from None

@@ -230,14 +230,17 @@ def component_name_error(kind: str, name: str, where: str, place: str, component
         )
     if ":" in name:
         return None
+    if re.fullmatch(r"[a-z_]\w*=[\w.+-]+", name):  # krum,f=1 among several values
+        table = f'{{{place.rpartition(".")[2]}="NAME",{name}}}'
+        return f"{where}: no such {kind}; for a parameter of one value write {table} (in single quotes in a shell)"
     hint = nearest(name, sorted(components), re.sub(r"\[\d*\]|\.name$", "", place))
     own = ', or the import path of your own, "package.module:name"' if hint.startswith("allowed") else ""
     return f"{where}: no such {kind}; {hint}{own}"
 
 
 def _called(name: str, place: str, components: Mapping[str, Any]) -> str:
-    """Return the settings for a component that is written with its parameters, such as `dirichlet(0.1)`, or ""."""
-    call = re.fullmatch(r"\s*([\w-]+?)\s*(?:[(:=@]([^():/\\]*)\)?|[_-]?(\d[\d.e-]*))\s*", name)
+    """Return the settings for a component with its parameters, such as `dirichlet(0.1)` or `krum,f=1`, or ""."""
+    call = re.fullmatch(r"\s*([\w-]+?)\s*(?:(?:[(:=@]|,(?=\s*\w+=))([^():/\\]*)\)?|[_-]?(\d[\d.e-]*))\s*", name)
     if not call or not (called := named(call[1], components)):
         return ""
     names = iter(components[called[0]].parameter_names)

@@ -105,6 +105,8 @@ def backward(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss = DEF
 
 
 def _refuse_dataset(batches: Batches) -> None:
+    if isinstance(batches, Tensor):
+        raise ExperimentError("batches: must be (inputs, targets) pairs, not a tensor; pass [(inputs, targets)]")
     if isinstance(batches, Dataset):
         raise ExperimentError("batches: must be batches, not a data set; pass torch.utils.data.DataLoader(data, 32)")
 

@@ -84,6 +84,8 @@ def _hint(where: str, value: Any, wanted: Sequence[str]) -> str:
     kind = "integer" if type(value) is int else "fraction"
     answers = (text for text in (answer(text), answer(f"{where}_{kind}", value)) if "VALUE" not in text)
     hint = next((text for text in answers if f" {where}=" in text), "")
+    if "a list" in wanted and isinstance(value, str) and (call := re.fullmatch(r"([\w-]+),\s*(\w+)=([\d.e-]+)", value)):
+        return f'; write [{{name="{call[1]}",{call[2]}={call[3]}}}] (in single quotes in a shell)'
     if "a list" in wanted and not hint and type(value) in (str, int) and (len(wanted) == 1 or "," in text):
         return f"; write {cut(as_list(str(value)))} (in single quotes in a shell)"
     if wanted == ["a valid integer"] and isinstance(value, bool) and where.endswith("]"):
@@ -126,7 +128,8 @@ def _requirement(message: str) -> str:
     message = re.sub(r"^(String|List|Tuple|Set) should have ", lambda it: f"a {it[1].lower()} that has ", message)
     message = re.sub(r"^String should match ", "a string that matches the ", message)
     message = re.sub(r"^(Input should be|Value error, must be|Value error,) ", "", message)
-    return message.replace("a valid boolean", "true or false").replace("a valid list", "a list").replace("'", '"')
+    message = re.sub("a valid (list|tuple)", "a list", message)
+    return message.replace("a valid boolean", "true or false").replace("'", '"')
 
 
 def _keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.comparison.results import read_records
+from fedsim.errors import ExperimentError, show
 from fedsim.records.reader import Run
 from fedsim.report.comparison_page import comparison_page
 from fedsim.report.on_page import CONFIG, TEMPLATES
@@ -34,6 +35,7 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
         out: HTML file to write. An existing file is overwritten. Default: `report.html` in the folder.
 
     Raises:
+        ExperimentError: the name of the report ends as that of a figure.
         RecordError: the folder holds no finished round or a damaged file, or the report cannot be written.
         MissingPackageError: plotly or jinja2 is not installed.
 
@@ -44,8 +46,10 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     'report.html'
     """
     folder = Path(folder)
-    html = render(folder)
     path = Path(out) if out is not None else folder / PAGE
+    if path.suffix.lower() in (".pdf", ".png", ".svg"):
+        raise ExperimentError(f"out = {show(str(path))}: must end in .html; fedsim plot writes figures")
+    html = render(folder)
     # Names may contain lone surrogates, which UTF-8 cannot encode.
     write_atomically(path, html.encode("utf-8", errors="replace"))
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from fedsim.config.validation import warnings_about, warnings_about_objects
 from fedsim.core.randomness import sole_use_of_generators
 from fedsim.data.sources import data_loaded_once
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, FedsimError, SettingWarning
+from fedsim.errors import ExperimentError, FedsimError, SettingWarning, show
 from fedsim.records.early_stopping import stop_reason
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
@@ -130,6 +131,8 @@ def live_run(
         session: session with the engine and data to use; None for an engine and data of this run only.
         progress: whether to print a line for each round; None shows a progress bar in notebooks only.
     """
+    if not isinstance(out, (str, os.PathLike, type(None))):
+        raise ExperimentError(f"out = {show(out)}: must be a folder; pass settings in one dict, a function as on_round")
     if resume and out is None:
         raise ExperimentError("resume = True: needs `out`; set it to the folder of the run to resume")
     is_main, path = _is_main(experiment), None if out is None else Path(out)

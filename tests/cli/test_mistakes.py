@@ -102,6 +102,18 @@ WORDS = [
     ("mode=hogwild", "mode=race policy=hogwild"),
     ("aggregate.rule=nnm,median", 'for several values use fedsim compare; for a list write ["nnm","median"]'),
     ("data.augment=flip,shift", 'must be a list; write ["flip","shift"]'),
+    # parameters behind the name, and spaces around the sign
+    ("aggregate=krum,f=3", "write aggregate.rule=krum aggregate.f=3"),
+    ("attack=sign_flipping,scale=3", "write attack=sign_flipping attack.scale=3"),
+    ("processors=top_k,ratio=0.1", 'write [{name="top_k",ratio=0.1}]'),
+    ("seed=1 rounds = 3", "write rounds=3, without spaces"),
+    ("seed=1 rounds:3", "write rounds=3, without spaces"),
+    # keys that belong to other components
+    ("aggregate=multi_krum aggregate.k=3", "write aggregate.m=3"),
+    ("aggregate=trimmed_mean aggregate.beta=0.1", "aggregate.f=N for the N values that are cut on each side"),
+    ("server.optimizer=adamw", "write server=adam"),
+    ("local.algorithm=dp_sgd local.noise_multiplier=1.2", "write local.noise=1.2"),
+    ("lora=8", "write model.lora.rank=8"),
     # user-defined components
     ("model=./my_model.py:Net", "write my_model:Net (without slashes and .py)"),
     ("model=C:/x/my_model.py:Net", "write my_model:Net, and start fedsim in C:/x or add this folder to PYTHONPATH"),
@@ -116,6 +128,7 @@ WORDS = [
 ]
 
 FILES = [
+    ("[local]\nlr = 0.1\n[local]", "write each key and each [table] once"),
     ("local:\n  lr: 0.1", '(at line 1, column 6): "local:"; write key = value with'),
     (
         "rounds = 3\nmodel = 2nn  # small",

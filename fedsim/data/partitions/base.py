@@ -189,7 +189,8 @@ def _check_needs(strategy: str, takes: Mapping[str, bool], targets: np.ndarray, 
     if takes.get("by_class") and not has_classes(targets):
         raise ExperimentError(
             f'partition.name = "{strategy}": needs one class label per sample, but the targets are '
-            f"{described(targets)}; use a strategy that ignores the targets, such as iid or contiguous"
+            f"{described(targets)}; convert class labels to integers, or "
+            "use a strategy that ignores the targets, such as iid"
         )
 
 
