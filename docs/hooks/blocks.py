@@ -239,8 +239,9 @@ def _comparable(text: str) -> list[str]:
     lines, seconds, width = [], set(), 0
     for line in text.rstrip().splitlines():
         cells = re.split(r"  +", line.strip())
-        if len(cells) > 2 and any(cell.endswith(" s") for cell in cells):
-            seconds, width = {place for place, cell in enumerate(cells) if cell.endswith(" s")}, len(cells)
+        times = {place for place, cell in enumerate(cells) if re.search(r"(?:^ms| s)$", cell)}
+        if len(cells) > 2 and times:
+            seconds, width = times, len(cells)
         elif len(cells) == width:
             cells = ["TIME" if place in seconds else cell for place, cell in enumerate(cells)]
         lines.append(" ".join(cells).rstrip())

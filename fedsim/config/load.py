@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedsim.config.engines import engine_class
+from fedsim.config.engines import engine_class, traits_of
 from fedsim.config.experiment import Experiment, refuse_untrusted_root
 from fedsim.config.files import COMPARISON, find_experiment, read_toml, read_yaml
 from fedsim.config.overrides import changes_in, override, parse_word, removed_warnings
@@ -17,7 +17,7 @@ from fedsim.core.import_policy import is_untrusted, untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import plain
 from fedsim.data.sources import data_loaded_once, sample_shape
-from fedsim.errors import ExperimentError, SettingWarning, show
+from fedsim.errors import DataError, ExperimentError, SettingWarning, show
 from fedsim.system.limits import without_inner_frames
 
 
@@ -74,12 +74,17 @@ def load_experiment(
 def with_data(experiment: Experiment) -> Experiment:
     """Return an experiment that has taken everything from its data, which is downloaded if files are missing.
 
-    Raises DataError if the data cannot be loaded.
+    Raises DataError if the data cannot be loaded, except on ranks, where the run reports it to all ranks.
     """
     if not experiment.awaits_data:
         return experiment
     with data_loaded_once():
-        sample_shape(experiment.data.name, experiment.data.root, experiment.data.params)
+        try:
+            sample_shape(experiment.data.name, experiment.data.root, experiment.data.params)
+        except DataError:
+            if not traits_of(experiment.engine).ranks:
+                raise
+            return experiment
         return experiment_of(describe(experiment))
 
 

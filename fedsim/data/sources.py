@@ -26,6 +26,7 @@ from fedsim.data.brought import ACCEPTED, source_of
 from fedsim.data.shapes import SampleShape
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show
+from fedsim.system.files import is_file
 
 
 class DatasetRegistry(Registry):
@@ -96,15 +97,15 @@ def _format_of(path: str) -> str | None:
         if path.lower().endswith(suffix):
             return name
     file = Path(path).expanduser()
-    if path in (".", "..") or path.endswith(("/", "\\")) or (re.search(r"[/\\]", path) and file.is_dir()):
+    if path in (".", "..") or path.endswith(("/", "\\")) or (re.search(r"[/\\]", path) and os.path.isdir(file)):
         folder = f"data.path={path}"
         raise ExperimentError(
             f"data.name = {show(path)}: is a folder; write data=image_folder {folder}, or leaf, text or huggingface "
             "instead of image_folder"
         )
-    if re.search(r"[/\\]", path) and not re.search(r":|\.py$", path) and not file.exists():
+    if re.search(r"[/\\]", path) and not re.search(r":|\.py$", path) and not os.path.exists(file):
         raise ExperimentError(f"data.name = {show(path)}: no such file or folder; check the path")
-    if file.is_file() and file.suffix != ".py":
+    if is_file(file) and file.suffix != ".py":
         raise ExperimentError(
             f"data.name = {show(path)}: no data set reads this type of file; allowed: {', '.join(FORMATS)}, folders of "
             "images, or your own function"

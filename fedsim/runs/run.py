@@ -87,7 +87,7 @@ def run(
     users = UserCallbacks(FunctionCallback(on_setup, on_start, on_round), callbacks)
     try:
         with sole_use_of_generators(for_run=True), data_loaded_once(), contextlib.ExitStack() as stack:
-            experiment = under_launcher(with_data(load_experiment(experiment, allow_imports=allow_imports, **changes)))
+            experiment = with_data(under_launcher(load_experiment(experiment, allow_imports=allow_imports, **changes)))
             warn_of_copies(experiment.engine)
             live, callbacks = stack.enter_context(live_run(experiment, out, resume, users, session, progress))
             lines = warnings_about(experiment)

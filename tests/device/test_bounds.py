@@ -33,7 +33,7 @@ class Workload(NamedTuple):
         return {
             "rounds": 2,
             "workers": self.workers,
-            "model": self.model,
+            "model": {"name": self.model, "classes": 10},  # more than the few training samples have
             "data": {"name": "tests.components:tiny", "train": samples},
             "partition": "contiguous",
             "local": {"batch_size": self.batch_size, "steps": steps, "momentum": 0.5},

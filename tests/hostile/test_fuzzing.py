@@ -27,7 +27,7 @@ from fedsim.comparison.runner import merge
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import to_toml
 from fedsim.config.load import load_experiment
-from fedsim.config.tables import last_names
+from fedsim.config.tables import _owners
 from fedsim.errors import FedsimError
 from fedsim.records.history import RACE_LOG, read_history
 from fedsim.records.reader import Run
@@ -38,7 +38,7 @@ from tests.data.test_sources import write_mnist
 from tests.hostile.mutations import DEEP, EXTREMES, edited, edits, fuzz, mutated, mutations, without
 from tests.report.folders import invent_round, on_the_clock
 
-KEYS = sorted({*Experiment.model_fields, *last_names(Experiment), "comparison", "label", "variant"})
+KEYS = sorted({*Experiment.model_fields, *_owners(Experiment), "comparison", "label", "variant"})
 NAMES = [
     registration
     for kind in (fedsim.rules, fedsim.pre_aggregators, fedsim.attacks, fedsim.partitions, fedsim.policies)
