@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.main import app
 from fedsim.comparison import load_comparison
-from fedsim.errors import FedsimError, show_warnings_as_lines
+from fedsim.errors import FedsimError, FedsimWarning, show_warnings_as_lines
 from tests.commands import free_port, start
 from tests.faults.ways import LAUNCHED, POOLS, RANKS, WAYS, FaultError, Trial, Wholes
 from tests.hostile.mutations import EXTREMES, OPERATIONS, mutated
@@ -151,7 +151,8 @@ def foreign_files(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
     words += [("compare", folder)] if trial.way == "compare" else [("run", "--resume", folder, "--allow-imports")]
     names = ", ".join(str(path.relative_to(folder)) for path in changed)
     for command in words:
-        with bounded(f"{command[0]} with changed {names}"):
+        with bounded(f"{command[0]} with changed {names}"), warnings.catch_warnings():
+            warnings.simplefilter("default", FedsimWarning)  # as outside of pytest
             result = CliRunner().invoke(app, [str(word) for word in command])
         said = f"{command[0]} with changed {names}: exit code {result.exit_code}: {result.output[-500:]!r}"
         if result.exit_code not in (0, 1, 2) or not isinstance(result.exception, (SystemExit, type(None))):
