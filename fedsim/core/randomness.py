@@ -78,8 +78,9 @@ class Draws:
     Each call gives new, independent numbers. The same calls in the same order give the same numbers on every device and
     in every process, except for rounding in `normal`. The host never waits for the device.
 
-    For example, a run shuffles a worker's n samples in the first epoch of a round by `draws.permutation(n)` with
-    `draws = Draws.of(seed, "batches", round, worker)`, and in epoch 1, 2, ... by `draws.steps()(epoch).permutation(n)`.
+    In a run: `fedsim.training.batches.BatchSource.orders` shuffles a worker's n samples in a round's first epoch by
+    `draws.permutation(n)` with `draws = Draws.of(seed, "batches", round, worker)`, and in epoch 1, 2, ... by
+    `draws.steps()(epoch).permutation(n)`.
     """
 
     def __init__(self, key: Tensor, step: int = 0, ahead: dict[int, tuple[int, Tensor]] | None = None) -> None:

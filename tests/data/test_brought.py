@@ -113,7 +113,10 @@ class TestOneDataSetPerWorker:
                 [(PAIRS, PAIRS), PAIRS],
                 "either all data sets or none must be tables, and either all or none must have a test part",
             ),
-            ([Subset(PAIRS, [k]) for k in range(9)], "leaves no training sample for each worker .* separate test part"),
+            (
+                [Subset(PAIRS, [k]) for k in range(9)],
+                "at least 9 training samples must remain, one per worker; .* separate test part",
+            ),
         ],
     )
     def test_lists_that_do_not_fit(self, data, match):

@@ -20,6 +20,8 @@ from fedsim.server.optimizer import server_optimizer
 from tests.device.agreement import COLUMNS, REAL, every, settings_of, some_gpu, to_gpu
 from tests.device.pretend import upload
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* poisons data, not updates")
+
 N, F = 11, 2
 NAMES = [registration.name for registration in rule]
 LINEAR = ["mean", "weighted_mean"]

@@ -63,7 +63,7 @@ def test_the_program_of_ranks_runs(tmp_path, monkeypatch):
 
 
 def test_the_rules_that_depend_on_the_origin_are_listed():
-    listed = re.findall(r"`(\w+)`", TEXT.partition("but not with")[2].partition("\n\n")[0])
+    listed = re.findall(r"`(\w+)`", TEXT.partition("but not to")[2].partition("\n\n")[0])
     parameters = {"f": 2, "c": 1.0, "tau": 1.0}
 
     def result(registration, updates):
