@@ -179,7 +179,9 @@ def closest(name: str, allowed: Iterable[str]) -> list[str]:
     """
     form, forms = normalized(name), {normalized(each): each for each in allowed}
     matches = with_words(form, forms) or [each for each in forms if len(form) >= SHORT and f"_{form}" in f"_{each}"]
-    spelled = difflib.get_close_matches(form, [each for each in forms if each[:1] == form[:1]], n=1, cutoff=CUTOFF)
+    alike = [each for each in forms if each[:1] == form[:1]]
+    swapped = [each for each in alike if sorted(each) == sorted(form)]  # "modle" is model, although mode is nearer
+    spelled = swapped or difflib.get_close_matches(form, alike, n=1, cutoff=CUTOFF)
     return [forms[each] for each in difflib.get_close_matches(form, matches or spelled, n=2, cutoff=0.0)]
 
 

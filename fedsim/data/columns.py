@@ -86,7 +86,7 @@ class DataColumn(NamedTuple):
             ) from None
 
     def numbers_or_text(self, *, convert: bool = True) -> np.ndarray:
-        """Return `array()`, where text is converted if it consists of numbers. Raise DataError for other types.
+        """Return `array()`, with text that consists of numbers converted to numbers. Raise DataError for other types.
 
         convert=False: text is not converted.
 
@@ -119,6 +119,8 @@ class DataColumn(NamedTuple):
     def owners(self) -> np.ndarray:
         """Return the owner of each sample, [n], as integers or text."""
         array = self.array()
+        if array.dtype.kind == "f" and np.abs(array).max(initial=0) >= 2**53:  # neighbouring integers would be equal
+            raise DataError(f"{self.place}: contains integers beyond 2^53 as owners; write them as text, such as id_1")
         return array.astype(str) if array.dtype.kind in "mM" else array
 
     def error(self, problem: str, row: int, remedy: str, count: int = 1) -> DataError:

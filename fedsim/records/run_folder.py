@@ -219,7 +219,9 @@ class RunFolder:
 def _require_empty(folder: Path) -> None:
     """Raise RecordError if a folder is not empty."""
     if (folder / EXPERIMENT).is_file():
-        raise RecordError(f"{folder}: holds a run; name another folder, or continue that run with --resume")
+        raise RecordError(
+            f"{folder}: holds a run; name another folder, or continue that run with --resume (in Python, resume=True)"
+        )
     if any(path.name != PART.format(EXPERIMENT) for path in folder.iterdir()):
         raise RecordError(f"{folder}: is not empty and has no {EXPERIMENT}; choose a new or an empty folder")
 

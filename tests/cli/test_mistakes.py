@@ -17,6 +17,7 @@ WORDS = [
         "unknown key (the partition strategy is iid); write partition=dirichlet partition.alpha=0.1",
     ),
     ("optimizer=adam", "write local.algorithm=adam or server=adam"),
+    ("modle=2nn", 'unknown key; did you mean "model"?'),
     ("byzantine=2", "unknown key; write attack.f=2"),
     ("malicious_ratio=0.2", "unknown key; write attack.fraction=0.2"),
     ("f=2", "write attack.f=2 for the number of attackers, or aggregate.f=2 for the number that the rule tolerates"),

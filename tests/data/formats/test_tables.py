@@ -85,6 +85,13 @@ def test_text_of_the_training_part_is_text_in_the_test_part(csv, name):
     assert (test.inputs.tolist(), test.targets.tolist()) == ([[1, 0, 0, 0.5]] * 2, [0, 0])
 
 
+def test_owners_that_would_be_rounded_to_one_are_refused(csv):
+    path = csv("a,user,y\n1,12345678901234567890,0\n2,12345678901234567891,1\n3,5,0\n")
+    refused(
+        "csv", r'column "user": contains integers beyond 2\^53 as owners; write them as text', path=path, ids="user"
+    )
+
+
 def test_at_most_100_texts_become_inputs(csv):
     texts = [f"t{k}" for k in range(101)] * 2
     path = csv(lines(texts[:200], [0.5] * 200, [0, 1] * 100, names="txy"))
