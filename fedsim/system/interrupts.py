@@ -58,6 +58,10 @@ def signals_as_exceptions() -> Iterator[None]:
     before = {number: signal.signal(number, _raise_once) for number in taken}
     try:
         yield
+    except Exception as error:
+        if interruption := _interruption_behind(error):
+            raise interruption from None
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -71,6 +75,13 @@ def _raise_once(number: int, frame: object) -> None:
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
     if time.monotonic() - _first > CLEANUP_SECONDS:
         _exit(number)
+
+
+def _interruption_behind(error: BaseException | None) -> BaseException | None:
+    """Return the KeyboardInterrupt or Terminated that a library wrapped in `error`, as pydantic does; None if none."""
+    while error is not None and not isinstance(error, (KeyboardInterrupt, Terminated)):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _raise_again(hook: Callable[[Any], object], unraisable: Any) -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 
+import pydantic
 import pytest
 
 from fedsim.system import interrupts
@@ -52,6 +53,19 @@ def test_a_signal_ends_the_program_where_cleaning_up_takes_too_long(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run()
     assert ended == [signal.SIGTERM]
+
+
+class Dumped(pydantic.BaseModel):
+    @pydantic.model_serializer
+    def _interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interruption_that_pydantic_wraps_is_raised():
+    with pytest.raises(KeyboardInterrupt), signals_as_exceptions():
+        Dumped().model_dump()
+    with pytest.raises(ValueError, match="its own"), signals_as_exceptions():
+        raise ValueError("its own")
 
 
 VALIDATORS = """
