@@ -57,7 +57,8 @@ class Experiment(Settings):
         try:
             if "partition" not in tables and one_per_worker(tables.get("data")):
                 tables = {**tables, "partition": "natural"}
-            if "workers" not in tables and (count := count_workers(tables)) is not None:
+            count = None if "workers" in tables else count_workers(tables) or workers_of_groups(tables.get("groups"))
+            if count is not None:
                 tables = {**tables, "workers": count}
             super().__init__(**tables)
         except ValidationError as error:
@@ -139,6 +140,16 @@ VOCABULARY.settings_of = settings_of
 VOCABULARY.component_keys = frozenset(
     key for keys, _ in COMPONENTS.values() for key in keys.partition(", before")[0].replace(".name", "").split(", ")
 )
+
+
+def workers_of_groups(groups: Any) -> int | None:
+    """Return the default number of workers for the setting `groups`, or None for the usual default.
+
+    A list has one entry per worker. A number of groups has the usual default in each group.
+    """
+    if type(groups) is int and groups > 0:
+        return groups * Settings.model_fields["workers"].default
+    return len(groups) if isinstance(groups, list) and groups else None
 
 
 def count_workers(tables: Mapping[str, Any]) -> int | None:

@@ -337,28 +337,21 @@ class Local(ComponentTable):
         return table if keys_set else {**table, "epochs": 1}
 
 
-class Attack(ComponentTable):
-    """The attack, and the Byzantine workers."""
+class TopAttack(ComponentTable):
+    """The attack of Byzantine groups, which replaces what they send to the top level. Needs `groups`."""
 
-    place, named_by, registry = "attack", "name", attack_strategy
+    place, named_by, registry = "top_attack", "name", attack_strategy
     alternatives = ("f", "fraction", "workers")
 
     name: Name = "none"
     f: Count | None = None
-    """Number of Byzantine workers, which are drawn at random."""
+    """Number of Byzantine workers (in `top_attack`: groups), which are drawn at random."""
     fraction: FractionBelowOne = 0.0
-    """Fraction of Byzantine workers, instead of a number. The number is rounded down."""
+    """Fraction of Byzantine workers (or groups), instead of a number. The number is rounded down."""
     workers: list[Count] | None = None
-    """IDs of the Byzantine workers, instead of a number."""
-    resample: bool = False
-    """Whether the Byzantine workers are drawn again in each round."""
-    by_class: Count | None = None
-    """Class label. The Byzantine workers are those with the most samples of this class."""
+    """IDs of the Byzantine workers (or groups), instead of a number."""
     start_round: PositiveCount = 1
-    """First round with an attack. In earlier rounds the Byzantine workers follow the protocol."""
-    compressed: bool = False
-    """Whether the attackers' updates pass through `processors` like those of honest workers. Otherwise attackers see
-    the processed updates, and send theirs unprocessed. Attacks on data only are always processed."""
+    """First round with an attack. In earlier rounds the Byzantine workers (or groups) follow the protocol."""
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -374,27 +367,33 @@ class Attack(ComponentTable):
         return int(self.fraction * n_workers + 1e-9) if self.workers is None else len(self.workers)
 
 
-class Aggregate(ComponentTable):
-    """How the updates of a cohort are aggregated into one update."""
+class Attack(TopAttack):
+    """The attack, and the Byzantine workers."""
 
-    place, named_by, registry = "aggregate", "rule", rule
+    place = "attack"
+
+    resample: bool = False
+    """Whether the Byzantine workers are drawn again in each round."""
+    by_class: Count | None = None
+    """Class label. The Byzantine workers are those with the most samples of this class."""
+    compressed: bool = False
+    """Whether the attackers' updates pass through `processors` like those of honest workers. Otherwise attackers see
+    the processed updates, and send theirs unprocessed. Attacks on data only are always processed."""
+
+
+class TopAggregate(ComponentTable):
+    """How the models of the groups are aggregated into the global model every `group_rounds` rounds. Needs `groups`."""
+
+    place, named_by, registry = "top_aggregate", "rule", rule
 
     rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
     """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}."""
     f: Count | None = None
     """Number of Byzantine updates that the rule must tolerate, for rules with this parameter. Unset: true number."""
-    weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegativeFloat] | None = None
-    """Weights of the workers: equal (`uniform`), proportional to sample counts (`samples`), sample fractions divided by
-    the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` for
-    rules that require weights, otherwise `uniform`, also with noise of the server (`privacy.mechanism`)."""
-    nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"
-    """Treatment of updates with NaN or infinity. `error`: the run ends with an error. `stop`: the run ends with the
-    last finite model. `exclude`: these updates are left out and recorded. `keep`: they are aggregated."""
-    secure: bool = False
-    """Whether the experiment is restricted to what secure aggregation allows: the server learns only the sum of the
-    updates. Secure aggregation itself is not simulated."""
-    root_samples: PositiveCount = 100
-    """Number of training samples that the server holds, for rules that use its gradient (`fltrust`)."""
+    weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None
+    """Weights of the groups: equal (`uniform`), proportional to the samples of the updates that a group has averaged
+    since it last received the global model (`samples`), or a list. Unset: `samples` for rules that require weights,
+    otherwise `uniform`."""
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -406,7 +405,7 @@ class Aggregate(ComponentTable):
         stages = [{"rule": registration.name, **_without_f(params)} for registration, params in resolved]
         if isinstance(rule, str):
             return {**stages[0], **settings, "rule": stages[0]["rule"]}
-        tables = [as_table(stage, "aggregate.rule") for stage in rule]
+        tables = [as_table(stage, f"{cls.place}.rule") for stage in rule]
         stages = [{**stage, **table, "rule": stage["rule"]} for stage, table in zip(stages, tables, strict=True)]
         return {**settings, "rule": stages}
 
@@ -416,7 +415,7 @@ class Aggregate(ComponentTable):
     @classmethod
     def _resolve(cls, rule: Any, params: dict[str, Any], f: int | None) -> list[tuple[Registration, dict[str, Any]]]:
         if not isinstance(rule, (str, list)):
-            raise ExperimentError(f"aggregate.rule = {show(rule)}: must be a name, or a list of names and tables")
+            raise ExperimentError(f"{cls.place}.rule = {show(rule)}: must be a name, or a list of names and tables")
         return resolve(rule, params, cls.place, list(cls.model_fields), {"f": f or 0})
 
     def pipeline(self, f: int) -> Pipeline:
@@ -433,6 +432,25 @@ class Aggregate(ComponentTable):
     def label(self) -> str:
         """Name of the rule, such as `nnm + trimmed_mean`."""
         return self.pipeline(0).name
+
+
+class Aggregate(TopAggregate):
+    """How the updates of a cohort, or of the members of each group, are aggregated into one update."""
+
+    place = "aggregate"
+
+    weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegativeFloat] | None = None  # type: ignore[assignment]
+    """Weights of the workers: equal (`uniform`), proportional to sample counts (`samples`), sample fractions divided by
+    the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` for
+    rules that require weights, otherwise `uniform`, also with noise of the server (`privacy.mechanism`)."""
+    nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"
+    """Treatment of updates with NaN or infinity. `error`: the run ends with an error. `stop`: the run ends with the
+    last finite model. `exclude`: these updates are left out and recorded. `keep`: they are aggregated."""
+    secure: bool = False
+    """Whether the experiment is restricted to what secure aggregation allows: the server learns only the sum of the
+    updates. Secure aggregation itself is not simulated."""
+    root_samples: PositiveCount = 100
+    """Number of training samples that the server holds, for rules that use its gradient (`fltrust`)."""
 
 
 def _without_f(params: dict[str, Any]) -> dict[str, Any]:

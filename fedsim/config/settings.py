@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field, PositiveFloat
 
 from fedsim.aggregation import Pipeline
@@ -20,10 +22,12 @@ from fedsim.config.schema import matching
 from fedsim.core.base_table import Table
 from fedsim.core.numbers import Count, PositiveCount
 from fedsim.core.objects import Name
+from fedsim.core.randomness import draw_key
 from fedsim.errors import MAX_NAME, show
 from fedsim.privacy import Releases
 from fedsim.processes.hooks import CommunicationHook
 from fedsim.processing import UpdateProcessor
+from fedsim.server.groups import Groups
 from fedsim.system.precision import PRECISIONS
 
 Weighting = Literal["uniform", "samples", "inverse_probability"] | list[float]
@@ -42,9 +46,16 @@ class Settings(Table):
     rounds: PositiveCount = 10
     """Number of rounds."""
     workers: PositiveCount = 4
-    """Number of workers. Unset with a partition by owners (`natural`) or a given one (`given`): one for each shard."""
+    """Number of workers. Unset with a partition by owners (`natural`) or a given one (`given`): one for each shard.
+    Unset with `groups`: one for each entry of the list, or 4 in each group."""
     cohort: PositiveCount | None = None
     """Number of workers that take part in each round. Unset: all workers."""
+    groups: PositiveCount | list[Count] | Name | None = None
+    """Groups of workers with a model of their own (Hier-FAVG, Liu et al. 2020): the number of groups of consecutive
+    workers, a list with the group of each worker, or a function that returns this list for a number of workers. In each
+    round, the rule `aggregate` averages within each group. Unset: no groups."""
+    group_rounds: PositiveCount = 1
+    """Number of rounds after which the models of the groups are aggregated into the global model, with `groups`."""
     engine: Name = DEFAULT_ENGINE
     """How workers are trained: one after another (`serial`), in several processes (`processes`, or `spawn`, which never
     forks), stacked into batched operations (`batched`), on the ranks of a launcher (`distributed`), or by an engine
@@ -101,6 +112,8 @@ class Settings(Table):
     distributed: schema.Distributed = schema.Distributed()
     attack: schema.Attack = schema.Attack()
     aggregate: schema.Aggregate = schema.Aggregate()
+    top_aggregate: schema.TopAggregate = schema.TopAggregate()
+    top_attack: schema.TopAttack = schema.TopAttack()
     privacy: schema.Privacy = schema.Privacy()
     server: schema.Server = schema.Server()
     policy: schema.AsyncPolicy = schema.AsyncPolicy()
@@ -134,6 +147,33 @@ class Settings(Table):
     def rule(self) -> Pipeline:
         """Aggregation rule with its parameters."""
         return self.aggregate.pipeline(self.f)
+
+    @cached_property
+    def grouping(self) -> Groups | None:
+        """Groups of the workers, or None without groups."""
+        return None if self.groups is None else Groups.of(self.groups, self.workers)
+
+    def f_of_groups(self, byzantine: Collection[int]) -> list[int]:
+        """Return the number of Byzantine updates that the rule must tolerate in each group.
+
+        `byzantine` are the Byzantine workers of all rounds; empty if they are drawn in each round or not known yet.
+        """
+        assert self.grouping is not None
+        sizes, count = self.grouping.sizes, self.attack.count(self.workers)
+        inside = np.bincount(self.grouping.of_workers([*byzantine]), minlength=len(sizes)) if byzantine else count
+        given = self.aggregate.f
+        return (
+            np.minimum(inside, np.minimum(sizes, self.cohort_size)) if given is None else 0 * sizes + given
+        ).tolist()
+
+    @cached_property
+    def top(self) -> Settings:
+        """The experiment of the top level, whose workers are the groups."""
+        assert self.grouping is not None
+        aggregate = {**self.top_aggregate.model_dump(), "nonfinite": self.aggregate.nonfinite}
+        tables = {"aggregate": schema.Aggregate(**aggregate), "attack": schema.Attack(**self.top_attack.model_dump())}
+        sizes = {"workers": self.grouping.count, "cohort": None, "groups": None, "sampling": schema.Sampling()}
+        return self.model_copy(update={"seed": draw_key(self.seed, "top"), "processors": [], **sizes, **tables})
 
     @property
     def chain(self) -> list[UpdateProcessor]:

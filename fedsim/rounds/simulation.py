@@ -26,7 +26,7 @@ from fedsim.records.round_stats import AggregationStats, GradientRoundStats, Met
 from fedsim.records.worker_results import Tested, WorkerResults
 from fedsim.rounds.aggregator import Aggregator, ReportCheck
 from fedsim.rounds.executor import Executor
-from fedsim.rounds.parameter_server import ParameterServer
+from fedsim.rounds.parameter_server import AggregatedUpdate, ParameterServer
 from fedsim.rounds.private_rounds import PrivateRounds
 from fedsim.rounds.round_clock import RoundClock
 from fedsim.rounds.update_steps import AttackStep, ProcessingStep, UpdateStep
@@ -57,16 +57,16 @@ class Simulation(Executor):
         self.aggregator = Aggregator.of(group, task, shared, self.server)
         self.privacy = PrivateRounds(group, task, shared)
         self.attack = AttackStep(group, task, shared, self.aggregator)
-        self.steps = self.steps_on_updates()
+        self.steps = self.steps_on_updates(self.attack)
         self.evaluated = workers_to_evaluate(task, shared.data.worker_tests)
         self.check_reports = ReportCheck(task.experiment)
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
         self.prepared: tuple[int, Cohort, WorkItems, WorkItems] | None = None  # the next round and its workers
 
-    def steps_on_updates(self) -> list[UpdateStep]:
-        """Return the steps between training and aggregation, in their order."""
+    def steps_on_updates(self, attack: AttackStep) -> list[UpdateStep]:
+        """Return the steps between training and aggregation, in their order. `attack` replaces Byzantine updates."""
         processing: UpdateStep = ProcessingStep(self.group, self.task, self.shared)
-        attacks: list[UpdateStep] = [self.attack] if self.task.byzantine else []
+        attacks: list[UpdateStep] = [attack] if self.task.byzantine else []
         # Attackers that need not compress see what the others send after compression.
         changes = [processing, *attacks] if self.task.attackers_skip_chain else [*attacks, processing]
         return [self.privacy.at_workers, *changes, self.privacy.as_received]
@@ -79,11 +79,12 @@ class Simulation(Executor):
         """
         task, shared, group, self.timer = self.task, self.shared, self.group, PhaseTimer()
         with self.phase("broadcast"):
+            self.begin_round(round)
             drawn, work, mine = self.cohort_of(round)
             self.agree_on(drawn, round)
             if not drawn.workers:
                 return self.skip_round(round, drawn)
-            self.check_reports(round, drawn)
+            self.require_reports(round, drawn)
             whole = self.context(work)
             self.pull_down(drawn.workers, mine, round)
         if task.sync_in(round) == "parameters":
@@ -96,7 +97,7 @@ class Simulation(Executor):
             with self.phase("train"):
                 stats = self.aggregate_each_step(work, mine)
         stats = self.of_all_processes(stats)  # also a barrier: all processes have written the buffers
-        self.server.combine_buffers(whole, stats.excluded)
+        self.combine_buffers(whole, stats.excluded)
         group.barrier()
         self.require_finite(round)
         group.barrier()  # no process saves states of a round that diverges
@@ -111,6 +112,21 @@ class Simulation(Executor):
         with self.phase("test"):
             of_workers = self.evaluate_workers(round)
         return self.record(round, drawn, stats, of_workers, samples, train_loss) if group.computes else None
+
+    def begin_round(self, round: int) -> None:
+        """Prepare the server for a round. The subclass `Hierarchy` sends the global model to the groups."""
+
+    def require_reports(self, round: int, drawn: Cohort) -> None:
+        """Raise ExperimentError if the rule cannot aggregate the updates of the cohort `drawn`."""
+        self.check_reports(round, drawn)
+
+    def begin_updates(self, mine: WorkItems) -> None:
+        """Turn the trained parameters of the workers `mine` into updates, and check them for NaN and infinity."""
+        self.aggregator.updates.begin(mine.slots, self.server.sent)
+
+    def combine_buffers(self, context: AggregationContext, excluded: Sequence[int]) -> None:
+        """Average the buffers of the workers in `context`, except `excluded` ones."""
+        self.server.combine_buffers(context, excluded)
 
     def record(
         self,
@@ -162,17 +178,30 @@ class Simulation(Executor):
         last = self.server.last if round in self.task.experiment.records.updates else None
         self.latest = replace(context, weights=None), None if last is None else last.cpu().numpy().copy()
         senders = mine[mine.workers < len(self.shared.data.shards)]  # without the server's own row
-        for step in self.steps:
-            if step(context, senders, sent):
-                self.aggregator.updates.changed(senders.slots)
-                self.group.barrier()
-        aggregate, stats = self.aggregator.aggregate(context)
+        aggregate, stats = self.aggregate(self, context, senders, sent)
         if self.shared.cohort.messages and self.task.sync_in(round) == "parameters":
             self.receive_messages(context, stats.excluded)
         self.server.step(aggregate.plus(self.privacy.noise_of_mean(round)), context.moment)
         self.group.barrier()
         stats.sent = sent
         return stats
+
+    def aggregate(
+        self, level: Any, context: AggregationContext, senders: WorkItems, sent: SentUpdates
+    ) -> tuple[AggregatedUpdate, AggregationStats]:
+        """Apply the steps on updates, and aggregate. Return the aggregated update, and statistics of the aggregation.
+
+        Args:
+            level: object with the `steps` and the `aggregator` of a server: this one, or one of a group.
+            context: workers whose updates are aggregated, with their weights.
+            senders: workers that this process trains.
+            sent: receives the sizes of the updates.
+        """
+        for step in level.steps:
+            if step(context, senders, sent):
+                level.aggregator.updates.changed(senders.slots)
+                self.group.barrier()
+        return level.aggregator.aggregate(context)
 
     def of_all_processes(self, stats: AggregationStats) -> AggregationStats:
         """Return the statistics of a round in all processes, from those of this process."""
@@ -252,13 +281,17 @@ class Simulation(Executor):
             mine: workers that this process trains.
             round: number of the round.
         """
-        task, shared = self.task, self.shared
         self.load_states(cohort, mine)
-        index = index_of(mine.slots, task.device)
-        if task.sync_in(round) == "parameters":
-            pull_down(self.server.send(round), shared.cohort.rows, index)
+        row = self.server.send(round) if self.task.sync_in(round) == "parameters" else None
+        self.copy_down(row, self.shared.server.buffers, mine)
+
+    def copy_down(self, row: Tensor | None, buffers: Tensor, mine: WorkItems) -> None:
+        """Copy parameters [d] (unless None) and buffers [b], unless they are local, to the workers `mine`."""
+        task, cohort, index = self.task, self.shared.cohort, index_of(mine.slots, self.task.device)
+        if row is not None:
+            pull_down(row, cohort.rows, index)
         if task.experiment.buffers != "local":
-            pull_down(shared.server.buffers, shared.cohort.buffers, index)
+            pull_down(buffers, cohort.buffers, index)
 
     def load_states(self, cohort: Sequence[int], mine: WorkItems) -> None:
         """Load the states that this process's workers have kept from earlier rounds.
@@ -309,7 +342,7 @@ class Simulation(Executor):
                 shared.cohort.losses[member.slot] = self.worker_tests.training_loss(*model, member.worker, round)
         with self.in_precision():
             self.trainer.train(mine, partial(self.prepare, round + 1))
-        self.aggregator.updates.begin(mine.slots, self.server.sent)
+        self.begin_updates(mine)
 
     def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:
         """Pass the sum of the workers' messages to the client algorithm's method `receive`, which runs at the server.
@@ -539,11 +572,21 @@ class Simulation(Executor):
         the server optimizer, of which each rank has a part.
         """
         clock = {"clock": self.clock.state()} if self.clock else {}
-        states = self.aggregator.state | {f"attack.{name}": tensor for name, tensor in self.attack.state.items()}
-        rule = {name: tensor.clone().cpu().numpy() for name, tensor in states.items()}
         facts = {"has_last": self.server.has_last, "syncs": list(self.shared.server.states), **clock}
         facts |= self.privacy.state()
-        return facts, rule, self.group.states_by_columns()
+        return facts, self.states_of(self), self.group.states_by_columns()
+
+    def states_of(self, level: Any) -> dict[str, np.ndarray]:
+        """Return the arrays of the rule and of the attack of `level` (see `aggregate`)."""
+        states = level.aggregator.state | {f"attack.{name}": tensor for name, tensor in level.attack.state.items()}
+        return {name: tensor.clone().cpu().numpy() for name, tensor in states.items()}
+
+    def restore(self, level: Any, arrays: dict[str, np.ndarray]) -> None:
+        """Restore the state of the rule and of the attack of `level` from `arrays`, which `states_of` has returned."""
+        level.aggregator.state, level.attack.state = {}, {}
+        for name, array in arrays.items() if self.group.computes else ():
+            state = level.attack.state if name.startswith("attack.") else level.aggregator.state
+            state[name.removeprefix("attack.")] = torch.from_numpy(array).to(self.task.device, copy=True)
 
     def resume(
         self, facts: dict[str, Any], rule: dict[str, np.ndarray], columns: dict[str, Tensor], workers: Sequence[int]
@@ -555,10 +598,7 @@ class Simulation(Executor):
             workers: IDs of the workers that have a state, in the order in which these states are stored.
         """
         self.group.load_columns(columns)
-        self.aggregator.state, self.attack.state = {}, {}
-        for name, array in rule.items() if self.group.computes else ():
-            state = self.attack.state if name.startswith("attack.") else self.aggregator.state
-            state[name.removeprefix("attack.")] = torch.from_numpy(array).to(self.task.device, copy=True)
+        self.restore(self, rule)
         self.server.has_last = facts["has_last"]
         self.states.follow(workers)
         if self.clock:

@@ -35,6 +35,7 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
     state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(sample_row)) for sync in task.syncs)
     state += bool(experiment.broadcast)
     lasting = state if experiment.in_rounds else state + n_rows  # without rounds, checkpoints also contain the rows
+    group_rows = experiment.grouping.count * (1 + task.keeps_last) if experiment.grouping else 0
     gradients_of_all = "gradients" in task.syncs and not stacked
     modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
     if stacked:
@@ -55,13 +56,14 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
     parts = {
         "rows": n_rows * row,
         "global model and optimizer state": state * row,
+        "models of the groups": group_rows * row,
         "worker state and messages": (state_bytes + exchanged) * n_rows,
         "state of the client algorithm at the server": (1 + copies) * _bytes(server_state),
         "full gradients": n_rows * row if task.algorithm.full_gradient else 0,
         "state that workers keep between rounds": min(stored, limit) + copies * stored,
         "modules": modules * row,
         "gradients and client algorithm state": training * row,
-        "copies for recovery and checkpoints": copies * lasting * row,
+        "copies for recovery and checkpoints": copies * (lasting + group_rows) * row,
         "distances of all pairs": 8 * cohort * cohort if experiment.rule.accepts("gram") else 0,
     }
     return {purpose: nbytes for purpose, nbytes in parts.items() if nbytes}

@@ -15,7 +15,7 @@ from fedsim.byzantine import Attackers
 from fedsim.clients import ClientAlgorithm
 from fedsim.clients.schedule import Amount, DrawnAmount, Schedule
 from fedsim.core.learning_task import LearningTask
-from fedsim.core.randomness import preserve_random_state, seed_everything
+from fedsim.core.randomness import draw_key, preserve_random_state, seed_everything
 from fedsim.core.training import Objective
 from fedsim.data.partitions import Transform
 from fedsim.errors import ExperimentError, show
@@ -93,6 +93,25 @@ class RunTask:
         """Whether the aggregation rule or the attack uses the previous aggregated update."""
         by_attack = bool(self.byzantine) and "last" in self.experiment.attack.component.accepts
         return self.experiment.rule.accepts("last") or by_attack
+
+    @cached_property
+    def top(self) -> RunTask:
+        """The task of the top level, whose workers are the groups."""
+        top: Any = self.experiment.top
+        return replace(
+            self, experiment=top, byzantine=Attackers(frozenset(top.byzantine), None, top.attack.start_round)
+        )
+
+    def of_group(self, group: int) -> RunTask:
+        """Return the task of the server of a group, with a seed of its own and the number of attackers in the group."""
+        experiment = self.experiment
+        f, seed = experiment.f_of_groups(self.byzantine.fixed)[group], experiment.seed
+        own: dict[str, Any] = {
+            "aggregate": experiment.aggregate.model_copy(update={"f": f}),
+            "server": type(experiment.server)(),
+        }
+        own["seed"] = draw_key(seed, "group", group) if group else seed  # one group draws as no groups do
+        return replace(self, experiment=experiment.model_copy(update=own))
 
     @property
     def attackers_skip_chain(self) -> bool:
