@@ -475,6 +475,7 @@ def _check_groups(experiment: Settings) -> Iterator[str]:
         return
     where, algorithm, top = f"groups = {show(experiment.groups)}", experiment.local.component, experiment.top
     rounds, every, strategy = experiment.rounds, experiment.group_rounds, experiment.sampling.component
+    row = torch.zeros(2)
     if not experiment.in_rounds:
         yield f"{where}: needs synchronous rounds, which {experiment.policy.setting} does not have; use policy=sync"
         return
@@ -484,8 +485,9 @@ def _check_groups(experiment: Settings) -> Iterator[str]:
     refused = {  # setting: (whether it is set, what it needs)
         f"sync={experiment.sync}": (experiment.sync != "parameters", "needs one model for all workers in each step"),
         experiment.local.setting: (
-            exchanges(algorithm) or isinstance(algorithm, (UpdateCorrection, CohortGradient)),
-            "needs a state or a correction at one server",
+            isinstance(algorithm, (UpdateCorrection, CohortGradient))
+            or any((algorithm.server_state(row), algorithm.message(row), algorithm.starts_from_current)),
+            "needs one server that all workers send to",
         ),
         experiment.privacy.setting: (experiment.privacy.component.active, "protects one sum in each round"),
         "aggregate.secure": (experiment.aggregate.secure, "means one sum in each round"),
