@@ -55,6 +55,7 @@ WORDS = {"stop.metric": list(schema.DIRECTIONS)}  # values of keys whose annotat
 PATTERNS = ["*", "*", "*", "*bias", "*weight", "*.0.*"]
 # groups with mechanisms of their own, which are drawn WEIGHT times as often as other groups
 OFTEN = {"local", "model.lora", "privacy", "processors", "broadcast", "aggregate", "partition", "attack"}
+GROUPED = "groups", "group_rounds", "top_aggregate", "top_attack"  # keys that only have an effect with groups
 WEIGHT = 4
 TRIES = 6  # to draw a group of keys that fits the others
 
@@ -205,6 +206,13 @@ def _drawn_group(rng: random.Random, group: str, settings: Settings) -> Settings
     drawn = GROUPS[group](rng, settings)
     if "attack.name" in drawn and not drawn.keys() & {"attack.f", "attack.fraction", "attack.workers"}:
         drawn["attack.workers"] = [rng.randrange(settings["workers"])]
+    if "top_attack.name" in drawn and not drawn.keys() & {"top_attack.f", "top_attack.fraction", "top_attack.workers"}:
+        drawn["top_attack.workers"] = [0]
+    if group in GROUPED:
+        count, rounds = rng.randint(1, settings["workers"]), settings["rounds"]
+        listed = [rng.randrange(count) for _ in range(settings["workers"])]
+        drawn = {"groups": rng.choice([count, listed]), **drawn}
+        drawn["group_rounds"] = rng.choice([n for n in range(1, rounds + 1) if rounds % n == 0])
     if "policy.name" in drawn or group == "clock":
         drawn["mode"] = "clock"
     if group == "worker_evaluation":

@@ -391,9 +391,11 @@ def permuted(lab: Lab, settings: Settings) -> str | None:
     order = random.Random(json.dumps(settings)).sample(range(n), n)
     settings = {key: value for key, value in settings.items() if not key.startswith("partition.")}
     settings |= {"partition.name": "given", "partition.shards": shards}
+    if experiment.grouping is not None:
+        settings["groups"] = experiment.grouping.of_workers(range(n)).tolist()
     other = {**settings, "partition.shards": [shards[k] for k in order]}
     for key, value in settings.items():
-        if key in ("aggregate.weights", "local.steps", "local.epochs") and isinstance(value, list):
+        if key in ("aggregate.weights", "groups", "local.steps", "local.epochs") and isinstance(value, list):
             other[key] = [value[k] for k in order]
         if key == "attack.workers":
             other[key] = [order.index(k) for k in value]
