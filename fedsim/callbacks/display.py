@@ -189,13 +189,14 @@ def headline(run: LiveRun) -> str:
     processes = f"{count} {started}process{'es' * (count > 1)}" if started or count > 1 else ""
     way = processes if engine in ("processes", "spawn") else ", ".join(filter(None, (engine, processes)))
     width = f", stacks of {facts.how['width']} rows" if "width" in facts.how else ""
+    updates = f"; {facts.how['updates']}" if "updates" in facts.how else ""
     held_out = f"{facts.validation_samples:,} validation, " if facts.validation_samples else ""
     dimensions = "".join(f"{words}, " for words in taken_from_data(experiment))
     samples = f"{facts.train_samples:,} train, {held_out}{facts.test_samples:,} test"
     return (
         f"{experiment.data.name} ({samples}), {experiment.model.name} ({dimensions}{facts.parameters:,} parameters); "
         f"{shards} samples each ({experiment.partition.name}{seen}); "
-        f"{way}{width} on {facts.device}"
+        f"{way}{width} on {facts.device}{updates}"
     )
 
 

@@ -101,10 +101,10 @@ def _check(experiment: Experiment) -> None:
     from fedsim.runs.setup import check_run
 
     with Session() as session:
-        check_run(experiment, session, to_run=False)
+        way = check_run(experiment, session, to_run=False).way_of_updates
     for line in warnings_about(experiment):
         warnings.warn(line, SettingWarning, stacklevel=1)
-    print(to_toml(experiment), end="")
+    print(f"# {way}\n" * bool(way) + to_toml(experiment), end="")
 
 
 def replay(

@@ -59,7 +59,7 @@ class RunFacts:
         counts = np.array([[len(shard)] for shard in shards])
         if shared.data.train.has_labels:
             counts = label_counts(shared.data.train.sample_targets.cpu().numpy(), shards, shared.data.classes)
-        how = _how_it_runs(experiment, engine)
+        how = _how_it_runs(task, engine)
         return cls(
             device=describe_device(task.device),
             how=how,
@@ -97,10 +97,13 @@ class RunFacts:
         }
 
 
-def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
+def _how_it_runs(task: RunTask, engine: Engine) -> dict[str, Any]:
     """Describe how the run is computed, such as the number of processes, as a dict."""
+    experiment = task.experiment
     race = {"repeatable": False, "runs": experiment.race.runs} if experiment.mode == "race" else {}
     how = {"engine": engine_of(experiment)} | race | engine.facts()
+    if task.way_of_updates is not None:
+        how["updates"] = task.way_of_updates
     if engine.shared.server.row.device.type == "cuda":
         how["cuda_graphs"] = engine.replayed()
     return how
