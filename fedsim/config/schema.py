@@ -39,6 +39,7 @@ from fedsim.processes.hooks import hook
 from fedsim.processing import UpdateProcessor, processor
 from fedsim.server import sampling_strategy, server_optimizer
 
+OWN = "own"  # value of `data.local_test_fraction`
 DIRECTIONS: dict[str, Literal["min", "max"]] = {
     "validation_accuracy": "max",
     "validation_loss": "min",
@@ -181,13 +182,22 @@ class Data(ComponentTable):
     name: Name = "mnist5k"
     root: Annotated[str | None, BeforeValidator(lambda root: str(root) if isinstance(root, Path) else root)] = None
     """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, or `~/.cache/fedsim/data`."""
-    local_test_fraction: FractionBelowOne = 0.0
-    """Fraction of each worker's samples that is used for tests and not for training."""
+    local_test_fraction: FractionBelowOne | Literal[OWN] = 0.0  # type: ignore[valid-type]
+    """Fraction of each worker's samples that is used for tests and not for training. `own`: each worker is tested on
+    the test samples of its owner. This is the default for a partition by owners whose data has such a test part."""
+    stratify: bool | None = None
+    """Whether samples that are drawn for tests, validation or local tests have the same fraction of each class. Unset:
+    if test samples are drawn from one data set with class labels."""
     augment: Annotated[list[Augment], OneOrMore, Field(max_length=100)] = Field(default=[])
     """Augmentations of training batches: names or tables, applied in this order."""
     validation_fraction: FractionBelowOne = 0.0
     """Fraction of the training samples that no worker trains on. Each round records `validation_loss` and
     `validation_accuracy` on these samples."""
+
+    @property
+    def source(self) -> tuple[str, str | None, dict[str, Any]]:
+        """Name, root and parameters of the data set, for `load_dataset`."""
+        return self.name, self.root, self.params | ({} if self.stratify is None else {"stratify": self.stratify})
 
     @property
     def transforms(self) -> list[ImageTransform]:

@@ -14,7 +14,7 @@ from fedsim.asynchronous.policies import Policy
 from fedsim.clients import CohortGradient, LRSchedule, UpdateCorrection, exchanges, needs_local_steps
 from fedsim.clients.adapters import TrainFunction
 from fedsim.config.engines import SETTINGS_OF_ENGINES, traits_of
-from fedsim.config.schema import DIRECTIONS, Clock
+from fedsim.config.schema import DIRECTIONS, OWN, Clock
 from fedsim.config.settings import Settings
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.learning_task import correct_of
@@ -254,6 +254,8 @@ def _check_worker_tests(experiment: Settings) -> Iterator[str]:
     )
     if not experiment.data.local_test_fraction:
         return
+    if experiment.data.local_test_fraction == OWN and not hasattr(experiment.partition.component, "column"):
+        yield f"{where}: needs a partition by owners, so that each worker has test samples; use partition=natural"
     if not experiment.in_rounds:
         yield f"{where}: is only used with synchronous rounds; omit it"
     if experiment.attack.resample:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fedsim.clients import CohortGradient, PersonalModel
 from fedsim.clients.algorithm import state_at_first
 from fedsim.config.experiment import Experiment
+from fedsim.config.schema import OWN
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.rows import index_of, pull_down
 from fedsim.core.timer import PhaseTimer
@@ -58,7 +59,7 @@ class Simulation(Executor):
         self.privacy = PrivateRounds(group, task, shared)
         self.attack = AttackStep(group, task, shared, self.aggregator)
         self.steps = self.steps_on_updates()
-        self.evaluated = workers_to_evaluate(task, shared.data.worker_tests)
+        self.evaluated, self.unseen = workers_to_evaluate(task, shared.data.worker_tests)
         self.check_reports = ReportCheck(task.experiment)
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
         self.prepared: tuple[int, Cohort, WorkItems, WorkItems] | None = None  # the next round and its workers
@@ -455,14 +456,18 @@ class Simulation(Executor):
         """
         experiment, settings = self.task.experiment, self.task.experiment.worker_evaluation
         due = now or round % settings.every == 0 or round == experiment.rounds
-        if not self.evaluated or not due:
+        if not (self.evaluated or self.unseen) or not due:
             return None
         tested: dict[int, Tested] = {}
         for workers, mine in self.tested_at_once(round):
             for part in self.group.gather(self.test_workers(workers, mine, round, settings.fine_tune)):
                 tested |= part
-        samples = {worker: self.shared.data.worker_tests.size(worker) for worker in self.evaluated}
-        return WorkerResults.of(round, samples, tested)
+        mine = self.unseen[self.group.index :: self.group.count]
+        unseen = {owner: self.worker_tests.of_global(owner, round) for owner in mine}
+        unseen = {owner: values for part in self.group.gather(unseen) for owner, values in part.items()}
+        samples = {worker: self.shared.data.worker_tests.size(worker) for worker in [*tested, *unseen]}
+        results = WorkerResults.of(round, samples, tested)
+        return replace(results, unseen=WorkerResults.of(round, samples, unseen)) if unseen else results
 
     def tested_at_once(self, round: int) -> Iterator[tuple[list[int], WorkItems]]:
         """Divide the evaluated workers into groups for which there are rows.
@@ -657,24 +662,33 @@ def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
     )
 
 
-def workers_to_evaluate(task: RunTask, tests: Shards) -> list[int]:
-    """Return the IDs of the workers whose models are tested; an empty list if the experiment tests no workers.
+def workers_to_evaluate(task: RunTask, tests: Shards) -> tuple[list[int], list[int]]:
+    """Return the IDs of the workers whose models are tested, and the numbers of the owners without training samples.
 
-    `worker_evaluation.workers` workers are drawn at random. Byzantine workers and workers without test samples are then
-    left out. Raises ExperimentError if no worker remains.
+    `worker_evaluation.workers` workers are drawn at random, and as many of these owners. Byzantine workers and workers
+    without test samples are left out. Both lists are empty if the experiment tests no workers.
+
+    Raises ExperimentError if no worker with held-out test samples remains.
     """
-    experiment = task.experiment
-    if not experiment.data.local_test_fraction:
-        return []
-    size = min(experiment.workers, experiment.worker_evaluation.workers)
-    drawn = sample_workers(numpy_generator(experiment.seed, "evaluated"), experiment.workers, size).tolist()
-    workers = [worker for worker in drawn if tests.size(worker) and worker not in task.byzantine.fixed]
+    experiment, most, byzantine = task.experiment, task.experiment.worker_evaluation.workers, task.byzantine.fixed
+    fraction = experiment.data.local_test_fraction
+
+    def drawn(candidates: Sequence[int], purpose: str) -> list[int]:
+        rng, n = numpy_generator(experiment.seed, purpose), len(candidates)
+        return [candidates[place] for place in sample_workers(rng, n, min(n, most)).tolist()]
+
+    if not fraction:
+        return [], []
+    if fraction == OWN:
+        able = [worker for worker in range(experiment.workers) if tests.size(worker) and worker not in byzantine]
+        return drawn(able, "evaluated"), drawn(range(experiment.workers, len(tests)), "unseen")
+    able = [worker for worker in drawn(range(experiment.workers), "evaluated") if tests.size(worker)]
+    workers = [worker for worker in able if worker not in byzantine]
     if not workers:
         raise ExperimentError(
-            f"data.local_test_fraction = {experiment.data.local_test_fraction}: no evaluated worker has test samples; "
-            "use a larger fraction"
+            f"data.local_test_fraction = {fraction}: no evaluated worker has test samples; use a larger fraction"
         )
-    return workers
+    return workers, []
 
 
 def mean_loss(losses: Tensor, samples: np.ndarray) -> float:
