@@ -462,8 +462,8 @@ class Simulation(Executor):
         for workers, mine in self.tested_at_once(round):
             for part in self.group.gather(self.test_workers(workers, mine, round, settings.fine_tune)):
                 tested |= part
-        mine = self.unseen[self.group.index :: self.group.count]
-        unseen = {owner: self.worker_tests.of_global(owner, round) for owner in mine}
+        owners = self.unseen[self.group.index :: self.group.count]
+        unseen = {owner: self.worker_tests.of_global(owner, round) for owner in owners}
         unseen = {owner: values for part in self.group.gather(unseen) for owner, values in part.items()}
         samples = {worker: self.shared.data.worker_tests.size(worker) for worker in [*tested, *unseen]}
         results = WorkerResults.of(round, samples, tested)
