@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fedsim.core.rows import require_finite
@@ -62,12 +61,14 @@ class Edge(Level):
 
 
 class Hierarchy(Simulation):
-    """Synchronous rounds in groups of workers. The attributes of `Simulation` are those of the top level.
+    """Synchronous rounds in groups of workers.
 
     Attributes:
         groups: division of the workers into groups.
         edges: server of each group.
+        top: server of the top level.
         seconds: virtual time of each group.
+        reporting: number of groups that have sent their models to the top level in this round.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -81,8 +82,7 @@ class Hierarchy(Simulation):
         cohort = replace(shared.cohort, messages={}, **of_groups)
         # Every rank has the models of all groups, and computes the whole result.
         self.at_top = Group(ProcessContext.alone(), self.task.device) if group.divided else group
-        top = Level(self.at_top, self.task.top, replace(shared, cohort=cohort))
-        self.server, self.aggregator, self.attack = top.server, top.aggregator, top.attack
+        self.top = Level(self.at_top, self.task.top, replace(shared, cohort=cohort))
 
     def members(self, workers: Sequence[int] | np.ndarray) -> Iterator[tuple[int, Edge, np.ndarray]]:
         """Yield (number, server, positions of its members in `workers`) for each group that has members there."""
@@ -92,7 +92,7 @@ class Hierarchy(Simulation):
 
     def begin_round(self, round: int) -> None:
         if (round - 1) % self.task.experiment.group_rounds == 0:
-            row = self.server.send(round)
+            row = self.top.server.send(round)
             if self.group.computes:
                 self.models["rows"].copy_(row)
                 self.models["buffers"].copy_(self.shared.server.buffers)
@@ -110,7 +110,7 @@ class Hierarchy(Simulation):
         self.load_states(cohort, mine)
         self.present = [number for number, _, _ in self.members(cohort)]
         for _, edge, places in self.members(mine.workers):
-            self.copy_down(edge.row, edge.buffers, mine[places])
+            self.copy_down(edge.row, edge.buffers, mine[places], round)
 
     def begin_updates(self, mine: WorkItems) -> None:
         of_mine = self.groups.of_workers(mine.workers)
@@ -118,31 +118,35 @@ class Hierarchy(Simulation):
             edge = self.edges[number]
             edge.aggregator.updates.begin(mine[of_mine == number].slots, edge.row)
 
-    def aggregate_rows(self, context: AggregationContext, mine: WorkItems) -> AggregationStats:
-        shares, of_mine = np.zeros(len(context.slots)), self.groups.of_workers(mine.workers)
-        stats, linear = AggregationStats(), True
+    def change_updates(
+        self, context: AggregationContext, mine: WorkItems, sent: SentUpdates, level: Any = None
+    ) -> None:
+        of_mine = self.groups.of_workers(mine.workers)
         for number, edge, places in self.members(context.workers):
-            slots, workers, samples = (
-                [values[place] for place in places] for values in (context.slots, context.workers, context.samples)
-            )
-            weights = None if context.weights is None else context.weights[torch.from_numpy(places)]
-            part = AggregationContext(slots, workers, samples, weights, context.moment)
-            aggregate, of_group = self.aggregate(edge, part, mine[of_mine == number], stats.sent)
+            super().change_updates(part_of(context, places), mine[of_mine == number], sent, edge)
+
+    def step(self, context: AggregationContext, sent: SentUpdates) -> AggregationStats:
+        round, shares = context.moment[0], np.zeros(len(context.slots))
+        stats, linear = AggregationStats(sent=sent), True
+        self.privacy.count(round)
+        for number, edge, places in self.members(context.workers):
+            part = part_of(context, places)
+            aggregate, of_group = edge.aggregator.aggregate(part)
             edge.server.step(aggregate, part.moment)
             edge.server.combine_buffers(part, of_group.excluded)
             if self.group.computes:
-                counted = zip(workers, samples, strict=True)
+                counted = zip(part.workers, part.samples, strict=True)
                 self.models["samples"][number] += sum(n for worker, n in counted if worker not in of_group.excluded)
             stats.excluded += of_group.excluded
             stats.metrics.extend(of_group.metrics)
             linear = linear and of_group.shares is not None
             shares[places] = of_group.shares or 0
         stats.shares, stats.excluded = shares.tolist() if linear else None, sorted(stats.excluded)
-        self.aggregate_groups(context.moment[0], stats)
+        self.aggregate_groups(round, stats)
         return stats
 
     def combine_buffers(self, context: AggregationContext, excluded: Sequence[int]) -> None:
-        """Do nothing, because the method `aggregate_rows` has averaged the buffers in each group."""
+        """Do nothing, because the method `step` has averaged the buffers in each group."""
 
     def aggregate_groups(self, round: int, stats: AggregationStats) -> None:
         """Every `group_rounds` rounds, aggregate the models of the groups that have changed into the global model.
@@ -150,21 +154,21 @@ class Hierarchy(Simulation):
         `stats` receives the numbers that the rule records, with the prefix `top_`.
         """
         self.group.barrier()  # all processes have updated the groups
-        rounds, models, top = self.task.experiment.group_rounds, self.models, self.at_top
+        rounds, models, group, top = self.task.experiment.group_rounds, self.models, self.at_top, self.top
         samples, self.reporting = models["samples"].tolist(), 0
         present = [number for number, count in enumerate(samples) if count]
         if round % rounds or not present:
             return
-        self.server.send(round - rounds + 1)  # after a resumption, finds the model that the groups received
-        self.aggregator.updates.begin(range(top.index, len(samples), top.count), self.server.sent)
-        top.barrier()
+        top.server.send(round - rounds + 1)  # after a resumption, finds the model that the groups received
+        top.aggregator.updates.begin(range(group.index, len(samples), group.count), top.server.sent)
+        group.barrier()
         counts, task = [samples[number] for number in present], self.task.top
         context = AggregationContext(present, present, counts, weights_of(task, self.shared, present, counts), (round,))
         if task.byzantine:
-            self.attack(context, None, SentUpdates())
-        aggregate, of_top = self.aggregator.aggregate(context)
-        self.server.step(aggregate, context.moment)
-        self.server.combine_buffers(context, of_top.excluded)
+            top.attack(context, None, SentUpdates())
+        aggregate, of_top = top.aggregator.aggregate(context)
+        top.server.step(aggregate, context.moment)
+        top.server.combine_buffers(context, of_top.excluded)
         stats.metrics.extend({f"top_{name}": values for name, values in of_top.metrics.items()})
         self.reporting = len(present)
         self.group.barrier()
@@ -209,21 +213,30 @@ class Hierarchy(Simulation):
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Tensor]]:
         facts, rule, columns = super().state()
-        for number, edge in enumerate(self.edges):
-            rule |= {f"group {number}/{name}": array for name, array in self.states_of(edge).items()}
-        has_last = [edge.server.has_last for edge in self.edges]
+        for number, level in enumerate(self.levels):
+            rule |= {f"{number}/{name}": array for name, array in self.states_of(level).items()}
+        has_last = [level.server.has_last for level in self.levels]
         return facts | {"groups": {"has_last": has_last, "seconds": self.seconds}}, rule, columns
 
     def resume(
         self, facts: dict[str, Any], rule: dict[str, np.ndarray], columns: dict[str, Tensor], workers: Sequence[int]
     ) -> None:
-        parts: dict[str, dict[str, np.ndarray]] = {"": {}}
+        super().resume(facts, {}, columns, workers)
+        saved, parts = GroupsState.model_validate(facts["groups"]), dict[str, dict[str, np.ndarray]]()
         for name, array in rule.items():
-            place, _, own_name = name.rpartition("/") if name.startswith("group ") else ("", "", name)
+            place, _, own_name = name.partition("/")
             parts.setdefault(place, {})[own_name] = array
-        super().resume(facts, parts[""], columns, workers)
-        saved = GroupsState.model_validate(facts["groups"])
-        for number, edge in enumerate(self.edges):
-            self.restore(edge, parts.get(f"group {number}", {}))
-            edge.server.has_last = saved.has_last[number]
+        for number, (level, has_last) in enumerate(zip(self.levels, saved.has_last, strict=True)):
+            self.restore(level, parts.get(str(number), {}))
+            level.server.has_last = has_last
         self.seconds = saved.seconds
+
+    @property
+    def levels(self) -> list[Level]:
+        """The servers of all groups, and then that of the top level."""
+        return [*self.edges, self.top]
+
+
+def part_of(context: AggregationContext, places: np.ndarray) -> AggregationContext:
+    """Return the workers of `context` at the positions `places`."""
+    return replace(context.of_wave(places.tolist()), slots=[context.slots[place] for place in places])

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
-import fedsim
 from fedsim.core.randomness import sample_cohort
 from tests import components, models
 from tests.textbook import Federation, finished
