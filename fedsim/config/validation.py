@@ -491,11 +491,7 @@ def _check_groups(experiment: Settings) -> Iterator[str]:
 
 def _at_top(line: str) -> str:
     """Return an error line about the attack or the rule of the top level, whose workers are the groups."""
-    return (
-        re.sub(r"^(attack|aggregate)\b", r"top_\1", line)
-        .replace(" workers", " groups")
-        .replace("per worker", "per group")
-    )
+    return re.sub(r"^(attack|aggregate)\b", r"top_\1", line).replace(" worker", " group")
 
 
 def _check_privacy(experiment: Settings) -> Iterator[str]:
