@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -60,7 +60,7 @@ class Simulation(Executor):
         self.attack = AttackStep(group, task, shared, self.aggregator)
         self.steps = self.steps_on_updates(self.attack)
         self.evaluated, self.unseen = workers_to_evaluate(task, shared.data.worker_tests)
-        self.check_reports: Callable[..., None] = ReportCheck(task.experiment)
+        self.check_reports = ReportCheck(task.experiment)
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
         self.prepared: tuple[int, Cohort, WorkItems, WorkItems] | None = None  # the next round and its workers
 
@@ -89,7 +89,7 @@ class Simulation(Executor):
             self.agree_on(drawn, round)
             if not drawn.workers:
                 return self.skip_round(round, drawn)
-            self.check_reports(round, drawn)
+            self.require_reports(round, drawn)
             whole = self.context(work)
             if task.sync_in(round) == "parameters":
                 self.server.send(round)
@@ -126,6 +126,10 @@ class Simulation(Executor):
         with self.phase("test"):
             of_workers = self.evaluate_workers(round)
         return self.record(round, drawn, stats, of_workers, samples, train_loss) if group.computes else None
+
+    def require_reports(self, round: int, drawn: Cohort) -> None:
+        """Raise ExperimentError if the rule cannot aggregate the updates of the cohort `drawn`."""
+        self.check_reports(round, drawn)
 
     def begin_updates(self, mine: WorkItems) -> None:
         """Turn the trained parameters of the workers `mine` into updates, and check them for NaN and infinity."""

@@ -234,7 +234,7 @@ def test_keys_without_effect_are_named(tables, line):
 
 def test_a_group_whose_rule_has_too_few_updates_is_named():
     tables = {**FLAT, "groups": 2, "cohort": 4, "aggregate": {"rule": "trimmed_mean", "f": 1}}
-    with pytest.raises(fedsim.ExperimentError, match=r"^round 1, group 0: the cohort has 2 workers; aggregate.rule"):
+    with pytest.raises(fedsim.ExperimentError, match=r"^round 1, group 1: the cohort has 1 workers; aggregate.rule"):
         fedsim.run(tables)
 
 
