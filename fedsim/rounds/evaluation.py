@@ -260,7 +260,7 @@ class WorkerTests:
         self._module, self._gradient = module, gradient
 
     def training_loss(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> float:
-        """Return the mean loss of a model on a worker's training samples, without augmentation.
+        """Return the mean training loss of a model on a worker's training samples, without augmentation.
 
         Args:
             row: parameters [d] of the model.
@@ -269,7 +269,7 @@ class WorkerTests:
             round: number of the round, on which random numbers depend.
         """
         batches = self._batch_source.samples_seen(worker, round, test_batch_size(self._task.device))
-        return self._sums(row, buffers, batches, ("losses", round, worker)).loss
+        return self._sums(row, buffers, batches, ("losses", round, worker), training=True).loss
 
     def of_global(self, worker: int, round: int) -> Tested:
         """Test the global model on the local test samples of a worker, or of an owner without training samples.
@@ -312,7 +312,14 @@ class WorkerTests:
         return sums.loss, None if correct is None else sums.accuracy
 
     def _sums(
-        self, row: Tensor, buffers: Tensor, batches: Batches, drawn: tuple[Any, ...], correct: Correct | None = None
+        self,
+        row: Tensor,
+        buffers: Tensor,
+        batches: Batches,
+        drawn: tuple[Any, ...],
+        correct: Correct | None = None,
+        *,
+        training: bool = False,
     ) -> MetricSums:
         """Test a model on some batches. Return the sum of losses, and the number of correct predictions.
 
@@ -322,13 +329,15 @@ class WorkerTests:
             batches: batches (inputs, targets).
             drawn: name of the test, round and worker, which together seed the random numbers.
             correct: function that decides which predictions are correct; None to count none.
+            training: whether to compute the loss of training, which may have class weights.
         """
         task, learning = self._task, self._task.learning_task
+        loss_of = task.objective.loss if training else learning.loss
         is_joint, joint_batches = joint_of(learning), list[tuple[Tensor, Tensor]]()
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             if is_joint is None or not is_joint(outputs, targets):
-                return learning.loss(outputs, targets)
+                return loss_of(outputs, targets)
             joint_batches.append((outputs, targets))
             return outputs.new_zeros(())
 

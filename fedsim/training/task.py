@@ -40,6 +40,7 @@ class RunTask:
         byzantine: Byzantine workers of each round.
         shapes: shapes of the parameters that workers send, in the order of their columns.
         scratch_folder: folder for temporary files; None for the system's folder.
+        class_weights: weight of each class in the training loss; None for equal weights.
     """
 
     experiment: Experiment
@@ -48,6 +49,7 @@ class RunTask:
     byzantine: Attackers
     shapes: tuple[tuple[int, ...], ...] = ()
     scratch_folder: str | None = None
+    class_weights: tuple[float, ...] | None = None
 
     @property
     def precision(self) -> Precision:
@@ -106,8 +108,11 @@ class RunTask:
 
     @property
     def objective(self) -> Objective:
-        """Loss function with the floating-point precision of the run, for training and tests."""
-        return Objective(self.precision, self.learning_task)
+        """Loss function with the floating-point precision and the class weights of the run, for training."""
+        if self.class_weights is None:
+            return Objective(self.precision, self.learning_task)
+        weights = torch.tensor(self.class_weights, dtype=self.dtype, device=self.device)
+        return Objective(self.precision, self.learning_task, weights)
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
