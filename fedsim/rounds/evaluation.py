@@ -269,7 +269,7 @@ class WorkerTests:
             round: number of the round, on which random numbers depend.
         """
         batches = self._batch_source.samples_seen(worker, round, test_batch_size(self._task.device))
-        return self._sums(row, buffers, batches, ("losses", round, worker), training=True).loss
+        return self._sums(row, buffers, batches, ("losses", round, worker)).loss
 
     def of_global(self, worker: int, round: int) -> Tested:
         """Test the global model on the local test samples of a worker, or of an owner without training samples.
@@ -312,14 +312,7 @@ class WorkerTests:
         return sums.loss, None if correct is None else sums.accuracy
 
     def _sums(
-        self,
-        row: Tensor,
-        buffers: Tensor,
-        batches: Batches,
-        drawn: tuple[Any, ...],
-        correct: Correct | None = None,
-        *,
-        training: bool = False,
+        self, row: Tensor, buffers: Tensor, batches: Batches, drawn: tuple[Any, ...], correct: Correct | None = None
     ) -> MetricSums:
         """Test a model on some batches. Return the sum of losses, and the number of correct predictions.
 
@@ -328,11 +321,11 @@ class WorkerTests:
             buffers: buffers [b] of the model.
             batches: batches (inputs, targets).
             drawn: name of the test, round and worker, which together seed the random numbers.
-            correct: function that decides which predictions are correct; None to count none.
-            training: whether to compute the loss of training, which may have class weights.
+            correct: function that decides which predictions are correct; None to count none, and to weight the loss by
+                class as in training (tasks without accuracy have no class weights).
         """
         task, learning = self._task, self._task.learning_task
-        loss_of = task.objective.loss if training else learning.loss
+        loss_of = task.objective.loss if correct is None else learning.loss
         is_joint, joint_batches = joint_of(learning), list[tuple[Tensor, Tensor]]()
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -35,10 +35,7 @@ def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shar
 
 
 def shards_of(
-    experiment: Experiment,
-    train: TensorData,
-    index_of: np.ndarray | None = None,
-    strata: np.ndarray | None = None,
+    experiment: Experiment, train: TensorData, index_of: np.ndarray | None, strata: np.ndarray | None
 ) -> tuple[Shards, Shards | None]:
     """Return (training samples of each worker, local test samples of each worker).
 
@@ -49,7 +46,7 @@ def shards_of(
         train: training samples, without those that are held out for validation.
         index_of: index in `train` of each training sample of the data set, [n], -1 for samples that are held out. None:
             no sample is held out.
-        strata: class of each sample in `train`, if local test samples are stratified.
+        strata: class of each sample in `train`, if local test samples are stratified, otherwise None.
     """
     chosen, labels = experiment.partition, train.sample_targets.cpu()
     shards = partition_shards(
@@ -71,6 +68,7 @@ def tests_of_owners(
         experiment: experiment to run.
         train, test: training samples, without those that are held out for validation, and test samples.
         shards: training samples of each worker.
+
     Raises DataError if the test part has no owners, but the experiment needs them.
     """
     column_of, setting = getattr(experiment.partition.component, "column", None), experiment.data.local_test_fraction
@@ -89,7 +87,7 @@ def tests_of_owners(
     chosen = [samples[owner] for owner in [*(trained[shards.of(k)[0]] for k in range(len(shards))), *unseen]]
     found = f"{plural(sum(map(bool, map(len, chosen))), 'client')} with their own test samples"
     found += f", {len(unseen)} of them only for tests" * bool(len(unseen))
-    found += ", which together are the global test set" if setting == OWN else f"; {USE_OWN.format(setting)}"
+    found += f"; {'the global test set has all test samples' if setting == OWN else USE_OWN.format(setting)}"
     return ListedShards.of_arrays(chosen), found
 
 
