@@ -17,6 +17,7 @@ from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
 from fedsim.aggregation.resolve import as_table
 from fedsim.asynchronous.policies import policy
 from fedsim.asynchronous.policies.delays import noise, slowdown
+from fedsim.asynchronous.policies.topologies import adjacency_of, is_graph, topology
 from fedsim.byzantine import attack_strategy
 from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, client_algorithm, lr_schedule
 from fedsim.clients.adapters import TrainFunction
@@ -24,7 +25,7 @@ from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.learning_task import LearningTask, LossTask, learning_task
 from fedsim.core.metrics import OutputMetric, metric
 from fedsim.core.numbers import Count, FractionBelowOne, PositiveCount, ProperFraction
-from fedsim.core.objects import Name
+from fedsim.core.objects import Name, ObjectName
 from fedsim.core.registry import Registration
 from fedsim.core.suggestions import nearest
 from fedsim.data import dataset, partition_strategy
@@ -552,12 +553,32 @@ class Distributed(Table):
     """How ranks communicate averaged gradients."""
 
 
+class Topology(ComponentTable):
+    """Which workers exchange their models, and with which weights. A matrix or a CSV file may replace the name."""
+
+    place, named_by, registry = "policy.topology", "name", topology
+
+    name: Name = "ring"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _matrix_is_given(cls, value: Any) -> Any:
+        name = value.get("name") if isinstance(value, dict) else value
+        if isinstance(name, ObjectName) and is_graph(name.target):
+            name = adjacency_of(name.target)
+        if isinstance(name, list):
+            return {"name": "matrix", "weights": name}
+        return {"name": "csv", "path": name} if isinstance(name, str) and name.endswith(".csv") else value
+
+
 class AsyncPolicy(ComponentTable):
     """How the server handles each result that arrives from a worker, in runs without synchronous rounds."""
 
     place, named_by, registry = "policy", "name", policy
 
     name: Name = "sync"
+    topology: Topology = Topology()
+    """Which workers exchange their models, and with which weights, for policies without a server."""
 
 
 class Slowdown(ComponentTable):

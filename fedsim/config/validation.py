@@ -51,10 +51,12 @@ def problems_with(experiment: Settings) -> list[str]:
         *_check_secure(experiment),
         *(() if experiment.in_rounds or experiment.mode == "rounds" else _check_policy(experiment, policy)),
     ]
+    sizes = experiment.cohort_size, experiment.seed, experiment.rounds
     component_checks: list[Callable[[], object]] = [
         *_checks_of_schedules(experiment),
         partial(experiment.sampling.component.check, experiment.workers, experiment.cohort_size),
         partial(policy.check, experiment.cohort_size),
+        *([partial(experiment.policy.topology.component.check, *sizes)] if policy.uses_topology else []),
         partial(experiment.privacy.component.check, experiment.expected_updates),
         partial(check_order, experiment.chain, "processors"),
         partial(check_order, experiment.broadcast_chain, "broadcast"),
@@ -138,6 +140,8 @@ def _unused_keys(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
     batched = {"batched"} if experiment.distributed.trainer == "batched" else set()
     yield f"engine={experiment.engine}", SETTINGS_OF_ENGINES - used - batched
     yield f"mode={mode}", {"clock", "race"} - {mode}
+    if not policy.uses_topology:
+        yield f"policy={experiment.policy.name}", {"policy.topology"}
     if mode == "race":
         yield "mode=race", {"batched", "worker_state_memory"}
     if experiment.in_rounds:

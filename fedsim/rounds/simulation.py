@@ -25,7 +25,7 @@ from fedsim.errors import ExperimentError, show
 from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.records.round_stats import AggregationStats, GradientRoundStats, MetricLog, SentUpdates
 from fedsim.records.worker_results import Tested, WorkerResults
-from fedsim.rounds.aggregator import Aggregator, ReportCheck
+from fedsim.rounds.aggregator import Aggregator, ReportCheck, StreamedSums
 from fedsim.rounds.executor import Executor
 from fedsim.rounds.parameter_server import ParameterServer
 from fedsim.rounds.private_rounds import PrivateRounds
@@ -86,8 +86,13 @@ class Simulation(Executor):
                 return self.skip_round(round, drawn)
             self.check_reports(round, drawn)
             whole = self.context(work)
-            self.pull_down(drawn.workers, mine, round)
-        if task.sync_in(round) == "parameters":
+            if task.sync_in(round) == "parameters":
+                self.server.send(round)
+            if not task.streams:
+                self.pull_down(drawn.workers, mine, round)
+        if task.streams:
+            stats = self.train_in_waves(whole, work)
+        elif task.sync_in(round) == "parameters":
             with self.phase("train"):
                 self.train_cohort(drawn.workers, mine, round)
                 group.barrier()
@@ -97,17 +102,21 @@ class Simulation(Executor):
             with self.phase("train"):
                 stats = self.aggregate_each_step(work, mine)
         stats = self.of_all_processes(stats)  # also a barrier: all processes have written the buffers
-        self.server.combine_buffers(whole, stats.excluded)
+        self.aggregator.combine_buffers(whole, stats.excluded)
         group.barrier()
         self.require_finite(round)
         group.barrier()  # no process saves states of a round that diverges
-        self.states.save_cohort(drawn.workers, mine, stats.excluded, shared.cohort.worker_rows)
+        if task.streams:
+            self.states.take_over(self.new_states, drawn.workers, stats.excluded)
+            del self.new_states
+        else:
+            self.states.save_cohort(drawn.workers, mine, stats.excluded, shared.cohort.worker_rows)
         with self.phase("test"):
             self.test(round)
         self.pass_time(work, stats.sent)
         samples = task.schedule.samples_in(work.steps, work.sizes)
         counted = np.where(np.isin(work.workers, stats.excluded), 0, samples)
-        train_loss = mean_loss(group.of_all(shared.cohort.train_loss, whole.slots), counted)
+        train_loss = mean_loss(self.aggregator.train_losses(whole), counted)
         group.barrier()  # all processes have used the rows, which the tests of single workers overwrite
         with self.phase("test"):
             of_workers = self.evaluate_workers(round)
@@ -162,11 +171,62 @@ class Simulation(Executor):
         round, sent = context.moment[0], SentUpdates()
         last = self.server.last if round in self.task.experiment.records.updates else None
         self.latest = replace(context, weights=None), None if last is None else last.cpu().numpy().copy()
+        self.change_updates(context, mine, sent)
+        return self.step(context, sent)
+
+    def train_in_waves(self, whole: AggregationContext, work: WorkItems) -> AggregationStats:
+        """Train one wave of the cohort after another, and aggregate sums of the updates. Return statistics.
+
+        Args:
+            whole: all workers of the round, with their weights.
+            work: the same workers.
+        """
+        assert isinstance(self.aggregator, StreamedSums)
+        group, rows, sent = self.group, self.shared.cohort.worker_rows, SentUpdates()
+        self.aggregator.begin(whole)
+        self.new_states = self.states.of_waves(group.process.count)
+        for places, wave, mine in self.waves_of(work):
+            context = whole.of_wave(places.tolist())
+            with self.phase("broadcast"):
+                self.pull_down(context.workers, mine, work.round)
+            with self.phase("train"):
+                self.train_cohort(context.workers, mine, work.round)
+                group.barrier()
+            with self.phase("aggregate"):
+                self.change_updates(context, mine, sent)
+                excluded = self.aggregator.add(context, places, wave.stacks)
+                self.new_states.save_cohort(context.workers, mine, excluded, rows)
+                group.barrier()  # all processes have used the rows
+        with self.phase("aggregate"):
+            return self.step(whole, sent)
+
+    def waves_of(self, work: WorkItems) -> Iterator[tuple[np.ndarray, WorkItems, WorkItems]]:
+        """Divide the workers into waves (see `Group.waves`) that have as many workers as there are rows."""
+        return self.group.waves(work, len(self.shared.cohort.train_loss) // self.group.process.count)
+
+    def change_updates(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> None:
+        """Apply the steps between training and aggregation to the updates of the workers.
+
+        Args:
+            context: workers whose updates are aggregated.
+            mine: workers that this process trains.
+            sent: receives the sizes of the updates.
+        """
         senders = mine[mine.workers < len(self.shared.data.shards)]  # without the server's own row
         for step in self.steps:
             if step(context, senders, sent):
                 self.aggregator.updates.changed(senders.slots)
                 self.group.barrier()
+
+    def step(self, context: AggregationContext, sent: SentUpdates) -> AggregationStats:
+        """Update the global model with the aggregate of the updates. Return statistics of the aggregation.
+
+        Args:
+            context: workers whose updates are aggregated.
+            sent: sizes of the updates.
+        """
+        round = context.moment[0]
+        self.privacy.count(round)
         aggregate, stats = self.aggregator.aggregate(context)
         if self.shared.cohort.messages and self.task.sync_in(round) == "parameters":
             self.receive_messages(context, stats.excluded)
@@ -257,7 +317,7 @@ class Simulation(Executor):
         self.load_states(cohort, mine)
         index = index_of(mine.slots, task.device)
         if task.sync_in(round) == "parameters":
-            pull_down(self.server.send(round), shared.cohort.rows, index)
+            pull_down(self.server.sent, shared.cohort.rows, index)
         if task.experiment.buffers != "local":
             pull_down(shared.server.buffers, shared.cohort.buffers, index)
 
@@ -321,7 +381,7 @@ class Simulation(Executor):
             slots = [
                 slot for slot, worker in zip(context.slots, context.workers, strict=True) if worker not in excluded
             ]
-            sums = {name: self.group.sum_of(rows, slots) for name, rows in self.shared.cohort.messages.items()}
+            sums = self.aggregator.sums_of_messages(slots)
             algorithm, workers = self.task.algorithm_at(*context.moment), len(self.shared.data.shards)
             algorithm.receive(self.shared.server.algorithm, sums, len(slots), workers)
         self.group.barrier()
@@ -399,28 +459,40 @@ class Simulation(Executor):
         if not (self.evaluated or self.unseen) or not due:
             return None
         tested: dict[int, Tested] = {}
-        for start in range(0, len(self.evaluated), experiment.cohort_size):
-            workers = self.evaluated[start : start + experiment.cohort_size]
-            for part in self.group.gather(self.test_workers(workers, round, settings.fine_tune)):
+        for workers, mine in self.tested_at_once(round):
+            for part in self.group.gather(self.test_workers(workers, mine, round, settings.fine_tune)):
                 tested |= part
-        mine = self.unseen[self.group.index :: self.group.count]
-        unseen = {owner: self.worker_tests.of_global(owner, round) for owner in mine}
+        owners = self.unseen[self.group.index :: self.group.count]
+        unseen = {owner: self.worker_tests.of_global(owner, round) for owner in owners}
         unseen = {owner: values for part in self.group.gather(unseen) for owner, values in part.items()}
         samples = {worker: self.shared.data.worker_tests.size(worker) for worker in [*tested, *unseen]}
         results = WorkerResults.of(round, samples, tested)
         return replace(results, unseen=WorkerResults.of(round, samples, unseen)) if unseen else results
 
-    def test_workers(self, workers: Sequence[int], round: int, fine_tune: int) -> dict[int, Tested]:
+    def tested_at_once(self, round: int) -> Iterator[tuple[list[int], WorkItems]]:
+        """Divide the evaluated workers into groups for which there are rows.
+
+        Yields the worker IDs of each group, and the workers that this process tests.
+        """
+        if self.task.streams:
+            for _, wave, mine in self.waves_of(self.work_of(self.evaluated, round)[0]):
+                yield wave.workers.tolist(), mine
+            return
+        for start in range(0, len(self.evaluated), self.task.experiment.cohort_size):
+            workers = self.evaluated[start : start + self.task.experiment.cohort_size]
+            yield workers, self.work_of(workers, round)[1]
+
+    def test_workers(self, workers: Sequence[int], mine: WorkItems, round: int, fine_tune: int) -> dict[int, Tested]:
         """Test the models of this process's share of `workers`, and return the results by worker ID.
 
         Args:
-            workers: worker IDs, at most as many as a cohort has.
+            workers: worker IDs, at most as many as there are rows.
+            mine: workers that this process tests.
             round: number of the round.
             fine_tune: number of epochs for which each worker trains the global model before a second test; 0 for no
                 second test.
         """
         task, shared, tests = self.task, self.shared, self.worker_tests
-        _, mine = self.work_of(workers, round)
         self.load_states(workers, mine)
         members = mine[mine.workers < len(shared.data.shards)]  # without the server's own row
         tested = {}
@@ -452,7 +524,8 @@ class Simulation(Executor):
 
         Does nothing if the choice may depend on the results of this round, which are not known yet.
         """
-        task, strategy, in_time = self.task, self.draw.strategy, round <= self.task.experiment.rounds
+        task, strategy = self.task, self.draw.strategy
+        in_time = round <= task.experiment.rounds and not task.streams  # a wave leaves no time to draw whole rounds
         # Only a random choice, as privacy accounting assumes it, is known to be independent of the results.
         is_random = hasattr(task.experiment.sampling.registration.target, "amplifies")
         reads_results = "losses" in strategy.accepts or "now" in strategy.accepts

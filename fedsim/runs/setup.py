@@ -112,8 +112,8 @@ def _begin(
     return task
 
 
-def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> None:
-    """Raise an error if the experiment cannot be run.
+def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> RunTask:
+    """Raise an error if the experiment cannot be run. Return its description.
 
     Args:
         experiment: experiment to check.
@@ -128,6 +128,7 @@ def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> None
     if to_run or not lacks_files(data.name, data.root or default_root(), **data.params):
         with preserve_random_state(device), full_precision(device):
             _with_data(experiment, task, session, device, lambda step: None)
+    return task
 
 
 def releases_before(experiment: Experiment) -> Releases | None:
@@ -204,7 +205,7 @@ def task_of(experiment: Experiment, device: torch.device, *, weights: bool = Tru
     task = replace(task, algorithm=algorithm.for_model(module))
     layout = Layout.of(module)
     sent = layout.outside(task.algorithm.personal_columns)
-    task = replace(task, shapes=tuple(tuple(entry.shape) for entry in sent))
+    task = replace(task, shapes=tuple(tuple(entry.shape) for entry in sent)).that_streams(layout.d)
     checks.check_client_algorithm(task, layout)
     checks.check_privacy(task, layout)
     return task
