@@ -338,6 +338,8 @@ def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
         f"{show(local.algorithm)} adds noise to each batch": local.component.sample_noise is not None,
     }
     by_function = isinstance(experiment.local.component, TrainFunction)
+    if by_function and experiment.task.params.get("class_weights"):
+        yield f"task.class_weights: {experiment.local.setting} computes the loss itself; omit it"
     reason = next((reason for reason, holds in reasons.items() if holds), "")
     if local.accumulation_steps > 1 and not by_function and reason:
         yield f"local.accumulation_steps = {local.accumulation_steps}: {reason}; use a larger local.batch_size"

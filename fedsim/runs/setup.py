@@ -16,6 +16,7 @@ from fedsim.clients import as_algorithm
 from fedsim.config.engines import RACING, traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.schema import OWN
+from fedsim.core.learning_task import class_weights_of
 from fedsim.core.objects import names_in, own_copy, why_unsendable
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.rows import Layout
@@ -156,6 +157,8 @@ def _with_data(
     on_setup(f"loading the data set {show(data.name)}")
     train, test = session.data(*data.source, device)
     strata = strata_of(train, data.stratify)
+    classes = max(train.classes, test.classes)
+    task = replace(task, class_weights=class_weights_of(task.learning_task, lambda: train.sample_targets, classes))
     checked = own_copy(task)  # the checks call user objects, which may change their state
     train, test = checks.with_numbers(checked, train, test)
     checks.check_outputs_of_model(checked, train, test, data.name)

@@ -41,6 +41,7 @@ class RunTask:
         byzantine: Byzantine workers of each round.
         shapes: shapes of the parameters that workers send, in the order of their columns.
         scratch_folder: folder for temporary files; None for the system's folder.
+        class_weights: weight of each class in the training loss; None for equal weights.
         row_bytes: size of an update in memory.
         streams: whether a round trains its cohort in waves, and only sums of updates are kept after a wave. Sums are
             then rounded differently, so this depends only on the experiment (see `that_streams`).
@@ -52,6 +53,7 @@ class RunTask:
     byzantine: Attackers
     shapes: tuple[tuple[int, ...], ...] = ()
     scratch_folder: str | None = None
+    class_weights: tuple[float, ...] | None = None
     row_bytes: int = 0
     streams: bool = False
 
@@ -131,8 +133,11 @@ class RunTask:
 
     @property
     def objective(self) -> Objective:
-        """Loss function with the floating-point precision of the run, for training and tests."""
-        return Objective(self.precision, self.learning_task)
+        """Loss function with the floating-point precision and the class weights of the run, for training."""
+        if self.class_weights is None:
+            return Objective(self.precision, self.learning_task)
+        weights = torch.tensor(self.class_weights, dtype=self.dtype, device=self.device)
+        return Objective(self.precision, self.learning_task, weights)
 
     @property
     def syncs(self) -> tuple[Sync, ...]:

@@ -40,6 +40,8 @@ Settings = dict[str, Any]
 DATA: list[Settings] = [  # of each kind of inputs and targets
     {"data.name": "tests.components:tiny", "data.train": 60},
     {"data.name": "tests.components:few"},
+    {"data.name": "tests.components:clients"},
+    {"data.name": "tests.components:one_table"},
     {"data.name": "tests.real_models:noise", "data.shape": [3, 8, 8], "data.classes": 3},
     {"data.name": "tests.other_tasks:planes"},
 ]
@@ -105,7 +107,9 @@ def _basis(rng: random.Random) -> Settings:
     work = rng.choice([{"local.epochs": 1}, {"local.epochs": 2}, *({"local.steps": n} for n in (1, 2, 3))])
     if _samples(json.dumps(data))[0] > 1000:
         work = {"local.steps": rng.randint(1, 3)}
+    owners = {"partition.name": "natural"} if loaded(data)[1].ids and rng.random() < 0.7 else {}
     settings = {
+        **owners,
         **{"rounds": rng.randint(1, 3), "workers": rng.randint(2, 6), "seed": rng.randrange(100)},
         **{"precision": rng.choice(["float64", "float32"]), "local.batch_size": rng.choice([3, 4, 7, 16])},
         **{**work, **data, **_fitting_model(rng, data)},
@@ -269,6 +273,10 @@ def _table(kind: type[Table], place: str, rng: random.Random, settings: Settings
             continue  # a group of its own
         if rng.random() < (0.25 if named_by else 0.7):
             drawn[key] = rng.choice(WORDS[key]) if key in WORDS else _field(rng, field, settings["workers"])
+    if kind is schema.Task:
+        task, classes = kind.registry.get(settings["task.name"]), _samples(_data_of(settings))[3]
+        fields = {name: field for name, field in task.parameters.model_fields.items() if field.annotation is not int}
+        drawn |= {f"task.{name}": _field(rng, field, classes) for name, field in fields.items() if rng.random() < 0.7}
     if kind is schema.Local:
         drawn = {key: value for key, value in drawn.items() if key not in ("local.epochs", "local.steps")}
         drawn |= _work(rng, settings)

@@ -287,7 +287,7 @@ def plain_loop(lab: Lab, settings: Settings) -> str | None:
             parts = parts[:-1] if experiment.local.drop_last and len(parts[-1]) < size else parts
             yield len(parts), map(train.gather, parts)
 
-    expected = _plain(experiment, batches)
+    expected = _plain(experiment, batches, train.targets)
     actual = lab.run(kept)
     return far(lab, kept, actual, Outcome(expected, {}, actual.rounds), "one worker and a plain loop")
 
@@ -302,7 +302,7 @@ def large_batch(lab: Lab, settings: Settings) -> str | None:
     train = _train(kept)
     batch = train.gather(torch.arange(len(train)))
     require(_decomposes(experiment, batch))
-    expected = _plain(experiment, lambda round: itertools.repeat((1, [batch])))
+    expected = _plain(experiment, lambda round: itertools.repeat((1, [batch])), train.targets)
     actual = lab.run(kept)
     return far(lab, kept, actual, Outcome(expected, {}, actual.rounds), "workers and one large batch")
 
@@ -334,8 +334,11 @@ def _train(settings: Settings) -> fedsim.TensorData:
     return loaded(data)[0].to(torch.device("cpu"), torch.float64)
 
 
-def _plain(experiment: Experiment, batches: Callable[[int], Iterator[Any]]) -> Tensor:
-    """Train a model with an optimizer of PyTorch. `batches` yields the number of batches and an epoch's batches."""
+def _plain(experiment: Experiment, batches: Callable[[int], Iterator[Any]], trained: Tensor) -> Tensor:
+    """Train a model with an optimizer of PyTorch.
+
+    `batches` yields the number of batches and an epoch's batches. `trained`: targets of all training samples.
+    """
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(draw_key(experiment.seed, "model"))
         model = experiment.model.component().double().train()
@@ -356,12 +359,24 @@ def _plain(experiment: Experiment, batches: Callable[[int], Iterator[Any]]) -> T
                 if steps == local.steps:
                     break
                 optimizer.zero_grad()
-                experiment.task.component.loss(model(inputs), targets).backward()
+                _loss(experiment, model(inputs), targets, trained).backward()
                 if local.clip_norm is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), local.clip_norm)
                 optimizer.step()
                 steps += 1
     return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def _loss(experiment: Experiment, outputs: Tensor, targets: Tensor, trained: Tensor) -> Tensor:
+    """Return the training loss of a batch, with class weights if there are any, sample by sample."""
+    task, weights = experiment.task.component, experiment.task.params.get("class_weights")
+    if not weights:
+        return task.loss(outputs, targets)
+    if weights == "balanced":
+        classes = dict(zip(*(values.tolist() for values in trained.unique(return_counts=True)), strict=True))
+        weights = {label: len(trained) / (len(classes) * count) for label, count in classes.items()}
+    losses = task.loss(outputs, targets, "none")
+    return sum(weights[label] * loss for label, loss in zip(targets.tolist(), losses, strict=True)) / len(targets)
 
 
 def _decomposes(experiment: Experiment, batch: Any) -> bool:
