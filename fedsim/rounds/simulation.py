@@ -211,7 +211,8 @@ class Simulation(Executor):
             with self.phase("aggregate"):
                 self.change_updates(context, mine, sent)
                 excluded = self.aggregator.add(context, places, wave.stacks)
-                self.new_states.save_cohort(context.workers, mine, excluded, rows)
+                saved = context.workers if group.divided else mine.workers.tolist()
+                self.new_states.save_cohort(saved, mine, excluded, rows)
                 group.barrier()  # all processes have used the rows
         with self.phase("aggregate"):
             return self.step(whole, sent)

@@ -35,6 +35,7 @@ from fedsim.errors import FedsimError
 from fedsim.records.record import LARGEST
 from tests.fuzz.draw import Settings, loaded
 from tests.fuzz.runs import Lab, Outcome, result_of, run, untimed
+from tests.waves import in_waves
 
 ROUNDING = 1e-9  # relative difference of float64 results after a few rounds
 PERTURBATION = 1e-12
@@ -152,6 +153,24 @@ def stacks(lab: Lab, settings: Settings) -> str | None:
 def pool(lab: Lab, settings: Settings) -> str | None:
     """`processes` gives the bits of `serial`."""
     return difference(lab.run(settings), lab.run(settings, engine="processes", processes=2), "serial and processes")
+
+
+@named("waves")
+def waves(lab: Lab, settings: Settings) -> str | None:
+    """Updates that are added up in waves give the numbers of stored updates, and the same bits in 1 and 2 processes."""
+    settings = in_float64(settings)
+    require(load_experiment(settings).stores_updates is None)
+    with in_waves():
+        serial = run({**settings, "engine": "serial"})
+        others = {n: run({**settings, "engine": "auto", "processes": n}) for n in (1, 2)}
+        ranked = lab.on_ranks({**settings, "engine": "distributed"}, in_waves=True)[0]
+    stored = lab.run(settings)
+    return (
+        far(lab, settings, stored, serial, "stored updates and waves")
+        or far(lab, settings, stored, others[1], "stored updates and waves of `auto`")
+        or far(lab, settings, stored, ranked, "stored updates and waves on ranks")
+        or difference(others[1], others[2], "waves in 1 and 2 processes")
+    )
 
 
 @named("ranks")
