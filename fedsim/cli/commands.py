@@ -105,8 +105,7 @@ def _check(experiment: Experiment) -> None:
         check_run(experiment, session, to_run=False)
     for line in warnings_about(experiment):
         warnings.warn(line, SettingWarning, stacklevel=1)
-    if experiment.policy.component.uses_topology:
-        facts = experiment.policy.topology.component.facts(experiment.workers, experiment.seed)
+    if facts := experiment.topology_facts:
         print(f"# {line_of(facts)}")
     print(to_toml(experiment), end="")
 

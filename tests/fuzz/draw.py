@@ -205,6 +205,8 @@ def _drawn_group(rng: random.Random, group: str, settings: Settings) -> Settings
     drawn = GROUPS[group](rng, settings)
     if "attack.name" in drawn and not drawn.keys() & {"attack.f", "attack.fraction", "attack.workers"}:
         drawn["attack.workers"] = [rng.randrange(settings["workers"])]
+    if group == "policy.topology":
+        drawn["policy.name"] = rng.choice([r.name for r in schema.AsyncPolicy.registry if r.target.uses_topology])
     if "policy.name" in drawn or group == "clock":
         drawn["mode"] = "clock"
     if group == "worker_evaluation":
