@@ -209,8 +209,7 @@ def headline(run: LiveRun) -> str:
 def _algorithm(experiment: Experiment) -> str:
     """Return a description of the algorithm, such as "weighted_mean of parameters"."""
     policy, clock = experiment.policy, experiment.clock
-    of_graph = {"topology": policy.topology.name} if policy.component.uses_topology else {}
-    params = ", ".join(f"{name} = {value}" for name, value in (of_graph | policy.params).items() if value is not None)
+    params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
     described = f"{policy.name} ({params})" if params else policy.name
     if policy.component.in_rounds:
         described = f"{experiment.aggregate.label} of {_aggregated(experiment)}{_levels(experiment)}"

@@ -107,8 +107,7 @@ def _check(experiment: Experiment) -> None:
         warnings.warn(line, SettingWarning, stacklevel=1)
     if way:
         print(f"# {way}")
-    if experiment.policy.component.uses_topology:
-        facts = experiment.policy.topology.component.facts(experiment.workers, experiment.seed)
+    if facts := experiment.topology_facts:
         print(f"# {line_of(facts)}")
     print(to_toml(experiment), end="")
 

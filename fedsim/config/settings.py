@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, PositiveFloat
@@ -231,6 +231,12 @@ class Settings(Table):
     def in_rounds(self) -> bool:
         """Whether the experiment has synchronous rounds, in which all workers of a cohort start together."""
         return self.policy.component.in_rounds
+
+    @property
+    def topology_facts(self) -> dict[str, Any]:
+        """Facts about the graph of workers, such as its spectral gap. Empty for a policy without a graph."""
+        graph = self.policy.topology.component if self.policy.component.uses_topology else None
+        return graph.facts(self.workers, self.seed) if graph else {}
 
     @property
     def sends_gradients(self) -> bool:

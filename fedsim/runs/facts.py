@@ -61,7 +61,6 @@ class RunFacts:
         counts = np.array([[len(shard)] for shard in shards])
         if shared.data.train.has_labels:
             counts = label_counts(shared.data.train.sample_targets.cpu().numpy(), shards, shared.data.classes)
-        graph = experiment.policy.topology.component if experiment.policy.component.uses_topology else None
         how = _how_it_runs(task, engine)
         return cls(
             device=describe_device(task.device),
@@ -74,7 +73,7 @@ class RunFacts:
             sampled_workers=sampled,
             label_counts=counts,
             byzantine=sorted(task.byzantine.fixed),
-            topology=graph.facts(experiment.workers, experiment.seed) if graph else {},
+            topology=experiment.topology_facts,
             assumed=shared.data.train.assumed,
             record_bytes=shared.server.row.nbytes * _rows_on_record(experiment, how),
         )

@@ -217,6 +217,8 @@ def _drawn_group(rng: random.Random, group: str, settings: Settings) -> Settings
         listed = [rng.randrange(count) for _ in range(settings["workers"])]
         drawn = {"groups": rng.choice([count, listed]), **drawn}
         drawn["group_rounds"] = rng.choice([n for n in range(1, rounds + 1) if rounds % n == 0])
+    if group == "policy.topology":
+        drawn["policy.name"] = rng.choice([r.name for r in schema.AsyncPolicy.registry if r.target.uses_topology])
     if "policy.name" in drawn or group == "clock":
         drawn["mode"] = "clock"
     if group == "worker_evaluation":
