@@ -208,7 +208,7 @@ class Trials:
         trials = [(1, alone), (1, self.run((others, targets)))]  # with the number of samples shared with `together`
         if len(inputs) > 2:
             trials.append((len(inputs) - 1, self.run((inputs[:-1], targets[:-1]))))
-        whole = min(self._task.schedule.batch_size, MAX_COMPARED_BATCH, len(self._train))
+        whole = min(self._task.schedule.largest_batch, MAX_COMPARED_BATCH, len(self._train))
         if whole > len(inputs):  # a model may handle a large batch differently
             trials.append((len(inputs), self.run(self.samples(whole))))
         return not all(
@@ -268,7 +268,7 @@ class Trials:
         if task.device.type == "cpu" or all(p.ndim <= 2 for p in task.new_module().parameters()):
             return False
         trials = copy.copy(self)
-        trials.count = min(task.schedule.batch_size, MAX_COMPARED_BATCH)  # cuDNN chooses kernels by batch size
+        trials.count = min(task.schedule.largest_batch, MAX_COMPARED_BATCH)  # cuDNN chooses kernels by batch size
         try:
             two = trials._two_models(dtype)
             if task.precision.autocast is not None:

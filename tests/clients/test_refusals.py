@@ -62,7 +62,7 @@ REFUSED = [
     # local work
     (of_local(epochs=[1, 2]), "local.epochs = [1, 2]: must be 4 numbers, one per worker, not 2"),
     (of_local(epochs={"uniform": [5, 1]}), "with low <= high"),
-    (of_local(steps={"choice": []}), "must be an integer, a list of integers"),
+    (of_local(steps={"choice": []}), "must be a number, a list with one number per worker, {uniform"),
     ({**of_local(steps=[1, 2, 3, 1]), "aggregate": "fltrust"}, "the server also trains; use one number for all"),
     ({**of_local(steps={"choice": [1, 2]}), **CLOCK}, "because workers send every gradient; use one number"),
     ({**of_local(accumulation_steps=2), "sync": "gradients"}, "the gradients of each batch are averaged; use a larger"),
