@@ -314,7 +314,7 @@ def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
         reasons = {
             f"with the rule {rule.name} the server also trains": rule.accepts("root") and form in ("list", "function"),
             f"the rule {rule.name} needs one learning rate": key == "lr" and rule.accepts("local_lr"),
-            f"with {mode} the server takes the steps": key in local.params and sends_gradients,
+            f"with {mode} all steps have the same {key}": key in local.params and sends_gradients,
             f"{mode} has no rounds, because workers send every gradient": form != "list" and experiment.sends_gradients,
             "privacy depends on the largest number": form == "function" and key in local.alternatives and private,
         }
