@@ -32,7 +32,7 @@ from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.learning_task import LearningTask, LossTask, learning_task
 from fedsim.core.metrics import OutputMetric, metric
 from fedsim.core.numbers import Count, FractionBelowOne, PositiveCount, ProperFraction
-from fedsim.core.objects import Name, ObjectName, plain
+from fedsim.core.objects import Name, plain
 from fedsim.core.registry import Component, Registration, Registry
 from fedsim.core.suggestions import nearest
 from fedsim.core.validation_errors import explain
@@ -253,7 +253,7 @@ def form_of(value: Any) -> tuple[Any, list[Any]]:
     >>> form_of(5), form_of([1, 2]), form_of({"uniform": [1, 5]}), form_of("module:function")
     (('one', [5]), ('list', [1, 2]), ('uniform', [1, 5]), ('function', []))
     """
-    if isinstance(value, str) and (":" in value or isinstance(value, ObjectName)):
+    if isinstance(value, str) and (":" in value or value.startswith("<")):  # a name of a Python object
         return "function", []
     if isinstance(value, dict) and len(value) == 1 and isinstance(numbers := next(iter(value.values())), list):
         return next(iter(value)), numbers
