@@ -285,8 +285,11 @@ class Settings(Table):
 
     @property
     def local_lr(self) -> float | None:
-        """Learning rate of the client algorithm, or None if the algorithm has no parameter `lr`."""
-        return self.local.params.get("lr")
+        """Learning rate of the client algorithm, or None if it has no parameter `lr`. 1 if it differs between workers.
+
+        The rates of `local_lr_at` are then factors of the workers' learning rates.
+        """
+        return 1.0 if "lr" in self.local.varying else self.local.params.get("lr")
 
     @cached_property
     def local_schedule(self) -> LRSchedule | None:

@@ -316,21 +316,23 @@ def _check_sync(experiment: Settings) -> Iterator[str]:
 
 def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
     local, rule, policy_setting = experiment.local, experiment.rule, experiment.policy.setting
-    key = "epochs" if local.steps is None else "steps"
-    amount = getattr(local, key)
-    where = f"local.{key} = {show(amount)}"
-    if isinstance(amount, list) and len(amount) != experiment.workers:
-        yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(amount)}"
-    if isinstance(amount, list) and rule.accepts("root"):
-        yield (
-            f"{where}: has one number per worker, but with the rule {rule.name} the server also trains; use one "
-            "number for all"
-        )
-    if isinstance(amount, dict) and not experiment.in_rounds and policy.work == "gradient":
-        yield (
-            f"{where}: is drawn in each round, but {policy_setting} has no rounds, because workers send every "
-            "gradient; use one number"
-        )
+    mode, sends_gradients = (f"sync={experiment.sync}", experiment.rounds_of_gradients > 0)
+    if not experiment.in_rounds:
+        mode, sends_gradients = policy_setting, experiment.sends_gradients
+    private = local.component.sample_noise is not None
+    for key, (form, numbers) in local.varying.items():
+        where = f"local.{key} = {show(getattr(local, key))}"
+        if form == "list" and len(numbers) != experiment.workers:
+            yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(numbers)}"
+        reasons = {
+            f"with the rule {rule.name} the server also trains": rule.accepts("root") and form in ("list", "function"),
+            f"the rule {rule.name} needs one learning rate": key == "lr" and rule.accepts("local_lr"),
+            f"with {mode} all steps have the same {key}": key in local.params and sends_gradients,
+            f"{mode} has no rounds, because workers send every gradient": form != "list" and experiment.sends_gradients,
+            "privacy depends on the largest number": form == "function" and key in local.alternatives and private,
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+            yield f"{where}: differs between workers or rounds, but {reason}; use one number for all"
     reasons = {
         f"with sync={experiment.sync} the gradients of each batch are averaged": experiment.rounds_of_gradients,
         "only works with synchronous rounds": not experiment.in_rounds,
@@ -384,9 +386,8 @@ def _checks_of_schedules(experiment: Settings) -> Iterator[Callable[[], object]]
             raise ExperimentError(line) from None
 
     if schedule := experiment.local_schedule:
-        yield partial(
-            check, schedule, local.component.with_lr, local.params, f"the client algorithm {show(local.algorithm)}"
-        )
+        owner = f"the client algorithm {show(local.algorithm)}"
+        yield partial(check, schedule, local.component.having, local.params | local.largest, owner)
     if schedule := experiment.server_schedule:
         owner = f"the server optimizer {show(server.name)}"
         yield partial(check, schedule, partial(replace, server.component), server.params, owner)

@@ -24,6 +24,11 @@ def by(algorithm, batch_size=16, **settings):
     return {"local": {"algorithm": algorithm, "batch_size": batch_size, **settings}}
 
 
+def falling(worker, round):
+    """Return a learning rate for each worker and round."""
+    return 0.02 * (1 + worker) / round
+
+
 CASES = {
     "one worker": {"workers": 1},  # first, because all other cases share their processes
     "plain averaging": {},
@@ -174,6 +179,17 @@ TASKS = {
 }
 WORK = {
     "drawn local work": {**SOME, "local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "rounds": 3},
+    "steps that differ between workers": {
+        **{**SOME, "rounds": 3},
+        "local": {
+            **{"batch_size": 16, "lr": "tests.engines.test_contract:falling", "momentum": {"choice": [0.0, 0.9]}},
+            **{"clip_norm": [0.1, 0.3, 1.0, 3.0, 10.0], "steps": {"uniform": [1, 6]}},
+        },
+    },
+    "batch sizes that differ between workers": {
+        **{**UNEVEN, **NORMALISED, "workers": 4, "rounds": 3, "model": "net"},
+        "local": {"batch_size": {"uniform": [5, 30]}, "lr": {"uniform": [0.01, 0.1]}, "epochs": 2},
+    },
     "clipped gradients": {
         **{**UNEVEN, **NORMALISED, "local": {"clip_norm": 0.5, "momentum": 0.5, "drop_last": True}},
     },

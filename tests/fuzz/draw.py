@@ -59,6 +59,7 @@ PATTERNS = ["*", "*", "*", "*bias", "*weight", "*.0.*"]
 OFTEN = {"local", "model.lora", "privacy", "processors", "broadcast", "aggregate", "partition", "attack"}
 GROUPED = "groups", "group_rounds", "top_aggregate", "top_attack"  # keys that only have an effect with groups
 WEIGHT = 4
+VARYING = [schema.Local.model_fields[key] for key in ("epochs", "steps", "batch_size", "clip_norm")]  # see `_work`
 TRIES = 6  # to draw a group of keys that fits the others
 
 
@@ -269,7 +270,7 @@ def _table(kind: type[Table], place: str, rng: random.Random, settings: Settings
     fields = {name: field for name, field in kind.model_fields.items() if name != named_by}
     for name, field in fields.items():
         key, nested = f"{place}.{name}", field.annotation
-        if key in SET_BY_PROPERTIES or (key in settings and place == "local"):
+        if key in SET_BY_PROPERTIES or (key in settings and place == "local") or field in VARYING:
             continue
         if _is_table(nested) or _item_table(nested):
             continue  # a group of its own
@@ -280,7 +281,6 @@ def _table(kind: type[Table], place: str, rng: random.Random, settings: Settings
         fields = {name: field for name, field in task.parameters.model_fields.items() if field.annotation is not int}
         drawn |= {f"task.{name}": _field(rng, field, classes) for name, field in fields.items() if rng.random() < 0.7}
     if kind is schema.Local:
-        drawn = {key: value for key, value in drawn.items() if key not in ("local.epochs", "local.steps")}
         drawn |= _work(rng, settings)
     if kind is schema.Aggregate and rng.random() < 0.25:
         own = [key for key in drawn if key.removeprefix("aggregate.") not in fields]
@@ -290,12 +290,27 @@ def _table(kind: type[Table], place: str, rng: random.Random, settings: Settings
 
 
 def _work(rng: random.Random, settings: Settings) -> Settings:
-    """Return another amount of local work, in the same unit: a number per worker, or a distribution."""
-    key = "local.steps" if "local.steps" in settings else "local.epochs"
-    if rng.random() < 0.7:
-        return {}
-    amounts = [rng.randint(1, 3) for _ in range(settings["workers"])]
-    return {key: rng.choice([amounts, {"uniform": [1, 3]}, {"choice": [1, 3]}])}
+    """Return settings that differ between workers: a number per worker, a distribution or a function."""
+    drawn, work = {}, "local.steps" if "local.steps" in settings else "local.epochs"
+    numbers = {work: [1, 2, 3], "local.batch_size": [3, 4, 7], "local.lr": [0.01, 0.05, 0.1]}
+    numbers |= {"local.momentum": [0.0, 0.5, 0.9], "local.clip_norm": [0.1, 0.5, 2.0]}
+    for key, values in numbers.items():
+        if rng.random() < (0.3 if key == work else 0.15):
+            listed = [rng.choice(values) for _ in range(settings["workers"])]
+            draws = {"uniform": [values[0], values[-1]]}, {"choice": values[::2]}
+            drawn[key] = rng.choice([values[1], listed, *draws, f"tests.fuzz.draw:{key.replace('.', '_')}"])
+    return drawn
+
+
+def local_steps(worker: int, round: int) -> int:
+    return 1 + (worker + round) % 3
+
+
+def local_lr(worker: int, round: int) -> float:
+    return 0.05 * (1 + worker % 2) / round
+
+
+local_epochs, local_batch_size, local_momentum, local_clip_norm = local_steps, local_steps, local_lr, local_lr
 
 
 def _list_of_tables(field: FieldInfo, place: str, rng: random.Random, settings: Settings) -> Settings:
