@@ -83,6 +83,8 @@ class Display(Callback):
         self._print(headline(run))
         if run.facts.assumed:
             self._print(f"data: {'; '.join(run.facts.assumed)}")
+        for key, noise in run.facts.noise.items():
+            self._print(f"{key} = {noise:g} for privacy.target_epsilon = {run.experiment.privacy.target_epsilon:g}")
         if done:
             self._done = self._before = done
             self._print(f"continuing after round {done} of {self._bar.total}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ class RunFacts:
         byzantine: IDs of the Byzantine workers; empty if they are drawn in each round.
         record_bytes: approximate size in bytes of the large files that the run writes.
         assumed: what was assumed when the data was read, such as how test samples were drawn.
+        noise: noise multiplier for `privacy.target_epsilon`, by its key; empty without a target.
         done: number of rounds that were finished before the run was resumed, otherwise 0.
     """
 
@@ -47,12 +49,13 @@ class RunFacts:
     byzantine: list[int]
     record_bytes: int
     assumed: tuple[str, ...] = ()
+    noise: Mapping[str, float] = field(default_factory=dict)
     done: int = 0
 
     @classmethod
-    def of(cls, task: RunTask, engine: Engine) -> RunFacts:
-        """Collect the facts about a run whose engine is ready for the first round."""
-        experiment, shared = task.experiment, engine.shared
+    def of(cls, experiment: Experiment, task: RunTask, engine: Engine) -> RunFacts:
+        """Collect the facts about the run of an experiment whose engine is ready for the first round."""
+        shared = engine.shared
         sampled = workers_to_describe(shared.data.shards, experiment.seed)
         workers = range(len(shared.data.shards)) if sampled is None else sampled
         shards = [shared.data.shards.of(worker).numpy() for worker in workers]
@@ -72,6 +75,7 @@ class RunFacts:
             label_counts=counts,
             byzantine=sorted(task.byzantine.fixed),
             assumed=shared.data.train.assumed,
+            noise=experiment.noise_found(task.experiment),
             record_bytes=shared.server.row.nbytes * _rows_on_record(experiment, how),
         )
 
@@ -86,6 +90,7 @@ class RunFacts:
             "device": self.device,
             "arithmetic": self.arithmetic,
             **self.how,
+            **self.noise,
             "parameters": self.parameters,
             "train_samples": self.train_samples,
             "test_samples": self.test_samples,

@@ -102,8 +102,8 @@ def _begin(
     return task
 
 
-def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> None:
-    """Raise an error if the experiment cannot be run.
+def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> RunTask:
+    """Return the description of a run. Raise an error if the experiment cannot be run.
 
     Args:
         experiment: experiment to check.
@@ -117,7 +117,8 @@ def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> None
     task = task_of(experiment, device)
     if to_run or not lacks_files(data.name, data.root or default_root(), **data.params):
         with preserve_random_state(device), full_precision(device):
-            _with_data(experiment, task, session, device, lambda step: None)
+            task, *_ = _with_data(experiment, task, session, device, lambda step: None)
+    return task
 
 
 def releases_before(experiment: Experiment) -> Releases | None:
@@ -164,7 +165,10 @@ def _with_data(
     checks.check_local_work(task, sizes)
     checks.check_smallest_batch(task, train, {**sizes, len(shards): len(root)} if len(root) else sizes)
     cohorts_of(experiment, shards)  # raises an error if it needs sizes of shards that are not known
-    releases_of(experiment, shards, root)  # raises an error if epsilon cannot be computed
+    releases = releases_of(experiment, shards, root)  # raises an error if epsilon cannot be computed
+    if releases and releases.holders > 1 and experiment.privacy.target_epsilon is not None:
+        private = task_of(experiment.with_noise(releases), device)
+        task = replace(task, experiment=private.experiment, algorithm=private.algorithm)
     return task, train, test, shards, root, worker_tests, validation
 
 
@@ -175,7 +179,7 @@ def task_of(experiment: Experiment, device: torch.device, *, weights: bool = Tru
 
     Raises ExperimentError if the model cannot be built or does not fit the client algorithm.
     """
-    local_experiment = experiment.own()
+    local_experiment = experiment.with_noise(experiment.releases(holders=1)).own()
     if not weights:
         model = local_experiment.model.model_copy(update={"weights": None})
         local_experiment = local_experiment.model_copy(update={"model": model})
