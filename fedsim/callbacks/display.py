@@ -86,6 +86,8 @@ class Display(Callback):
             self._print(f"data: {'; '.join(run.facts.assumed)}")
         if run.facts.topology:
             self._print(line_of(run.facts.topology))
+        for key, noise in run.facts.noise.items():
+            self._print(f"{key} = {noise:g} for privacy.target_epsilon = {run.experiment.privacy.target_epsilon:g}")
         if done:
             self._done = self._before = done
             self._print(f"continuing after round {done} of {self._bar.total}")

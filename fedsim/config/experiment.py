@@ -133,6 +133,19 @@ class Experiment(Settings):
         return self._awaits_data
 
     @model_validator(mode="after")
+    def _await_noise_of_samples(self) -> Experiment:
+        local, target = self.local, self.privacy.target_epsilon
+        if target is None or self.protects != "sample":
+            return self
+        if "noise" not in local.params:
+            raise ExperimentError(f"privacy.target_epsilon = {target:g}: {local.setting} has no parameter `noise`")
+        if "noise" in local.model_fields_set and local.params["noise"] is not None:
+            noise = local.params["noise"]
+            raise ExperimentError(f"local.noise = {noise:g}: set only one of local.noise, privacy.target_epsilon")
+        object.__setattr__(self, "local", local.model_copy(update={"noise": None}))  # until it is found
+        return self
+
+    @model_validator(mode="after")
     def _name_by_content(self) -> Experiment:
         if not self.name:
             object.__setattr__(self, "name", default_name(self))

@@ -580,14 +580,32 @@ class Privacy(ComponentTable):
     """Differential privacy: how updates are clipped and get noise, and how epsilon is computed."""
 
     place, named_by, registry = "privacy", "mechanism", privacy_mechanism
+    alternatives = ("noise", "target_epsilon")
 
     mechanism: Name = "none"
+    target_epsilon: Annotated[PositiveFloat, Field(le=1e6)] | None = None
+    """Epsilon after all `rounds`, instead of `noise` (of `local.noise` with `dp_sgd`): the noise is the smallest
+    multiplier of three digits that is enough, and recorded in `environment.json`."""
     delta: ProperFraction = 1e-5
     """Delta of (epsilon, delta)-differential privacy. Choose a delta below 1 / (number of workers). With `dp_sgd`,
     choose it below 1 / (number of samples)."""
     accountant: Literal["rdp", "pld"] = "rdp"
     """How epsilon is computed: by Renyi differential privacy (`rdp`), or by privacy loss distributions (`pld`), which
     are tighter, slower, and do not support cohorts of fixed size drawn without replacement."""
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        if all(table.get(key) is not None for key in cls.alternatives):
+            raise cls.not_both()
+        return table
+
+    def check_parameters(self) -> None:
+        awaits_noise = self.target_epsilon is not None and "noise" in self.registration.parameter_names
+        if awaits_noise:
+            self.params["noise"] = 1.0  # any valid value, to check the other parameters
+        super().check_parameters()
+        if awaits_noise:
+            self.params["noise"] = None  # until it is found
 
     @cached_property
     def component(self) -> Mechanism:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, PositiveFloat
@@ -29,6 +29,9 @@ from fedsim.processes.hooks import CommunicationHook
 from fedsim.processing import UpdateProcessor
 from fedsim.server.groups import Groups
 from fedsim.system.precision import PRECISIONS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Weighting = Literal["uniform", "samples", "inverse_probability"] | list[float]
 
@@ -221,6 +224,36 @@ class Settings(Table):
         if mechanism.active or (sample_noise := self.local.component.sample_noise) is None:
             return releases if mechanism.active else None
         return replace(releases, noise=sample_noise.noise, per_round=self.local.most_work, holders=holders)
+
+    def with_noise(self, releases: Releases | None) -> Self:
+        """Return the experiment with the noise for `privacy.target_epsilon`, if it is set, in place of this key.
+
+        `releases` are the noisy sums of each round. Raises ExperimentError if no noise is enough.
+        """
+        privacy = self.privacy
+        if privacy.target_epsilon is None or releases is None:
+            return self
+        noise = releases.noise_for(privacy.target_epsilon, self.rounds, privacy.delta, privacy.accountant)
+        experiment = self.at_noise(noise)
+        experiment.privacy.component.check(self.expected_updates)
+        return experiment
+
+    def at_noise(self, noise: float) -> Self:
+        """Return the experiment with a noise multiplier in place of `privacy.target_epsilon`."""
+        experiment = self.model_copy(update={"privacy": self.privacy.model_copy(update={"target_epsilon": None})})
+        table = getattr(experiment, self.noise_table).model_copy(update={"noise": noise})
+        return experiment.model_copy(update={self.noise_table: table})
+
+    @property
+    def noise_table(self) -> Literal["privacy", "local"]:
+        """Table with the noise multiplier."""
+        return "privacy" if self.protects == "worker" else "local"
+
+    def noise_found(self, private: Settings) -> dict[str, float]:
+        """Return the noise multiplier that `private` has for `privacy.target_epsilon` by its key, or {} without one."""
+        if self.privacy.target_epsilon is None:
+            return {}
+        return {f"{self.noise_table}.noise": getattr(private, self.noise_table).params["noise"]}
 
     @property
     def nonfinite(self) -> Literal["error", "exclude", "keep"]:

@@ -58,11 +58,12 @@ def problems_with(experiment: Settings) -> list[str]:
         partial(experiment.sampling.component.check, experiment.workers, experiment.cohort_size),
         partial(policy.check, experiment.cohort_size),
         *([partial(experiment.policy.topology.component.check, *sizes)] if policy.uses_topology else []),
-        partial(experiment.privacy.component.check, experiment.expected_updates),
         partial(check_order, experiment.chain, "processors"),
         partial(check_order, experiment.broadcast_chain, "broadcast"),
         *_checks_of_rules(experiment),
     ]
+    if experiment.privacy.target_epsilon is None:  # otherwise the noise is not known yet
+        component_checks.append(partial(experiment.privacy.component.check, experiment.expected_updates))
     for check in () if lines else component_checks:
         try:
             check()
@@ -533,8 +534,13 @@ def _check_privacy(experiment: Settings) -> Iterator[str]:
     """Yield an error line for each setting under which more than clipped updates with noise would be released."""
     mechanism, algorithm, rule = experiment.privacy.component, experiment.local.component, experiment.rule
     private, by_samples, weights = mechanism.active, algorithm.sample_noise is not None, experiment.aggregate.weights
-    protects = experiment.protects is not None
+    protects, target = experiment.protects is not None, experiment.privacy.target_epsilon
     where, strategy = experiment.privacy.setting if private else experiment.local.setting, experiment.sampling.component
+    if target is not None and not protects:
+        yield (
+            f"privacy.target_epsilon = {target:g}: nothing adds noise; set privacy.mechanism=central privacy.clip=1.0, "
+            "or local.algorithm=dp_sgd"
+        )
     if protects and not experiment.in_rounds:
         yield f"{where}: needs synchronous rounds, which {experiment.policy.setting} does not have; use policy=sync"
     if private and experiment.rounds_of_gradients:

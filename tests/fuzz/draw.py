@@ -53,7 +53,10 @@ SET_BY_PROPERTIES = {  # keys that say where and how a run is computed, or what 
     *("race", "records", "checkpoint", "model.weights", "data.root", "clock.replay_log", "clock.departures"),
 }
 CHOSEN_WITH_THE_DATA = {"data.name", "model.name", "task.name"}
-WORDS = {"stop.metric": list(schema.DIRECTIONS)}  # values of keys whose annotation is only `str`
+WORDS = {  # values of keys whose annotation is only `str`, or whose other values need too much noise
+    "stop.metric": list(schema.DIRECTIONS),
+    "privacy.target_epsilon": [5.0, 50.0, 500.0],
+}
 PATTERNS = ["*", "*", "*", "*bias", "*weight", "*.0.*"]
 # groups with mechanisms of their own, which are drawn WEIGHT times as often as other groups
 OFTEN = {"local", "model.lora", "privacy", "processors", "broadcast", "aggregate", "partition", "attack"}
@@ -226,6 +229,8 @@ def _drawn_group(rng: random.Random, group: str, settings: Settings) -> Settings
         drawn |= {"data.local_test_fraction": 0.3, "worker_evaluation.every": rng.randint(1, 2)}
     if group == "stop":
         drawn["stop.patience"] = rng.randint(1, 2)
+    if group == "privacy" and settings.get("local.algorithm") == "dp_sgd":
+        drawn = {"privacy.target_epsilon": rng.choice(WORDS["privacy.target_epsilon"])}
     if drawn.get("sync") == "post_local":
         drawn["gradient_rounds"] = rng.randint(1, settings["rounds"])
     return drawn
@@ -280,6 +285,8 @@ def _table(kind: type[Table], place: str, rng: random.Random, settings: Settings
         task, classes = kind.registry.get(settings["task.name"]), _samples(_data_of(settings))[3]
         fields = {name: field for name, field in task.parameters.model_fields.items() if field.annotation is not int}
         drawn |= {f"task.{name}": _field(rng, field, classes) for name, field in fields.items() if rng.random() < 0.7}
+    if kind is schema.Privacy and "privacy.target_epsilon" in drawn:
+        del drawn["privacy.noise"]
     if kind is schema.Local:
         drawn |= _work(rng, settings)
     if kind is schema.Aggregate and rng.random() < 0.25:

@@ -502,17 +502,23 @@ class Rows(fedsim.Callback):
 
 @named("epsilon")
 def epsilon(lab: Lab, settings: Settings) -> str | None:
-    """The recorded epsilon is at least that of all noisy sums that contain one sample or worker."""
+    """The recorded epsilon is at least that of all noisy sums with one sample or worker, and at most the target."""
     experiment = with_data(load_experiment(settings))
-    releases = experiment.releases(holders=1)
-    require(releases is not None and releases.noise and releases.effective_sampling is None)
+    releases, target = experiment.releases(holders=1), experiment.privacy.target_epsilon
+    require(releases is not None and (releases.noise or target) and (releases.effective_sampling is None or target))
     shards: dict[int, Any] = {}
+    noises: list[float] = []
 
     class Shards(fedsim.Callback):
         def on_start(self, run: Any) -> None:
+            noises.append(run.task.experiment.releases(holders=1).noise)
             shards.update({k: run.engine.shared.data.shards.of(k).tolist() for k in range(experiment.workers)})
 
     result = result_of({"engine": "serial", **settings}, callbacks=[Shards()])
+    recorded = result.history[-1].metrics.get("epsilon")
+    if target is not None and (recorded is None or recorded > target):
+        return f"epsilon is recorded as {recorded}, more than privacy.target_epsilon = {target}"
+    require(releases.effective_sampling is None)
     counts: dict[Any, int] = {}
     by_samples = experiment.local.component.sample_noise is not None
     for worker in (worker for record in result.history for worker in record.cohort):
@@ -520,8 +526,7 @@ def epsilon(lab: Lab, settings: Settings) -> str | None:
         for unit in units:
             counts[unit] = counts.get(unit, 0) + (_least_uses(experiment, len(units)) if by_samples else 1)
     require(counts and max(counts.values()) > 0)
-    exact = _gaussian_epsilon(math.sqrt(max(counts.values())) / releases.noise, experiment.privacy.delta)
-    recorded = result.history[-1].metrics.get("epsilon")
+    exact = _gaussian_epsilon(math.sqrt(max(counts.values())) / noises[0], experiment.privacy.delta)
     if recorded is None or recorded < exact * (1 - 1e-6):
         return f"epsilon is recorded as {recorded}, but {max(counts.values())} releases of one sample have {exact:.4g}"
     return None
