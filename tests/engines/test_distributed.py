@@ -136,6 +136,8 @@ BY_PARAMETERS = (  # two ranks run several cases as one experiment; a slow test 
     *(("private updates, processed, under attack",), ("privacy whose norm adapts", "server momentum")),
     *(("privacy of the workers, with a rule on whole rows",), ("privacy in empty rounds",)),
     *(("unbiased weights, and workers that do not report",), ("a worker with most of the samples",)),
+    *(("groups",), ("groups with states, drawn rules, and attacks on both levels",)),
+    *(("buffers and momentum in groups",),),
     *(("a worker without weight, left out",), ("worker state beside the server's own data",)),
 )
 AVERAGED = (  # as above, for gradients that are averaged during the backward pass
@@ -159,7 +161,11 @@ ALONE = (  # on four ranks only
 IN_WAVES = (  # of `BY_PARAMETERS`, without storing all updates
     *(("worker state of rows left out", "rows left out in turn"), ("drawn local work", "buffers kept by workers")),
     *(("scaffold with full gradients", "processed updates"), ("ditto with BatchNorm",), ("an adaptive server",)),
-    *(("buffers averaged", "learning rates by round"), ("updates and broadcasts compressed",), ("an attack that remembers",)),
+    *(
+        ("buffers averaged", "learning rates by round"),
+        ("updates and broadcasts compressed",),
+        ("an attack that remembers",),
+    ),
     *(("a cohort smaller than the ranks",), ("stacked in each rank",), ("workers tested",)),
     *(("privacy whose norm adapts", "server momentum"), ("unbiased weights, and workers that do not report",)),
     *(("a worker without weight, left out",),),
