@@ -53,7 +53,7 @@ class Recorder(Callback):
         drawings = {}
         if records.curve:
             drawings["curve"] = partial(draw_curve, result.history, result.experiment.name)
-        if tests := self._run.tests:
+        if (tests := self._run.tests) and tests.workers:
             drawings["workers"] = partial(draw_workers, tests, result.experiment.name)
         for name, content in self._painter.files(drawings, records.figures).items():
             folder.write(name, content)
@@ -122,4 +122,5 @@ class Checkpoints(Callback):
         if run.engine.broadcast(self._checkpoints.due(round, last, paused=run.on_request)):
             if run.folder:
                 run.folder.settle()
-            self._checkpoints.write(round, run.state, way=rounding_of(run.facts.how))
+            noise = next(iter(run.facts.noise.values()), None)
+            self._checkpoints.write(round, run.state, way=rounding_of(run.facts.how), noise=noise)

@@ -24,6 +24,7 @@ from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
 from fedsim.aggregation.resolve import as_table
 from fedsim.asynchronous.policies import policy
 from fedsim.asynchronous.policies.delays import noise, slowdown
+from fedsim.asynchronous.policies.topologies import adjacency_of, is_graph, topology
 from fedsim.byzantine import attack_strategy
 from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, client_algorithm, lr_schedule
 from fedsim.clients.adapters import TrainFunction
@@ -32,7 +33,7 @@ from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.learning_task import LearningTask, LossTask, learning_task
 from fedsim.core.metrics import OutputMetric, metric
 from fedsim.core.numbers import Count, FractionBelowOne, PositiveCount, ProperFraction
-from fedsim.core.objects import Name, plain
+from fedsim.core.objects import Name, ObjectName, plain
 from fedsim.core.registry import Component, Registration, Registry
 from fedsim.core.suggestions import nearest
 from fedsim.core.validation_errors import explain
@@ -48,6 +49,7 @@ from fedsim.processes.hooks import hook
 from fedsim.processing import UpdateProcessor, processor
 from fedsim.server import sampling_strategy, server_optimizer
 
+OWN = "own"  # value of `data.local_test_fraction`
 DIRECTIONS: dict[str, Literal["min", "max"]] = {
     "validation_accuracy": "max",
     "validation_loss": "min",
@@ -190,13 +192,22 @@ class Data(ComponentTable):
     name: Name = "mnist5k"
     root: Annotated[str | None, BeforeValidator(lambda root: str(root) if isinstance(root, Path) else root)] = None
     """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, or `~/.cache/fedsim/data`."""
-    local_test_fraction: FractionBelowOne = 0.0
-    """Fraction of each worker's samples that is used for tests and not for training."""
+    local_test_fraction: FractionBelowOne | Literal[OWN] = 0.0  # type: ignore[valid-type]
+    """Fraction of each worker's samples that is used for tests and not for training. `own`: each worker is tested on
+    the test samples of its owner. This is the default for a partition by owners whose data has such a test part."""
+    stratify: bool | None = None
+    """Whether samples that are drawn for tests, validation or local tests have the same fraction of each class. Unset:
+    if test samples are drawn from one data set with class labels."""
     augment: Annotated[list[Augment], OneOrMore, Field(max_length=100)] = Field(default=[])
     """Augmentations of training batches: names or tables, applied in this order."""
     validation_fraction: FractionBelowOne = 0.0
     """Fraction of the training samples that no worker trains on. Each round records `validation_loss` and
     `validation_accuracy` on these samples."""
+
+    @property
+    def source(self) -> tuple[str, str | None, dict[str, Any]]:
+        """Name, root and parameters of the data set, for `load_dataset`."""
+        return self.name, self.root, self.params | ({} if self.stratify is None else {"stratify": self.stratify})
 
     @property
     def transforms(self) -> list[ImageTransform]:
@@ -423,28 +434,21 @@ class Local(ComponentTable):
         return table if keys_set else {**table, "epochs": 1}
 
 
-class Attack(ComponentTable):
-    """The attack, and the Byzantine workers."""
+class TopAttack(ComponentTable):
+    """The attack of Byzantine groups, which replaces what they send to the top level. Needs `groups`."""
 
-    place, named_by, registry = "attack", "name", attack_strategy
+    place, named_by, registry = "top_attack", "name", attack_strategy
     alternatives = ("f", "fraction", "workers")
 
     name: Name = "none"
     f: Count | None = None
-    """Number of Byzantine workers, which are drawn at random."""
+    """Number of Byzantine workers (in `top_attack`: groups), which are drawn at random."""
     fraction: FractionBelowOne = 0.0
-    """Fraction of Byzantine workers, instead of a number. The number is rounded down."""
+    """Fraction of Byzantine workers (or groups), instead of a number. The number is rounded down."""
     workers: list[Count] | None = None
-    """IDs of the Byzantine workers, instead of a number."""
-    resample: bool = False
-    """Whether the Byzantine workers are drawn again in each round."""
-    by_class: Count | None = None
-    """Class label. The Byzantine workers are those with the most samples of this class."""
+    """IDs of the Byzantine workers (or groups), instead of a number."""
     start_round: PositiveCount = 1
-    """First round with an attack. In earlier rounds the Byzantine workers follow the protocol."""
-    compressed: bool = False
-    """Whether the attackers' updates pass through `processors` like those of honest workers. Otherwise attackers see
-    the processed updates, and send theirs unprocessed. Attacks on data only are always processed."""
+    """First round with an attack. In earlier rounds the Byzantine workers (or groups) follow the protocol."""
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -460,27 +464,33 @@ class Attack(ComponentTable):
         return int(self.fraction * n_workers + 1e-9) if self.workers is None else len(self.workers)
 
 
-class Aggregate(ComponentTable):
-    """How the updates of a cohort are aggregated into one update."""
+class Attack(TopAttack):
+    """The attack, and the Byzantine workers."""
 
-    place, named_by, registry = "aggregate", "rule", rule
+    place = "attack"
+
+    resample: bool = False
+    """Whether the Byzantine workers are drawn again in each round."""
+    by_class: Count | None = None
+    """Class label. The Byzantine workers are those with the most samples of this class."""
+    compressed: bool = False
+    """Whether the attackers' updates pass through `processors` like those of honest workers. Otherwise attackers see
+    the processed updates, and send theirs unprocessed. Attacks on data only are always processed."""
+
+
+class TopAggregate(ComponentTable):
+    """How the models of the groups are aggregated into the global model every `group_rounds` rounds. Needs `groups`."""
+
+    place, named_by, registry = "top_aggregate", "rule", rule
 
     rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
     """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}."""
     f: Count | None = None
     """Number of Byzantine updates that the rule must tolerate, for rules with this parameter. Unset: true number."""
-    weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegativeFloat] | None = None
-    """Weights of the workers: equal (`uniform`), proportional to sample counts (`samples`), sample fractions divided by
-    the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` for
-    rules that require weights, otherwise `uniform`, also with noise of the server (`privacy.mechanism`)."""
-    nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"
-    """Treatment of updates with NaN or infinity. `error`: the run ends with an error. `stop`: the run ends with the
-    last finite model. `exclude`: these updates are left out and recorded. `keep`: they are aggregated."""
-    secure: bool = False
-    """Whether the experiment is restricted to what secure aggregation allows: the server learns only the sum of the
-    updates. Secure aggregation itself is not simulated."""
-    root_samples: PositiveCount = 100
-    """Number of training samples that the server holds, for rules that use its gradient (`fltrust`)."""
+    weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None
+    """Weights of the groups: equal (`uniform`), proportional to the samples of the updates that a group has averaged
+    since it last received the global model (`samples`), or a list. Unset: `samples` for rules that require weights,
+    otherwise `uniform`."""
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -492,7 +502,7 @@ class Aggregate(ComponentTable):
         stages = [{"rule": registration.name, **_without_f(params)} for registration, params in resolved]
         if isinstance(rule, str):
             return {**stages[0], **settings, "rule": stages[0]["rule"]}
-        tables = [as_table(stage, "aggregate.rule") for stage in rule]
+        tables = [as_table(stage, f"{cls.place}.rule") for stage in rule]
         stages = [{**stage, **table, "rule": stage["rule"]} for stage, table in zip(stages, tables, strict=True)]
         return {**settings, "rule": stages}
 
@@ -502,7 +512,7 @@ class Aggregate(ComponentTable):
     @classmethod
     def _resolve(cls, rule: Any, params: dict[str, Any], f: int | None) -> list[tuple[Registration, dict[str, Any]]]:
         if not isinstance(rule, (str, list)):
-            raise ExperimentError(f"aggregate.rule = {show(rule)}: must be a name, or a list of names and tables")
+            raise ExperimentError(f"{cls.place}.rule = {show(rule)}: must be a name, or a list of names and tables")
         return resolve(rule, params, cls.place, list(cls.model_fields), {"f": f or 0})
 
     def pipeline(self, f: int) -> Pipeline:
@@ -519,6 +529,25 @@ class Aggregate(ComponentTable):
     def label(self) -> str:
         """Name of the rule, such as `nnm + trimmed_mean`."""
         return self.pipeline(0).name
+
+
+class Aggregate(TopAggregate):
+    """How the updates of a cohort, or of the members of each group, are aggregated into one update."""
+
+    place = "aggregate"
+
+    weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegativeFloat] | None = None  # type: ignore[assignment]
+    """Weights of the workers: equal (`uniform`), proportional to sample counts (`samples`), sample fractions divided by
+    the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` for
+    rules that require weights, otherwise `uniform`, also with noise of the server (`privacy.mechanism`)."""
+    nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"
+    """Treatment of updates with NaN or infinity. `error`: the run ends with an error. `stop`: the run ends with the
+    last finite model. `exclude`: these updates are left out and recorded. `keep`: they are aggregated."""
+    secure: bool = False
+    """Whether the experiment is restricted to what secure aggregation allows: the server learns only the sum of the
+    updates. Secure aggregation itself is not simulated."""
+    root_samples: PositiveCount = 100
+    """Number of training samples that the server holds, for rules that use its gradient (`fltrust`)."""
 
 
 def _without_f(params: dict[str, Any]) -> dict[str, Any]:
@@ -551,14 +580,32 @@ class Privacy(ComponentTable):
     """Differential privacy: how updates are clipped and get noise, and how epsilon is computed."""
 
     place, named_by, registry = "privacy", "mechanism", privacy_mechanism
+    alternatives = ("noise", "target_epsilon")
 
     mechanism: Name = "none"
+    target_epsilon: Annotated[PositiveFloat, Field(le=1e6)] | None = None
+    """Epsilon after all `rounds`, instead of `noise` (of `local.noise` with `dp_sgd`): the noise is the smallest
+    multiplier of three digits that is enough, and recorded in `environment.json`."""
     delta: ProperFraction = 1e-5
     """Delta of (epsilon, delta)-differential privacy. Choose a delta below 1 / (number of workers). With `dp_sgd`,
     choose it below 1 / (number of samples)."""
     accountant: Literal["rdp", "pld"] = "rdp"
     """How epsilon is computed: by Renyi differential privacy (`rdp`), or by privacy loss distributions (`pld`), which
     are tighter, slower, and do not support cohorts of fixed size drawn without replacement."""
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        if all(table.get(key) is not None for key in cls.alternatives):
+            raise cls.not_both()
+        return table
+
+    def check_parameters(self) -> None:
+        awaits_noise = self.target_epsilon is not None and "noise" in self.registration.parameter_names
+        if awaits_noise:
+            self.params["noise"] = 1.0  # any valid value, to check the other parameters
+        super().check_parameters()
+        if awaits_noise:
+            self.params["noise"] = None  # until it is found
 
     @cached_property
     def component(self) -> Mechanism:
@@ -628,12 +675,32 @@ class Distributed(Table):
     """How ranks communicate averaged gradients."""
 
 
+class Topology(ComponentTable):
+    """Which workers exchange their models, and with which weights. A matrix or a CSV file may replace the name."""
+
+    place, named_by, registry = "policy.topology", "name", topology
+
+    name: Name = "ring"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _matrix_is_given(cls, value: Any) -> Any:
+        name = value.get("name") if isinstance(value, dict) else value
+        if isinstance(name, ObjectName) and is_graph(name.target):
+            name = adjacency_of(name.target)
+        if isinstance(name, list):
+            return {"name": "matrix", "weights": name}
+        return {"name": "csv", "path": name} if isinstance(name, str) and name.endswith(".csv") else value
+
+
 class AsyncPolicy(ComponentTable):
     """How the server handles each result that arrives from a worker, in runs without synchronous rounds."""
 
     place, named_by, registry = "policy", "name", policy
 
     name: Name = "sync"
+    topology: Topology = Topology()
+    """Which workers exchange their models, and with which weights, for policies without a server."""
 
 
 class Slowdown(ComponentTable):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedsim.clients import OuterProductGrad
 from fedsim.clients.adapters import TrainFunction
-from fedsim.core.learning_task import LearningTask, joint_of
+from fedsim.core.learning_task import joint_of
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
@@ -176,7 +176,7 @@ class Trials:
         with Recording() as recording, torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
             with precision.forward(task.device):
                 outputs = module(inputs.clone())  # the model may change its inputs
-            Objective(precision, task.learning_task).loss(outputs, targets)
+            replace(task.objective, precision=precision).loss(outputs, targets)
         if differ(start, module):
             raise not_stackable(
                 "a forward pass changes attributes or non-persistent buffers, which are not stored for each worker"
@@ -323,7 +323,7 @@ class Trials:
         """
         task, count, dtype = self._task, self.count, two.rows.dtype
         weights = torch.full((2, count), 1 / count, dtype=dtype, device=task.device)
-        objective = Objective(precision, task.learning_task)
+        objective = replace(task.objective, precision=precision)
         stacked = StackedModule(lambda: task.new_module().to(dtype), objective, merged=merged, turns=turns)
         buffers = two.buffers.clone()
         try:
@@ -352,7 +352,8 @@ class Trials:
         for k in range(2 if precision is FULL else 0):
             layout.write(two.rows[k], module)
             layout.write_buffers(two.buffers[k], module)
-            expected = _plain_gradients(self._task.learning_task, module.train(), two.inputs[k], two.targets[k])
+            objective = replace(self._task.objective, precision=FULL)
+            expected = _plain_gradients(objective, module.train(), two.inputs[k], two.targets[k])
             for entry, gradient, reference in zip(layout.parameters, gradients, expected, strict=True):
                 if not self._agree(gradient[k], reference, dtype):
                     raise not_stackable(f"in a stack, the gradient of {entry.name} differs from that of a single model")
@@ -418,10 +419,10 @@ def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
     )
 
 
-def _plain_gradients(task: LearningTask, module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+def _plain_gradients(objective: Objective, module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     module.zero_grad()
     with Recording():
-        loss = task.loss(module(inputs.clone()), targets)
+        loss = objective.loss(module(inputs.clone()), targets)
     loss.backward()  # not torch.autograd.grad, which reentrant checkpoints do not support
     return tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)

@@ -21,7 +21,7 @@ WORDS = [
     ("byzantine=2", "unknown key; write attack.f=2"),
     ("malicious_ratio=0.2", "unknown key; write attack.fraction=0.2"),
     ("f=2", "write attack.f=2 for the number of attackers, or aggregate.f=2 for the number that the rule tolerates"),
-    ("epsilon=2", "write privacy.mechanism=central"),
+    ("epsilon=2", "write privacy.target_epsilon=2 with privacy.mechanism=central, or with local.algorithm=dp_sgd"),
     ("sampling.fraction=0.1", "write cohort=N, where N is the number of workers in each round"),
     ("partition.classes=20", "write partition=classes_per_worker partition.k=20"),
     ("strategy=FedAvg", "write aggregate.rule=weighted_mean local.algorithm=sgd server=sgd, which is the default"),

@@ -40,6 +40,8 @@ Settings = dict[str, Any]
 DATA: list[Settings] = [  # of each kind of inputs and targets
     {"data.name": "tests.components:tiny", "data.train": 60},
     {"data.name": "tests.components:few"},
+    {"data.name": "tests.components:clients"},
+    {"data.name": "tests.components:one_table"},
     {"data.name": "tests.real_models:noise", "data.shape": [3, 8, 8], "data.classes": 3},
     {"data.name": "tests.other_tasks:planes"},
 ]
@@ -51,10 +53,14 @@ SET_BY_PROPERTIES = {  # keys that say where and how a run is computed, or what 
     *("race", "records", "checkpoint", "model.weights", "data.root", "clock.replay_log", "clock.departures"),
 }
 CHOSEN_WITH_THE_DATA = {"data.name", "model.name", "task.name"}
-WORDS = {"stop.metric": list(schema.DIRECTIONS)}  # values of keys whose annotation is only `str`
+WORDS = {  # values of keys whose annotation is only `str`, or whose other values need too much noise
+    "stop.metric": list(schema.DIRECTIONS),
+    "privacy.target_epsilon": [5.0, 50.0, 500.0],
+}
 PATTERNS = ["*", "*", "*", "*bias", "*weight", "*.0.*"]
 # groups with mechanisms of their own, which are drawn WEIGHT times as often as other groups
 OFTEN = {"local", "model.lora", "privacy", "processors", "broadcast", "aggregate", "partition", "attack"}
+GROUPED = "groups", "group_rounds", "top_aggregate", "top_attack"  # keys that only have an effect with groups
 WEIGHT = 4
 VARYING = [schema.Local.model_fields[key] for key in ("epochs", "steps", "batch_size", "clip_norm")]  # see `_work`
 TRIES = 6  # to draw a group of keys that fits the others
@@ -105,7 +111,9 @@ def _basis(rng: random.Random) -> Settings:
     work = rng.choice([{"local.epochs": 1}, {"local.epochs": 2}, *({"local.steps": n} for n in (1, 2, 3))])
     if _samples(json.dumps(data))[0] > 1000:
         work = {"local.steps": rng.randint(1, 3)}
+    owners = {"partition.name": "natural"} if loaded(data)[1].ids and rng.random() < 0.7 else {}
     settings = {
+        **owners,
         **{"rounds": rng.randint(1, 3), "workers": rng.randint(2, 6), "seed": rng.randrange(100)},
         **{"precision": rng.choice(["float64", "float32"]), "local.batch_size": rng.choice([3, 4, 7, 16])},
         **{**work, **data, **_fitting_model(rng, data)},
@@ -206,12 +214,23 @@ def _drawn_group(rng: random.Random, group: str, settings: Settings) -> Settings
     drawn = GROUPS[group](rng, settings)
     if "attack.name" in drawn and not drawn.keys() & {"attack.f", "attack.fraction", "attack.workers"}:
         drawn["attack.workers"] = [rng.randrange(settings["workers"])]
+    if "top_attack.name" in drawn and not drawn.keys() & {"top_attack.f", "top_attack.fraction", "top_attack.workers"}:
+        drawn["top_attack.workers"] = [0]
+    if group in GROUPED:
+        count, rounds = rng.randint(1, settings["workers"]), settings["rounds"]
+        listed = [rng.randrange(count) for _ in range(settings["workers"])]
+        drawn = {"groups": rng.choice([count, listed]), **drawn}
+        drawn["group_rounds"] = rng.choice([n for n in range(1, rounds + 1) if rounds % n == 0])
+    if group == "policy.topology":
+        drawn["policy.name"] = rng.choice([r.name for r in schema.AsyncPolicy.registry if r.target.uses_topology])
     if "policy.name" in drawn or group == "clock":
         drawn["mode"] = "clock"
     if group == "worker_evaluation":
         drawn |= {"data.local_test_fraction": 0.3, "worker_evaluation.every": rng.randint(1, 2)}
     if group == "stop":
         drawn["stop.patience"] = rng.randint(1, 2)
+    if group == "privacy" and settings.get("local.algorithm") == "dp_sgd":
+        drawn = {"privacy.target_epsilon": rng.choice(WORDS["privacy.target_epsilon"])}
     if drawn.get("sync") == "post_local":
         drawn["gradient_rounds"] = rng.randint(1, settings["rounds"])
     return drawn
@@ -262,6 +281,12 @@ def _table(kind: type[Table], place: str, rng: random.Random, settings: Settings
             continue  # a group of its own
         if rng.random() < (0.25 if named_by else 0.7):
             drawn[key] = rng.choice(WORDS[key]) if key in WORDS else _field(rng, field, settings["workers"])
+    if kind is schema.Task:
+        task, classes = kind.registry.get(settings["task.name"]), _samples(_data_of(settings))[3]
+        fields = {name: field for name, field in task.parameters.model_fields.items() if field.annotation is not int}
+        drawn |= {f"task.{name}": _field(rng, field, classes) for name, field in fields.items() if rng.random() < 0.7}
+    if kind is schema.Privacy and "privacy.target_epsilon" in drawn:
+        del drawn["privacy.noise"]
     if kind is schema.Local:
         drawn |= _work(rng, settings)
     if kind is schema.Aggregate and rng.random() < 0.25:
