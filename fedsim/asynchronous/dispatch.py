@@ -100,7 +100,8 @@ class Scheduler:
         """Return the number of mini-batch gradients that a client algorithm computes in a work item."""
         if item.step is not None:
             return 1
-        return algorithm.gradients(self.steps(item), self._schedule.batches_of_all(self._sizes(item.worker)))
+        schedule = self._schedule.of(item.worker, item.round)
+        return algorithm.gradients(self.steps(item), schedule.batches_of_all(self._sizes(item.worker)))
 
     def samples(self, item: WorkItem) -> int:
         """Return the number of samples in all mini-batches of a work item. Repeated samples count each time."""
@@ -222,7 +223,8 @@ class Dispatcher:
 
     def start_round(self, round: int) -> None:
         """Start a new round with empty statistics."""
-        self.round, self.stats = round, RoundStats()
+        self.round = self.server.round = round
+        self.stats = RoundStats()
 
     def dispatch(self, slot: int, steps: int | None = None) -> WorkItem:
         """Let a worker start its next step or round. Returns the work item, which describes this step or round.
@@ -237,7 +239,7 @@ class Dispatcher:
             item = item._replace(steps=policy.local_steps(server, slot, self.scheduler.steps(item)))
         policy.pull(server, slot)
         server.begin(slot, item.worker)
-        self.stats.down += policy.traffic(int(server.units[slot]))[1]
+        self.stats.down += policy.moved(server, slot, int(server.units[slot]))[1]
         server.units[slot] += 1
         self.in_flight[slot] = item
         self.untrained.add(slot)
@@ -273,7 +275,7 @@ class Dispatcher:
         unit = int(server.units[slot]) - 1
         staleness = server.staleness(slot) if staleness is None else staleness
         samples = self.scheduler.samples(item)
-        up, _ = self.policy.traffic(unit)
+        up, _ = self.policy.moved(server, slot, unit)
         self.scheduler.finish(item)
         self.arrivals += 1
         stats.up += up

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from fedsim.asynchronous.policies.topologies import line_of
 from fedsim.callbacks.callback import Callback
 from fedsim.clients import PersonalModel
 from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.from_data import taken_from_data
-from fedsim.errors import plural, show
+from fedsim.errors import plural, show, show_bytes
 from fedsim.records.checkpoints import CheckpointFolder
 from fedsim.records.formatting import score_text
 from fedsim.records.record import Metric, RoundRecord
@@ -83,6 +84,8 @@ class Display(Callback):
         self._print(headline(run))
         if run.facts.assumed:
             self._print(f"data: {'; '.join(run.facts.assumed)}")
+        if run.facts.topology:
+            self._print(line_of(run.facts.topology))
         for key, noise in run.facts.noise.items():
             self._print(f"{key} = {noise:g} for privacy.target_epsilon = {run.experiment.privacy.target_epsilon:g}")
         if done:
@@ -113,6 +116,9 @@ class Display(Callback):
         self._last = result.history[-1]
         if result.stopped and not self._run.ended:
             self._print(f"stopped after round {len(result.history)} of {result.experiment.rounds}: {result.stopped}")
+        if at_top := sum(record.top_bytes or 0 for record in result.history):
+            in_all = sum(record.total_bytes or 0 for record in result.history)
+            self._print(f"{show_bytes(in_all - at_top)} between workers and groups, {show_bytes(at_top)} at the top")
 
     def _finish(self, last: RoundRecord) -> None:
         """Print the final accuracy (or loss) and the time."""
@@ -191,13 +197,14 @@ def headline(run: LiveRun) -> str:
     processes = f"{count} {started}process{'es' * (count > 1)}" if started or count > 1 else ""
     way = processes if engine in ("processes", "spawn") else ", ".join(filter(None, (engine, processes)))
     width = f", stacks of {facts.how['width']} rows" if "width" in facts.how else ""
+    updates = f"; {facts.how['updates']}" if "updates" in facts.how else ""
     held_out = f"{facts.validation_samples:,} validation, " if facts.validation_samples else ""
     dimensions = "".join(f"{words}, " for words in taken_from_data(experiment))
     samples = f"{facts.train_samples:,} train, {held_out}{facts.test_samples:,} test"
     return (
         f"{experiment.data.name} ({samples}), {experiment.model.name} ({dimensions}{facts.parameters:,} parameters); "
         f"{shards} samples each ({experiment.partition.name}{seen}); "
-        f"{way}{width} on {facts.device}"
+        f"{way}{width} on {facts.device}{updates}"
     )
 
 
@@ -207,7 +214,7 @@ def _algorithm(experiment: Experiment) -> str:
     params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
     described = f"{policy.name} ({params})" if params else policy.name
     if policy.component.in_rounds:
-        described = f"{experiment.aggregate.label} of {_aggregated(experiment)}"
+        described = f"{experiment.aggregate.label} of {_aggregated(experiment)}{_levels(experiment)}"
     if experiment.local.algorithm != type(experiment.local).model_fields["algorithm"].default:
         described = f"{experiment.local.algorithm}; {described}"
     if experiment.mode == "rounds":
@@ -218,6 +225,16 @@ def _algorithm(experiment: Experiment) -> str:
     if clock.replay_log is not None:
         source = f"order from clock.replay_log = {show(clock.replay_log)}"
     return f"{described} on the virtual clock ({source})"
+
+
+def _levels(experiment: Experiment) -> str:
+    """Return a description of the groups and of the top level, or "" without groups."""
+    if experiment.grouping is None:
+        return ""
+    count, every, attack = experiment.grouping.count, experiment.group_rounds, experiment.top_attack
+    byzantine = f" ({attack.count(count)} of them Byzantine, {attack.name})" if attack.count(count) else ""
+    often = f"every {every} rounds" if every > 1 else "in every round"
+    return f" in {plural(count, 'group')}{byzantine}, {experiment.top_aggregate.label} of the groups {often}"
 
 
 def _aggregated(experiment: Experiment) -> str:

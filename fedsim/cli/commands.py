@@ -94,6 +94,7 @@ def run(
 
 def _check(experiment: Experiment) -> None:
     """Check an experiment, and print it with all its settings."""
+    from fedsim.asynchronous.policies.topologies import line_of
     from fedsim.config.files import to_toml
     from fedsim.config.validation import warnings_about
     from fedsim.runs.session import Session
@@ -103,6 +104,10 @@ def _check(experiment: Experiment) -> None:
         task = check_run(experiment, session, to_run=False)
     for line in warnings_about(experiment):
         warnings.warn(line, SettingWarning, stacklevel=1)
+    if way := task.way_of_updates:
+        print(f"# {way}")
+    if facts := experiment.topology_facts:
+        print(f"# {line_of(facts)}")
     print(to_toml(experiment), end="")
     for key, noise in experiment.noise_found(task.experiment).items():
         print(f"# {key} = {noise:g} for privacy.target_epsilon")

@@ -275,9 +275,7 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
     `local.steps`.
     """
     of_component, within = component_table(keys)
-    if (
-        of_component and len(within) == 2 and within[0] in of_component.alternatives
-    ):  # a value such as {uniform = [1, 5]}
+    if of_component and len(within) == 2 and within[1] in ("uniform", "choice"):  # a value such as {uniform = [1, 5]}
         keys, within, value = keys[:-1], within[:1], {within[1]: value}
     if of_component and not within and of_component.is_name(value):
         keys, within = [*keys, of_component.named_by], [of_component.named_by]

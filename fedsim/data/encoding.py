@@ -12,16 +12,19 @@ from fedsim.core.numbers import ProperFraction
 from fedsim.core.suggestions import nearest
 from fedsim.data.columns import (
     DIVERGES,
+    PART_NAMES,
     UNSCALED,
     Columns,
     DataColumn,
     input_columns,
     mostly_numbers,
     only_target,
+    parts_of,
     require_different_names,
     samples_of,
     warn,
     warn_of_unscaled,
+    warn_of_unused,
 )
 from fedsim.data.drawn_tests import drawn_rows
 from fedsim.data.tensors import TensorData
@@ -44,6 +47,7 @@ class DataTable:
         row: function from the index of a row to its name in error messages, such as "line 9".
         assumed: what was assumed when the table was read.
         classes: names of the classes 0, 1, ... of columns that contain numbers of classes.
+        worker: number of the worker that owns the table, if each table belongs to one worker.
     """
 
     columns: Columns
@@ -52,6 +56,7 @@ class DataTable:
     row: Callable[[int], str] = "row {}".format
     assumed: tuple[str, ...] = ()
     classes: Mapping[str, list[str]] = field(default_factory=dict)
+    worker: int = 0
 
     def column(self, name: str) -> DataColumn:
         """Return a column. Raise DataError if the table does not have it."""
@@ -68,6 +73,7 @@ def train_and_test(
     inputs: Names | None = None,
     ids: Names | None = None,
     standardize: bool = False,
+    split: str | None = None,
     test_fraction: ProperFraction = 0.2,
     of_workers: str = "",
 ) -> tuple[TensorData, TensorData]:
@@ -78,13 +84,16 @@ def train_and_test(
     encoded as zeros. Text targets become class labels in sorted order.
 
     Args:
-        train, test: the tables of both parts. Without a test part, test samples are drawn at random from `train`.
+        train, test: the tables of both parts. Without a test part, the column `split` says which rows of `train` are
+            test samples, or these are drawn at random.
         target: column of targets. None: the only column called label, labels, target, targets or y.
         inputs: columns of inputs, which are concatenated. None: all other columns, except those that only number
             the rows.
         ids: columns that contain the owner of each sample, such as a user. None: its index. `test` may lack them.
         standardize: whether to subtract the training samples' mean from each column of numbers, and to divide by their
             standard deviation. A column that is constant in the training samples is only shifted, to 0.
+        split: column with the part of each sample, such as train and test. None: the column called split, if all of
+            its values are names of parts.
         test_fraction: fraction of `train` that is drawn as test samples if `test` is empty.
         of_workers: name of `train` in error messages if each table belongs to one worker, so that the column `worker`
             contains the owners, and the draw is stratified by worker. Otherwise it is stratified by class.
@@ -93,15 +102,21 @@ def train_and_test(
     numbers, NaN and infinity, more than 100 different texts, and columns that cannot be joined to one input.
     """
     tables, place = [*train, *test], of_workers or train[0].place
+    if split is not None and test:
+        raise DataError(f"data.split = {show(split)}: there is a test part already; omit one of the two")
     for table in train:
         if different := sorted(map(str, set(table.columns) ^ set(train[0].columns))):
             raise DataError(f"{table.place}: has other columns than worker 0, such as {show(different[0])}")
         if of_workers and WORKER in table.columns:
             raise DataError(f"{table.place}: has a column {show(WORKER)}, but the list defines the workers; rename it")
+    if split is None and not test:
+        named = [name for name in train[0].columns if str(name).casefold() == "split"]
+        texts = ({str(value).casefold() for table in train for value in table.columns[name]} for name in named)
+        split = next((name for name, values in zip(named, texts, strict=True) if values <= PART_NAMES), None)
     owned_by = [ids] if isinstance(ids, str) else train[0].index if ids is None else ids
     target = target or only_target(train[0].columns, place)
     if inputs is None:
-        taken = [target, *owned_by, *train[0].index]
+        taken = [target, *owned_by, *train[0].index, split]
         candidates = {name: values for name, values in train[0].columns.items() if name not in taken}
         inputs = input_columns(candidates, place)
     inputs = [inputs] if isinstance(inputs, str) else inputs
@@ -118,12 +133,14 @@ def train_and_test(
         name: np.concatenate([table.column(name).owners() for table in owned]) for name, owned in with_owners.items()
     }
     if of_workers:
-        owners[WORKER] = np.repeat([*range(len(train)), *range(len(test))], sizes)
-    n, drawn = sum(sizes[: len(train)]), list[str]()
-    parts: list[Rows] = [slice(n), slice(n, None)]
-    if not test:
+        owners[WORKER] = np.repeat([table.worker for table in tables], sizes)
+    n, drawn, drawn_by = sum(sizes[: len(train)]), list[str](), None
+    parts: list[Rows] = [slice(n), slice(n, None)] if test else []
+    if split is not None and (parts := _split_of(train, split, place)):
+        drawn = [f"column {cut(split)} divides the samples"]
+    if not parts:
         by = owners.get(WORKER)
-        *parts, how = drawn_rows(targets, test_fraction, place, are_classes=are_names, workers=by, ids=owners)
+        *parts, drawn_by, how = drawn_rows(targets, test_fraction, place, are_classes=are_names, workers=by, ids=owners)
         drawn = [how]
     array, encoded = _joined(tables, inputs, parts, place, standardize=standardize)
     first, second = (
@@ -139,16 +156,32 @@ def train_and_test(
     whole = first.targets.is_floating_point() and not bool((first.targets % 1).any())
     kind = " (whole numbers, but stored as floating-point numbers: no classes)" * whole
     roles = f"target {cut(str(target))}{kind}, inputs {encoded}"
-    return replace(first, assumed=(roles, *train[0].assumed, *first.assumed, *drawn)), second
+    assumed = roles, *train[0].assumed, *first.assumed, *drawn
+    return replace(first, assumed=assumed, drawn_by=drawn_by), second
 
 
-def table_of(data: Any, place: str) -> DataTable:
+def _split_of(tables: Sequence[DataTable], split: str, place: str) -> list[Rows]:
+    """Return the rows of the training part and of the test part according to the column `split`, or [] without parts.
+
+    Raises DataError if there are other parts, but no training part or no test part.
+    """
+    values = np.concatenate([table.column(split).array().astype(str) for table in tables])
+    names, where = np.unique(values).tolist(), f"{place}: column {show(split)}"
+    used = parts_of(names, where)
+    if None in used and names != [used[0]]:
+        raise DataError(f"{where}: has the values {cut(', '.join(names))}; it must have train and test (or validation)")
+    warn_of_unused(names, used, where)
+    return [] if None in used else [np.flatnonzero(values == name) for name in used]
+
+
+def table_of(data: Any, place: str, worker: int = 0) -> DataTable:
     """Return a data frame or a Hugging Face data set as a table. Named levels of an index become columns."""
     index = [name for name in getattr(getattr(data, "index", None), "names", ()) if name is not None]
     data = data.reset_index() if index else data
     names = list(data.column_names if hasattr(data, "column_names") else data.columns)
     require_different_names(names, place)
-    return DataTable({name: data[name][:] for name in names}, place, index, classes=class_names(data))
+    columns = {name: data[name][:] for name in names}
+    return DataTable(columns, place, index, classes=class_names(data), worker=worker)
 
 
 def class_names(data: Any) -> dict[str, list[str]]:

@@ -260,7 +260,7 @@ class WorkerTests:
         self._module, self._gradient = module, gradient
 
     def training_loss(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> float:
-        """Return the mean loss of a model on a worker's training samples, without augmentation.
+        """Return the mean training loss of a model on a worker's training samples, without augmentation.
 
         Args:
             row: parameters [d] of the model.
@@ -271,17 +271,25 @@ class WorkerTests:
         batches = self._batch_source.samples_seen(worker, round, test_batch_size(self._task.device))
         return self._sums(row, buffers, batches, ("losses", round, worker)).loss
 
+    def of_global(self, worker: int, round: int) -> Tested:
+        """Test the global model on the local test samples of a worker, or of an owner without training samples.
+
+        Returns its loss and accuracy.
+        """
+        return {GLOBAL: self._test(self._shared.server.row, self._shared.server.buffers, worker, round)}
+
     def before_training(self, member: WorkItem) -> Tested:
         """Test the global model, and the worker's personal model if there is one, on the worker's local test samples.
 
         Returns the loss and accuracy of each model.
         """
         shared = self._shared
-        tested = {GLOBAL: self._test(shared.server.row, shared.server.buffers, member)}
+        tested = self.of_global(member.worker, member.round)
         if isinstance(self._task.algorithm, PersonalModel):
             local_buffers = self._task.experiment.buffers == "local"
             buffers = shared.cohort.buffers[member.slot] if local_buffers else shared.server.buffers
-            tested[PERSONAL] = self._test(*self._personal(shared.server.row, buffers, member), member)
+            personal = self._personal(shared.server.row, buffers, member)
+            tested[PERSONAL] = self._test(*personal, member.worker, member.round)
         return tested
 
     def after_training(self, member: WorkItem) -> Tested:
@@ -291,16 +299,16 @@ class WorkerTests:
         """
         cohort = self._shared.cohort
         personal = self._personal(cohort.rows[member.slot], cohort.buffers[member.slot], member)
-        return {FINE_TUNED: self._test(*personal, member)}
+        return {FINE_TUNED: self._test(*personal, member.worker, member.round)}
 
     def _personal(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[Tensor, Tensor]:
         worker_state = {name: rows[member.slot] for name, rows in self._shared.cohort.kept.items()}
         return personal_model(self._task.algorithm, row, buffers, worker_state)
 
-    def _test(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[float, float | None]:
-        moment, correct = (member.round, member.worker), correct_of(self._task.learning_task)
-        batches = self._batch_source.test_samples(member.worker, member.round, test_batch_size(self._task.device))
-        sums = self._sums(row, buffers, batches, ("local_test_fraction", *moment), correct)
+    def _test(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> tuple[float, float | None]:
+        correct = correct_of(self._task.learning_task)
+        batches = self._batch_source.test_samples(worker, round, test_batch_size(self._task.device))
+        sums = self._sums(row, buffers, batches, ("local_test_fraction", round, worker), correct)
         return sums.loss, None if correct is None else sums.accuracy
 
     def _sums(
@@ -313,14 +321,16 @@ class WorkerTests:
             buffers: buffers [b] of the model.
             batches: batches (inputs, targets).
             drawn: name of the test, round and worker, which together seed the random numbers.
-            correct: function that decides which predictions are correct; None to count none.
+            correct: function that decides which predictions are correct; None to count none, and to weight the loss by
+                class as in training (tasks without accuracy have no class weights).
         """
         task, learning = self._task, self._task.learning_task
+        loss_of = task.objective.loss if correct is None else learning.loss
         is_joint, joint_batches = joint_of(learning), list[tuple[Tensor, Tensor]]()
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             if is_joint is None or not is_joint(outputs, targets):
-                return learning.loss(outputs, targets)
+                return loss_of(outputs, targets)
             joint_batches.append((outputs, targets))
             return outputs.new_zeros(())
 

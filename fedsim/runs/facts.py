@@ -32,6 +32,7 @@ class RunFacts:
             not class labels.
         byzantine: IDs of the Byzantine workers; empty if they are drawn in each round.
         record_bytes: approximate size in bytes of the large files that the run writes.
+        topology: facts about the graph of workers, such as its spectral gap; empty without a graph.
         assumed: what was assumed when the data was read, such as how test samples were drawn.
         noise: noise multiplier for `privacy.target_epsilon`, by its key; empty without a target.
         done: number of rounds that were finished before the run was resumed, otherwise 0.
@@ -48,6 +49,7 @@ class RunFacts:
     label_counts: np.ndarray
     byzantine: list[int]
     record_bytes: int
+    topology: dict[str, Any] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
     noise: Mapping[str, float] = field(default_factory=dict)
     done: int = 0
@@ -62,7 +64,7 @@ class RunFacts:
         counts = np.array([[len(shard)] for shard in shards])
         if shared.data.train.has_labels:
             counts = label_counts(shared.data.train.sample_targets.cpu().numpy(), shards, shared.data.classes)
-        how = _how_it_runs(experiment, engine)
+        how = _how_it_runs(task, engine)
         return cls(
             device=describe_device(task.device),
             how=how,
@@ -74,6 +76,7 @@ class RunFacts:
             sampled_workers=sampled,
             label_counts=counts,
             byzantine=sorted(task.byzantine.fixed),
+            topology=experiment.topology_facts,
             assumed=shared.data.train.assumed,
             noise=experiment.noise_found(task.experiment),
             record_bytes=shared.server.row.nbytes * _rows_on_record(experiment, how),
@@ -97,15 +100,19 @@ class RunFacts:
             **({"validation_samples": self.validation_samples} if self.validation_samples else {}),
             "smallest_shard": min(self.shard_sizes),
             "largest_shard": max(self.shard_sizes),
+            **({"topology": self.topology} if self.topology else {}),
             **({"assumed": list(self.assumed)} if self.assumed else {}),
             **({} if self.sampled_workers is None else {"workers_looked_at": len(self.sampled_workers)}),
         }
 
 
-def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
+def _how_it_runs(task: RunTask, engine: Engine) -> dict[str, Any]:
     """Describe how the run is computed, such as the number of processes, as a dict."""
+    experiment = task.experiment
     race = {"repeatable": False, "runs": experiment.race.runs} if experiment.mode == "race" else {}
     how = {"engine": engine_of(experiment)} | race | engine.facts()
+    if task.way_of_updates is not None:
+        how["updates"] = task.way_of_updates
     if engine.shared.server.row.device.type == "cuda":
         how["cuda_graphs"] = engine.replayed()
     return how

@@ -92,6 +92,9 @@ class GlobalModel:
             keep; otherwise empty.
         states: optimizer states, tensors [d] by name: under "parameters" those of the server optimizer, under
             "gradients" those of the client algorithm. Only the keys that the run uses exist.
+        groups: for each of the G groups of workers, its model ("rows" [G, d] and "buffers" [G, b]), its latest
+            aggregated update ("last"), and the number of samples of its updates since it received the global model
+            ("samples"). Also "unfit" and "losses", as in `CohortRows`. Empty without groups.
     """
 
     row: Tensor
@@ -100,6 +103,7 @@ class GlobalModel:
     algorithm: State
     broadcast: State
     states: dict[Sync, State]
+    groups: State
 
     @classmethod
     def allocate(cls, task: RunTask, row: Tensor, buffers: Tensor, ranks: int = 1) -> GlobalModel:
@@ -112,14 +116,16 @@ class GlobalModel:
             ranks: number of ranks. Several ranks allocate the optimizer states elsewhere, each for a part of the
                 parameters.
         """
-        chain = task.experiment.broadcast_chain
+        chain, groups = task.experiment.broadcast_chain, task.experiment.grouping
+        keeps_last = (task.top if groups else task).keeps_last
         return cls(
             row=row,
             buffers=buffers,
-            last=torch.zeros_like(row) if task.keeps_last else row.new_zeros(0),
+            last=torch.zeros_like(row) if keeps_last else row.new_zeros(0),
             algorithm=task.algorithm.server_state(row),
             broadcast={"copy": row.clone()} | initial_states(chain, row, task.shapes) if chain else {},
             states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
+            groups={} if groups is None else _rows_of_groups(task, groups.count, row, buffers),
         )
 
 
@@ -127,7 +133,10 @@ class GlobalModel:
 class CohortRows:
     """Tensors with one row for each worker of the cohort. With ranks, each rank has only the rows of its own workers.
 
+    If the task streams, there are only rows for the workers of one wave, which are trained at once.
+
     Attributes:
+        size: number of workers that this process, or the processes that share these tensors, train in a round.
         rows: [cohort, d], parameters of each worker's model, or gradients if gradients are aggregated; [0, d] if no
             round stores them. If the rule uses the server's own model, an additional last row contains it.
         buffers: [cohort, b], buffers of each worker's model, float64.
@@ -147,6 +156,7 @@ class CohortRows:
         weights: [cohort], weight 1 / (probability of being drawn) of each of these workers.
     """
 
+    size: int
     rows: Tensor
     buffers: Tensor
     kept: State
@@ -161,7 +171,7 @@ class CohortRows:
     weights: Tensor
 
     @classmethod
-    def allocate(cls, task: RunTask, server: GlobalModel, n_rows: int) -> CohortRows:
+    def allocate(cls, task: RunTask, server: GlobalModel, size: int, n_rows: int) -> CohortRows:
         """Allocate the tensors with `n_rows` rows. Raises ExperimentError if there is not enough memory."""
         d, b, cohort = len(server.row), len(server.buffers), task.experiment.largest_cohort
 
@@ -171,6 +181,7 @@ class CohortRows:
             return {name: new_rows(n_rows, len(row), row.dtype, task.device).copy_(row) for name, row in state.items()}
 
         return cls(
+            size=size,
             rows=_rows_of_a_cohort(n_rows if task.has_rows else 0, d, task),
             buffers=new_rows(n_rows, b, server.buffers.dtype, task.device),
             kept=repeated(state_at_first(task.algorithm, server.row, server.buffers)),
@@ -251,15 +262,20 @@ class SharedState:
         buffers = torch.zeros(layout.n_buffer_values, dtype=wide_dtype(task.device), device=task.device)
         layout.read_buffers(module, out=buffers)
         server, has_root = GlobalModel.allocate(task, row, buffers, ranks), len(of_run.root) > 0
+        size = -(-(task.experiment.largest_cohort + has_root) // ranks)
         return cls(
             data=of_run,
             server=server,
-            cohort=CohortRows.allocate(task, server, -(-(task.experiment.largest_cohort + has_root) // ranks)),
+            cohort=CohortRows.allocate(task, server, size, 0 if task.streams else size),
             tests={
                 "test": TestResults.allocate(task, of_run.test, module),
                 "validation": TestResults.allocate(task, of_run.validation, module),
             },
         )
+
+    def allocate_wave(self, task: RunTask, n_rows: int) -> None:
+        """Allocate the rows of a wave of up to `n_rows` workers, for a task that streams."""
+        self.cohort = CohortRows.allocate(task, self.server, self.cohort.size, n_rows)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint must contain to resume the run, by name."""
@@ -267,6 +283,7 @@ class SharedState:
         named = {"global_row": server.row, "last": server.last, "global_buffers": server.buffers}
         named |= {f"algorithm.{name}": tensor for name, tensor in server.algorithm.items()}
         named |= {f"broadcast.{name}": tensor for name, tensor in server.broadcast.items()}
+        named |= {f"groups.{name}": tensor for name, tensor in server.groups.items()}
         states = {f"{sync}.{name}": tensor for sync, state in server.states.items() for name, tensor in state.items()}
         return named | states
 
@@ -293,11 +310,24 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(part)
 
 
+def _rows_of_groups(task: RunTask, n: int, row: Tensor, buffers: Tensor) -> State:
+    rows = new_rows(n, len(row), task.dtype, task.device).copy_(row)
+    return {
+        "rows": rows,
+        "buffers": buffers.repeat(n, 1),
+        "last": torch.zeros_like(rows if task.keeps_last else rows[:, :0]),
+        "samples": torch.zeros(n, dtype=torch.int64),
+        "unfit": torch.zeros(n, dtype=torch.int64),
+        "losses": torch.zeros(n, dtype=torch.double),
+    }
+
+
 def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
     """Allocate a tensor [n, d] for the models of n workers. Raises ExperimentError if it does not fit in memory."""
     if task.device.type != "cpu":
         return new_rows(n, d, task.dtype, task.device)
-    nbytes, content, instead = n * d * task.dtype.itemsize, f"one model for each of {n} workers", "a smaller cohort"
+    nbytes, content = n * d * task.dtype.itemsize, f"one model for each of {n} workers"
+    instead = f"a smaller cohort{task.remedy_for_updates}"
     require_memory(nbytes, content, instead)
     try:
         return new_rows(n, d, task.dtype, task.device)

@@ -37,6 +37,12 @@ class AggregationContext:
     weights: Tensor | None
     moment: tuple[int, ...]
 
+    def of_wave(self, places: Sequence[int]) -> AggregationContext:
+        """Return the context of a wave: the workers at these positions, with slots of their own."""
+        weights = None if self.weights is None else self.weights[places]
+        workers, samples = ([values[place] for place in places] for values in (self.workers, self.samples))
+        return AggregationContext(range(len(places)), workers, samples, weights, self.moment)
+
 
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:
     """Store the weights of a round's workers in `shared`.
