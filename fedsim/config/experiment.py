@@ -74,7 +74,11 @@ class Experiment(Settings):
                     tables = {**tables, "workers": count}
                 super().__init__(**tables)
         except ValidationError as error:
-            raise ExperimentError(*explain(error, type(self))) from None
+            aggregate, lines = tables.get("aggregate"), explain(error, type(self))
+            rule = aggregate.get("rule", aggregate.get("name")) if isinstance(aggregate, dict) else aggregate
+            if isinstance(rule, str):  # a hint to put a pre-aggregator before the rule keeps the rule
+                lines = [line.replace(',"mean"]', f',"{rule}"]') for line in lines]
+            raise ExperimentError(*lines) from None
 
     @field_validator("engine")
     @classmethod
