@@ -56,7 +56,10 @@ CHOSEN_WITH_THE_DATA = {"data.name", "model.name", "task.name"}
 WORDS = {"stop.metric": list(schema.DIRECTIONS)}  # values of keys whose annotation is only `str`
 PATTERNS = ["*", "*", "*", "*bias", "*weight", "*.0.*"]
 # groups with mechanisms of their own, which are drawn WEIGHT times as often as other groups
-OFTEN = {"local", "model.lora", "privacy", "processors", "broadcast", "aggregate", "partition", "attack"}
+OFTEN = {"local", "model.lora", "privacy", "processors", "broadcast", "aggregate", "partition", "attack"} | {
+    "data",
+    "task",
+}
 WEIGHT = 4
 TRIES = 6  # to draw a group of keys that fits the others
 
