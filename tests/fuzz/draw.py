@@ -133,7 +133,8 @@ def loaded(data: Settings) -> tuple[TensorData, TensorData]:
 
 
 def _data_of(settings: Settings) -> str:
-    return json.dumps({key: value for key, value in settings.items() if key.startswith("data.")})
+    keys = {f"data.{name}" for name in schema.Data.model_fields} - {"data.name"}  # not parameters of the data set
+    return json.dumps({key: value for key, value in settings.items() if key.startswith("data.") and key not in keys})
 
 
 @functools.cache
