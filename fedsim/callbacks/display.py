@@ -86,6 +86,8 @@ class Display(Callback):
             self._print(f"data: {'; '.join(run.facts.assumed)}")
         if run.facts.topology:
             self._print(line_of(run.facts.topology))
+        for key, noise in run.facts.noise.items():
+            self._print(f"{key} = {noise:g} for privacy.target_epsilon = {run.experiment.privacy.target_epsilon:g}")
         if done:
             self._done = self._before = done
             self._print(f"continuing after round {done} of {self._bar.total}")
@@ -209,8 +211,7 @@ def headline(run: LiveRun) -> str:
 def _algorithm(experiment: Experiment) -> str:
     """Return a description of the algorithm, such as "weighted_mean of parameters"."""
     policy, clock = experiment.policy, experiment.clock
-    of_graph = {"topology": policy.topology.name} if policy.component.uses_topology else {}
-    params = ", ".join(f"{name} = {value}" for name, value in (of_graph | policy.params).items() if value is not None)
+    params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
     described = f"{policy.name} ({params})" if params else policy.name
     if policy.component.in_rounds:
         described = f"{experiment.aggregate.label} of {_aggregated(experiment)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, PositiveFloat
@@ -29,6 +29,9 @@ from fedsim.processes.hooks import CommunicationHook
 from fedsim.processing import UpdateProcessor
 from fedsim.server.groups import divide_workers
 from fedsim.system.precision import PRECISIONS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Weighting = Literal["uniform", "samples", "inverse_probability"] | list[float]
 
@@ -233,6 +236,36 @@ class Settings(Table):
             return releases if mechanism.active else None
         return replace(releases, noise=sample_noise.noise, per_round=self.local.most_work, holders=holders)
 
+    def with_noise(self, releases: Releases | None) -> Self:
+        """Return the experiment with the noise for `privacy.target_epsilon`, if it is set, in place of this key.
+
+        `releases` are the noisy sums of each round. Raises ExperimentError if no noise is enough.
+        """
+        privacy = self.privacy
+        if privacy.target_epsilon is None or releases is None:
+            return self
+        noise = releases.noise_for(privacy.target_epsilon, self.rounds, privacy.delta, privacy.accountant)
+        experiment = self.at_noise(noise)
+        experiment.privacy.component.check(self.expected_updates)
+        return experiment
+
+    def at_noise(self, noise: float) -> Self:
+        """Return the experiment with a noise multiplier in place of `privacy.target_epsilon`."""
+        experiment = self.model_copy(update={"privacy": self.privacy.model_copy(update={"target_epsilon": None})})
+        table = getattr(experiment, self.noise_table).model_copy(update={"noise": noise})
+        return experiment.model_copy(update={self.noise_table: table})
+
+    @property
+    def noise_table(self) -> Literal["privacy", "local"]:
+        """Table with the noise multiplier."""
+        return "privacy" if self.protects == "worker" else "local"
+
+    def noise_found(self, private: Settings) -> dict[str, float]:
+        """Return the noise multiplier that `private` has for `privacy.target_epsilon` by its key, or {} without one."""
+        if self.privacy.target_epsilon is None:
+            return {}
+        return {f"{self.noise_table}.noise": getattr(private, self.noise_table).params["noise"]}
+
     @property
     def nonfinite(self) -> Literal["error", "exclude", "keep"]:
         """How a round treats rows with NaN or infinity: `aggregate.nonfinite`, but "error" if the setting is "stop"."""
@@ -242,6 +275,12 @@ class Settings(Table):
     def in_rounds(self) -> bool:
         """Whether the experiment has synchronous rounds, in which all workers of a cohort start together."""
         return self.policy.component.in_rounds
+
+    @property
+    def topology_facts(self) -> dict[str, Any]:
+        """Facts about the graph of workers, such as its spectral gap. Empty for a policy without a graph."""
+        graph = self.policy.topology.component if self.policy.component.uses_topology else None
+        return graph.facts(self.workers, self.seed) if graph else {}
 
     @property
     def sends_gradients(self) -> bool:
@@ -290,8 +329,11 @@ class Settings(Table):
 
     @property
     def local_lr(self) -> float | None:
-        """Learning rate of the client algorithm, or None if the algorithm has no parameter `lr`."""
-        return self.local.params.get("lr")
+        """Learning rate of the client algorithm, or None if it has no parameter `lr`. 1 if it differs between workers.
+
+        The rates of `local_lr_at` are then factors of the workers' learning rates.
+        """
+        return 1.0 if "lr" in self.local.varying else self.local.params.get("lr")
 
     @cached_property
     def local_schedule(self) -> LRSchedule | None:

@@ -42,7 +42,7 @@ def problems_with(experiment: Settings) -> list[str]:
     lines = [
         *_check_sizes(experiment),
         *_check_engine(experiment),
-        *_check_worker_tests(experiment),
+        *check_worker_tests(experiment),
         *_check_sync(experiment),
         *_check_local_work(experiment, policy),
         *_check_mode(experiment, policy),
@@ -59,11 +59,12 @@ def problems_with(experiment: Settings) -> list[str]:
         partial(experiment.sampling.component.check, experiment.workers, experiment.cohort_size),
         partial(policy.check, experiment.cohort_size),
         *([partial(experiment.policy.topology.component.check, *sizes)] if policy.uses_topology else []),
-        partial(experiment.privacy.component.check, experiment.expected_updates),
         partial(check_order, experiment.chain, "processors"),
         partial(check_order, experiment.broadcast_chain, "broadcast"),
         *_checks_of_rules(experiment),
     ]
+    if experiment.privacy.target_epsilon is None:  # otherwise the noise is not known yet
+        component_checks.append(partial(experiment.privacy.component.check, experiment.expected_updates))
     for check in () if lines else component_checks:
         try:
             check()
@@ -258,7 +259,8 @@ def problem_with_worker_tests(experiment: Settings) -> str | None:
     return None if experiment.data.local_test_fraction else LACKS_LOCAL_TESTS
 
 
-def _check_worker_tests(experiment: Settings) -> Iterator[str]:
+def check_worker_tests(experiment: Settings) -> Iterator[str]:
+    """Yield an error line for each setting with which the workers of an experiment cannot be tested as it demands."""
     every, where = (
         experiment.worker_evaluation.every,
         f"data.local_test_fraction = {experiment.data.local_test_fraction}",
@@ -316,21 +318,23 @@ def _check_sync(experiment: Settings) -> Iterator[str]:
 
 def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
     local, rule, policy_setting = experiment.local, experiment.rule, experiment.policy.setting
-    key = "epochs" if local.steps is None else "steps"
-    amount = getattr(local, key)
-    where = f"local.{key} = {show(amount)}"
-    if isinstance(amount, list) and len(amount) != experiment.workers:
-        yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(amount)}"
-    if isinstance(amount, list) and rule.accepts("root"):
-        yield (
-            f"{where}: has one number per worker, but with the rule {rule.name} the server also trains; use one "
-            "number for all"
-        )
-    if isinstance(amount, dict) and not experiment.in_rounds and policy.work == "gradient":
-        yield (
-            f"{where}: is drawn in each round, but {policy_setting} has no rounds, because workers send every "
-            "gradient; use one number"
-        )
+    mode, sends_gradients = (f"sync={experiment.sync}", experiment.rounds_of_gradients > 0)
+    if not experiment.in_rounds:
+        mode, sends_gradients = policy_setting, experiment.sends_gradients
+    private = local.component.sample_noise is not None
+    for key, (form, numbers) in local.varying.items():
+        where = f"local.{key} = {show(getattr(local, key))}"
+        if form == "list" and len(numbers) != experiment.workers:
+            yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(numbers)}"
+        reasons = {
+            f"with the rule {rule.name} the server also trains": rule.accepts("root") and form in ("list", "function"),
+            f"the rule {rule.name} needs one learning rate": key == "lr" and rule.accepts("local_lr"),
+            f"with {mode} all steps have the same {key}": key in local.params and sends_gradients,
+            f"{mode} has no rounds, because workers send every gradient": form != "list" and experiment.sends_gradients,
+            "privacy depends on the largest number": form == "function" and key in local.alternatives and private,
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+            yield f"{where}: differs between workers or rounds, but {reason}; use one number for all"
     reasons = {
         f"with sync={experiment.sync} the gradients of each batch are averaged": experiment.rounds_of_gradients,
         "only works with synchronous rounds": not experiment.in_rounds,
@@ -338,6 +342,8 @@ def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
         f"{show(local.algorithm)} adds noise to each batch": local.component.sample_noise is not None,
     }
     by_function = isinstance(experiment.local.component, TrainFunction)
+    if by_function and experiment.task.params.get("class_weights"):
+        yield f"task.class_weights: {experiment.local.setting} computes the loss itself; omit it"
     reason = next((reason for reason, holds in reasons.items() if holds), "")
     if local.accumulation_steps > 1 and not by_function and reason:
         yield f"local.accumulation_steps = {local.accumulation_steps}: {reason}; use a larger local.batch_size"
@@ -372,9 +378,8 @@ def _checks_of_schedules(experiment: Settings) -> Iterator[Callable[[], object]]
             raise ExperimentError(line) from None
 
     if schedule := experiment.local_schedule:
-        yield partial(
-            check, schedule, local.component.with_lr, local.params, f"the client algorithm {show(local.algorithm)}"
-        )
+        owner = f"the client algorithm {show(local.algorithm)}"
+        yield partial(check, schedule, local.component.having, local.params | local.largest, owner)
     if schedule := experiment.server_schedule:
         owner = f"the server optimizer {show(server.name)}"
         yield partial(check, schedule, partial(replace, server.component), server.params, owner)
@@ -498,8 +503,13 @@ def _check_privacy(experiment: Settings) -> Iterator[str]:
     """Yield an error line for each setting under which more than clipped updates with noise would be released."""
     mechanism, algorithm, rule = experiment.privacy.component, experiment.local.component, experiment.rule
     private, by_samples, weights = mechanism.active, algorithm.sample_noise is not None, experiment.aggregate.weights
-    protects = experiment.protects is not None
+    protects, target = experiment.protects is not None, experiment.privacy.target_epsilon
     where, strategy = experiment.privacy.setting if private else experiment.local.setting, experiment.sampling.component
+    if target is not None and not protects:
+        yield (
+            f"privacy.target_epsilon = {target:g}: nothing adds noise; set privacy.mechanism=central privacy.clip=1.0, "
+            "or local.algorithm=dp_sgd"
+        )
     if protects and not experiment.in_rounds:
         yield f"{where}: needs synchronous rounds, which {experiment.policy.setting} does not have; use policy=sync"
     if private and experiment.rounds_of_gradients:

@@ -119,7 +119,7 @@ class Simulation(Executor):
         with self.phase("test"):
             self.test(round)
         self.pass_time(work, stats.sent)
-        samples = task.schedule.samples_in(work.steps, work.sizes)
+        samples = task.schedule.of(work.workers, work.rounds).samples_in(work.steps, work.sizes)
         counted = np.where(np.isin(work.workers, stats.excluded), 0, samples)
         train_loss = mean_loss(self.aggregator.train_losses(whole), counted)
         group.barrier()  # all processes have used the rows, which the tests of single workers overwrite
@@ -212,7 +212,8 @@ class Simulation(Executor):
             with self.phase("aggregate"):
                 self.change_updates(context, mine, sent)
                 excluded = self.aggregator.add(context, places, wave.stacks)
-                self.new_states.save_cohort(context.workers, mine, excluded, rows)
+                saved = context.workers if group.divided else mine.workers.tolist()
+                self.new_states.save_cohort(saved, mine, excluded, rows)
                 group.barrier()  # all processes have used the rows
         with self.phase("aggregate"):
             return self.step(whole, sent)
@@ -460,7 +461,7 @@ class Simulation(Executor):
         if task.sync_in(work.round) == "gradients":
             self.clock.pass_steps(sent.sizes())
             return
-        batches = task.schedule.batches_of_all(work.sizes)
+        batches = task.schedule.of(work.workers, work.rounds).batches_of_all(work.sizes)
         columns = zip(work.workers.tolist(), work.steps.tolist(), batches.tolist(), strict=True)
         gradients = {worker: task.algorithm.gradients(steps, count) for worker, steps, count in columns}
         self.clock.pass_round(gradients, sent.sizes(), self.server.broadcast_bytes)
@@ -528,7 +529,8 @@ class Simulation(Executor):
                 shared.cohort.buffers[member.slot] = shared.server.buffers
         if fine_tune:
             ends = isinstance(task.algorithm, PersonalModel)  # the worker state is part of the personal model
-            members = replace(members, steps=fine_tune * task.schedule.batches_per_epoch(members.sizes), ends=ends)
+            schedule = task.schedule.of(members.workers, members.rounds)
+            members = replace(members, steps=fine_tune * schedule.batches_per_epoch(members.sizes), ends=ends)
             self.train(members)
             for member in members:
                 tested[member.worker] |= tests.after_training(member)

@@ -24,6 +24,11 @@ def by(algorithm, batch_size=16, **settings):
     return {"local": {"algorithm": algorithm, "batch_size": batch_size, **settings}}
 
 
+def falling(worker, round):
+    """Return a learning rate for each worker and round."""
+    return 0.02 * (1 + worker) / round
+
+
 CASES = {
     "one worker": {"workers": 1},  # first, because all other cases share their processes
     "plain averaging": {},
@@ -174,6 +179,13 @@ TASKS = {
 }
 WORK = {
     "drawn local work": {**SOME, "local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "rounds": 3},
+    "numbers that differ between workers": {
+        **{**SOME, "rounds": 3, "model": "net"},
+        "local": {
+            **{"batch_size": {"uniform": [5, 30]}, "lr": "tests.engines.test_contract:falling"},
+            **{"momentum": {"choice": [0.0, 0.9]}, "clip_norm": {"choice": [0.1, 0.3, 1.0]}, "epochs": 2},
+        },
+    },
     "clipped gradients": {
         **{**UNEVEN, **NORMALISED, "local": {"clip_norm": 0.5, "momentum": 0.5, "drop_last": True}},
     },
@@ -275,6 +287,7 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("a residual network",),
     ("low-rank adapters", "a loss of whole batches"),
     ("drawn local work", "buffers kept by workers"),
+    ("numbers that differ between workers",),
     ("groups",),
     ("groups with states, drawn rules, and attacks on both levels",),
     ("buffers and momentum in groups",),
@@ -341,6 +354,7 @@ def syncs_of(names):
         needs_local_steps(algorithm)
         or {"server", "privacy", "groups"} & tables.keys()
         or "accumulation_steps" in tables.get("local", {})
+        or isinstance(tables.get("local", {}).get("lr"), str)
     ):
         return (tables.get("sync", "parameters"),)
     return "parameters", "gradients"
