@@ -172,8 +172,12 @@ class Experiment(Settings):
         return own_copy(copied)
 
     def resolved(self) -> dict[str, Any]:
-        """Return the values of all keys as nested tables, including defaults, without keys whose value is None."""
-        return _without_unset(self.model_dump(mode="json"))
+        """Return the values of all keys as nested tables, including defaults, without keys whose value is None.
+
+        The keys about groups are only included if there are groups.
+        """
+        unused = {"group_rounds", "top_aggregate", "top_attack"} if self.groups is None else set()
+        return _without_unset(self.model_dump(mode="json", exclude=unused))
 
 
 VOCABULARY.keys_called, VOCABULARY.owners_of = partial(keys_called, Experiment), partial(owners_of, Experiment)

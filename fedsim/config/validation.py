@@ -197,7 +197,11 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
         (not isinstance(algorithm, TrainFunction), function, by_function),
         (attack.count(experiment.workers), f"no Byzantine workers ({_why_no_attackers(experiment)})", of_attack),
         (experiment.groups, "groups unset", {"group_rounds", "top_aggregate", "top_attack"}),
-        (attacked, "no Byzantine groups (set top_attack.f)", {"top_attack.name", "top_attack.start_round"}),
+        (
+            attacked,
+            "no Byzantine groups (set top_attack.f)",
+            {"top_attack.name", "top_attack.start_round", "top_attack.resample"},
+        ),
         (experiment.processors, "processors unset", {"attack.compressed"}),
         (attack.fraction or attack.f, "attack.f and attack.fraction unset", {"attack.resample", "attack.by_class"}),
         (experiment.model.lora.rank, "model.lora.rank=0", {"model.lora.alpha", "model.lora.targets"}),
