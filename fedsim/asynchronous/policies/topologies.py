@@ -252,7 +252,7 @@ def star(n: int) -> np.ndarray:
     [[0, 1, 1], [1, 0, 0], [1, 0, 0]]
     """
     adjacency = np.zeros((n, n), dtype=bool)
-    adjacency[0] = adjacency[:, 0] = True
+    adjacency[0, 1:] = adjacency[1:, 0] = True
     return adjacency
 
 
