@@ -180,7 +180,7 @@ class RunTask:
         needed = self.experiment.stores_updates
         if self.way_of_updates is None or needed is None:
             return ""
-        return f", or {needed[1]}, because {needed[0]} needs all updates of a round at once"
+        return f", or {needed[1]}, because {needed[0]} needs the updates of all workers at once"
 
     def clip_norm(self, settings: Mapping[str, Any]) -> Any:
         """Return the maximum norm of gradients for workers with `settings` (see `step_settings`), or None."""
