@@ -194,3 +194,22 @@ def test_the_spectral_gap_is_printed(tmp_path):
     assert checked.stdout.startswith(f"# {line}\n")
     assert fedsim.load_experiment(tomllib.loads(checked.stdout)).policy.topology.name == "torus"
     assert line in CliRunner().invoke(app, ["run", *words, "--out", str(tmp_path / "run")]).stdout.splitlines()
+
+
+def broken(root):
+    """Return the points, with NaN in all inputs of worker 1."""
+    train, test = points(root)
+    train.inputs[10:20] = float("nan")
+    return train, test
+
+
+def test_a_worker_whose_results_are_excluded_only_averages():
+    changes = {"aggregate.nonfinite": "exclude", "data": f"{__name__}:broken", "rounds": 1}
+    result = fedsim.run(tables("d_psgd", "ring", **changes))
+    workers = federation()
+    batches, models, weights = batches_of(workers), [workers.row] * N, weights_of("ring", 1)
+    for step in range(result.history[0].asynchronous.updates):
+        gradients = [workers.gradient(models[i], batches[i][step]) * (i != 1) for i in range(N)]
+        models = [sum(weights[i][j] * models[j] for j in range(N)) - LR * gradients[i] for i in range(N)]
+    assert result.history[0].excluded == [1] * (step + 1)
+    assert torch.allclose(result.global_row, sum(models) / N, rtol=0, atol=1e-12)

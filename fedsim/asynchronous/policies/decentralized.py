@@ -260,6 +260,10 @@ class DecentralizedSGD(Decentralized, Waiting):
     def take(self, server: AsyncServer, arrival: Arrival) -> None:
         self.wait(server, arrival.slot)
 
+    def on_exclusion(self, server: AsyncServer, slot: int) -> None:
+        server.rows[slot].zero_()  # only averages
+        self.wait(server, slot)
+
     def moved(self, server: AsyncServer, slot: int, unit: int) -> tuple[int, int]:
         count = len(self.neighbours(server, slot)[0])
         return count, count
