@@ -41,7 +41,7 @@ def problems_with(experiment: Settings) -> list[str]:
     lines = [
         *_check_sizes(experiment),
         *_check_engine(experiment),
-        *_check_worker_tests(experiment),
+        *check_worker_tests(experiment),
         *_check_sync(experiment),
         *_check_local_work(experiment, policy),
         *_check_mode(experiment, policy),
@@ -259,7 +259,8 @@ def problem_with_worker_tests(experiment: Settings) -> str | None:
     return None if experiment.data.local_test_fraction else LACKS_LOCAL_TESTS
 
 
-def _check_worker_tests(experiment: Settings) -> Iterator[str]:
+def check_worker_tests(experiment: Settings) -> Iterator[str]:
+    """Yield an error line for each setting with which the workers of an experiment cannot be tested as it demands."""
     every, where = (
         experiment.worker_evaluation.every,
         f"data.local_test_fraction = {experiment.data.local_test_fraction}",

@@ -179,16 +179,12 @@ TASKS = {
 }
 WORK = {
     "drawn local work": {**SOME, "local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "rounds": 3},
-    "steps that differ between workers": {
-        **{**SOME, "rounds": 3},
+    "numbers that differ between workers": {
+        **{**SOME, "rounds": 3, "model": "net"},
         "local": {
-            **{"batch_size": 16, "lr": "tests.engines.test_contract:falling", "momentum": {"choice": [0.0, 0.9]}},
-            **{"clip_norm": [0.1, 0.3, 1.0, 3.0, 10.0], "steps": {"uniform": [1, 6]}},
+            **{"batch_size": {"uniform": [5, 30]}, "lr": "tests.engines.test_contract:falling"},
+            **{"momentum": {"choice": [0.0, 0.9]}, "clip_norm": {"choice": [0.1, 0.3, 1.0]}, "epochs": 2},
         },
-    },
-    "batch sizes that differ between workers": {
-        **{**UNEVEN, **NORMALISED, "workers": 4, "rounds": 3, "model": "net"},
-        "local": {"batch_size": {"uniform": [5, 30]}, "lr": {"uniform": [0.01, 0.1]}, "epochs": 2},
     },
     "clipped gradients": {
         **{**UNEVEN, **NORMALISED, "local": {"clip_norm": 0.5, "momentum": 0.5, "drop_last": True}},
@@ -291,6 +287,7 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("a residual network",),
     ("low-rank adapters", "a loss of whole batches"),
     ("drawn local work", "buffers kept by workers"),
+    ("numbers that differ between workers",),
     ("groups",),
     ("groups with states, drawn rules, and attacks on both levels",),
     ("buffers and momentum in groups",),
@@ -357,6 +354,7 @@ def syncs_of(names):
         needs_local_steps(algorithm)
         or {"server", "privacy", "groups"} & tables.keys()
         or "accumulation_steps" in tables.get("local", {})
+        or isinstance(tables.get("local", {}).get("lr"), str)
     ):
         return (tables.get("sync", "parameters"),)
     return "parameters", "gradients"
