@@ -39,6 +39,7 @@ MOST_EIGENVALUES = 2_000  # maximum number of workers for which the spectral gap
 MOST_DRAWS = 1_000
 MOST_ROUNDS = 100  # of a graph that changes, how many rounds are checked before the run
 EvenCount = Annotated[PositiveInt, Field(multiple_of=2)]
+NO_PATH = "no path leads from worker 0 to worker"
 TOLERANCE = 1.000001e-6  # 1e-6, and the rounding errors of sums
 
 
@@ -73,9 +74,8 @@ class CommunicationGraph(Component):
             weights = _checked(self.place, adjacency_of(matrix) if is_graph(matrix) else matrix, n)
             if self.changes or (alone := _unreachable(weights)) is None:
                 return weights
-        if draws > 1:
-            raise ExperimentError(f"{self.place}: none of {draws:,} drawn graphs is connected; use more edges")
-        raise ExperimentError(f"{self.place}: no path leads from worker 0 to worker {alone}; connect all workers")
+        problem = f"none of {draws:,} drawn graphs is connected" if draws > 1 else f"{NO_PATH} {alone}"
+        raise ExperimentError(f"{self.place}: {problem}; use more edges")
 
     def check(self, n: int, seed: int, rounds: int) -> None:
         """Raise ExperimentError if the graph of n workers, or the graphs of `rounds` rounds together, are invalid."""
@@ -87,8 +87,8 @@ class CommunicationGraph(Component):
             if (alone := _unreachable(union)) is None:
                 return
         raise ExperimentError(
-            f"{self.place}: in {plural(rounds, 'round')}, no path leads from worker 0 to worker {alone}; the graphs "
-            "of all rounds together must connect all workers"
+            f"{self.place}: in {plural(rounds, 'round')}, {NO_PATH} {alone}; the graphs of all rounds together must "
+            "connect all workers"
         )
 
     def facts(self, n: int, seed: int) -> dict[str, Any]:
@@ -106,8 +106,9 @@ class CommunicationGraph(Component):
 
 def line_of(facts: Mapping[str, Any]) -> str:
     """Return the facts about a graph (see `CommunicationGraph.facts`) as a line of text."""
-    degrees, gap = " to ".join(map(str, facts["degrees"])), facts.get("spectral_gap", math.nan)
-    return f"topology: {facts['name']}, degree {degrees}, {facts['weights']} weights, spectral gap {gap:.4g}"
+    gap = f"{facts['spectral_gap']:.4g}" if "spectral_gap" in facts else "not computed"
+    degrees = " to ".join(map(str, facts["degrees"]))
+    return f"topology: {facts['name']}, degree {degrees}, {facts['weights']} weights, spectral gap {gap}"
 
 
 def spectral_gap(weights: np.ndarray) -> float:
