@@ -167,7 +167,8 @@ class Decentralized(OwnModels):
             server.global_buffers.copy_(server.policy_state["buffers"][slots].mean(0))
 
     def numbers(self, server: AsyncServer) -> dict[str, float]:
-        squares = [(server.replicas[slot] - server.global_row).double().square().sum() for slot in server.alive]
+        wide = server.worker_buffers.dtype
+        squares = [(server.replicas[slot] - server.global_row).to(wide).square().sum() for slot in server.alive]
         return {"consensus_distance": math.sqrt(torch.stack(squares).mean())}
 
 
@@ -259,6 +260,10 @@ class DecentralizedSGD(Decentralized, Waiting):
     def take(self, server: AsyncServer, arrival: Arrival) -> None:
         self.wait(server, arrival.slot)
 
+    def on_exclusion(self, server: AsyncServer, slot: int) -> None:
+        server.rows[slot].zero_()  # only averages
+        self.wait(server, slot)
+
     def moved(self, server: AsyncServer, slot: int, unit: int) -> tuple[int, int]:
         count = len(self.neighbours(server, slot)[0])
         return count, count
@@ -266,13 +271,13 @@ class DecentralizedSGD(Decentralized, Waiting):
     def exchange(self, server: AsyncServer, slots: list[int]) -> None:
         present = server.mixing_matrix()[np.ix_(slots, slots)]
         present[np.diag_indices(len(slots))] += 1 - present.sum(1)
-        weights, buffers = torch.from_numpy(present).to(server.replicas.device), server.policy_state["buffers"]
+        weights, buffers = torch.from_numpy(present), server.policy_state["buffers"]
         for block in column_blocks(server.replicas.shape[1], n=len(slots), device=server.replicas.device):
-            server.replicas[slots, block] = weights.to(server.replicas.dtype) @ server.replicas[slots, block]
+            server.replicas[slots, block] = weights.to(server.replicas) @ server.replicas[slots, block]
         for slot in slots:
             server.step_replica(slot, server.rows[slot])
         if server.has_buffers:
             buffers[slots] = server.worker_buffers[slots]
             if server.buffers == "average":
-                buffers[slots] = weights @ buffers[slots]
+                buffers[slots] = weights.to(buffers) @ buffers[slots]
         server.increment_version()
