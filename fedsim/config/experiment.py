@@ -67,11 +67,18 @@ class Experiment(Settings):
             if "partition" not in tables and one_per_worker(tables.get("data")):
                 tables = {**tables, "partition": "natural"}
             with data_loaded_once():
-                if "workers" not in tables and (count := count_workers(tables)) is not None:
+                count = (
+                    None if "workers" in tables else count_workers(tables) or workers_of_groups(tables.get("groups"))
+                )
+                if count is not None:
                     tables = {**tables, "workers": count}
                 super().__init__(**tables)
         except ValidationError as error:
-            raise ExperimentError(*explain(error, type(self))) from None
+            aggregate, lines = tables.get("aggregate"), explain(error, type(self))
+            rule = aggregate.get("rule", aggregate.get("name")) if isinstance(aggregate, dict) else aggregate
+            if isinstance(rule, str):  # a hint to put a pre-aggregator before the rule keeps the rule
+                lines = [line.replace(',"mean"]', f',"{rule}"]') for line in lines]
+            raise ExperimentError(*lines) from None
 
     @field_validator("engine")
     @classmethod
@@ -130,6 +137,19 @@ class Experiment(Settings):
         return self._awaits_data
 
     @model_validator(mode="after")
+    def _await_noise_of_samples(self) -> Experiment:
+        local, target = self.local, self.privacy.target_epsilon
+        if target is None or self.protects != "sample":
+            return self
+        if "noise" not in local.params:
+            raise ExperimentError(f"privacy.target_epsilon = {target:g}: {local.setting} has no parameter `noise`")
+        if "noise" in local.model_fields_set and local.params["noise"] is not None:
+            noise = local.params["noise"]
+            raise ExperimentError(f"local.noise = {noise:g}: set only one of local.noise, privacy.target_epsilon")
+        object.__setattr__(self, "local", local.model_copy(update={"noise": None}))  # until it is found
+        return self
+
+    @model_validator(mode="after")
     def _name_by_content(self) -> Experiment:
         if not self.name:
             object.__setattr__(self, "name", default_name(self))
@@ -164,6 +184,16 @@ VOCABULARY.settings_of = settings_of
 VOCABULARY.component_keys = frozenset(
     key for keys, _ in COMPONENTS.values() for key in keys.partition(", before")[0].replace(".name", "").split(", ")
 )
+
+
+def workers_of_groups(groups: Any) -> int | None:
+    """Return the default number of workers for the setting `groups`, or None for the usual default.
+
+    A list has one entry per worker. A number of groups has the usual default in each group.
+    """
+    if type(groups) is int and groups > 0:
+        return groups * Settings.model_fields["workers"].default
+    return len(groups) if isinstance(groups, list) and groups else None
 
 
 def count_workers(tables: Mapping[str, Any]) -> int | None:

@@ -208,7 +208,7 @@ class Trials:
         trials = [(1, alone), (1, self.run((others, targets)))]  # with the number of samples shared with `together`
         if len(inputs) > 2:
             trials.append((len(inputs) - 1, self.run((inputs[:-1], targets[:-1]))))
-        whole = min(self._task.schedule.batch_size, MAX_COMPARED_BATCH, len(self._train))
+        whole = min(self._task.schedule.largest_batch, MAX_COMPARED_BATCH, len(self._train))
         if whole > len(inputs):  # a model may handle a large batch differently
             trials.append((len(inputs), self.run(self.samples(whole))))
         return not all(
@@ -268,7 +268,7 @@ class Trials:
         if task.device.type == "cpu" or all(p.ndim <= 2 for p in task.new_module().parameters()):
             return False
         trials = copy.copy(self)
-        trials.count = min(task.schedule.batch_size, MAX_COMPARED_BATCH)  # cuDNN chooses kernels by batch size
+        trials.count = min(task.schedule.largest_batch, MAX_COMPARED_BATCH)  # cuDNN chooses kernels by batch size
         try:
             two = trials._two_models(dtype)
             if task.precision.autocast is not None:
@@ -369,17 +369,30 @@ class Trials:
             return
         d = module.layout.d
         gradients = torch.linspace(-1, 1, 2 * d, dtype=self._task.dtype, device=self._task.device).view(2, d)
-        whole, rows = gradients.cos(), gradients.cos()
+        whole, rows, together, apart = (gradients.cos() for _ in range(4))
+        settings = {key: amount.largest for key, amount in self._task.varying.items()}
         try:
             whole_state, state = algorithm.start(whole), StackState(module, rows, algorithm.start(rows), [])
             for _ in range(2):
                 algorithm.step(whole, gradients.clone(), whole_state)
                 parts = [_as_product(gradient) for gradient in module.views(gradients.clone())]
                 move(algorithm, state, list(zip(module.layout.parameters, parts, strict=True)))
+            if settings:
+                columns = {key: gradients.new_tensor([[number], [number / 2]]) for key, number in settings.items()}
+                self._task.algorithm_at(1, settings=columns).step(
+                    together, gradients.clone(), algorithm.start(together)
+                )
+                for row, gradient, share in zip(apart, gradients.clone(), (1, 0.5), strict=True):
+                    own = {key: number * share for key, number in settings.items()}
+                    self._task.algorithm_at(1, settings=own).step(row, gradient, algorithm.start(row))
         except Exception as error:
             raise not_stackable(
                 f"a step of local.algorithm fails with a stack of workers: {one_line(error)}"
             ) from error
+        if not self._agree(together, apart):
+            raise not_stackable(
+                f"a step of local.algorithm ignores that {' and '.join(settings)} differ between workers"
+            )
         if not self._agree(rows, whole):
             raise not_stackable(
                 "local.algorithm is not element-wise: a step on some of the parameters differs from a step on all "

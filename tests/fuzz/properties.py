@@ -35,6 +35,7 @@ from fedsim.errors import FedsimError
 from fedsim.records.record import LARGEST
 from tests.fuzz.draw import Settings, loaded
 from tests.fuzz.runs import Lab, Outcome, result_of, run, untimed
+from tests.waves import in_waves
 
 ROUNDING = 1e-9  # relative difference of float64 results after a few rounds
 PERTURBATION = 1e-12
@@ -152,6 +153,24 @@ def stacks(lab: Lab, settings: Settings) -> str | None:
 def pool(lab: Lab, settings: Settings) -> str | None:
     """`processes` gives the bits of `serial`."""
     return difference(lab.run(settings), lab.run(settings, engine="processes", processes=2), "serial and processes")
+
+
+@named("waves")
+def waves(lab: Lab, settings: Settings) -> str | None:
+    """Updates that are added up in waves give the numbers of stored updates, and the same bits in 1 and 2 processes."""
+    settings = in_float64(settings)
+    require(load_experiment(settings).stores_updates is None)
+    with in_waves():
+        serial = run({**settings, "engine": "serial"})
+        others = {n: run({**settings, "engine": "auto", "processes": n}) for n in (1, 2)}
+        ranked = lab.on_ranks({**settings, "engine": "distributed"}, in_waves=True)[0]
+    stored = lab.run(settings)
+    return (
+        far(lab, settings, stored, serial, "stored updates and waves")
+        or far(lab, settings, stored, others[1], "stored updates and waves of `auto`")
+        or far(lab, settings, stored, ranked, "stored updates and waves on ranks")
+        or difference(others[1], others[2], "waves in 1 and 2 processes")
+    )
 
 
 @named("ranks")
@@ -406,9 +425,11 @@ def permuted(lab: Lab, settings: Settings) -> str | None:
     order = random.Random(json.dumps(settings)).sample(range(n), n)
     settings = {key: value for key, value in settings.items() if not key.startswith("partition.")}
     settings |= {"partition.name": "given", "partition.shards": shards}
+    if experiment.grouping is not None:
+        settings["groups"] = experiment.grouping.of_workers(range(n)).tolist()
     other = {**settings, "partition.shards": [shards[k] for k in order]}
     for key, value in settings.items():
-        if key in ("aggregate.weights", "local.steps", "local.epochs") and isinstance(value, list):
+        if key in ("aggregate.weights", "groups", "local.steps", "local.epochs") and isinstance(value, list):
             other[key] = [value[k] for k in order]
         if key == "attack.workers":
             other[key] = [order.index(k) for k in value]
@@ -481,17 +502,23 @@ class Rows(fedsim.Callback):
 
 @named("epsilon")
 def epsilon(lab: Lab, settings: Settings) -> str | None:
-    """The recorded epsilon is at least that of all noisy sums that contain one sample or worker."""
+    """The recorded epsilon is at least that of all noisy sums with one sample or worker, and at most the target."""
     experiment = with_data(load_experiment(settings))
-    releases = experiment.releases(holders=1)
-    require(releases is not None and releases.noise and releases.effective_sampling is None)
+    releases, target = experiment.releases(holders=1), experiment.privacy.target_epsilon
+    require(releases is not None and (releases.noise or target) and (releases.effective_sampling is None or target))
     shards: dict[int, Any] = {}
+    noises: list[float] = []
 
     class Shards(fedsim.Callback):
         def on_start(self, run: Any) -> None:
+            noises.append(run.task.experiment.releases(holders=1).noise)
             shards.update({k: run.engine.shared.data.shards.of(k).tolist() for k in range(experiment.workers)})
 
     result = result_of({"engine": "serial", **settings}, callbacks=[Shards()])
+    recorded = result.history[-1].metrics.get("epsilon")
+    if target is not None and (recorded is None or recorded > target):
+        return f"epsilon is recorded as {recorded}, more than privacy.target_epsilon = {target}"
+    require(releases.effective_sampling is None)
     counts: dict[Any, int] = {}
     by_samples = experiment.local.component.sample_noise is not None
     for worker in (worker for record in result.history for worker in record.cohort):
@@ -499,8 +526,7 @@ def epsilon(lab: Lab, settings: Settings) -> str | None:
         for unit in units:
             counts[unit] = counts.get(unit, 0) + (_least_uses(experiment, len(units)) if by_samples else 1)
     require(counts and max(counts.values()) > 0)
-    exact = _gaussian_epsilon(math.sqrt(max(counts.values())) / releases.noise, experiment.privacy.delta)
-    recorded = result.history[-1].metrics.get("epsilon")
+    exact = _gaussian_epsilon(math.sqrt(max(counts.values())) / noises[0], experiment.privacy.delta)
     if recorded is None or recorded < exact * (1 - 1e-6):
         return f"epsilon is recorded as {recorded}, but {max(counts.values())} releases of one sample have {exact:.4g}"
     return None
