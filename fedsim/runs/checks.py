@@ -177,8 +177,8 @@ def _check_clusters(task: RunTask, layout: Layout) -> None:
     first, second = (layout.read(task.new_module(cluster)) for cluster in (0, 1))
     if torch.equal(first, second):
         raise ExperimentError(
-            f"{experiment.model.setting}: always starts at the same parameters, but the models of {algorithm} must start "
-            "at different ones; use a model with random initial parameters, such as 2nn, and no model.weights"
+            f"{experiment.model.setting}: always starts at the same parameters, but the models of {algorithm} must "
+            "start at different ones; use a model with random initial parameters, such as 2nn, and no model.weights"
         )
 
 
