@@ -173,6 +173,11 @@ class ClientAlgorithm:
     clusters: ClassVar[int] = 1
     setting: ClassVar[str] = ""
 
+    @property
+    def shares_model(self) -> bool:
+        """Whether all workers use one global model, of which they keep no part for themselves."""
+        return self.clusters == 1 and not self.personal_columns.width
+
     def gradients(self, steps: int, batches: int) -> int:
         """Return how many mini-batch gradients a worker computes in a round, which determines its simulated duration.
 

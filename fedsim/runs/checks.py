@@ -113,17 +113,17 @@ def check_client_algorithm(task: RunTask, layout: Layout) -> None:
     """Raise ExperimentError if the client algorithm cannot be combined with another setting."""
     experiment = task.experiment
     algorithm, sampling = experiment.local.setting, experiment.sampling.component
-    if "losses" in sampling.accepts and task.algorithm.personal_columns.width:
+    if "losses" in sampling.accepts and not task.algorithm.shares_model:
         raise ExperimentError(
-            f"{sampling.place}: needs losses of the complete global model, but with {algorithm} workers keep a part "
-            "of the model; use another strategy"
+            f"{sampling.place}: needs losses of the global model, but with {algorithm} workers do not all use one "
+            "global model; use another strategy"
         )
-    if task.algorithm.personal_columns.width and _stops_by_global_model(experiment):
+    if not task.algorithm.shares_model and _stops_by_global_model(experiment):
         score = "accuracy" if correct_of(experiment.task.component) else "loss"
         personal = f"worker_{score} and data.local_test_fraction=0.2"
         raise ExperimentError(
             f"stop.metric = {show(experiment.stop.metric)}: is a test result of the global model, but with {algorithm} "
-            "workers keep a part of the model; "
+            "workers do not all use one global model; "
             f"use stop.metric={personal if task.experiment.in_rounds else 'train_loss'}"
         )
     if task.algorithm.clusters > 1:
@@ -144,7 +144,7 @@ def check_client_algorithm(task: RunTask, layout: Layout) -> None:
 def _check_clusters(task: RunTask, layout: Layout) -> None:
     """Raise ExperimentError if a setting needs a single global model, or if all global models would start equal."""
     experiment, algorithm = task.experiment, task.experiment.local.setting
-    attack, rule, sampling = experiment.attack.component, experiment.rule, experiment.sampling.component
+    attack, rule = experiment.attack.component, experiment.rule
     chain_state = any(initial_states(experiment.chain, torch.zeros(layout.d, device="meta"), task.shapes))
     needs_one = {
         experiment.policy.setting: not experiment.in_rounds,
@@ -154,11 +154,9 @@ def _check_clusters(task: RunTask, layout: Layout) -> None:
         'aggregate.weights = "inverse_probability"': experiment.weight_total is not None,
         "aggregate.secure = true": experiment.aggregate.secure,
         experiment.attack.setting: task.byzantine and {"state", "last"} & attack.accepts.keys(),
-        sampling.place: "losses" in sampling.accepts,
         "processors with error feedback": chain_state,
         "broadcast": experiment.broadcast,
         "records.updates": experiment.records.updates,
-        f"stop.metric = {show(experiment.stop.metric)}": _stops_by_global_model(experiment),
         f"model.lora.rank = {experiment.model.lora.rank}": experiment.model.lora.rank,
     }
     for setting, is_set in needs_one.items():

@@ -211,11 +211,9 @@ REFUSED = {
         {"attack": {"name": "mimic", "warmup": 2, "f": 1}, "aggregate": "median"},
         'attack.name = "mimic"',
     ),
-    "losses of one model": ({"sampling": {"name": "power_of_choice", "candidates": 4}}, "sampling.name"),
     "residuals": ({"processors": [{"name": "top_k", "ratio": 0.1, "error_feedback": True}]}, "processors with error"),
     "compressed broadcasts": ({"broadcast": ["cast"]}, "broadcast"),
     "stored updates": ({"records": {"updates": [1]}}, "records.updates"),
-    "a stop by one model": ({"stop": {"patience": 2, "metric": "test_loss"}}, 'stop.metric = "test_loss"'),
     "adapters that start at 0": ({"model": {**MODEL, "lora": {"rank": 2}}}, "model.lora.rank = 2"),
 }
 
@@ -234,6 +232,14 @@ def test_what_needs_a_single_model_is_refused_in_one_line(case):
     [
         ({"aggregate": {"rule": "krum", "f": 0}}, "cannot aggregate a single update, .* weighted_mean or median"),
         ({"model": f"{__name__}:equal_models"}, "always starts at the same parameters, .* and no model.weights"),
+        (
+            {"sampling": {"name": "power_of_choice", "candidates": 4}},
+            "do not all use one global model; use another strat",
+        ),
+        (
+            {"stop": {"patience": 2, "metric": "test_loss"}},
+            "do not all use one global model; use stop.metric=worker_accuracy and data.local_test_fraction=0.2",
+        ),
         ({"sync": "gradients"}, "needs local steps, so it does not work with sync=gradients"),
         ({"local": {"k": 0}}, "local.k = 0"),
         ({"local": {"keep_state": True, "momentum": 0.5}}, "only works with client algorithms such as sgd and adam"),
