@@ -222,7 +222,8 @@ class Dispatcher:
 
     def start_round(self, round: int) -> None:
         """Start a new round with empty statistics."""
-        self.round, self.stats = round, RoundStats()
+        self.round = self.server.round = round
+        self.stats = RoundStats()
 
     def dispatch(self, slot: int, steps: int | None = None) -> WorkItem:
         """Let a worker start its next step or round. Returns the work item, which describes this step or round.
@@ -237,7 +238,7 @@ class Dispatcher:
             item = item._replace(steps=policy.local_steps(server, slot, self.scheduler.steps(item)))
         policy.pull(server, slot)
         server.begin(slot, item.worker)
-        self.stats.down += policy.traffic(int(server.units[slot]))[1]
+        self.stats.down += policy.moved(server, slot, int(server.units[slot]))[1]
         server.units[slot] += 1
         self.in_flight[slot] = item
         self.untrained.add(slot)
@@ -273,7 +274,7 @@ class Dispatcher:
         unit = int(server.units[slot]) - 1
         staleness = server.staleness(slot) if staleness is None else staleness
         samples = self.scheduler.samples(item)
-        up, _ = self.policy.traffic(unit)
+        up, _ = self.policy.moved(server, slot, unit)
         self.scheduler.finish(item)
         self.arrivals += 1
         stats.up += up

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ class GradientOnly(ClientAlgorithm):
 
 VIEWS = {  # attributes that `attach` sets
     *("shared", "rows", "models", "_version", "read", "units", "alive_mask"),
-    *("global_row", "global_buffers", "worker_rows", "worker_buffers"),
+    *("global_row", "global_buffers", "worker_rows", "worker_buffers", "_mixing"),
 }
 
 
@@ -54,6 +55,7 @@ class ServerState(AsyncServer):
         policy: Policy = experiment.policy.component
         stepper: Stepper = experiment.local.component
         self.policy, self.stepper, self.optimizer = policy, stepper, experiment.server.component
+        self.graph, self.round = experiment.policy.topology.component, 1
         self.seed, self.buffers, self.nonfinite = experiment.seed, experiment.buffers, experiment.nonfinite
         self.algorithm, self.worker_states = task.algorithm, worker_states
         self.n, d = shared.cohort.rows.shape
@@ -75,6 +77,7 @@ class ServerState(AsyncServer):
         """Set the attributes that are views of other tensors. Must be called again after unpickling."""
         n, counts = self.n, self.counts.numpy()
         self.shared = shared
+        self._mixing: tuple[int, np.ndarray] | None = None  # (round, matrix)
         self.global_row, self.global_buffers = shared.server.row, shared.server.buffers
         self.worker_rows, self.worker_buffers = shared.cohort.rows, shared.cohort.buffers
         self.rows = list(self.worker_rows)
@@ -129,6 +132,11 @@ class ServerState(AsyncServer):
             return super().step(gradient, slot)
         step_where_touched(self.stepper, self.global_row, gradient, self.tables)
         self.increment_version()
+
+    def mixing_matrix(self) -> np.ndarray:
+        if self._mixing is None or (self.graph.changes and self._mixing[0] != self.round):
+            self._mixing = self.round, self.graph.mixing_matrix(self.n, self.seed, self.round)
+        return self._mixing[1]
 
     def update(self, update: Tensor) -> None:
         self.optimizer.step(self.global_row, update, self.shared.server.states["parameters"])

@@ -145,7 +145,7 @@ class VirtualClock:
 
     def _start(self, slot: int) -> None:
         item = self.dispatcher.dispatch(slot)
-        moved = self._policy.traffic(int(self._server.units[slot]) - 1)
+        moved = self._policy.moved(self._server, slot, int(self._server.units[slot]) - 1)
         seconds = self._duration(item, self._started[item.worker], moved)
         self._started[item.worker] += 1
         if self._departures and (remaining := self._departures.get(slot, math.inf) - self.now) < seconds:

@@ -120,6 +120,14 @@ class AttackStrategy(Component):
         """
         return getattr(self.function, "needs_honest", "honest" in self.accepts)
 
+    @property
+    def row_by_row(self) -> bool:
+        """Whether an attacker's update depends only on what the attacker computed and on the previous aggregate.
+
+        An attack can set the attribute `row_by_row`. Otherwise the result is false.
+        """
+        return getattr(getattr(self.function, "func", self.function), "row_by_row", False)
+
     def weakness(self, n: int, f: int) -> str | None:
         """Return a warning if the attack has no effect with f Byzantine workers among n, otherwise None."""
         method = getattr(self.function, "weakness", None)

@@ -56,6 +56,10 @@ class SignFlipping:
     def needs_honest(self) -> bool:
         return self.of == "mean"
 
+    @property
+    def row_by_row(self) -> bool:
+        return self.of == "own"
+
     def __call__(self, honest: Tensor, own_updates: Tensor) -> Tensor:
         """Return the attackers' updates [b, d], or one update [d] that all attackers send."""
         return own_updates * -self.scale if self.of == "own" else mean_of(honest).mul_(-self.scale)
@@ -117,3 +121,6 @@ def free_rider(own_updates: Tensor, last: Tensor | None, *, what: Literal["zero"
     tensor([[3., 4.]])
     """
     return last if what == "last" and last is not None else own_updates.new_zeros(own_updates.shape[1])
+
+
+nan.row_by_row = inf.row_by_row = free_rider.row_by_row = True

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from fedsim.asynchronous.policies.topologies import line_of
 from fedsim.callbacks.callback import Callback
 from fedsim.clients import PersonalModel
 from fedsim.config.engines import traits_of
@@ -83,6 +84,8 @@ class Display(Callback):
         self._print(headline(run))
         if run.facts.assumed:
             self._print(f"data: {'; '.join(run.facts.assumed)}")
+        if run.facts.topology:
+            self._print(line_of(run.facts.topology))
         if done:
             self._done = self._before = done
             self._print(f"continuing after round {done} of {self._bar.total}")
@@ -189,20 +192,22 @@ def headline(run: LiveRun) -> str:
     processes = f"{count} {started}process{'es' * (count > 1)}" if started or count > 1 else ""
     way = processes if engine in ("processes", "spawn") else ", ".join(filter(None, (engine, processes)))
     width = f", stacks of {facts.how['width']} rows" if "width" in facts.how else ""
+    updates = f"; {facts.how['updates']}" if "updates" in facts.how else ""
     held_out = f"{facts.validation_samples:,} validation, " if facts.validation_samples else ""
     dimensions = "".join(f"{words}, " for words in taken_from_data(experiment))
     samples = f"{facts.train_samples:,} train, {held_out}{facts.test_samples:,} test"
     return (
         f"{experiment.data.name} ({samples}), {experiment.model.name} ({dimensions}{facts.parameters:,} parameters); "
         f"{shards} samples each ({experiment.partition.name}{seen}); "
-        f"{way}{width} on {facts.device}"
+        f"{way}{width} on {facts.device}{updates}"
     )
 
 
 def _algorithm(experiment: Experiment) -> str:
     """Return a description of the algorithm, such as "weighted_mean of parameters"."""
     policy, clock = experiment.policy, experiment.clock
-    params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
+    of_graph = {"topology": policy.topology.name} if policy.component.uses_topology else {}
+    params = ", ".join(f"{name} = {value}" for name, value in (of_graph | policy.params).items() if value is not None)
     described = f"{policy.name} ({params})" if params else policy.name
     if policy.component.in_rounds:
         described = f"{experiment.aggregate.label} of {_aggregated(experiment)}"

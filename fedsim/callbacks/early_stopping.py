@@ -43,7 +43,9 @@ class FinalWorkerTests(Callback):
 
     def on_start(self, run: LiveRun) -> None:
         """Test individual workers if a resumed run had already ended early without these tests."""
-        if run.stopped and not any(name.startswith("global_worker_") for name in run.history[-1].metrics):
+        if run.stopped and not any(
+            name.startswith(("global_worker_", "unseen_worker_")) for name in run.history[-1].metrics
+        ):
             self._test(run.history[-1])
             if run.folder and (tests := run.tests_after(run.history[-1].round)):
                 run.folder.workers(tests)

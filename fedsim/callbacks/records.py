@@ -53,7 +53,7 @@ class Recorder(Callback):
         drawings = {}
         if records.curve:
             drawings["curve"] = partial(draw_curve, result.history, result.experiment.name)
-        if tests := self._run.tests:
+        if (tests := self._run.tests) and tests.workers:
             drawings["workers"] = partial(draw_workers, tests, result.experiment.name)
         for name, content in self._painter.files(drawings, records.figures).items():
             folder.write(name, content)

@@ -26,7 +26,7 @@ from fedsim.runs.session import Session
 from fedsim.runs.setup import begun, processes_of
 from fedsim.system import devices, limits
 from fedsim.system.packages import import_torchvision
-from fedsim.training.task import RunTask
+from fedsim.training.task import STORED_BYTES, RunTask
 
 SHARED_BYTES = 1e9  # bytes of shared memory that are enough for typical experiments
 LITTLE_DISK = 2e8  # bytes of free disk space below which the disk counts as almost full
@@ -72,7 +72,8 @@ def _memory() -> Finding:
     problems = []
     if free < devices.PROCESS_BYTES:
         problems = [(f"a process needs about {show_bytes(devices.PROCESS_BYTES)} of memory", "end other programs")]
-    return Finding("memory", f"{show_bytes(total)}, {show_bytes(free)} free", problems)
+    sums = f"more than {show_bytes(STORED_BYTES)} of updates are added up in waves, unless a rule needs all of them"
+    return Finding("memory", f"{show_bytes(total)}, {show_bytes(free)} free; {sums}", problems)
 
 
 def _gpu() -> Finding:

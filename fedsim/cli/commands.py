@@ -95,15 +95,21 @@ def run(
 
 def _check(experiment: Experiment) -> None:
     """Check an experiment, and print it with all its settings."""
+    from fedsim.asynchronous.policies.topologies import line_of
     from fedsim.config.files import to_toml
     from fedsim.config.validation import warnings_about
     from fedsim.runs.session import Session
     from fedsim.runs.setup import check_run
 
     with Session() as session:
-        check_run(experiment, session, to_run=False)
+        way = check_run(experiment, session, to_run=False).way_of_updates
     for line in warnings_about(experiment):
         warnings.warn(line, SettingWarning, stacklevel=1)
+    if way:
+        print(f"# {way}")
+    if experiment.policy.component.uses_topology:
+        facts = experiment.policy.topology.component.facts(experiment.workers, experiment.seed)
+        print(f"# {line_of(facts)}")
     print(to_toml(experiment), end="")
 
 

@@ -23,7 +23,6 @@ from fedsim.comparison.rows import canonical
 from fedsim.config.experiment import Experiment
 from fedsim.core.objects import names_in, why_unsendable
 from fedsim.core.randomness import sole_use_of_generators
-from fedsim.core.rows import Layout
 from fedsim.errors import ExperimentError, FedsimError, FedsimWarning, ProcessLostError, SettingWarning, WorkerError
 from fedsim.processes.child_process import GRACE, signals_deferred
 from fedsim.processes.process_context import AbortedError, ProcessContext
@@ -37,7 +36,6 @@ from fedsim.runs.session import Session
 from fedsim.runs.setup import task_of
 from fedsim.system.devices import free_memory, resolve_device, usable_cores
 from fedsim.system.limits import format_failure, require_files
-from fedsim.system.precision import PRECISIONS
 
 JOB_BYTES = 0.6e9  # generous estimate of the memory of a process: PyTorch, data and activations
 ROW_COPIES = 3  # copies of the cohort's rows in memory, including the intermediate results of a rule
@@ -74,7 +72,13 @@ def default_jobs(plan: ComparisonPlan, runs: Sequence[PlannedRun]) -> int:
     if min(by_cores, len(runs)) <= 1:
         return 1
     sizes = distinct(
-        runs, lambda experiment: [experiment.resolved()["model"], experiment.largest_cohort, experiment.precision]
+        runs,
+        lambda experiment: [
+            experiment.resolved()["model"],
+            experiment.largest_cohort,
+            experiment.precision,
+            experiment.stores_updates is None,
+        ],
     )
     by_memory = 0.8 * free_memory() / max(job_bytes(run.experiment) for run in sizes)
     return max(1, int(min(len(runs), by_cores, by_memory)))  # the free memory may be infinite
@@ -82,9 +86,8 @@ def default_jobs(plan: ComparisonPlan, runs: Sequence[PlannedRun]) -> int:
 
 def job_bytes(experiment: Experiment) -> float:
     """Return an estimate of the memory in bytes that a process needs for this experiment."""
-    parameters = Layout.of(task_of(experiment, torch.device("cpu")).new_module()).d
-    row_bytes = parameters * PRECISIONS[experiment.precision].rows.itemsize
-    return JOB_BYTES + ROW_COPIES * experiment.largest_cohort * row_bytes
+    task = task_of(experiment, torch.device("cpu"))
+    return JOB_BYTES + ROW_COPIES * (1 if task.streams else experiment.largest_cohort) * task.row_bytes
 
 
 def why_runs_unsendable(runs: Iterable[PlannedRun]) -> str | None:

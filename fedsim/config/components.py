@@ -35,6 +35,7 @@ COMPONENTS = {  # kind: key that names a component, and registry, which is impor
     "privacy": ("privacy.mechanism", "fedsim.privacy:privacy_mechanism"),
     "server-optimizers": ("server.name", "fedsim.server:server_optimizer"),
     "policies": ("policy.name", "fedsim.asynchronous.policies:policy"),
+    "topologies": ("policy.topology.name", "fedsim.asynchronous.policies.topologies:topology"),
     "slowdowns": ("clock.slowdown.name", "fedsim.asynchronous.policies.delays:slowdown"),
     "noises": ("clock.noise.name", "fedsim.asynchronous.policies.delays:noise"),
     "loggers": ("records.loggers", "fedsim.loggers:logger"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -30,11 +31,19 @@ from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import own_copy, plain
 from fedsim.core.suggestions import VOCABULARY, answer
 from fedsim.core.validation_errors import explain
+from fedsim.data.drawn_tests import strata_of
 from fedsim.data.formats.images import lacks_files
 from fedsim.data.shapes import SampleShape
-from fedsim.data.sources import default_root, known_shape, load_dataset_once, one_per_worker, sample_shape
+from fedsim.data.sources import (
+    data_loaded_once,
+    default_root,
+    known_shape,
+    load_dataset_once,
+    one_per_worker,
+    sample_shape,
+)
 from fedsim.data.subsets import validation_positions
-from fedsim.errors import MAX_NAME, ExperimentError, show
+from fedsim.errors import MAX_NAME, DataError, ExperimentError, show
 from fedsim.system.files import is_outside
 
 
@@ -57,9 +66,10 @@ class Experiment(Settings):
         try:
             if "partition" not in tables and one_per_worker(tables.get("data")):
                 tables = {**tables, "partition": "natural"}
-            if "workers" not in tables and (count := count_workers(tables)) is not None:
-                tables = {**tables, "workers": count}
-            super().__init__(**tables)
+            with data_loaded_once():
+                if "workers" not in tables and (count := count_workers(tables)) is not None:
+                    tables = {**tables, "workers": count}
+                super().__init__(**tables)
         except ValidationError as error:
             raise ExperimentError(*explain(error, type(self))) from None
 
@@ -97,6 +107,21 @@ class Experiment(Settings):
         self._awaits_data = tables is None
         for key, table in (tables or {}).items():
             object.__setattr__(self, key, table)  # the model is frozen
+        return self
+
+    @model_validator(mode="after")
+    def _test_workers_on_own_samples(self) -> Experiment:
+        """Set `data.local_test_fraction` to "own" if it is unset, and the test part contains samples of owners."""
+        column_of = getattr(self.partition.component, "column", None)
+        unused = not self.in_rounds or self.attack.resample or self.records.updates or self.gradient_hook
+        if column_of and not unused and "local_test_fraction" not in self.data.model_fields_set:
+            refuse_untrusted_root(self.data)
+            with contextlib.suppress(DataError):  # the run reports it
+                train, test = load_dataset_once(*self.data.source)
+                if train.drawn_by is None and column_of(train.ids) in test.ids:
+                    data = self.data.model_copy(update={"local_test_fraction": schema.OWN})
+                    data.model_fields_set.discard("local_test_fraction")
+                    object.__setattr__(self, "data", data)  # the model is frozen
         return self
 
     @property
@@ -154,25 +179,24 @@ def count_workers(tables: Mapping[str, Any]) -> int | None:
 
     def ids() -> Mapping[str, np.ndarray]:
         refuse_untrusted_root(data)
-        columns = load_dataset_once(data.name, data.root, data.params)[0].ids
-        if not columns or not data.validation_fraction:
-            return columns
-        n = len(next(iter(columns.values())))
-        remaining, _ = validation_positions(n, data.validation_fraction, tables.get("seed", 0))
-        return {name: column[remaining] for name, column in columns.items()}
+        train = load_dataset_once(*data.source)[0]
+        if not train.ids or not data.validation_fraction:
+            return train.ids
+        strata = strata_of(train, data.stratify)
+        remaining, _ = validation_positions(len(train), data.validation_fraction, tables.get("seed", 0), strata=strata)
+        return {name: column[remaining] for name, column in train.ids.items()}
 
     return None if count is None else count(ids)
 
 
 def _sample_shape(data: schema.Data) -> SampleShape | None:
     """Return the shape of a data set's samples, or None if the data set must be downloaded."""
-    key = data.name, data.root, data.params
-    if shape := known_shape(*key):
+    if shape := known_shape(*data.source):
         return shape
     refuse_untrusted_root(data)
     if lacks_files(data.name, data.root or default_root(), **data.params):
         return None
-    return sample_shape(*key)
+    return sample_shape(*data.source)
 
 
 def refuse_untrusted_root(data: schema.Data) -> None:

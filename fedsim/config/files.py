@@ -129,7 +129,9 @@ def with_new_names(tables: dict[str, Any]) -> dict[str, Any]:
 
     The engine `spawn` with `start_method = "fork"` was what `processes` with `auto` is now.
     """
-    local, batched = tables.get("local"), tables.get("batched")
+    local, batched, policy = tables.get("local"), tables.get("batched"), tables.get("policy")
+    if isinstance(policy, dict) and policy.get("name") in ("gossip", "ad_psgd") and "graph" in policy:
+        policy["topology"] = policy.pop("graph")
     if isinstance(local, dict) and "accumulate" in local:
         values = {("engine", "spawn"): "processes", ("start_method", "fork"): "auto"}
         tables |= {key: new for (key, old), new in values.items() if tables.get(key) == old}

@@ -80,7 +80,7 @@ def with_data(experiment: Experiment) -> Experiment:
         return experiment
     with data_loaded_once():
         try:
-            sample_shape(experiment.data.name, experiment.data.root, experiment.data.params)
+            sample_shape(*experiment.data.source)
         except DataError:
             if not traits_of(experiment.engine).ranks:
                 raise

@@ -17,6 +17,7 @@ from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
 from fedsim.aggregation.resolve import as_table
 from fedsim.asynchronous.policies import policy
 from fedsim.asynchronous.policies.delays import noise, slowdown
+from fedsim.asynchronous.policies.topologies import adjacency_of, is_graph, topology
 from fedsim.byzantine import attack_strategy
 from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, client_algorithm, lr_schedule
 from fedsim.clients.adapters import TrainFunction
@@ -24,7 +25,7 @@ from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.learning_task import LearningTask, LossTask, learning_task
 from fedsim.core.metrics import OutputMetric, metric
 from fedsim.core.numbers import Count, FractionBelowOne, PositiveCount, ProperFraction
-from fedsim.core.objects import Name
+from fedsim.core.objects import Name, ObjectName
 from fedsim.core.registry import Registration
 from fedsim.core.suggestions import nearest
 from fedsim.data import dataset, partition_strategy
@@ -39,6 +40,7 @@ from fedsim.processes.hooks import hook
 from fedsim.processing import UpdateProcessor, processor
 from fedsim.server import sampling_strategy, server_optimizer
 
+OWN = "own"  # value of `data.local_test_fraction`
 DIRECTIONS: dict[str, Literal["min", "max"]] = {
     "validation_accuracy": "max",
     "validation_loss": "min",
@@ -181,13 +183,22 @@ class Data(ComponentTable):
     name: Name = "mnist5k"
     root: Annotated[str | None, BeforeValidator(lambda root: str(root) if isinstance(root, Path) else root)] = None
     """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, or `~/.cache/fedsim/data`."""
-    local_test_fraction: FractionBelowOne = 0.0
-    """Fraction of each worker's samples that is used for tests and not for training."""
+    local_test_fraction: FractionBelowOne | Literal[OWN] = 0.0  # type: ignore[valid-type]
+    """Fraction of each worker's samples that is used for tests and not for training. `own`: each worker is tested on
+    the test samples of its owner. This is the default for a partition by owners whose data has such a test part."""
+    stratify: bool | None = None
+    """Whether samples that are drawn for tests, validation or local tests have the same fraction of each class. Unset:
+    if test samples are drawn from one data set with class labels."""
     augment: Annotated[list[Augment], OneOrMore, Field(max_length=100)] = Field(default=[])
     """Augmentations of training batches: names or tables, applied in this order."""
     validation_fraction: FractionBelowOne = 0.0
     """Fraction of the training samples that no worker trains on. Each round records `validation_loss` and
     `validation_accuracy` on these samples."""
+
+    @property
+    def source(self) -> tuple[str, str | None, dict[str, Any]]:
+        """Name, root and parameters of the data set, for `load_dataset`."""
+        return self.name, self.root, self.params | ({} if self.stratify is None else {"stratify": self.stratify})
 
     @property
     def transforms(self) -> list[ImageTransform]:
@@ -542,12 +553,32 @@ class Distributed(Table):
     """How ranks communicate averaged gradients."""
 
 
+class Topology(ComponentTable):
+    """Which workers exchange their models, and with which weights. A matrix or a CSV file may replace the name."""
+
+    place, named_by, registry = "policy.topology", "name", topology
+
+    name: Name = "ring"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _matrix_is_given(cls, value: Any) -> Any:
+        name = value.get("name") if isinstance(value, dict) else value
+        if isinstance(name, ObjectName) and is_graph(name.target):
+            name = adjacency_of(name.target)
+        if isinstance(name, list):
+            return {"name": "matrix", "weights": name}
+        return {"name": "csv", "path": name} if isinstance(name, str) and name.endswith(".csv") else value
+
+
 class AsyncPolicy(ComponentTable):
     """How the server handles each result that arrives from a worker, in runs without synchronous rounds."""
 
     place, named_by, registry = "policy", "name", policy
 
     name: Name = "sync"
+    topology: Topology = Topology()
+    """Which workers exchange their models, and with which weights, for policies without a server."""
 
 
 class Slowdown(ComponentTable):

@@ -13,7 +13,7 @@ from pydantic import Field, PositiveFloat
 
 from fedsim.aggregation import Pipeline
 from fedsim.byzantine.base import draw_attackers
-from fedsim.clients import LRSchedule
+from fedsim.clients import CohortGradient, LRSchedule
 from fedsim.config import schema
 from fedsim.config.engines import DEFAULT_ENGINE, traits_of
 from fedsim.config.schema import matching
@@ -212,6 +212,24 @@ class Settings(Table):
             "records.updates": self.records.updates,
         }
         return next((setting for setting, holds in settings.items() if holds), None)
+
+    @cached_property
+    def stores_updates(self) -> tuple[str, str] | None:
+        """A setting that needs all updates of a round at once, and its remedy. None if the server only adds them up."""
+        altering = self.attack.component.alters_rows and not self.attack.component.row_by_row
+        settings = {
+            f"aggregate.rule = {show(self.rule.name)}": (
+                not (self.rule.linear_by_weights and self.rule.built_in),
+                "aggregate.rule=weighted_mean",
+            ),
+            self.attack.setting: (altering, "attack.name=label_flipping"),
+            f"sync = {show(self.sync)}": (self.rounds_of_gradients > 0, "sync=parameters"),
+            self.local.setting: (isinstance(self.local.component, CohortGradient), "local.algorithm=scaffold"),
+            f"local.k = {self.local.component.clusters}": (self.local.component.clusters > 1, "local.k=1"),
+            self.policy.setting: (not self.in_rounds, "policy=sync"),
+            "records.updates": (bool(self.records.updates), "records.updates=[]"),
+        }
+        return next(((setting, remedy) for setting, (holds, remedy) in settings.items() if holds), None)
 
     @property
     def gradient_hook(self) -> CommunicationHook | None:

@@ -14,7 +14,7 @@ from fedsim.asynchronous.policies import Policy
 from fedsim.clients import CohortGradient, LRSchedule, UpdateCorrection, exchanges, needs_local_steps
 from fedsim.clients.adapters import TrainFunction
 from fedsim.config.engines import SETTINGS_OF_ENGINES, traits_of
-from fedsim.config.schema import DIRECTIONS, Clock
+from fedsim.config.schema import DIRECTIONS, OWN, Clock
 from fedsim.config.settings import Settings
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.learning_task import correct_of
@@ -51,10 +51,12 @@ def problems_with(experiment: Settings) -> list[str]:
         *_check_secure(experiment),
         *(() if experiment.in_rounds or experiment.mode == "rounds" else _check_policy(experiment, policy)),
     ]
+    sizes = experiment.cohort_size, experiment.seed, experiment.rounds
     component_checks: list[Callable[[], object]] = [
         *_checks_of_schedules(experiment),
         partial(experiment.sampling.component.check, experiment.workers, experiment.cohort_size),
         partial(policy.check, experiment.cohort_size),
+        *([partial(experiment.policy.topology.component.check, *sizes)] if policy.uses_topology else []),
         partial(experiment.privacy.component.check, experiment.expected_updates),
         partial(check_order, experiment.chain, "processors"),
         partial(check_order, experiment.broadcast_chain, "broadcast"),
@@ -138,6 +140,8 @@ def _unused_keys(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
     batched = {"batched"} if experiment.distributed.trainer == "batched" else set()
     yield f"engine={experiment.engine}", SETTINGS_OF_ENGINES - used - batched
     yield f"mode={mode}", {"clock", "race"} - {mode}
+    if not policy.uses_topology:
+        yield f"policy={experiment.policy.name}", {"policy.topology"}
     if mode == "race":
         yield "mode=race", {"batched", "worker_state_memory"}
     if experiment.in_rounds:
@@ -254,6 +258,8 @@ def _check_worker_tests(experiment: Settings) -> Iterator[str]:
     )
     if not experiment.data.local_test_fraction:
         return
+    if experiment.data.local_test_fraction == OWN and not hasattr(experiment.partition.component, "column"):
+        yield f"{where}: needs a partition by owners, so that each worker has test samples; use partition=natural"
     if not experiment.in_rounds:
         yield f"{where}: is only used with synchronous rounds; omit it"
     if experiment.attack.resample:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,21 @@ ACCEPTED = (
     "or a list with one data set per worker, such as fedsim.TensorData(inputs, targets)"
 )
 TRAIN, TEST = "the training data", "the test data"
-Parts = tuple[Any, Any]  # training part, and test part or None
-ByPlace = Mapping[str, Any]  # data sets by their names in error messages
+Parts = tuple[Any, ...]  # the training part, or the training part and the test part, of which one may be None
+
+
+class Part(NamedTuple):
+    """The training part or the test part of a data set.
+
+    Attributes:
+        data: the samples.
+        place: name of the part in error messages.
+        worker: number of the worker, if there is one data set for each worker.
+    """
+
+    data: Any
+    place: str
+    worker: int
 
 
 def source_of(target: Any) -> Callable[..., tuple[TensorData, TensorData]]:
@@ -38,24 +51,31 @@ def source_of(target: Any) -> Callable[..., tuple[TensorData, TensorData]]:
     Raises DataError if the object cannot be used.
     """
     shares = isinstance(target, list)
-    workers = [_parts(one) for one in target] if shares else [_parts(target)]
-    tested = {test is not None for _, test in workers}
-    tables = {is_table(part) for parts in workers for part in parts if part is not None}
-    if len(tested) > 1 or len(tables) > 1:
-        raise DataError(
-            "either all data sets or none must be tables, and either all or none must have a test part; for inputs and "
-            "targets, pass one table with both, such as inputs.assign(target=targets)"
-        )
-    (has_test,), (of_tables,) = tested, tables
+    workers = [_parts(one, of_worker=shares) for one in (target if shares else [target])]
+    workers = sorted(workers, key=lambda parts: parts[0] is None)  # workers without training samples are last
     train, test = (
-        {f"{place} of worker {worker}" if shares else place: parts[part] for worker, parts in enumerate(workers)}
+        [
+            Part(parts[part], f"{place} of worker {worker}" if shares else place, worker)
+            for worker, parts in enumerate(workers)
+            if part < len(parts) and parts[part] is not None
+        ]
         for part, place in enumerate((TRAIN, TEST))
     )
+    tables = {is_table(part.data) for part in [*train, *test]}
+    if not train:
+        raise DataError("there is no training data; at least one worker must have training samples")
+    if (test and any(len(parts) == 1 for parts in workers)) or len(tables) > 1:
+        raise DataError(
+            "either all data sets or none must be tables, and either all or none must have a test part, which may be "
+            "None; for inputs and targets, pass one table with both, such as inputs.assign(target=targets)"
+        )
+    (of_tables,), has_test = tables, bool(test)
 
     def read(**options: Any) -> tuple[TensorData, TensorData]:
-        return (_from_tables if of_tables else _from_samples)(train, test if has_test else {}, shares, **options)
+        return (_from_tables if of_tables else _from_samples)(train, test, shares, **options)
 
-    names = ("target", "inputs", "ids", "standardize") * of_tables + ("test_fraction",) * (not has_test)
+    names = ("target", "inputs", "ids", "standardize") * of_tables + ("split",) * (of_tables and not has_test)
+    names += ("test_fraction",) * (not has_test)
     known = inspect.signature(train_and_test, eval_str=True).parameters
     read.__signature__ = inspect.Signature([known[name] for name in names])  # type: ignore[attr-defined]
     return read
@@ -67,34 +87,40 @@ def is_table(data: Any) -> bool:
     return named and hasattr(data, "__len__")
 
 
-def _parts(data: Any) -> Parts:
-    """Return the training part and the test part (or None) of an object. Raise DataError if it cannot be used."""
+def _parts(data: Any, *, of_worker: bool) -> Parts:
+    """Return the training part and the test part (if given) of an object. Raise DataError if it cannot be used.
+
+    `of_worker`: whether the object belongs to one worker, which may have only a test part.
+    """
     if isinstance(data, Mapping):
         train, test = parts_of(list(data), TRAIN)
-        if train is None:
+        if train is None and (test is None or not of_worker):
             raise DataError(
                 f"has the parts {', '.join(map(str, data))}; one of them must be called train; for one data set per "
                 "worker, pass a list"
             )
-        parts = data[train], None if test is None else data[test]
+        parts = tuple(None if name is None else data[name] for name in (train, test))
+        parts = parts if test is not None else parts[:1]
         warn_of_unused(list(data), (train, test), TRAIN)
     elif isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], (Tensor, np.ndarray)):
         parts = data
     else:
-        parts = data, None
-    if parts[0] is None:
+        parts = (data,)
+    if parts[0] is None and (parts[-1] is None or not of_worker):
         raise DataError("there is no training data; a data set is a tuple (train, test), or one of them")
     return parts
 
 
-def _from_tables(train: ByPlace, test: ByPlace, shares: bool, **options: Any) -> tuple[TensorData, TensorData]:
+def _from_tables(
+    train: Sequence[Part], test: Sequence[Part], shares: bool, **options: Any
+) -> tuple[TensorData, TensorData]:
     """Return the samples of tables, of which there is one for each worker if `shares` is true."""
-    first, second = ([table_of(table, place) for place, table in part.items()] for part in (train, test))
+    first, second = ([table_of(*part) for part in parts] for parts in (train, test))
     return train_and_test(first, second, of_workers=TRAIN * shares, **options)
 
 
 def _from_samples(
-    train: ByPlace, test: ByPlace, shares: bool, test_fraction: float = 0.2
+    train: Sequence[Part], test: Sequence[Part], shares: bool, test_fraction: float = 0.2
 ) -> tuple[TensorData, TensorData]:
     """Return the samples of map-style data sets, of which there is one for each worker if `shares` is true."""
     first = _joined(train, shares)
@@ -115,9 +141,9 @@ def _read(data: Any, place: str) -> TensorData:
     return tensors
 
 
-def _joined(parts: ByPlace, shares: bool) -> TensorData:
+def _joined(parts: Sequence[Part], shares: bool) -> TensorData:
     """Return one data set with the samples of each worker one after another, and the owners in the column WORKER."""
-    data = {place: _read(part, place) for place, part in parts.items()}
+    data = {part.place: _read(part.data, part.place) for part in parts}
     first = next(iter(data.values()))
     if not shares:
         return first
@@ -128,7 +154,7 @@ def _joined(parts: ByPlace, shares: bool) -> TensorData:
                 f"{described(first.inputs)}; use one type, shape and normalisation, without `rows`"
             )
     inputs, targets = (torch.cat([getattr(one, name) for one in data.values()]) for name in ("inputs", "targets"))
-    owners = np.repeat(np.arange(len(data)), [len(one) for one in data.values()])
+    owners = np.repeat([part.worker for part in parts], [len(one) for one in data.values()])
     return replace(first, inputs=inputs, targets=targets, ids={WORKER: owners})
 
 

@@ -22,6 +22,7 @@ NAMELESS = re.compile(r"(Unnamed: \d+(\.\d+)?)?")  # names that pandas gives to 
 NUMBERING = re.compile(r"id|index|level_0|__index_level_\d+__", re.IGNORECASE)  # names of columns of row numbers
 TRAIN_PARTS = ("train", "training")
 TEST_PARTS = ("test", "testing"), ("validation", "valid", "val")  # in order of preference
+PART_NAMES = {name for names in (TRAIN_PARTS, *TEST_PARTS) for name in names}
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 Columns = Mapping[str, Any]
 UNSCALED = 10  # root mean square from which a warning recommends to scale numbers

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import replace
 
 import numpy as np
 
+from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator
-from fedsim.data.partitions.allocation import group
+from fedsim.data.partitions.allocation import draw_part
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, plural, show
+
+STRATIFY: ContextVar[bool | None] = ContextVar("fedsim_stratify", default=None)  # setting of `data.stratify`
+NO_CLASSES = "data.stratify = true: needs one class label per sample, but the targets are {}; omit it"
 
 
 def split_test(
@@ -20,11 +25,22 @@ def split_test(
 
     The arguments and errors are those of `drawn_rows`.
     """
-    *parts, how = drawn_rows(
+    *parts, strata, how = drawn_rows(
         data.targets.numpy(), fraction, place, are_classes=are_classes, workers=workers, ids=data.ids
     )
     train, test = map(data.take, parts)
-    return replace(train, assumed=(*train.assumed, how)), test
+    return replace(train, assumed=(*train.assumed, how), drawn_by=strata), test
+
+
+def strata_of(data: TensorData, stratify: bool | None) -> np.ndarray | None:
+    """Return the classes [n] by which parts of the training samples `data` are stratified, or None for no strata.
+
+    `stratify`: setting of `data.stratify`. Raises DataError if it is true and the targets are not class labels.
+    """
+    if stratify and not data.has_labels:
+        raise DataError(NO_CLASSES.format(described(data.targets)))
+    chosen = data.drawn_by == "class" and data.has_labels if stratify is None else stratify
+    return data.sample_targets.cpu().numpy() if chosen else None
 
 
 def drawn_rows(
@@ -35,11 +51,12 @@ def drawn_rows(
     are_classes: bool = False,
     workers: np.ndarray | None = None,
     ids: Mapping[str, np.ndarray] | None = None,
-) -> tuple[np.ndarray, np.ndarray, str]:
+) -> tuple[np.ndarray, np.ndarray, str, str]:
     """Draw round(fraction n) test samples at random. The draw is the same for every seed.
 
-    For class labels, the draw is stratified: each class has the same fraction of test samples up to rounding, and at
-    least one training sample. With `workers`, the draw is stratified by worker instead.
+    For class labels, the draw is stratified (see `draw_part`): each class has the same fraction of test samples up to
+    rounding, and at least one training sample. With `workers`, the draw is stratified by worker instead. `STRATIFY`
+    can demand strata of classes, or none.
 
     Args:
         targets: targets [n, ...].
@@ -50,10 +67,11 @@ def drawn_rows(
         workers: index of the worker that owns each sample, [n], or None if the samples belong to no worker yet.
         ids: columns of owners [n] by name. The description counts owners that keep no training samples.
 
-    Returns the ascending indices of the training samples, those of the test samples, and a description of the draw.
+    Returns the ascending indices of the training samples, those of the test samples, what a stratum is ("class",
+    "worker", "class of each worker", or "" without strata), and a description of the draw.
 
     Raises DataError if there are too few samples to leave one training sample to each class or worker, or to draw one
-    test sample.
+    test sample, and if classes are demanded of other targets.
     """
     n = len(targets)
     order, held_out = numpy_generator(0, "test_split").permutation(n), round(fraction * n)
@@ -64,37 +82,25 @@ def drawn_rows(
         )
     may_be_classes = targets.ndim == 1 and targets.dtype.kind in "iub" and not (targets < 0).any()
     chosen, how = np.zeros(n, dtype=bool), ""
-    strata, kind = workers, "worker"
-    if workers is None and may_be_classes and (are_classes or len(np.unique(targets)) <= held_out):
+    strata, kind, by_class = workers, "" if workers is None else "worker", STRATIFY.get()
+    if by_class and not may_be_classes:
+        raise DataError(f"{place}: {NO_CLASSES.format(described(targets))}")
+    if by_class is None:
+        by_class = workers is None and may_be_classes and (are_classes or len(np.unique(targets)) <= held_out)
+    if by_class:
         strata, kind = targets, "class"
-    if strata is None:
-        chosen[order[:held_out]] = True
-    else:
-        _, stratum_of, sizes = np.unique(strata, return_inverse=True, return_counts=True)
-        if held_out > n - len(sizes):
+        if workers is not None:
+            strata, kind = workers * (int(targets.max()) + 1) + targets, "class of each worker"
+    if strata is not None:
+        how = f", the same fraction of each {kind}"
+        if held_out > n - (count := len(np.unique(strata))):
             raise DataError(
-                f"{place}: {held_out} of {n} samples would be drawn for tests, but at least {len(sizes)} training "
+                f"{place}: {held_out} of {n} samples would be drawn for tests, but at least {count} training "
                 f"samples must remain, one per {kind}; use a smaller data.test_fraction, or give a separate test part"
             )
-        members = group(order, stratum_of[order], len(sizes))  # each stratum in the drawn order
-        counts, how = _stratified(sizes, held_out), f", the same fraction of each {kind}"
-        chosen[np.concatenate([samples[:count] for samples, count in zip(members, counts, strict=True)])] = True
+    chosen[draw_part(order, fraction, held_out, strata)] = True
     for name, owners in (ids or {}).items():
         if (untrained := np.setdiff1d(owners[chosen], owners[~chosen])).size:
             how += f", and all samples of {untrained.size} of {len(np.unique(owners))} owners in {show(name)}"
     drawn = f"no test part: {held_out:,} of {n:,} samples are drawn at random for tests{how}"
-    return np.flatnonzero(~chosen), np.flatnonzero(chosen), drawn
-
-
-def _stratified(sizes: np.ndarray, total: int) -> np.ndarray:
-    """Divide `total` test samples among strata in proportion to `sizes` [C], and return their numbers [C].
-
-    Rounds by largest remainders, of which ties go to the first stratum. Each stratum keeps at least one training
-    sample.
-    """
-    shares = total * sizes
-    counts, remainders = np.divmod(shares, sizes.sum())
-    while (left := total - counts.sum()) > 0:
-        may_grow = np.flatnonzero(counts < sizes - 1)
-        counts[may_grow[np.argsort(-remainders[may_grow], kind="stable")][:left]] += 1
-    return counts
+    return np.flatnonzero(~chosen), np.flatnonzero(chosen), kind, drawn

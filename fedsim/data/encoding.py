@@ -12,16 +12,19 @@ from fedsim.core.numbers import ProperFraction
 from fedsim.core.suggestions import nearest
 from fedsim.data.columns import (
     DIVERGES,
+    PART_NAMES,
     UNSCALED,
     Columns,
     DataColumn,
     input_columns,
     mostly_numbers,
     only_target,
+    parts_of,
     require_different_names,
     samples_of,
     warn,
     warn_of_unscaled,
+    warn_of_unused,
 )
 from fedsim.data.drawn_tests import drawn_rows
 from fedsim.data.tensors import TensorData
@@ -44,6 +47,7 @@ class DataTable:
         row: function from the index of a row to its name in error messages, such as "line 9".
         assumed: what was assumed when the table was read.
         classes: names of the classes 0, 1, ... of columns that contain numbers of classes.
+        worker: number of the worker that owns the table, if each table belongs to one worker.
     """
 
     columns: Columns
@@ -52,6 +56,17 @@ class DataTable:
     row: Callable[[int], str] = "row {}".format
     assumed: tuple[str, ...] = ()
     classes: Mapping[str, list[str]] = field(default_factory=dict)
+    worker: int = 0
+
+    def take(self, rows: np.ndarray, without: str) -> DataTable:
+        """Return a table with some rows, in their order, and without the column `without`."""
+
+        def of(values: Any) -> Any:
+            values = values.to_numpy() if hasattr(values, "to_numpy") else values
+            return values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows.tolist()]
+
+        columns = {name: of(values) for name, values in self.columns.items() if name != without}
+        return replace(self, columns=columns, row=lambda row: self.row(int(rows[row])))
 
     def column(self, name: str) -> DataColumn:
         """Return a column. Raise DataError if the table does not have it."""
@@ -68,6 +83,7 @@ def train_and_test(
     inputs: Names | None = None,
     ids: Names | None = None,
     standardize: bool = False,
+    split: str | None = None,
     test_fraction: ProperFraction = 0.2,
     of_workers: str = "",
 ) -> tuple[TensorData, TensorData]:
@@ -78,13 +94,16 @@ def train_and_test(
     encoded as zeros. Text targets become class labels in sorted order.
 
     Args:
-        train, test: the tables of both parts. Without a test part, test samples are drawn at random from `train`.
+        train, test: the tables of both parts. Without a test part, the column `split` says which rows of `train` are
+            test samples, or these are drawn at random.
         target: column of targets. None: the only column called label, labels, target, targets or y.
         inputs: columns of inputs, which are concatenated. None: all other columns, except those that only number
             the rows.
         ids: columns that contain the owner of each sample, such as a user. None: its index. `test` may lack them.
         standardize: whether to subtract the training samples' mean from each column of numbers, and to divide by their
             standard deviation. A column that is constant in the training samples is only shifted, to 0.
+        split: column with the part of each sample, such as train and test. None: the column called split, if all of
+            its values are names of parts.
         test_fraction: fraction of `train` that is drawn as test samples if `test` is empty.
         of_workers: name of `train` in error messages if each table belongs to one worker, so that the column `worker`
             contains the owners, and the draw is stratified by worker. Otherwise it is stratified by class.
@@ -92,7 +111,10 @@ def train_and_test(
     Raises DataError, with the place, the column, the row and the value, for missing columns and values, text between
     numbers, NaN and infinity, more than 100 different texts, and columns that cannot be joined to one input.
     """
-    tables, place = [*train, *test], of_workers or train[0].place
+    place, by_column = of_workers or train[0].place, tuple[str, ...]()
+    if split is not None or not test:
+        train, test, by_column = _by_split(train, test, split, place)
+    tables = [*train, *test]
     for table in train:
         if different := sorted(map(str, set(table.columns) ^ set(train[0].columns))):
             raise DataError(f"{table.place}: has other columns than worker 0, such as {show(different[0])}")
@@ -118,12 +140,12 @@ def train_and_test(
         name: np.concatenate([table.column(name).owners() for table in owned]) for name, owned in with_owners.items()
     }
     if of_workers:
-        owners[WORKER] = np.repeat([*range(len(train)), *range(len(test))], sizes)
-    n, drawn = sum(sizes[: len(train)]), list[str]()
+        owners[WORKER] = np.repeat([table.worker for table in tables], sizes)
+    n, drawn, drawn_by = sum(sizes[: len(train)]), list[str](), None
     parts: list[Rows] = [slice(n), slice(n, None)]
     if not test:
         by = owners.get(WORKER)
-        *parts, how = drawn_rows(targets, test_fraction, place, are_classes=are_names, workers=by, ids=owners)
+        *parts, drawn_by, how = drawn_rows(targets, test_fraction, place, are_classes=are_names, workers=by, ids=owners)
         drawn = [how]
     array, encoded = _joined(tables, inputs, parts, place, standardize=standardize)
     first, second = (
@@ -139,16 +161,49 @@ def train_and_test(
     whole = first.targets.is_floating_point() and not bool((first.targets % 1).any())
     kind = " (whole numbers, but stored as floating-point numbers: no classes)" * whole
     roles = f"target {cut(str(target))}{kind}, inputs {encoded}"
-    return replace(first, assumed=(roles, *train[0].assumed, *first.assumed, *drawn)), second
+    assumed = roles, *train[0].assumed, *by_column, *first.assumed, *drawn
+    return replace(first, assumed=assumed, drawn_by=drawn_by), second
 
 
-def table_of(data: Any, place: str) -> DataTable:
+def _by_split(
+    tables: Sequence[DataTable], test: Sequence[DataTable], split: str | None, place: str
+) -> tuple[Sequence[DataTable], Sequence[DataTable], tuple[str, ...]]:
+    """Return the rows for training, those for tests, and what was assumed, for tables with a column of parts.
+
+    Other tables are returned unchanged. Raises DataError if the column `split` cannot be used.
+    """
+    name = split or next((column for column in tables[0].columns if str(column).casefold() == "split"), None)
+    if name is None or not (split or all(name in table.columns for table in tables)):
+        return tables, test, ()
+    parts = [table.column(name).array().astype(str) for table in tables]
+    values = np.unique(np.concatenate(parts)).tolist() if parts else []
+    if split is None and not all(value.casefold() in PART_NAMES for value in values):
+        return tables, test, ()
+    if test:
+        raise DataError(f"data.split = {show(name)}: there is a test part already; omit one of the two")
+    (first, second), where = parts_of(values, f"{place}: column {show(name)}"), f"{place}: column {show(name)}"
+    if first is None:
+        raise DataError(f"{where}: has the values {cut(', '.join(values))}; one of them must be called train")
+    warn_of_unused(values, (first, second), where)
+    train, tested = (
+        [
+            table.take(rows, name)
+            for table, part in zip(tables, parts, strict=True)
+            if len(rows := np.flatnonzero(part == value))
+        ]
+        for value in (first, second)
+    )
+    return train, tested, (f"column {cut(str(name))} divides the samples",)
+
+
+def table_of(data: Any, place: str, worker: int = 0) -> DataTable:
     """Return a data frame or a Hugging Face data set as a table. Named levels of an index become columns."""
     index = [name for name in getattr(getattr(data, "index", None), "names", ()) if name is not None]
     data = data.reset_index() if index else data
     names = list(data.column_names if hasattr(data, "column_names") else data.columns)
     require_different_names(names, place)
-    return DataTable({name: data[name][:] for name in names}, place, index, classes=class_names(data))
+    columns = {name: data[name][:] for name in names}
+    return DataTable(columns, place, index, classes=class_names(data), worker=worker)
 
 
 def class_names(data: Any) -> dict[str, list[str]]:

@@ -23,6 +23,7 @@ from fedsim.core.import_policy import IMPORT_PATH
 from fedsim.core.objects import ObjectName, name_of, plain
 from fedsim.core.registry import Registration, Registry
 from fedsim.data.brought import ACCEPTED, source_of
+from fedsim.data.drawn_tests import STRATIFY
 from fedsim.data.shapes import SampleShape
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show
@@ -138,7 +139,9 @@ def default_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "fedsim" / "data"
 
 
-def load_dataset(name: Any, root: str | Path | None = None, **params: Any) -> tuple[TensorData, TensorData]:
+def load_dataset(
+    name: Any, root: str | Path | None = None, *, stratify: bool | None = None, **params: Any
+) -> tuple[TensorData, TensorData]:
     """Load the training samples and the test samples of a data set.
 
     Args:
@@ -146,6 +149,8 @@ def load_dataset(name: Any, root: str | Path | None = None, **params: Any) -> tu
             the data itself: a data set, data frame or tuple (inputs, targets), a tuple (train, test) of them, or a list
             with one data set per worker.
         root: folder for downloaded files. None: $FEDSIM_DATA if set, else the user's cache folder.
+        stratify: whether test samples that are drawn from the data have the same fraction of each class. None: if the
+            data is one data set with class labels.
         params: parameters of the data set.
 
     Returns two TensorData (train, test), each with inputs [n, ...] and targets [n] (class labels) or [n, ...].
@@ -164,6 +169,7 @@ def load_dataset(name: Any, root: str | Path | None = None, **params: Any) -> tu
     name = params.pop("name")
     registration = dataset.get(name, "data.name")
     params = registration.check(params, "data", beside=["name", "root"])
+    token = STRATIFY.set(stratify)
     try:
         folder = Path(root).expanduser() if root else default_root()
         loaded = registration.target(**registration.select_inputs(root=folder), **params)
@@ -178,6 +184,8 @@ def load_dataset(name: Any, root: str | Path | None = None, **params: Any) -> tu
         raise
     except Exception as error:
         raise DataError(f"data.name = {show(name)}: {one_line(error)}") from error
+    finally:
+        STRATIFY.reset(token)
     for part, data in (("training", train), ("test", test)):
         if not len(data):
             raise DataError(f"data.name = {show(name)}: the {part} set is empty; it needs at least one sample")
@@ -235,7 +243,7 @@ def load_dataset_once(
 def known_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape | None:
     """Return the shape of a data set's samples if it is declared, or known within `data_loaded_once`, else None."""
     if declared := getattr(dataset.get(name).target, "declared", None) if name in dataset.names() else None:
-        return declared(**params)
+        return declared(**{key: value for key, value in params.items() if key != "stratify"})
     return loaded.shapes.get(_key(name, root, params)) if (loaded := _loaded.get()) else None
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from fedsim.core.randomness import Draws, numpy_generator, torch_generator
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.partitions import Transform, partition, partition_transforms
+from fedsim.data.partitions.allocation import draw_part
 from fedsim.data.partitions.ids import Ids
 from fedsim.data.tensors import TensorData, as_pair, as_targets
 from fedsim.errors import ExperimentError
@@ -197,7 +198,7 @@ def _as_array(targets: Any) -> np.ndarray:
 
 
 def split_validation(
-    train: TensorData, share: float, seed: int, fewest: int = 1
+    train: TensorData, share: float, seed: int, fewest: int = 1, strata: np.ndarray | None = None
 ) -> tuple[TensorData, TensorData, np.ndarray | None]:
     """Split the training samples at random into remaining training samples and held-out validation samples.
 
@@ -206,6 +207,7 @@ def split_validation(
         share: fraction of the samples to hold out, 0 <= share < 1, rounded to a whole number of samples.
         seed: seed for the random split.
         fewest: minimum number of samples that must remain for training, such as the number of workers.
+        strata: class of each sample, [n], for a stratified draw (see `draw_part`). None: no strata.
 
     Returns (remaining, held out, index_of): the samples, each in the data set's order, and the index of each of the n
     samples among the remaining ones, int64 [n], -1 for samples that are held out. If `share` is 0, samples are not
@@ -220,13 +222,15 @@ def split_validation(
     """
     if not share:
         return train, train.take(np.zeros(0, dtype=np.int64)), None
-    remaining, held_out = validation_positions(len(train), share, seed, fewest)
+    remaining, held_out = validation_positions(len(train), share, seed, fewest, strata)
     index_of = np.full(len(train), -1)
     index_of[remaining] = np.arange(len(remaining))
     return train.take(remaining), train.take(held_out), index_of
 
 
-def validation_positions(n: int, share: float, seed: int, fewest: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def validation_positions(
+    n: int, share: float, seed: int, fewest: int = 1, strata: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the ascending indices of the samples that `split_validation` keeps and holds out, out of n samples."""
     where, held_out = f"data.validation_fraction = {share}", round(share * n)
     if not held_out:
@@ -238,5 +242,10 @@ def validation_positions(n: int, share: float, seed: int, fewest: int = 1) -> tu
             f"{where}: leaves only {n - held_out:,} training samples for {fewest:,} workers, fewer than one each; use "
             "a smaller fraction or fewer workers"
         )
-    order = numpy_generator(seed, "validation_split").permutation(n)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
+    positions = draw_part(numpy_generator(seed, "validation_split").permutation(n), share, held_out, strata)
+    if not len(positions):
+        raise ExperimentError(
+            f"{where}: holds out no sample, because every class has one sample, which stays in training; set "
+            "data.stratify=false"
+        )
+    return np.setdiff1d(np.arange(n), positions), positions

@@ -40,6 +40,8 @@ class TensorData(Dataset):
             a text. `inputs` and `targets` may then be views of one small tensor, and targets may be of any integer
             type. None: sample i has position i.
         assumed: what was assumed when the data was read, such as how test samples were drawn. A run prints it first.
+        drawn_by: if test samples were drawn from the same data set, the strata, such as "class", or "" without strata.
+            None: the data set has a test part.
 
     >>> data = fedsim.TensorData(torch.tensor([[0], [255]], dtype=torch.uint8), torch.tensor([0, 1]), scale=1 / 255)
     >>> data.gather(torch.tensor([1]))
@@ -54,6 +56,7 @@ class TensorData(Dataset):
     ids: Mapping[str, Any] = field(default_factory=dict)
     rows: Tensor | None = None
     assumed: tuple[str, ...] = ()
+    drawn_by: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", id_columns(self.ids))

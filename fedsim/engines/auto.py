@@ -24,14 +24,14 @@ from fedsim.config.engines import TRAITS
 from fedsim.core.randomness import preserve_random_state
 from fedsim.engines.base import Engine
 from fedsim.engines.named import stacked
-from fedsim.errors import ExperimentError, FedsimWarning, first_line
+from fedsim.errors import ExperimentError, FedsimWarning, first_line, show_bytes
 from fedsim.processes.child_process import forks
 from fedsim.rounds.executor import MakeTrainer
 from fedsim.system.devices import release_memory
 from fedsim.training.capture import OperationCheck
 from fedsim.training.probe import StackingProbe
 from fedsim.training.shared_state import SharedState
-from fedsim.training.stacked import stack_width
+from fedsim.training.stacked import STACK_BYTES_ON_CPU, stack_width
 from fedsim.training.task import RunTask
 
 LARGEST_BATCH = 100  # samples; with larger batches, stacks were never faster than single workers
@@ -75,11 +75,13 @@ def probe_if_stacks_pay(task: RunTask, shared: SharedState) -> tuple[StackingPro
 
     `probe` is the result of the model's trial run. `reason` says in one line why no stack is used.
     """
-    batch, workers, on_cpu = task.schedule.batch_size, len(shared.cohort.rows), task.device.type == "cpu"
+    batch, workers, on_cpu = task.schedule.batch_size, shared.cohort.size, task.device.type == "cpu"
     if workers == 1:
         return None, "there is only one worker per round"
     if on_cpu and batch > LARGEST_BATCH:
         return None, f"batches of {batch} samples are large (more than {LARGEST_BATCH})"
+    if on_cpu and task.streams and task.row_bytes > STACK_BYTES_ON_CPU:  # stacks would only take memory
+        return None, f"models are too large for the caches ({show_bytes(task.row_bytes)})"
     if on_cpu and workers < SMALLEST_COHORT:
         return None, f"a round has {workers} workers (fewer than {SMALLEST_COHORT})"
     if on_cpu and (width := task.experiment.batched.max_workers) is not None and width < SMALLEST_STACK:
@@ -105,7 +107,7 @@ def seconds_saved(task: RunTask, shared: SharedState, processes: int, *, stacked
     passes = samples + len(shared.data.test) / 3  # a forward pass costs a third of a training step
     arithmetic = passes * flops_of_a_sample(task, shared) * (task.dtype.itemsize / 4) / FLOPS_PER_SECOND
     seconds = row_steps * (STEP_SECONDS + moved / BYTES_PER_SECOND) + arithmetic
-    barriers = row_steps / len(shared.cohort.rows) if task.sync_in(task.experiment.rounds) == "gradients" else 1
+    barriers = row_steps / shared.cohort.size if task.sync_in(task.experiment.rounds) == "gradients" else 1
     saved = seconds / (STACKED_SPEEDUP if stacked else 1) * (1 - 1 / processes) - barriers * BARRIER_SECONDS
     return max(0.0, task.experiment.rounds * saved)
 
@@ -117,7 +119,7 @@ def work_of_a_round(task: RunTask, shared: SharedState) -> tuple[float, float]:
     sizes = [shards.size(worker) for worker in workers]
     steps = [task.schedule.of(worker, 1).steps_for(size) for worker, size in zip(workers, sizes, strict=True)]
     samples = sum(task.schedule.samples_in(count, size) for count, size in zip(steps, sizes, strict=True) if size)
-    per_worker = len(shared.cohort.rows) / len(workers)
+    per_worker = shared.cohort.size / len(workers)
     return per_worker * sum(steps), per_worker * samples
 
 
@@ -209,7 +211,7 @@ class AutoEngine(Engine):
             return Plan(1, probe, f"{rows}; one process, because several would not run in parallel on {task.device}")
         if self._processes == 1:
             return Plan(1, probe, f"{rows}; one process, because the cores or the cohort do not allow more")
-        workers, width = len(shared.cohort.rows), stack_width(task, shared, probe, self._threads) if probe else 1
+        workers, width = shared.cohort.size, stack_width(task, shared, probe, self._threads) if probe else 1
         parallel = min(self._processes, -(-workers // width))
         saved = seconds_saved(task, shared, parallel, stacked=unstacked is None)
         start = self._start_seconds
@@ -226,7 +228,7 @@ def _plan_key(task: RunTask, shared: SharedState) -> str:
     """Return a string that is equal for tasks that get the same plan."""
     inputs, shards = shared.data.train.inputs, shared.data.shards
     work = len(shared.data.train) if shards.listed else work_of_a_round(task, shared)
-    sizes = work, len(shards), len(shared.data.test), shared.cohort.rows.shape
+    sizes = work, len(shards), len(shared.data.test), shared.cohort.size, len(shared.server.row)
     experiment = task.experiment
     how = (
         experiment.rounds,

@@ -140,6 +140,9 @@ class Engine:
         if self._in_pool and not self.at_work:  # an earlier task lost processes at its start
             self._pool = self._new_pool()
         make_trainer, self._trainer_facts = self.trainers(task, shared)
+        if task.streams:  # a stack for each process that shares these rows
+            width = min(self._trainer_facts.get("width", 1), shared.cohort.size)
+            shared.allocate_wave(task, width * (1 if self.traits.ranks else self.processes))
         if self._in_pool:
             self._begin_in_pool(task, shared, make_trainer)
             return

@@ -69,6 +69,11 @@ class Ranks(Group):
         mine = work[assignments[self.index]]
         return in_stacks(replace(mine, slots=np.arange(len(mine))), divide_into_stacks(mine.steps, width))
 
+    def waves(self, work: WorkItems, width: int) -> Iterator[tuple[np.ndarray, WorkItems, WorkItems]]:
+        for places in divide_into_stacks(work.steps, width * self.count):
+            wave = replace(work[places], slots=np.arange(len(places)))
+            yield np.array(places), wave, self.assign(wave, width)
+
     def by_rank(self, slots: Sequence[int]) -> list[list[int]]:
         """Return, for each rank, the `slots` (positions of workers in the cohort) whose updates the rank stores."""
         held: list[list[int]] = [[] for _ in range(self.count)]
@@ -124,7 +129,7 @@ class Ranks(Group):
         if not any(held):
             return parts[0][:0]
         if width not in self._rooms:
-            n_rows = len(self._shared.cohort.workers) + self._task.experiment.rule.accepts("root")
+            n_rows = self.count * len(self._shared.cohort.train_loss)
             self._rooms[width] = new_rows(n_rows, width, self._task.dtype, self._task.device)
         for slots, rows in zip(held, received, strict=True):
             self._rooms[width][slots] = rows.view(len(slots), width)
@@ -228,6 +233,9 @@ class RankWorkerStates(WorkerStates):
     ) -> None:
         super().__init__(initial, limit, folder)
         self._group, self._ranks = group, ranks
+
+    def of_waves(self, parts: int) -> WorkerStates:
+        return RankWorkerStates(self.initial, self._group, self._ranks, self._limit, self._folder)
 
     def load_cohort(self, cohort: Sequence[int], mine: WorkItems, rows: State) -> None:
         trained, owned = self._exchanged(cohort, range(len(cohort)))

@@ -61,6 +61,25 @@ class Group:
         mine = balance_load([sum([costs[place] for place in stack]) for stack in stacks], self.count)[self.index]
         return in_stacks(work, [stacks[number] for number in mine])
 
+    def waves(self, work: Any, width: int) -> Iterator[tuple[np.ndarray, Any, Any]]:
+        """Divide the workers into waves of one stack per process. A wave is trained like a cohort, with its own slots.
+
+        The stacks and their order do not depend on the number of processes. The caller must finish a wave before it
+        asks for the next one.
+
+        Args:
+            work: `WorkItems` of all workers.
+            width: maximum number of workers in a stack.
+
+        Yields the positions of the wave's workers in `work`, their `WorkItems`, and those that this process trains.
+        """
+        stacks = divide_into_stacks(work.steps, width)
+        for start in range(0, len(stacks), self.count):
+            places = stacks[start : start + self.count]
+            wave = in_stacks(work, places)
+            wave = replace(wave, slots=np.arange(len(wave)))
+            yield np.concatenate(places), wave, wave[wave.stacks == self.index]
+
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return which workers' rows this process can access.
 
@@ -260,7 +279,7 @@ def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> l
     return [sorted(items) for items in assignments]
 
 
-def rows_at(rows: Tensor, slots: Sequence[int]) -> Tensor:
+def rows_at(rows: Tensor, slots: Sequence[int] | np.ndarray) -> Tensor:
     """Return the rows with the indices `slots`: a view if the indices are consecutive, otherwise a copy."""
     index = index_of(slots, rows.device)
     is_spread = isinstance(index, slice) and index.step not in (None, 1)

@@ -30,6 +30,7 @@ OF_COMPONENTS: dict[str, Literal["higher", "lower"] | None] = {  # numbers that 
     "clip_norm": None,
     "clipped_share": None,
     "clipped_updates": None,
+    "consensus_distance": "lower",
     "epsilon": "lower",
     "kept_energy": "higher",
     "weiszfeld_iterations": None,

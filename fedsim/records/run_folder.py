@@ -43,7 +43,7 @@ from fedsim.version import __version__
 ENVIRONMENT = "environment.json"
 ERROR = "error.txt"
 MODEL, PARTITION = "model.safetensors", "partition.json"
-WORKERS = "workers-{round:05d}.csv"
+WORKERS, UNSEEN = "workers-{round:05d}.csv", "unseen-{round:05d}.csv"
 UPDATES = "updates-{round:05d}.safetensors"
 NO_FOLDER = "cannot be a run folder"
 
@@ -189,8 +189,10 @@ class RunFolder:
         self.write(RACE_LOG, csv)
 
     def workers(self, results: WorkerResults) -> None:
-        """Write the test results of individual workers after a round."""
-        self.write(WORKERS.format(round=results.round), workers_csv(results).encode())
+        """Write the test results of individual workers after a round, and those of unseen owners."""
+        for name, part in ((WORKERS, results), (UNSEEN, results.unseen)):
+            if part and part.workers:
+                self.write(name.format(round=results.round), workers_csv(part).encode())
 
     def write(self, name: str, content: bytes) -> None:
         """Write the file `name`, such as a figure."""

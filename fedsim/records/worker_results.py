@@ -19,7 +19,7 @@ from fedsim.system.files import to_csv
 MOST_BYTES = 2**28  # maximum size of a table that is read, much more than any run writes
 LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": "after local training"}
 WORST = 0.1  # fraction of workers in the mean over the worst workers
-METRIC = re.compile(r"(metrics\.((global|fine_tuned|personal)_)?)?worker_(accuracy|loss)(_\w+)?")
+METRIC = re.compile(r"(metrics\.((global|fine_tuned|personal|unseen)_)?)?worker_(accuracy|loss)(_\w+)?")
 
 Tested = dict[str, tuple[float, float | None]]  # loss and accuracy by model; accuracy None if the task has none
 
@@ -34,6 +34,8 @@ class WorkerResults:
         samples: number of test samples of each worker.
         loss, accuracy: for each tested model ("global", "personal" or "fine_tuned"), a list with one value per worker.
             `accuracy` is empty if the task has no accuracy.
+        unseen: results of the global model for owners of test samples who have no training samples. Their numbers
+            follow the IDs of the workers. None: there are no such owners.
     """
 
     round: int
@@ -41,6 +43,7 @@ class WorkerResults:
     samples: list[int]
     loss: dict[str, list[float]]
     accuracy: dict[str, list[float]]
+    unseen: WorkerResults | None = None
 
     @classmethod
     def of(cls, round: int, samples: dict[int, int], tested: dict[int, Tested]) -> WorkerResults:
@@ -84,15 +87,17 @@ class WorkerResults:
 
         The statistics are those of `describe`. Names without a prefix are for the workers' personal models, or for the
         global model if there are no personal models. Names with a prefix, such as `global_worker_accuracy_mean`, are
-        for the global model or the fine-tuned models.
+        for the global model or the fine-tuned models. Those with the prefix `unseen_` are for `unseen`.
         """
-        models = {"": self.used, **{f"{model}_": model for model in self.scores if model != "personal"}}
+        tested = [(self, "", self.used)] * bool(self.workers)
+        tested += [(self, f"{model}_", model) for model in self.scores if model != "personal"]
+        tested += [(self.unseen, "unseen_", "global")] if self.unseen else []
         statistics = {
-            f"{prefix}worker_{self.score_name}_{name}": value
-            for prefix, model in models.items()
-            for name, value in describe(self.scores[model], self.samples, self.score_name == "loss").items()
+            f"{prefix}worker_{results.score_name}_{name}": value
+            for results, prefix, model in tested
+            for name, value in describe(results.scores[model], results.samples, results.score_name == "loss").items()
         }
-        del statistics[f"worker_{self.score_name}_mean"]  # it is in `means`
+        statistics.pop(f"worker_{self.score_name}_mean", None)  # it is in `means`
         return statistics
 
 
@@ -134,7 +139,10 @@ def workers_csv(results: WorkerResults) -> str:
 
 
 def read_csv(path: Path) -> WorkerResults:
-    """Read a table that `workers_csv` wrote. Raises RecordError if the file is not such a table."""
+    """Read a table that `workers_csv` wrote, and the table of unseen owners beside it.
+
+    Raises RecordError if a file is not such a table.
+    """
     text = read_file(path, MOST_BYTES).decode(errors="replace")
     try:
         rows = list(csv.reader(io.StringIO(text)))
@@ -147,7 +155,9 @@ def read_csv(path: Path) -> WorkerResults:
         workers, counts = list(map(int, numbers)), list(map(int, samples))
     except (ValueError, IndexError, KeyError, csv.Error):
         raise RecordError(f"{path}: is not a CSV table of workers with their samples, losses and accuracies") from None
-    return WorkerResults(_round_of(path), workers, counts, loss, accuracy)
+    beside = path.with_name(path.name.replace("workers", "unseen"))
+    unseen = read_csv(beside) if beside != path and beside.is_file() else None
+    return WorkerResults(_round_of(path), workers, counts, loss, accuracy, unseen)
 
 
 def newest_table(folder: Path, most: int | None = None) -> Path | None:
@@ -169,8 +179,15 @@ def workers_line(results: WorkerResults) -> str:
 
     Example: "4 workers: global model 0.6525 (worst 10 percent 0.0625), personal model 0.8252 (worst 10 percent 0.6565)"
     """
+    groups = [("worker", results), ("unseen client", results.unseen)]
+    return "; ".join(
+        f"{plural(len(part.workers), kind)}: {_scores(part)}" for kind, part in groups if part and part.workers
+    )
+
+
+def _scores(results: WorkerResults) -> str:
     parts = []
     for model, values in results.scores.items():
         figures = describe(values, results.samples, results.score_name == "loss")
         parts.append(f"{LABELS[model]} {figures['mean']:.4f} (worst 10 percent {figures['worst10']:.4f})")
-    return f"{plural(len(results.workers), 'worker')}: {', '.join(parts)}"
+    return ", ".join(parts)

@@ -5,6 +5,8 @@ The engine `distributed` communicates as much as the rule needs, for n rows of d
 
     RowSums         rules that are a weighted mean: each rank sums its own rows, and the sums [d] are added over the
                     ranks
+    StreamedSums    the same rules, if the updates of all workers are large together: each rank sums its own rows after
+                    each wave of workers
     RuleByColumns   rules by columns or by inner products: each rank receives its columns of all rows [n, d / P], and
                     inner products are summed over the ranks
     RuleOnRows      all other rules: rank 0 receives all rows and computes the result
@@ -14,15 +16,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedsim.aggregation import AggregationInputs, Pipeline
 from fedsim.aggregation.numerics.columns import Reduce, bad_rows, combine, keep_own
+from fedsim.clients import State
 from fedsim.errors import ExperimentError
 from fedsim.processes.group import Group, rows_at
 from fedsim.records.round_stats import AggregationStats
@@ -96,6 +100,8 @@ class Aggregator(ABC):
     def of(group: Group, task: RunTask, shared: SharedState, server: ParameterServer) -> Aggregator:
         """Return the aggregator for the rule of a run."""
         rule, divided = task.experiment.rule, group.divided
+        if task.streams:
+            return StreamedSums(group, task, shared, server)
         if rule.linear_by_weights and divided:
             return RowSums(group, task, shared, server)
         by_columns = rule.columnwise or (rule.by_parts and divided)
@@ -148,6 +154,29 @@ class Aggregator(ABC):
         if bad or not self.rule.linear_by_weights:
             return self.rule.shares(inputs)
         return self._shares_by_weights(context.weights, len(context.slots))
+
+    def linear(self, context: AggregationContext, bad: list[int]) -> AggregationStats:
+        """Return the statistics, with coefficients, of an aggregation by a rule that is linear by weights.
+
+        Args:
+            context: updates to aggregate.
+            bad: positions of the updates with NaN or infinity, which are excluded.
+        """
+        no_columns = self.shared.cohort.rows.new_empty(len(self.shared.cohort.workers), 0)
+        inputs = self.screened(context, bad, no_columns)
+        return _stats(context, bad, self.shares(context, inputs, bad), inputs)
+
+    def sums_of_messages(self, slots: Sequence[int]) -> State:
+        """Return the sum over workers of each message, by name. `slots` are the workers' positions in the cohort."""
+        return {name: self.group.sum_of(rows, slots) for name, rows in self.shared.cohort.messages.items()}
+
+    def train_losses(self, context: AggregationContext) -> Tensor:
+        """Return the mean training loss of each worker in `context`, float64 [n]."""
+        return self.group.of_all(self.shared.cohort.train_loss, context.slots)
+
+    def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
+        """Set the global model's buffers to the weighted mean of the workers' buffers, without `excluded` workers."""
+        self.server.combine_buffers(context, excluded)
 
 
 class RuleOnRows(Aggregator):
@@ -232,13 +261,92 @@ class RowSums(Aggregator):
             context: updates to aggregate, of all ranks.
             bad: positions of the updates with NaN or infinity, which are excluded.
         """
-        no_columns = self.shared.cohort.rows.new_empty(len(self.shared.cohort.workers), 0)
-        inputs = self.screened(context, bad, no_columns)
-        stats = _stats(context, bad, self.shares(context, inputs, bad), inputs)
+        stats = self.linear(context, bad)
         assert stats.shares is not None
         places, rows = self.group.here(context.slots)
         shares = torch.tensor([stats.shares[place] for place in places], dtype=torch.double)
         return stats, combine(shares, rows_at(self.shared.cohort.rows, rows))
+
+
+class StreamedSums(Aggregator):
+    """Aggregator for linear rules that adds up the updates of one wave of workers after another.
+
+    Besides the updates, it adds up the messages and buffers of the workers, and keeps their losses. All sums have one
+    term for each stack, in a fixed order, so that rounding does not depend on the number of processes.
+    """
+
+    def begin(self, context: AggregationContext) -> None:
+        """Begin a round whose workers are those of `context`."""
+        shared, row = self.shared, self.shared.server.row
+        self._coefficients, self._bad = torch.tensor(self.linear(context, []).shares, dtype=torch.double), list[int]()
+        self._losses = torch.zeros(len(context.slots), dtype=torch.double)
+        blocks = [slice(0, len(row))] if self.group.divided else self.server.blocks
+        self._sums = [(block, torch.zeros_like(row[block])) for block in blocks]
+        self._messages = {name: rows.new_zeros(rows.shape[1]) for name, rows in shared.cohort.messages.items()}
+        self._buffers = torch.zeros_like(shared.server.buffers)
+        self._weight = self._buffers.new_zeros(1)
+
+    def add(self, context: AggregationContext, places: np.ndarray, stacks: np.ndarray) -> list[int]:
+        """Add the updates, messages and buffers of a wave to the sums. Return the IDs of excluded workers.
+
+        Args:
+            context: workers of the wave.
+            places: position in the cohort of each worker of the wave.
+            stacks: number of each worker's stack.
+        """
+        cohort, coefficients = self.shared.cohort, self._coefficients[places]
+        bad = self.updates.nonfinite(context)
+        self._losses[places] = super().train_losses(context)
+        self._bad += places[bad].tolist()
+        coefficients[bad] = 0
+        here, rows = (np.array(numbers, dtype=np.int64) for numbers in self.group.here(context.slots))
+        for stack in np.unique(stacks[here]):
+            of_stack = stacks[here] == stack
+            updates = rows_at(cohort.rows, rows[of_stack])
+            for block, total in self._sums:
+                total += combine(coefficients[here[of_stack]], updates[:, block])
+            is_added = of_stack & ~np.isin(here, bad)
+            if self.group.computes:
+                for name, messages in cohort.messages.items():
+                    self._messages[name] += rows_at(messages, rows[is_added]).sum(0)
+                self._add_buffers(context, here[is_added], rows[is_added])
+        return [context.workers[place] for place in bad]
+
+    def _add_buffers(self, context: AggregationContext, places: np.ndarray, rows: np.ndarray) -> None:
+        buffers = rows_at(self.shared.cohort.buffers, rows)
+        weights = torch.ones(len(rows)) if context.weights is None else context.weights[places]
+        weights = weights.to(buffers)
+        if self.task.experiment.nonfinite == "exclude":
+            weights = weights * buffers.isfinite().all(1)
+        used = weights > 0
+        self._buffers += weights[used] @ buffers[used]
+        self._weight += weights.sum()
+
+    def aggregate(self, context: AggregationContext) -> tuple[AggregatedUpdate, AggregationStats]:
+        bad = sorted(self._bad)
+        stats = self.linear(context, bad)
+        if bad:  # the coefficients of the other updates have all changed by the same factor
+            before, after = self._coefficients, torch.tensor(stats.shares, dtype=torch.double)
+            place = int((before * (after != 0)).argmax())
+            for _, total in self._sums:
+                total *= float(after[place] / before[place])
+        parts, self._sums = self._sums, []
+        if self.group.divided:
+            parts = [(self.server.columns, self.group.sum_columns(parts[0][1]))]
+        return AggregatedUpdate(parts, len(context.slots) - len(bad)), stats
+
+    def sums_of_messages(self, slots: Sequence[int]) -> State:
+        return {name: self.group.reduce(total) for name, total in self._messages.items()}
+
+    def train_losses(self, context: AggregationContext) -> Tensor:
+        return self._losses
+
+    def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
+        if not self.group.computes or not len(self._buffers) or self.task.experiment.buffers == "frozen":
+            return
+        total, weight = self.group.reduce(self._buffers), self.group.reduce(self._weight)
+        if weight > 0:
+            self.shared.server.buffers.copy_(total / weight)
 
 
 def _stats(

@@ -287,14 +287,21 @@ class WorkerTests:
         cohort.clusters[member.slot] = cluster
         cohort.rows[member.slot], cohort.buffers[member.slot] = models[cluster]
 
+    def of_global(self, worker: int, round: int) -> Tested:
+        """Test the global model on the local test samples of a worker, or of an owner without training samples.
+
+        Returns its loss and accuracy.
+        """
+        return {GLOBAL: self._test(self._shared.server.row, self._shared.server.buffers, worker, round)}
+
     def before_training(self, member: WorkItem) -> Tested:
         """Test the global model, and the worker's personal model if there is one, on the worker's local test samples.
 
         The worker's row must contain the global model (see `load`). Returns the loss and accuracy of each model.
         """
-        tested = {GLOBAL: self._test(self._shared.server.row, self._shared.server.buffers, member)}
+        tested = self.of_global(member.worker, member.round)
         if isinstance(self._task.algorithm, PersonalModel):
-            tested[PERSONAL] = self._test(*self._personal(member), member)
+            tested[PERSONAL] = self._test(*self._personal(member), member.worker, member.round)
         return tested
 
     def after_training(self, member: WorkItem) -> Tested:
@@ -302,17 +309,17 @@ class WorkerTests:
 
         Returns the loss and accuracy of the model, which is called "fine_tuned".
         """
-        return {FINE_TUNED: self._test(*self._personal(member), member)}
+        return {FINE_TUNED: self._test(*self._personal(member), member.worker, member.round)}
 
     def _personal(self, member: WorkItem) -> tuple[Tensor, Tensor]:
         cohort, slot = self._shared.cohort, member.slot
         worker_state = {name: rows[slot] for name, rows in cohort.kept.items()}
         return personal_model(self._task.algorithm, cohort.rows[slot], cohort.buffers[slot], worker_state)
 
-    def _test(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[float, float | None]:
-        moment, correct = (member.round, member.worker), correct_of(self._task.learning_task)
-        batches = self._batch_source.test_samples(member.worker, member.round, test_batch_size(self._task.device))
-        sums = self._sums(row, buffers, batches, ("local_test_fraction", *moment), correct)
+    def _test(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> tuple[float, float | None]:
+        correct = correct_of(self._task.learning_task)
+        batches = self._batch_source.test_samples(worker, round, test_batch_size(self._task.device))
+        sums = self._sums(row, buffers, batches, ("local_test_fraction", round, worker), correct)
         return sums.loss, None if correct is None else sums.accuracy
 
     def _sums(

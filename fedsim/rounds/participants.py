@@ -6,12 +6,16 @@ import numpy as np
 
 from fedsim.byzantine import Attackers
 from fedsim.config.experiment import Experiment
+from fedsim.config.schema import OWN
 from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator, sample_workers
-from fedsim.data import Shards, TensorData, hold_out, partition_shards
-from fedsim.errors import ExperimentError, show
+from fedsim.data import ListedShards, Shards, TensorData, hold_out, partition_shards
+from fedsim.data.partitions.allocation import group
+from fedsim.data.partitions.ids import owners_of
+from fedsim.errors import DataError, ExperimentError, plural, show
 from fedsim.privacy import Releases
 
+USE_OWN = "data.local_test_fraction = {} holds out training samples instead, data.local_test_fraction=own uses these"
 MOST_SAMPLED = 1_000  # maximum number of workers whose shards are drawn to describe a virtual population
 
 
@@ -31,24 +35,69 @@ def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shar
 
 
 def shards_of(
-    experiment: Experiment, train: TensorData, index_of: np.ndarray | None = None
+    experiment: Experiment,
+    train: TensorData,
+    index_of: np.ndarray | None = None,
+    strata: np.ndarray | None = None,
 ) -> tuple[Shards, Shards | None]:
     """Return (training samples of each worker, local test samples of each worker).
 
-    The local test samples are None if the experiment does not test individual workers.
+    The local test samples are None if the experiment does not hold out samples of the workers for tests.
 
     Args:
         experiment: experiment to run.
         train: training samples, without those that are held out for validation.
         index_of: index in `train` of each training sample of the data set, [n], -1 for samples that are held out. None:
             no sample is held out.
+        strata: class of each sample in `train`, if local test samples are stratified.
     """
     chosen, labels = experiment.partition, train.sample_targets.cpu()
     shards = partition_shards(
         labels, experiment.workers, chosen.name, experiment.seed, ids=train.ids, index_of=index_of, **chosen.params
     )
     fraction = experiment.data.local_test_fraction
-    return hold_out(shards, fraction, experiment.seed) if fraction else (shards, None)
+    held_out = fraction and fraction != OWN
+    return hold_out(shards, fraction, experiment.seed, strata) if held_out else (shards, None)
+
+
+def tests_of_owners(
+    experiment: Experiment, train: TensorData, test: TensorData, shards: Shards
+) -> tuple[Shards, str] | None:
+    """Return the test samples of each worker's owner, and a description. None if the test part has no owners.
+
+    The owners who have no training samples follow the workers, in sorted order. They are never trained.
+
+    Args:
+        experiment: experiment to run.
+        train, test: training samples, without those that are held out for validation, and test samples.
+        shards: training samples of each worker.
+
+    Raises DataError if the owners are text in one part and numbers in the other.
+    """
+    column_of, setting = getattr(experiment.partition.component, "column", None), experiment.data.local_test_fraction
+    column = column_of(train.ids) if column_of else None
+    if setting == OWN and column not in test.ids:
+        raise DataError(
+            f"data.local_test_fraction = {show(OWN)}: the test part does not say who owns each sample; set "
+            "data.local_test_fraction=0.2 to hold out training samples instead"
+        )
+    if column not in test.ids or not setting or (setting != OWN and train.drawn_by is not None):
+        return None
+    (trained, owner_of), (tested, tests_of) = (owners_of(part.ids, column) for part in (train, test))
+    if (trained.dtype.kind == "U") != (tested.dtype.kind == "U"):
+        kinds = ["text" if owners.dtype.kind == "U" else "numbers" for owners in (trained, tested)]
+        raise DataError(
+            f"data: the owners in {show(column)} are {kinds[0]} in the training part, but {kinds[1]} in the test part; "
+            "use one type"
+        )
+    samples = dict(zip(tested.tolist(), group(np.arange(len(test)), tests_of, len(tested)), strict=True))
+    workers = [trained[owner_of[shards.of(worker)[0]]].item() for worker in range(len(shards))]
+    unseen = np.setdiff1d(tested, trained).tolist()
+    by_owner = ListedShards.of_arrays([samples.get(owner, np.zeros(0, np.int64)) for owner in [*workers, *unseen]])
+    found = f"{plural(len(samples.keys() & {*workers, *unseen}), 'client')} with their own test samples"
+    found += f", {len(unseen)} of them only for tests" * bool(unseen)
+    found += ", which together are the global test set" if setting == OWN else f"; {USE_OWN.format(setting)}"
+    return by_owner, found
 
 
 def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> Attackers:

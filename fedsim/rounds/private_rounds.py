@@ -50,6 +50,7 @@ class PrivateRounds:
         self.mechanism = task.experiment.privacy.component
         self.clip = self.mechanism.clip
         self._clip_of_round, self._clipped, self._updates = self.clip, 0, 0
+        self._counts = [0, 0]  # clipped updates and all updates of the aggregation that is being prepared
         self._releases = releases_of(task.experiment, shared.data.shards, shared.data.root.numpy())
 
     def at_workers(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
@@ -62,7 +63,7 @@ class PrivateRounds:
                 noise = self._noise(self.mechanism.noise * self.clip, "local_privacy", round, member.worker)
                 self._shared.cohort.rows[member.slot] += noise
         counts = self._group.gather((int(torch.stack(clipped).sum()) if clipped else 0, len(clipped)))
-        self.count(round, *map(sum, zip(*counts, strict=True)))
+        self._counts = [sum(column) for column in zip(self._counts, *counts, strict=True)]
         return False
 
     def as_received(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
@@ -73,7 +74,7 @@ class PrivateRounds:
         experiment, round = self._task.experiment, context.moment[0]
         clips = self.mechanism.at_server and not experiment.aggregate.secure
         if clips := clips and bool(experiment.chain or self._task.byzantine.in_round(round)):
-            self._clip(mine, self._clip_of_round)
+            self._clip(mine, self.clip)
         return clips
 
     def noise_of_mean(self, round: int) -> Tensor | None:
@@ -107,13 +108,14 @@ class PrivateRounds:
         """Clip updates, one by one so that rounding does not depend on the number of processes."""
         return [clip_update(self._shared.cohort.rows[member.slot], max_norm) for member in mine]
 
-    def count(self, round: int, clipped: int = 0, updates: int = 0) -> None:
-        """Note the numbers of clipped updates and of all updates, and compute the maximum norm of the next round."""
-        experiment = self._task.experiment
-        self._clip_of_round, self._clipped, self._updates = self.clip, clipped, updates
-        self.clip = self.mechanism.next_clip(
-            self.clip, clipped, updates, experiment.expected_updates, experiment.seed, round
-        )
+    def count(self, round: int) -> None:
+        """Note how many updates of an aggregation were clipped, and compute the maximum norm of the next round."""
+        experiment, (clipped, updates) = self._task.experiment, self._counts
+        self._clip_of_round, self._clipped, self._updates, self._counts = self.clip, clipped, updates, [0, 0]
+        if self.mechanism.active:
+            self.clip = self.mechanism.next_clip(
+                self.clip, clipped, updates, experiment.expected_updates, experiment.seed, round
+            )
 
     def _noise(self, std: float, purpose: str, *coordinates: int) -> Tensor:
         """Return independent Gaussian noise [d], with zeros for the parameters that workers do not send."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from fedsim.clients import CohortGradient, PersonalModel
 from fedsim.clients.algorithm import state_at_first
 from fedsim.config.experiment import Experiment
+from fedsim.config.schema import OWN
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.rows import index_of, pull_down
 from fedsim.core.timer import PhaseTimer
@@ -24,7 +25,7 @@ from fedsim.errors import ExperimentError, show
 from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.records.round_stats import AggregationStats, GradientRoundStats, MetricLog, SentUpdates
 from fedsim.records.worker_results import Tested, WorkerResults
-from fedsim.rounds.aggregator import Aggregator, ReportCheck
+from fedsim.rounds.aggregator import Aggregator, ReportCheck, StreamedSums
 from fedsim.rounds.executor import Executor
 from fedsim.rounds.parameter_server import ParameterServer
 from fedsim.rounds.private_rounds import PrivateRounds
@@ -58,7 +59,7 @@ class Simulation(Executor):
         self.privacy = PrivateRounds(group, task, shared)
         self.attack = AttackStep(group, task, shared, self.aggregator)
         self.steps = self.steps_on_updates()
-        self.evaluated = workers_to_evaluate(task, shared.data.worker_tests)
+        self.evaluated, self.unseen = workers_to_evaluate(task, shared.data.worker_tests)
         self.check_reports = ReportCheck(task.experiment)
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
         self.prepared: tuple[int, Cohort, WorkItems, WorkItems] | None = None  # the next round and its workers
@@ -85,8 +86,13 @@ class Simulation(Executor):
                 return self.skip_round(round, drawn)
             self.check_reports(round, drawn)
             whole = self.context(work)
-            self.pull_down(drawn.workers, mine, round)
-        if task.sync_in(round) == "parameters":
+            if task.sync_in(round) == "parameters":
+                self.server.send(round)
+            if not task.streams:
+                self.pull_down(drawn.workers, mine, round)
+        if task.streams:
+            stats = self.train_in_waves(whole, work)
+        elif task.sync_in(round) == "parameters":
             with self.phase("train"):
                 self.train_cohort(drawn.workers, mine, round)
                 group.barrier()
@@ -98,17 +104,21 @@ class Simulation(Executor):
                 stats = self.aggregate_each_step(work, mine)
         stats = self.of_all_processes(stats)  # also a barrier: all processes have written the buffers
         for context in whole.by_cluster(stats.clusters):
-            self.server.combine_buffers(context, stats.excluded)
+            self.aggregator.combine_buffers(context, stats.excluded)
         group.barrier()
         self.require_finite(round)
         group.barrier()  # no process saves states of a round that diverges
-        self.states.save_cohort(drawn.workers, mine, stats.excluded, shared.cohort.worker_rows)
+        if task.streams:
+            self.states.take_over(self.new_states, drawn.workers, stats.excluded)
+            del self.new_states
+        else:
+            self.states.save_cohort(drawn.workers, mine, stats.excluded, shared.cohort.worker_rows)
         with self.phase("test"):
             self.test(round)
         self.pass_time(work, stats.sent)
         samples = task.schedule.samples_in(work.steps, work.sizes)
         counted = np.where(np.isin(work.workers, stats.excluded), 0, samples)
-        train_loss = mean_loss(group.of_all(shared.cohort.train_loss, whole.slots), counted)
+        train_loss = mean_loss(self.aggregator.train_losses(whole), counted)
         group.barrier()  # all processes have used the rows, which the tests of single workers overwrite
         with self.phase("test"):
             of_workers = self.evaluate_workers(round)
@@ -164,11 +174,62 @@ class Simulation(Executor):
         round, sent = context.moment[0], SentUpdates()
         last = self.server.last if round in self.task.experiment.records.updates else None
         self.latest = replace(context, weights=None), None if last is None else last.cpu().numpy().copy()
+        self.change_updates(context, mine, sent)
+        return self.step(context, sent)
+
+    def train_in_waves(self, whole: AggregationContext, work: WorkItems) -> AggregationStats:
+        """Train one wave of the cohort after another, and aggregate sums of the updates. Return statistics.
+
+        Args:
+            whole: all workers of the round, with their weights.
+            work: the same workers.
+        """
+        assert isinstance(self.aggregator, StreamedSums)
+        group, rows, sent = self.group, self.shared.cohort.worker_rows, SentUpdates()
+        self.aggregator.begin(whole)
+        self.new_states = self.states.of_waves(group.process.count)
+        for places, wave, mine in self.waves_of(work):
+            context = whole.of_wave(places.tolist())
+            with self.phase("broadcast"):
+                self.pull_down(context.workers, mine, work.round)
+            with self.phase("train"):
+                self.train_cohort(context.workers, mine, work.round)
+                group.barrier()
+            with self.phase("aggregate"):
+                self.change_updates(context, mine, sent)
+                excluded = self.aggregator.add(context, places, wave.stacks)
+                self.new_states.save_cohort(context.workers, mine, excluded, rows)
+                group.barrier()  # all processes have used the rows
+        with self.phase("aggregate"):
+            return self.step(whole, sent)
+
+    def waves_of(self, work: WorkItems) -> Iterator[tuple[np.ndarray, WorkItems, WorkItems]]:
+        """Divide the workers into waves (see `Group.waves`) that have as many workers as there are rows."""
+        return self.group.waves(work, len(self.shared.cohort.train_loss) // self.group.process.count)
+
+    def change_updates(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> None:
+        """Apply the steps between training and aggregation to the updates of the workers.
+
+        Args:
+            context: workers whose updates are aggregated.
+            mine: workers that this process trains.
+            sent: receives the sizes of the updates.
+        """
         senders = mine[mine.workers < len(self.shared.data.shards)]  # without the server's own row
         for step in self.steps:
             if step(context, senders, sent):
                 self.aggregator.updates.changed(senders.slots)
                 self.group.barrier()
+
+    def step(self, context: AggregationContext, sent: SentUpdates) -> AggregationStats:
+        """Update the global model with the aggregate of the updates. Return statistics of the aggregation.
+
+        Args:
+            context: workers whose updates are aggregated.
+            sent: sizes of the updates.
+        """
+        round = context.moment[0]
+        self.privacy.count(round)
         aggregate, stats = self.aggregator.aggregate(context)
         if self.shared.cohort.messages and self.task.sync_in(round) == "parameters":
             self.receive_messages(context, stats.excluded)
@@ -273,7 +334,7 @@ class Simulation(Executor):
         self.load_states(cohort, mine)
         index = index_of(mine.slots, task.device)
         if task.sync_in(round) == "parameters":
-            pull_down(self.server.send(round), shared.cohort.rows, index)
+            pull_down(self.server.sent, shared.cohort.rows, index)
         if task.experiment.buffers != "local":
             pull_down(shared.server.buffers, shared.cohort.buffers, index)
 
@@ -341,7 +402,7 @@ class Simulation(Executor):
             slots = [
                 slot for slot, worker in zip(context.slots, context.workers, strict=True) if worker not in excluded
             ]
-            sums = {name: self.group.sum_of(rows, slots) for name, rows in self.shared.cohort.messages.items()}
+            sums = self.aggregator.sums_of_messages(slots)
             algorithm, workers = self.task.algorithm_at(*context.moment), len(self.shared.data.shards)
             algorithm.receive(self.shared.server.algorithm, sums, len(slots), workers)
         self.group.barrier()
@@ -416,27 +477,43 @@ class Simulation(Executor):
         """
         experiment, settings = self.task.experiment, self.task.experiment.worker_evaluation
         due = now or round % settings.every == 0 or round == experiment.rounds
-        if not self.evaluated or not due:
+        if not (self.evaluated or self.unseen) or not due:
             return None
         tested: dict[int, Tested] = {}
-        for start in range(0, len(self.evaluated), experiment.cohort_size):
-            workers = self.evaluated[start : start + experiment.cohort_size]
-            for part in self.group.gather(self.test_workers(workers, round, settings.fine_tune)):
+        for workers, mine in self.tested_at_once(round):
+            for part in self.group.gather(self.test_workers(workers, mine, round, settings.fine_tune)):
                 tested |= part
-        samples = {worker: self.shared.data.worker_tests.size(worker) for worker in self.evaluated}
-        return WorkerResults.of(round, samples, tested)
+        owners = self.unseen[self.group.index :: self.group.count]
+        unseen = {owner: self.worker_tests.of_global(owner, round) for owner in owners}
+        unseen = {owner: values for part in self.group.gather(unseen) for owner, values in part.items()}
+        samples = {worker: self.shared.data.worker_tests.size(worker) for worker in [*tested, *unseen]}
+        results = WorkerResults.of(round, samples, tested)
+        return replace(results, unseen=WorkerResults.of(round, samples, unseen)) if unseen else results
 
-    def test_workers(self, workers: Sequence[int], round: int, fine_tune: int) -> dict[int, Tested]:
+    def tested_at_once(self, round: int) -> Iterator[tuple[list[int], WorkItems]]:
+        """Divide the evaluated workers into groups for which there are rows.
+
+        Yields the worker IDs of each group, and the workers that this process tests.
+        """
+        if self.task.streams:
+            for _, wave, mine in self.waves_of(self.work_of(self.evaluated, round)[0]):
+                yield wave.workers.tolist(), mine
+            return
+        for start in range(0, len(self.evaluated), self.task.experiment.cohort_size):
+            workers = self.evaluated[start : start + self.task.experiment.cohort_size]
+            yield workers, self.work_of(workers, round)[1]
+
+    def test_workers(self, workers: Sequence[int], mine: WorkItems, round: int, fine_tune: int) -> dict[int, Tested]:
         """Test the models of this process's share of `workers`, and return the results by worker ID.
 
         Args:
-            workers: worker IDs, at most as many as a cohort has.
+            workers: worker IDs, at most as many as there are rows.
+            mine: workers that this process tests.
             round: number of the round.
             fine_tune: number of epochs for which each worker trains the global model before a second test; 0 for no
                 second test.
         """
         task, shared, tests = self.task, self.shared, self.worker_tests
-        _, mine = self.work_of(workers, round)
         self.load_states(workers, mine)
         members = mine[mine.workers < len(shared.data.shards)]  # without the server's own row
         tested = {}
@@ -466,7 +543,8 @@ class Simulation(Executor):
 
         Does nothing if the choice may depend on the results of this round, which are not known yet.
         """
-        task, strategy, in_time = self.task, self.draw.strategy, round <= self.task.experiment.rounds
+        task, strategy = self.task, self.draw.strategy
+        in_time = round <= task.experiment.rounds and not task.streams  # a wave leaves no time to draw whole rounds
         # Only a random choice, as privacy accounting assumes it, is known to be independent of the results.
         is_random = hasattr(task.experiment.sampling.registration.target, "amplifies")
         reads_results = "losses" in strategy.accepts or "now" in strategy.accepts
@@ -603,24 +681,33 @@ def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
     )
 
 
-def workers_to_evaluate(task: RunTask, tests: Shards) -> list[int]:
-    """Return the IDs of the workers whose models are tested; an empty list if the experiment tests no workers.
+def workers_to_evaluate(task: RunTask, tests: Shards) -> tuple[list[int], list[int]]:
+    """Return the IDs of the workers whose models are tested, and the numbers of the owners without training samples.
 
-    `worker_evaluation.workers` workers are drawn at random. Byzantine workers and workers without test samples are then
-    left out. Raises ExperimentError if no worker remains.
+    `worker_evaluation.workers` workers are drawn at random, and as many of these owners. Byzantine workers and workers
+    without test samples are left out. Both lists are empty if the experiment tests no workers.
+
+    Raises ExperimentError if no worker with held-out test samples remains.
     """
-    experiment = task.experiment
-    if not experiment.data.local_test_fraction:
-        return []
-    size = min(experiment.workers, experiment.worker_evaluation.workers)
-    drawn = sample_workers(numpy_generator(experiment.seed, "evaluated"), experiment.workers, size).tolist()
-    workers = [worker for worker in drawn if tests.size(worker) and worker not in task.byzantine.fixed]
+    experiment, most, byzantine = task.experiment, task.experiment.worker_evaluation.workers, task.byzantine.fixed
+    fraction = experiment.data.local_test_fraction
+
+    def drawn(candidates: Sequence[int], purpose: str) -> list[int]:
+        rng, n = numpy_generator(experiment.seed, purpose), len(candidates)
+        return [candidates[place] for place in sample_workers(rng, n, min(n, most)).tolist()]
+
+    if not fraction:
+        return [], []
+    if fraction == OWN:
+        able = [worker for worker in range(experiment.workers) if tests.size(worker) and worker not in byzantine]
+        return drawn(able, "evaluated"), drawn(range(experiment.workers, len(tests)), "unseen")
+    able = [worker for worker in drawn(range(experiment.workers), "evaluated") if tests.size(worker)]
+    workers = [worker for worker in able if worker not in byzantine]
     if not workers:
         raise ExperimentError(
-            f"data.local_test_fraction = {experiment.data.local_test_fraction}: no evaluated worker has test samples; "
-            "use a larger fraction"
+            f"data.local_test_fraction = {fraction}: no evaluated worker has test samples; use a larger fraction"
         )
-    return workers
+    return workers, []
 
 
 def mean_loss(losses: Tensor, samples: np.ndarray) -> float:

@@ -146,9 +146,18 @@ class WorkerStates:
         if not self.initial:
             return
         saved = set(cohort).difference(excluded)  # without the server's own row
-        self.add([worker for worker in cohort if worker in saved])
+        self.saved_elsewhere(cohort, excluded)
         members = mine[np.array([worker in saved for worker in mine.workers.tolist()], dtype=bool)]
         self.save(members.workers.tolist(), rows, members.slots)
+
+    def of_waves(self, parts: int) -> WorkerStates:
+        """Return an empty storage for the states of a round that has not ended, one of `parts` on this machine."""
+        return WorkerStates(self.initial, self._limit and self._limit // parts, self._folder)
+
+    def take_over(self, new: WorkerStates, cohort: Sequence[int], excluded: Collection[int]) -> None:
+        """After a round, store the states that `of_waves` has returned and `save_cohort` has filled in each wave."""
+        self.saved_elsewhere(cohort, excluded)
+        self.save(new.workers, new.rows, range(len(new)))
 
     def saved_elsewhere(self, cohort: Sequence[int], excluded: Collection[int]) -> None:
         """Record, after a round, for which workers other processes have stored states.

@@ -236,7 +236,7 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
         raise ExperimentError(
             f"cohort = {experiment.cohort_size}: with a model of {layout.d:,} parameters this run needs about "
             f"{show_bytes(needed)} of memory ({listed}), but only {show_bytes(free)} are free; use a smaller "
-            f"cohort{fewer} or a smaller model"
+            f"cohort{fewer} or a smaller model{task.remedy_for_updates}"
         )
 
 

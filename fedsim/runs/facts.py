@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class RunFacts:
             not class labels.
         byzantine: IDs of the Byzantine workers; empty if they are drawn in each round.
         record_bytes: approximate size in bytes of the large files that the run writes.
+        topology: facts about the graph of workers, such as its spectral gap; empty without a graph.
         assumed: what was assumed when the data was read, such as how test samples were drawn.
         done: number of rounds that were finished before the run was resumed, otherwise 0.
     """
@@ -46,6 +47,7 @@ class RunFacts:
     label_counts: np.ndarray
     byzantine: list[int]
     record_bytes: int
+    topology: dict[str, Any] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
     done: int = 0
 
@@ -59,7 +61,8 @@ class RunFacts:
         counts = np.array([[len(shard)] for shard in shards])
         if shared.data.train.has_labels:
             counts = label_counts(shared.data.train.sample_targets.cpu().numpy(), shards, shared.data.classes)
-        how = _how_it_runs(experiment, engine)
+        graph = experiment.policy.topology.component if experiment.policy.component.uses_topology else None
+        how = _how_it_runs(task, engine)
         return cls(
             device=describe_device(task.device),
             how=how,
@@ -71,6 +74,7 @@ class RunFacts:
             sampled_workers=sampled,
             label_counts=counts,
             byzantine=sorted(task.byzantine.fixed),
+            topology=graph.facts(experiment.workers, experiment.seed) if graph else {},
             assumed=shared.data.train.assumed,
             record_bytes=shared.server.row.nbytes * _rows_on_record(experiment, how),
         )
@@ -92,15 +96,19 @@ class RunFacts:
             **({"validation_samples": self.validation_samples} if self.validation_samples else {}),
             "smallest_shard": min(self.shard_sizes),
             "largest_shard": max(self.shard_sizes),
+            **({"topology": self.topology} if self.topology else {}),
             **({"assumed": list(self.assumed)} if self.assumed else {}),
             **({} if self.sampled_workers is None else {"workers_looked_at": len(self.sampled_workers)}),
         }
 
 
-def _how_it_runs(experiment: Experiment, engine: Engine) -> dict[str, Any]:
+def _how_it_runs(task: RunTask, engine: Engine) -> dict[str, Any]:
     """Describe how the run is computed, such as the number of processes, as a dict."""
+    experiment = task.experiment
     race = {"repeatable": False, "runs": experiment.race.runs} if experiment.mode == "race" else {}
     how = {"engine": engine_of(experiment)} | race | engine.facts()
+    if task.way_of_updates is not None:
+        how["updates"] = task.way_of_updates
     if engine.shared.server.row.device.type == "cuda":
         how["cuda_graphs"] = engine.replayed()
     return how

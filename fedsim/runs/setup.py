@@ -15,10 +15,12 @@ from fedsim.byzantine import Attackers
 from fedsim.clients import as_algorithm
 from fedsim.config.engines import RACING, traits_of
 from fedsim.config.experiment import Experiment
+from fedsim.config.schema import OWN
 from fedsim.core.objects import names_in, own_copy, why_unsendable
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.rows import Layout
 from fedsim.data import Shards, TensorData
+from fedsim.data.drawn_tests import strata_of
 from fedsim.data.formats.images import lacks_files
 from fedsim.data.sources import default_root
 from fedsim.data.subsets import split_validation
@@ -28,7 +30,14 @@ from fedsim.errors import ExperimentError, FedsimWarning, show
 from fedsim.privacy import Releases
 from fedsim.processes.retry import STARTED, retried
 from fedsim.records.run_folder import RunFolder
-from fedsim.rounds.participants import attackers_of, releases_of, server_samples, shards_of, workers_to_describe
+from fedsim.rounds.participants import (
+    attackers_of,
+    releases_of,
+    server_samples,
+    shards_of,
+    tests_of_owners,
+    workers_to_describe,
+)
 from fedsim.rounds.simulation import cohorts_of
 from fedsim.runs import checks
 from fedsim.runs.session import Session
@@ -102,8 +111,8 @@ def _begin(
     return task
 
 
-def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> None:
-    """Raise an error if the experiment cannot be run.
+def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> RunTask:
+    """Raise an error if the experiment cannot be run. Return its description.
 
     Args:
         experiment: experiment to check.
@@ -118,6 +127,7 @@ def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> None
     if to_run or not lacks_files(data.name, data.root or default_root(), **data.params):
         with preserve_random_state(device), full_precision(device):
             _with_data(experiment, task, session, device, lambda step: None)
+    return task
 
 
 def releases_before(experiment: Experiment) -> Releases | None:
@@ -144,7 +154,8 @@ def _with_data(
     """
     data = experiment.data
     on_setup(f"loading the data set {show(data.name)}")
-    train, test = session.data(data.name, data.root, data.params, device)
+    train, test = session.data(*data.source, device)
+    strata = strata_of(train, data.stratify)
     checked = own_copy(task)  # the checks call user objects, which may change their state
     train, test = checks.with_numbers(checked, train, test)
     checks.check_outputs_of_model(checked, train, test, data.name)
@@ -152,10 +163,11 @@ def _with_data(
     fewest = (
         1 if "worker" in experiment.partition.registration.takes else experiment.workers
     )  # virtual shards may overlap
-    train, validation, index_of = split_validation(train, data.validation_fraction, experiment.seed, fewest)
+    train, validation, index_of = split_validation(train, data.validation_fraction, experiment.seed, fewest, strata)
+    strata = strata if strata is None or index_of is None else strata[index_of >= 0]
 
     on_setup(f"partitioning the data among {experiment.workers:,} workers")
-    shards, worker_tests = shards_of(experiment, train, index_of)
+    shards, worker_tests = shards_of(experiment, train, index_of, strata)
     checks.warn_of_held_out_classes(experiment, train, validation, shards, worker_tests)
     task = replace(task, byzantine=attackers_of(experiment, train, shards))
     sampled = workers_to_describe(shards, experiment.seed)
@@ -165,6 +177,10 @@ def _with_data(
     checks.check_smallest_batch(task, train, {**sizes, len(shards): len(root)} if len(root) else sizes)
     cohorts_of(experiment, shards)  # raises an error if it needs sizes of shards that are not known
     releases_of(experiment, shards, root)  # raises an error if epsilon cannot be computed
+    if (owned := tests_of_owners(experiment, train, test, shards)) is not None:
+        by_owner, found = owned
+        train = replace(train, assumed=(*train.assumed, found))
+        worker_tests = by_owner if data.local_test_fraction == OWN else worker_tests
     return task, train, test, shards, root, worker_tests, validation
 
 
@@ -186,7 +202,7 @@ def task_of(experiment: Experiment, device: torch.device, *, weights: bool = Tru
     task = replace(task, algorithm=algorithm.for_model(module))
     layout = Layout.of(module)
     sent = layout.outside(task.algorithm.personal_columns)
-    task = replace(task, shapes=tuple(tuple(entry.shape) for entry in sent))
+    task = replace(task, shapes=tuple(tuple(entry.shape) for entry in sent)).that_streams(layout.d)
     checks.check_client_algorithm(task, layout)
     checks.check_privacy(task, layout)
     return task

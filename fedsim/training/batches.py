@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedsim.clients.schedule import Schedule
+from fedsim.config.schema import OWN
 from fedsim.core.philox import Stream, shuffles
 from fedsim.core.randomness import Draws, draw_keys, numpy_generator, torch_generator
 from fedsim.data import CustomSubset
@@ -326,8 +327,9 @@ class BatchSource:
         return _altered(self.shard(worker).batches(batch_size), self.alteration(worker, round, purpose))
 
     def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
-        """Yield batches of a worker's local test samples."""
-        samples = CustomSubset(self._shared.data.train, self._shared.data.worker_tests.of(worker))
+        """Yield batches of a worker's local test samples, or of an owner's who has no training samples."""
+        data, own = self._shared.data, self._task.experiment.data.local_test_fraction == OWN
+        samples = CustomSubset(data.test if own else data.train, data.worker_tests.of(worker))
         return _altered(samples.batches(batch_size), self.alteration(worker, round, "local_test_fraction"))
 
     def alterations(self, work: WorkItems, purpose: str | None = None) -> list[Alteration | None]:

@@ -34,6 +34,7 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
     algorithm_state = len(task.algorithm.start(sample_row))
     state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(sample_row)) for sync in task.syncs)
     state += bool(experiment.broadcast)
+    held = processes * (experiment.batched.max_workers or 1 if stacked else 1) if task.streams else n_rows
     lasting = state if experiment.in_rounds else state + n_rows  # without rounds, checkpoints also contain the rows
     gradients_of_all = "gradients" in task.syncs and not stacked
     modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
@@ -52,13 +53,15 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
     share = 1 - (1 - cohort / experiment.workers) ** experiment.rounds  # expected fraction of workers that participate
     stored = round(experiment.workers * share) * state_bytes
     limit = stored if task.worker_state_memory is None else task.worker_state_memory
+    new = min(cohort * state_bytes, limit) if task.streams else 0  # states of a round that has not ended
     parts = {
-        "rows": n_rows * row,
+        "rows": held * row,
         "global model and optimizer state": state * row,
-        "worker state and messages": (state_bytes + exchanged) * n_rows,
+        "sums of updates and messages": row + exchanged if task.streams else 0,
+        "worker state and messages": (state_bytes + exchanged) * held,
         "state of the client algorithm at the server": (1 + copies) * _bytes(server_state),
-        "full gradients": n_rows * row if task.algorithm.full_gradient else 0,
-        "state that workers keep between rounds": min(stored, limit) + copies * stored,
+        "full gradients": held * row if task.algorithm.full_gradient else 0,
+        "state that workers keep between rounds": min(stored, limit) + copies * stored + new,
         "modules": modules * row,
         "gradients and client algorithm state": training * row,
         "copies for recovery and checkpoints": copies * lasting * row,
@@ -108,7 +111,7 @@ def what_would_fit(task: RunTask, processes: int, width: int | None = None) -> s
     sizes = {"processes": processes, "batched.max_workers": width or 1, "local.batch_size": task.schedule.batch_size}
     larger = [f"{key} (now {size})" for key, size in sizes.items() if size > 1]
     remedy = f"reduce one of: {', '.join(larger)}" if larger else "use a smaller model"
-    return f"{task.device} is out of memory; {remedy}"
+    return f"{task.device} is out of memory; {remedy}{task.remedy_for_updates}"
 
 
 def _said_by(error: Exception) -> str:

@@ -137,7 +137,10 @@ class GlobalModel:
 class CohortRows:
     """Tensors with one row for each worker of the cohort. With ranks, each rank has only the rows of its own workers.
 
+    If the task streams, there are only rows for the workers of one wave, which are trained at once.
+
     Attributes:
+        size: number of workers that this process, or the processes that share these tensors, train in a round.
         rows: [cohort, d], parameters of each worker's model, or gradients if gradients are aggregated; [0, d] if no
             round stores them. If the rule uses the server's own model, an additional last row contains it.
         buffers: [cohort, b], buffers of each worker's model, float64.
@@ -158,6 +161,7 @@ class CohortRows:
         weights: [cohort], weight 1 / (probability of being drawn) of each of these workers.
     """
 
+    size: int
     rows: Tensor
     buffers: Tensor
     kept: State
@@ -173,7 +177,7 @@ class CohortRows:
     weights: Tensor
 
     @classmethod
-    def allocate(cls, task: RunTask, server: GlobalModel, n_rows: int) -> CohortRows:
+    def allocate(cls, task: RunTask, server: GlobalModel, size: int, n_rows: int) -> CohortRows:
         """Allocate the tensors with `n_rows` rows. Raises ExperimentError if there is not enough memory."""
         d, b, cohort = len(server.row), len(server.buffers), task.experiment.largest_cohort
 
@@ -183,6 +187,7 @@ class CohortRows:
             return {name: new_rows(n_rows, len(row), row.dtype, task.device).copy_(row) for name, row in state.items()}
 
         return cls(
+            size=size,
             rows=_rows_of_a_cohort(n_rows if task.has_rows else 0, d, task),
             buffers=new_rows(n_rows, b, server.buffers.dtype, task.device),
             kept=repeated(state_at_first(task.algorithm, server.row, server.buffers)),
@@ -268,15 +273,20 @@ class SharedState:
             initial, (of_cluster, its_buffers) = task.new_module(cluster), server.model(cluster)
             of_cluster.copy_(layout.read(initial))
             layout.read_buffers(initial, out=its_buffers)
+        size = -(-(task.experiment.largest_cohort + has_root) // ranks)
         return cls(
             data=of_run,
             server=server,
-            cohort=CohortRows.allocate(task, server, -(-(task.experiment.largest_cohort + has_root) // ranks)),
+            cohort=CohortRows.allocate(task, server, size, 0 if task.streams else size),
             tests={
                 "test": TestResults.allocate(task, of_run.test, module),
                 "validation": TestResults.allocate(task, of_run.validation, module),
             },
         )
+
+    def allocate_wave(self, task: RunTask, n_rows: int) -> None:
+        """Allocate the rows of a wave of up to `n_rows` workers, for a task that streams."""
+        self.cohort = CohortRows.allocate(task, self.server, self.cohort.size, n_rows)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint must contain to resume the run, by name."""
@@ -314,7 +324,8 @@ def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
     """Allocate a tensor [n, d] for the models of n workers. Raises ExperimentError if it does not fit in memory."""
     if task.device.type != "cpu":
         return new_rows(n, d, task.dtype, task.device)
-    nbytes, content, instead = n * d * task.dtype.itemsize, f"one model for each of {n} workers", "a smaller cohort"
+    nbytes, content = n * d * task.dtype.itemsize, f"one model for each of {n} workers"
+    instead = f"a smaller cohort{task.remedy_for_updates}"
     require_memory(nbytes, content, instead)
     try:
         return new_rows(n, d, task.dtype, task.device)

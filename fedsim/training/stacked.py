@@ -57,7 +57,7 @@ class StackTrainer:
         refusal = "cuda_graphs = false" if task.experiment.cuda_graphs is False else unsafe(task, probe)
         self._client_rounds = ClientRounds(task, shared, batch_source)
         usual = self._usual_sizes()
-        sizes = sizes_of_stacks(min(width, max(1, len(shared.cohort.rows))), usual)
+        sizes = sizes_of_stacks(min(width, shared.cohort.size), usual)
         steps = partial(CapturedSteps, task, shared, self._module, probe.dropouts, sizes, usual, self._client_rounds)
         self.replays = CUDAGraphCache(steps, refusal=refusal, warns=process.index == 0)
         self._room = new_rows(0, self._module.layout.d, task.dtype, task.device)
@@ -218,7 +218,7 @@ class StackTrainer:
 
     def _usual_sizes(self) -> list[int]:
         """Return the numbers of workers in the stacks of a typical round, largest first."""
-        members = len(self._shared.cohort.rows)
+        members = self._shared.cohort.size
         stacks = -(-members // self.width)
         return sorted({-(-members // stacks), members // stacks}, reverse=True)
 
@@ -260,7 +260,7 @@ def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, thread
     """
     if task.experiment.batched.max_workers is not None:
         return task.experiment.batched.max_workers
-    workers = len(shared.cohort.rows)
+    workers = shared.cohort.size
     if task.device.type != "cpu":
         fitting = MEMORY_SHARE * total_memory_of(task.device) / bytes_per_worker(task, shared, probe)
         return max(1, int(min(workers, fitting)))

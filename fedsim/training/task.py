@@ -18,7 +18,7 @@ from fedsim.core.learning_task import LearningTask
 from fedsim.core.randomness import preserve_random_state, seed_everything
 from fedsim.core.training import Objective
 from fedsim.data.partitions import Transform
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, show, show_bytes
 from fedsim.models.trainable import ADAPTERS, add_adapters, load_weights, share_frozen, train_only
 from fedsim.server import ServerStep
 from fedsim.system.precision import PRECISIONS, Precision
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedsim.config.experiment import Experiment
 
 Sync = Literal["parameters", "gradients"]
+STORED_BYTES = 2**30  # maximum size of a cohort's updates that are stored although only their sum is needed
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class RunTask:
         byzantine: Byzantine workers of each round.
         shapes: shapes of the parameters that workers send, in the order of their columns.
         scratch_folder: folder for temporary files; None for the system's folder.
+        row_bytes: size of an update in memory.
+        streams: whether a round trains its cohort in waves, and only sums of updates are kept after a wave. Sums are
+            then rounded differently, so this depends only on the experiment (see `that_streams`).
     """
 
     experiment: Experiment
@@ -48,6 +52,8 @@ class RunTask:
     byzantine: Attackers
     shapes: tuple[tuple[int, ...], ...] = ()
     scratch_folder: str | None = None
+    row_bytes: int = 0
+    streams: bool = False
 
     @property
     def precision(self) -> Precision:
@@ -118,6 +124,30 @@ class RunTask:
     def has_rows(self) -> bool:
         """Whether any round stores the parameters or gradients of each worker."""
         return self.experiment.gradient_hook is None or "parameters" in self.syncs
+
+    def that_streams(self, d: int) -> RunTask:
+        """Return the task with updates of d numbers, which are added up if they are large together and sums suffice."""
+        row_bytes = d * self.dtype.itemsize
+        large = self.experiment.largest_cohort * row_bytes > STORED_BYTES
+        return replace(self, row_bytes=row_bytes, streams=large and self.experiment.stores_updates is None)
+
+    @property
+    def way_of_updates(self) -> str | None:
+        """Whether updates are added up or stored, and why, for messages. None if all of them together are small."""
+        nbytes, needed = self.experiment.largest_cohort * self.row_bytes, self.experiment.stores_updates
+        if nbytes <= STORED_BYTES:
+            return None
+        if self.streams or needed is None:
+            return f"updates are added up as workers finish, because all of them would take {show_bytes(nbytes)}"
+        return f"all updates are stored ({show_bytes(nbytes)}), because of {needed[0]}"
+
+    @property
+    def remedy_for_updates(self) -> str:
+        """Remedy for too little memory, as the end of a message. "" if updates are added up, or small together."""
+        needed = self.experiment.stores_updates
+        if self.way_of_updates is None or needed is None:
+            return ""
+        return f", or {needed[1]}, because {needed[0]} needs all updates of a round at once"
 
     def algorithm_at(self, round: int, step: int = 0) -> ClientAlgorithm:
         """Return the client algorithm with the learning rate of step `step` (from 0) in `round`."""

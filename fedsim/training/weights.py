@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -48,12 +48,15 @@ class AggregationContext:
             yield self
         for cluster in sorted(set(clusters)):
             places = [place for place, of_worker in enumerate(clusters) if of_worker == cluster]
-            slots, workers, samples = (
-                [values[place] for place in places] for values in (self.slots, self.workers, self.samples)
-            )
-            weights = None if self.weights is None else self.weights[places]
-            if weights is None or weights.any():
-                yield AggregationContext(slots, workers, samples, weights, self.moment, cluster)
+            part = self.of_wave(places)
+            if part.weights is None or part.weights.any():
+                yield replace(part, slots=[self.slots[place] for place in places], cluster=cluster)
+
+    def of_wave(self, places: Sequence[int]) -> AggregationContext:
+        """Return the context of a wave: the workers at these positions, with slots of their own."""
+        weights = None if self.weights is None else self.weights[places]
+        workers, samples = ([values[place] for place in places] for values in (self.workers, self.samples))
+        return AggregationContext(range(len(places)), workers, samples, weights, self.moment)
 
 
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:

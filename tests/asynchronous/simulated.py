@@ -21,6 +21,7 @@ from fedsim.asynchronous.policies.delays import Delays, noise
 from fedsim.asynchronous.server_state import GradientOnly, ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.clients import SGD
+from fedsim.config.schema import Topology
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.server.optimizer import ServerSGD
 from fedsim.training.batches import WorkItem
@@ -109,6 +110,7 @@ def simulate(
     algorithm: Any = None,
     departures: dict[int, float] | None = None,
     seed: int = 0,
+    topology: Any = "ring",
     size: int = SIZE,
     buffers: str = "average",
     global_buffers: Sequence[float] = (),
@@ -136,6 +138,7 @@ def simulate(
     )
     components = {"policy": chosen, "local": algorithm or SGD(lr=LR), "server": optimizer}
     tables = {key: SimpleNamespace(component=component) for key, component in components.items()}
+    tables["policy"].topology = Topology.model_validate(topology)
     experiment = SimpleNamespace(**tables, seed=seed, buffers=buffers, nonfinite="error")
     task = SimpleNamespace(experiment=experiment, dtype=wide, device=torch.device("cpu"), algorithm=GradientOnly())
     cohort.worker_rows = {"buffers": cohort.buffers}

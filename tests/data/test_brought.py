@@ -96,7 +96,7 @@ class TestOneDataSetPerWorker:
     @pytest.mark.parametrize("fraction", [0.1, 0.2, 0.4])
     def test_each_worker_keeps_training_samples(self, sizes, fraction):
         workers = np.repeat(np.arange(len(sizes)), sizes)
-        train, test, _ = drawn_rows(workers, fraction, "data", workers=workers)
+        train, test, *_ = drawn_rows(workers, fraction, "data", workers=workers)
         assert set(workers[train]) == set(range(len(sizes)))
         assert len(test) == round(fraction * sum(sizes))
         assert sorted([*train, *test]) == list(range(len(workers)))

@@ -1,6 +1,6 @@
 """The asynchronous policies. Importing this package registers them."""
 
-from fedsim.asynchronous.policies import decentralized, gradient_updates, model_updates
+from fedsim.asynchronous.policies import decentralized, gradient_updates, model_updates, topologies
 from fedsim.asynchronous.policies.policy import Arrival, Policy, policy
 from fedsim.asynchronous.policies.server import AsyncServer
 
@@ -12,4 +12,5 @@ __all__ = [
     "gradient_updates",
     "model_updates",
     "policy",
+    "topologies",
 ]

@@ -1,13 +1,21 @@
-"""Policies in which each worker keeps its own model: elastic averaging, and pairwise averaging on a graph."""
+"""Policies in which each worker keeps its own model: elastic averaging, and averaging with neighbours on a graph.
+
+The graph and its mixing matrix W are the setting `policy.topology`. `d_psgd` averages all models with the weights W.
+`gossip` and `ad_psgd` average pairs: worker i contacts its neighbour j with probability W_ij / (1 - W_ii), so that W_ii
+has no effect. If workers have left, or are not connected in this round, their weights count for the worker itself.
+"""
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import PositiveInt
 
+from fedsim.aggregation import column_blocks
 from fedsim.asynchronous.policies.policy import Arrival, Policy, StateScope, policy
 from fedsim.asynchronous.policies.server import AsyncServer
 from fedsim.clients import State
@@ -31,9 +39,37 @@ class OwnModels(Policy):
         return frozenset(["private"])
 
 
+class Waiting(OwnModels):
+    """Base class for policies in which workers may wait until all present workers have arrived, and then exchange."""
+
+    def start(self, server: AsyncServer) -> State:
+        return {**super().start(server), "arrived": torch.zeros(server.n, dtype=torch.int64)}
+
+    def may_start(self, server: AsyncServer, slot: int) -> bool:
+        return not server.policy_state["arrived"].numpy()[slot]
+
+    def on_departure(self, server: AsyncServer) -> None:
+        self._exchange_if_complete(server)  # possibly the last worker that the others waited for
+
+    def wait(self, server: AsyncServer, slot: int) -> None:
+        """Let worker number `slot` wait for the others. If it is the last one, all present workers exchange."""
+        server.policy_state["arrived"][slot] = 1
+        self._exchange_if_complete(server)
+
+    @abstractmethod
+    def exchange(self, server: AsyncServer, slots: list[int]) -> None:
+        """Let the workers in `slots` exchange their models."""
+
+    def _exchange_if_complete(self, server: AsyncServer) -> None:
+        arrived = server.policy_state["arrived"]
+        if bool(arrived.any()) and bool(arrived[server.alive].all()):
+            self.exchange(server, server.alive.tolist())
+            arrived.zero_()
+
+
 @policy("easgd")
 @dataclass(frozen=True)
-class ElasticAveraging(OwnModels):
+class ElasticAveraging(Waiting):
     """Elastic averaging SGD: every `period` steps, worker i's model x_i and the global model W move towards each other.
 
     Zhang et al. 2015. This exchange computes e = alpha (x_i - W), x_i -= e, W += e. Unlike in the paper, the next
@@ -52,17 +88,8 @@ class ElasticAveraging(OwnModels):
     period: PositiveInt = 10
     synchronous: bool = False
 
-    def start(self, server: AsyncServer) -> State:
-        return {"arrived": torch.zeros(server.n, dtype=torch.int64)}
-
-    def may_start(self, server: AsyncServer, slot: int) -> bool:
-        return not (self.synchronous and server.policy_state["arrived"].numpy()[slot])
-
     def pull(self, server: AsyncServer, slot: int) -> None:
         server.keep_model(slot)
-
-    def on_departure(self, server: AsyncServer) -> None:
-        self._exchange_if_complete(server)  # possibly the last worker that the others waited for
 
     def take(self, server: AsyncServer, arrival: Arrival) -> None:
         slot = arrival.slot
@@ -70,22 +97,15 @@ class ElasticAveraging(OwnModels):
         if (arrival.unit + 1) % self.period:
             return
         if self.synchronous:
-            server.policy_state["arrived"][slot] = 1
-            self._exchange_if_complete(server)
+            self.wait(server, slot)
         else:
-            self._exchange(server, [slot])
+            self.exchange(server, [slot])
 
     def traffic(self, unit: int) -> tuple[int, int]:
         exchanges = int((unit + 1) % self.period == 0)
         return exchanges, exchanges
 
-    def _exchange_if_complete(self, server: AsyncServer) -> None:
-        arrived = server.policy_state["arrived"]
-        if bool(arrived.any()) and bool(arrived[server.alive].all()):
-            self._exchange(server, server.alive.tolist())
-            arrived.zero_()
-
-    def _exchange(self, server: AsyncServer, slots: list[int]) -> None:
+    def exchange(self, server: AsyncServer, slots: list[int]) -> None:
         alpha = 0.9 / server.n if self.alpha is None else self.alpha
         elastic = (server.replicas[slots] - server.global_row).mul_(alpha)
         server.replicas[slots] -= elastic
@@ -110,62 +130,70 @@ class ElasticAveragingMomentum(ElasticAveraging):
     needs_momentum = True
 
 
-def ring(slot: int, n: int) -> list[int]:
-    """Return the two neighbours of worker number `slot` on a ring of n workers."""
-    return sorted({(slot - 1) % n, (slot + 1) % n} - {slot})
+class Decentralized(OwnModels):
+    """Base class for policies without a server, whose workers average their models with neighbours on a graph.
 
-
-def complete(slot: int, n: int) -> list[int]:
-    """Return the neighbours of worker number `slot` on a complete graph of n workers: all other workers."""
-    return [other for other in range(n) if other != slot]
-
-
-def exponential(slot: int, n: int) -> list[int]:
-    """Return the neighbours of worker number `slot` on an exponential graph of n workers.
-
-    The neighbours are the workers at distances 1, 2, 4, ... on a ring, in both directions.
-    """
-    steps = [2**k for k in range(n.bit_length()) if 2**k < n]
-    return sorted({(slot + sign * step) % n for step in steps for sign in (-1, 1)} - {slot})
-
-
-GRAPHS = {"ring": ring, "complete": complete, "exponential": exponential}
-
-
-@dataclass(frozen=True)
-class Pairwise(OwnModels):
-    """Base class for policies in which a worker averages its model with the model of a random neighbour.
-
-    The global model, which is tested, is the mean of all workers' models.
+    The global model, which is tested, is the mean of all workers' models. Each round records their consensus distance,
+    the root of the mean of |x_i - mean|^2 over the workers (Kong et al. 2021).
     """
 
-    locking = "pair"
-
-    graph: Literal["ring", "complete", "exponential"] = "ring"
+    uses_topology = True
 
     def start(self, server: AsyncServer) -> State:
         # A copy, since `worker_buffers` may contain results that have not arrived yet.
-        return {"buffers": server.worker_buffers.clone()}
+        return {**super().start(server), "buffers": server.worker_buffers.clone()}
 
     def pull(self, server: AsyncServer, slot: int) -> None:
         server.read[slot] = server.version
         if server.has_buffers:
             server.worker_buffers[slot] = server.policy_state["buffers"][slot]
 
+    def neighbours(self, server: AsyncServer, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the present neighbours of worker number `slot` in this round, ascending, and their weights in W."""
+        weights = server.mixing_matrix()[slot] * server.alive_mask
+        weights[slot] = 0
+        slots = np.flatnonzero(weights)
+        return slots, weights[slots]
+
+    def publish(self, server: AsyncServer) -> None:
+        slots = server.alive.tolist()
+        if not slots:
+            raise ExperimentError(
+                "policy: all workers have left (clock.departures), so no model remains to test; keep at least one "
+                "worker"
+            )
+        server.global_row.copy_(server.replicas[slots].mean(0))
+        if server.has_buffers and server.buffers != "frozen":
+            server.global_buffers.copy_(server.policy_state["buffers"][slots].mean(0))
+
+    def numbers(self, server: AsyncServer) -> dict[str, float]:
+        squares = [(server.replicas[slot] - server.global_row).double().square().sum() for slot in server.alive]
+        return {"consensus_distance": math.sqrt(torch.stack(squares).mean())}
+
+
+@dataclass(frozen=True)
+class Pairwise(Decentralized):
+    """Base class for policies in which a worker averages its model with the model of a random neighbour."""
+
+    locking = "pair"
+
     def partner(self, server: AsyncServer, slot: int, unit: int) -> int | None:
         """Draw a random neighbour of a worker from the neighbours that still take part in the run.
 
+        Neighbour j is drawn with a probability in proportion to W_ij, where i is the worker.
+
         Args:
-            server: state of the run, with the seed.
+            server: state of the run, with the seed and the mixing matrix W.
             slot: number of the worker.
             unit: number of steps that the worker has started before, on which the draw depends too.
 
         Returns the number of the neighbour, or None if no neighbour takes part any more.
         """
-        neighbours = [other for other in GRAPHS[self.graph](slot, server.n) if server.alive_mask[other]]
-        if not neighbours:
+        slots, weights = self.neighbours(server, slot)
+        if not len(slots):
             return None
-        return neighbours[int(numpy_generator(server.seed, "neighbour", slot, unit).integers(len(neighbours)))]
+        probabilities = None if (weights == weights[0]).all() else weights / weights.sum()
+        return int(numpy_generator(server.seed, "neighbour", slot, unit).choice(slots, p=probabilities))
 
     def average(self, server: AsyncServer, arrival: Arrival) -> None:
         """Replace the models of a worker and its partner by their average."""
@@ -180,27 +208,14 @@ class Pairwise(OwnModels):
                 buffers[[slot, partner]] = buffers[[slot, partner]].mean(0)
         server.increment_version()
 
-    def publish(self, server: AsyncServer) -> None:
-        slots = server.alive.tolist()
-        if not slots:
-            raise ExperimentError(
-                "policy: all workers have left (clock.departures), so no model remains to test; keep at least one "
-                "worker"
-            )
-        server.global_row.copy_(server.replicas[slots].mean(0))
-        if server.has_buffers and server.buffers != "frozen":
-            server.global_buffers.copy_(server.policy_state["buffers"][slots].mean(0))
-
 
 @policy("ad_psgd")
 @dataclass(frozen=True)
 class ADPSGD(Pairwise):
     """AD-PSGD: a worker averages its model with a random neighbour's model, then takes its gradient step.
 
-    Lian et al. 2018.
-
-    Args:
-        graph: which workers are neighbours: "ring", "complete", or "exponential" (at distances 1, 2, 4, ...).
+    Lian et al. 2018. Worker i draws its neighbour j with probability W_ij / (1 - W_ii), where W is the mixing matrix of
+    `policy.topology`. Neighbours with equal weights are equally likely.
 
     >>> ADPSGD().locking  # a race locks both workers of a pair
     'pair'
@@ -216,15 +231,48 @@ class ADPSGD(Pairwise):
 class Gossip(Pairwise):
     """Gossip SGD: a worker takes its gradient step, then averages its model with a random neighbour's model.
 
-    Boyd et al. 2006.
+    Boyd et al. 2006. Worker i draws its neighbour j with probability W_ij / (1 - W_ii), where W is the mixing matrix of
+    `policy.topology`. Neighbours with equal weights are equally likely.
 
-    Args:
-        graph: which workers are neighbours: "ring", "complete", or "exponential" (at distances 1, 2, 4, ...).
-
-    >>> GRAPHS[Gossip(graph="exponential").graph](slot=0, n=8)  # neighbours of worker 0
-    [1, 2, 4, 6, 7]
+    >>> Gossip.uses_topology
+    True
     """
 
     def take(self, server: AsyncServer, arrival: Arrival) -> None:
         server.step_replica(arrival.slot, server.rows[arrival.slot])
         self.average(server, arrival)
+
+
+@policy("d_psgd")
+@dataclass(frozen=True)
+class DPSGD(Decentralized, Waiting):
+    """D-PSGD: all workers take one step at the same time, and average their models with the mixing matrix W.
+
+    Lian et al. 2017, Algorithm 1: x_i becomes the sum over j of W_ij x_j, minus the step along the gradient at the old
+    x_i. W is the mixing matrix of `policy.topology`. In each step, a worker sends its model to all its neighbours, and
+    waits for the slowest worker.
+
+    >>> DPSGD().locking  # a race locks all models
+    'server'
+    """
+
+    def take(self, server: AsyncServer, arrival: Arrival) -> None:
+        self.wait(server, arrival.slot)
+
+    def moved(self, server: AsyncServer, slot: int, unit: int) -> tuple[int, int]:
+        count = len(self.neighbours(server, slot)[0])
+        return count, count
+
+    def exchange(self, server: AsyncServer, slots: list[int]) -> None:
+        present = server.mixing_matrix()[np.ix_(slots, slots)]
+        present[np.diag_indices(len(slots))] += 1 - present.sum(1)
+        weights, buffers = torch.from_numpy(present).to(server.replicas.device), server.policy_state["buffers"]
+        for block in column_blocks(server.replicas.shape[1], n=len(slots), device=server.replicas.device):
+            server.replicas[slots, block] = weights.to(server.replicas.dtype) @ server.replicas[slots, block]
+        for slot in slots:
+            server.step_replica(slot, server.rows[slot])
+        if server.has_buffers:
+            buffers[slots] = server.worker_buffers[slots]
+            if server.buffers == "average":
+                buffers[slots] = weights @ buffers[slots]
+        server.increment_version()

@@ -333,25 +333,36 @@ class Trace:
     @cached_property
     def _columns(self) -> np.ndarray:
         """The transposed table of the file, an array [columns, table rows]."""
-        try:
-            text = read_bounded(Path(os.path.expanduser(self.path)), MOST_TRACE_BYTES).decode("utf-8-sig")
-            lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # NumPy warns about a file without numbers
-                rows = np.loadtxt(lines, delimiter="," if any("," in line for line in lines) else None, ndmin=2)
-        except FileNotFoundError:
-            raise ExperimentError(
-                f"{self._place}: no such file; must be a text file with one column of noise factors for all workers, "
-                "or one column for each worker"
-            ) from None
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
-            raise ExperimentError(f"{self._place}: cannot be read: {reason}") from None
+        contents = "must be a text file with one column of noise factors for all workers, or one column for each worker"
+        rows = read_numbers(self._place, self.path, contents)
         if not rows.size or not (rows.min() >= 0 and rows.max() < math.inf):
             raise ExperimentError(
                 f"{self._place}: must contain at least one number, and all numbers must be finite and at least 0"
             )
         return np.ascontiguousarray(rows.T)
+
+
+def read_numbers(place: str, path: str, contents: str) -> np.ndarray:
+    """Return the numbers in a text file, float64 [lines, columns]. Columns are separated by commas or blanks.
+
+    Args:
+        place: setting that contains the path, for error messages.
+        path: path of the file. Empty lines and text after a # are ignored.
+        contents: what the file must contain, for the error message about a missing file.
+
+    Raises ExperimentError if the file cannot be read.
+    """
+    try:
+        text = read_bounded(Path(os.path.expanduser(path)), MOST_TRACE_BYTES).decode("utf-8-sig")
+        lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NumPy warns about a file without numbers
+            return np.loadtxt(lines, delimiter="," if any("," in line for line in lines) else None, ndmin=2)
+    except FileNotFoundError:
+        raise ExperimentError(f"{place}: no such file; {contents}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise ExperimentError(f"{place}: cannot be read: {reason}") from None
 
 
 BLOCK = 256  # number of a worker's work items whose noise is drawn together; changing it changes the draws

@@ -58,6 +58,7 @@ class Policy(ABC):
         needs_momentum: whether the client algorithm must use momentum or another optimizer state.
         allows_sampling: whether there may be more workers than `cohort`, the number of concurrent workers.
         uses_server_optimizer: whether the experiment's server optimizer updates the global model.
+        uses_topology: whether the workers are on a graph, the setting `policy.topology`.
         locking: what a race (training in concurrent processes) locks while it uses a result: the whole "server"; a
             "pair" of workers (a worker and its `partner`); or "nothing".
     """
@@ -68,6 +69,7 @@ class Policy(ABC):
     needs_momentum: ClassVar[bool] = False
     allows_sampling: ClassVar[bool] = False
     uses_server_optimizer: ClassVar[bool] = False
+    uses_topology: ClassVar[bool] = False
     locking: ClassVar[Locking] = "server"
 
     @property
@@ -135,6 +137,14 @@ class Policy(ABC):
         `unit` is the number of the step or round, from 0.
         """
         return 1, 1
+
+    def moved(self, server: AsyncServer, slot: int, unit: int) -> tuple[int, int]:
+        """Return what `traffic` returns, for a policy in which it depends on the worker in `slot`, or on the server."""
+        return self.traffic(unit)
+
+    def numbers(self, server: AsyncServer) -> dict[str, float]:
+        """Return numbers to record after a round, by name. Called after `publish`."""
+        return {}
 
     def arrivals_needed(self, server: AsyncServer) -> int | None:
         """Return how many of the next results to arrive are certain to be used. None: all.

@@ -23,6 +23,7 @@ class AsyncServer(ABC):
     Attributes:
         n: number of workers that train at the same time.
         seed: seed of the run.
+        round: number of the current round, counted from 1.
         buffers: the setting `buffers`: "average", "local" or "frozen".
         has_buffers: whether the model has buffers.
         stepper: client algorithm that takes steps along gradients on the server's models.
@@ -44,6 +45,7 @@ class AsyncServer(ABC):
 
     n: int
     seed: int
+    round: int
     buffers: str
     has_buffers: bool
     stepper: Stepper
@@ -106,6 +108,10 @@ class AsyncServer(ABC):
     def step_replica(self, slot: int, gradient: Tensor) -> None:
         """Take a step on the server's copy of a worker's model along `gradient` [d], which may be overwritten."""
         self.stepper.step(self.replicas[slot], gradient, self._worker_state(slot))
+
+    @abstractmethod
+    def mixing_matrix(self) -> np.ndarray:
+        """Return the mixing matrix of `policy.topology` in the current round, float64 [n, n]. Do not change it."""
 
     @abstractmethod
     def update(self, update: Tensor) -> None:

@@ -31,6 +31,7 @@ def huggingface(
     inputs: Names | None = None,
     ids: Names | None = None,
     standardize: bool = False,
+    split: str | None = None,
     test_fraction: ProperFraction = 0.2,
 ) -> tuple[TensorData, TensorData]:
     """A Hugging Face data set, from the hub or from a folder that `save_to_disk` wrote (needs the extra `huggingface`).
@@ -50,6 +51,8 @@ def huggingface(
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
         inputs: columns of the inputs. Unset: all columns except the target and `ids`.
         ids: columns that contain the owner of each sample, for the partition `natural`.
+        split: column with the part of each sample (train, test, ...), if there is no other test part. Unset: the column
+            called split, if all of its values are names of parts.
         standardize: whether to scale each column of numbers to mean 0 and standard deviation 1, as in `csv`.
         test_fraction: fraction of test samples, 0 < test_fraction < 1.
 
@@ -79,5 +82,11 @@ def huggingface(
             raise DataError(f"data.{key} = {show(name)}: no such split; {path} has {', '.join(splits)}")
     warn_of_unused(list(splits), (train, test), path)
     first, second = ([table_of(splits[name], f"{path}, split {name}")] if name else [] for name in (train, test))
-    options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "standardize": standardize}
+    options: dict[str, Any] = {
+        "target": target,
+        "inputs": inputs,
+        "ids": ids,
+        "standardize": standardize,
+        "split": split,
+    }
     return train_and_test(first, second, test_fraction=test_fraction, **options)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from pydantic import PositiveInt
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import part_like, parts_of, warn, warn_of_unused
+from fedsim.data.columns import TRAIN_PARTS, part_like, parts_of, warn, warn_of_unused
 from fedsim.data.drawn_tests import split_test
 from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import dataset
@@ -27,9 +28,10 @@ def image_folder(
     """Image files `PATH/train/CLASS/IMAGE` and `PATH/test/CLASS/IMAGE`, or `PATH/CLASS/IMAGE` without a test part.
 
     Classes are numbered in sorted order. Images `CLASS/OWNER/IMAGE` belong to the owner OWNER, for the partition
-    `natural`. Pixels are uint8 [n, channels, height, width], divided by 255 when a batch is made. Images are rotated as
-    their EXIF data say. `train` may also be called training, and `test` testing, validation, valid or val, in upper or
-    lower case. Other files and folders are not read, and are named in a warning.
+    `natural`. So do images `PATH/OWNER/train/CLASS/IMAGE` and `PATH/OWNER/test/CLASS/IMAGE`. Pixels are uint8
+    [n, channels, height, width], divided by 255 when a batch is made. Images are rotated as their EXIF data say.
+    `train` may also be called training, and `test` testing, validation, valid or val, in upper or lower case. Other
+    files and folders are not read, and are named in a warning.
 
     Args:
         path: the folder.
@@ -58,20 +60,56 @@ def image_folder(
         raise DataError(f"{folder}: no such folder")
     entries = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
     train_part, test_part = parts_of([entry.name for entry in entries if entry.is_dir()], str(folder))
+    below = {sub.name for entry in entries if entry.is_dir() for sub in entry.iterdir() if sub.is_dir()}
+    of_owners = train_part is None and test_part is None and any(name.casefold() in TRAIN_PARTS for name in below)
     train_folder = folder if train_part is None else folder / train_part
     if train_part is None and test_part is not None:
         raise DataError(f"{folder}: has a folder {test_part}, but no folder train; put the classes into train")
-    if train_part is not None:
-        warn_of_unused([entry.name for entry in entries], (train_part, test_part), str(folder))
-    files = _files(train_folder)
-    classes = sorted({file.relative_to(train_folder).parts[0] for file in files if file.parent != train_folder})
-    if train_part is None:
+    if of_owners:
+        images, tested = _parts_of_owners(folder, *parts_of(below, str(folder)))
+    else:
+        if train_part is not None:
+            warn_of_unused([entry.name for entry in entries], (train_part, test_part), str(folder))
+        images = _images(train_folder)
+        tested = [] if test_part is None else _images(folder / test_part)
+    classes = sorted({image.name for image in images if image.name})
+    if train_part is None and not of_owners:
         _refuse_parts_as_classes(folder, classes)
-    train = _read(train_folder, files, classes, size, grey)
-    if test_part is None:
+    train = _read(train_folder, images, classes, size, grey)
+    if not tested:
         return split_test(train, test_fraction, path, are_classes=True)
-    test_folder = folder / test_part
-    return train, _read(test_folder, _files(test_folder), classes, size, grey)
+    return train, _read(folder, tested, classes, size, grey)
+
+
+class _Image(NamedTuple):
+    """An image file, the name of its class, and its owner. The name and the owner may be empty."""
+
+    file: Path
+    name: str
+    owner: str
+
+
+def _images(folder: Path) -> list[_Image]:
+    """Return the images `folder`/CLASS/IMAGE and `folder`/CLASS/OWNER/IMAGE, in sorted order."""
+    parts = {file: file.relative_to(folder).parts for file in _files(folder)}
+    return [_Image(file, *(*names[:-1], "", "")[:2]) for file, names in parts.items()]
+
+
+def _parts_of_owners(folder: Path, train: str | None, test: str | None) -> list[list[_Image]]:
+    """Return the images `folder`/OWNER/`train`/CLASS/IMAGE and `folder`/OWNER/`test`/CLASS/IMAGE, in sorted order."""
+    parts: dict[str, list[_Image]] = {}
+    for file in _files(folder):
+        owner, *below = file.relative_to(folder).parts
+        if len(below) < 3:
+            raise DataError(
+                f"{file}: must be OWNER/{train}/CLASS/IMAGE below {folder}, as for other images; for images without "
+                f"owners, use {train}/CLASS/IMAGE"
+            )
+        parts.setdefault(below[0], []).append(_Image(file, below[1], owner))
+    warn_of_unused(list(parts), (train, test), str(folder))
+    if not parts.get(str(train)):
+        raise DataError(f"{folder}: no folder OWNER/{train} has images; there must be training images")
+    return [parts.get(str(part), []) for part in (train, test)]
 
 
 def _refuse_parts_as_classes(folder: Path, classes: Sequence[str]) -> None:
@@ -113,14 +151,13 @@ def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
     return images, [file for file in files if file.suffix.lower() not in SUFFIXES]
 
 
-def _read(folder: Path, files: Sequence[Path], classes: Sequence[str], size: int | None, grey: bool) -> TensorData:
-    """Return the image files `folder`/CLASS/... as a data set, in the order of `files`."""
+def _read(folder: Path, files: Sequence[_Image], classes: Sequence[str], size: int | None, grey: bool) -> TensorData:
+    """Return image files below `folder` as a data set, in their order."""
     from PIL import Image  # a requirement of torchvision
 
-    images, labels, owners = list[np.ndarray](), list[int](), list[str]()
-    for file in files:
-        name, *below = file.relative_to(folder).parts
-        if name not in classes or not below:
+    images, labels, owners = list[np.ndarray](), list[int](), [image.owner for image in files]
+    for file, name, _ in files:
+        if name not in classes:
             allowed = ", ".join(classes[:10]) + ", ..." * (len(classes) > 10)
             raise DataError(f"{file}: must be in the folder of one of the classes {allowed}")
         try:
@@ -130,17 +167,16 @@ def _read(folder: Path, files: Sequence[Path], classes: Sequence[str], size: int
             raise DataError(f"{file}: cannot be read: {one_line(error)}") from None
         if images and pixels.shape != images[0].shape:
             raise DataError(
-                f"{file}: has {pixels.shape[1]} x {pixels.shape[0]} pixels, but {files[0].name} has "
+                f"{file}: has {pixels.shape[1]} x {pixels.shape[0]} pixels, but {files[0].file.name} has "
                 f"{images[0].shape[1]} x {images[0].shape[0]}; set `size` to resize all images"
             )
         images.append(pixels)
         labels.append(classes.index(name))
-        owners.append(below[0] if len(below) > 1 else "")
     if any(owners) and not all(owners):
-        with_owner = next(file for file, owner in zip(files, owners, strict=True) if owner)
+        with_owner = next(file for file, _, owner in files if owner)
         raise DataError(
-            f"{files[owners.index('')]}: is not in an owner's folder, but {with_owner.relative_to(folder)} is; move "
-            "the file into the folder of its owner, or remove it"
+            f"{files[owners.index('')].file}: is not in an owner's folder, but {with_owner.relative_to(folder)} is; "
+            "move the file into the folder of its owner, or remove it"
         )
     inputs = torch.from_numpy(np.stack(images).transpose(0, 3, 1, 2).copy())
     ids = {"owner": np.array(owners)} if all(owners) else {}

@@ -37,6 +37,7 @@ def table(
     ids: Names | None = None,
     standardize: bool = False,
     delimiter: str | None = None,
+    split: str | None = None,
     test_fraction: ProperFraction = 0.2,
 ) -> tuple[TensorData, TensorData]:
     """Table in a CSV or Parquet file, one sample per line, read by PyArrow (`pip install pyarrow`).
@@ -56,6 +57,8 @@ def table(
             numbers is called id or index, or has no name, and contains a different integer in each row.
         ids: columns that contain the owner of each sample (such as a user), for the partition `natural`. Unset: the
             named index of a data frame that was written to a Parquet file. The test file does not need these columns.
+        split: column with the part of each sample (train, test, ...), if there is no other test part. Unset: the column
+            called split, if all of its values are names of parts.
         standardize: whether to subtract the mean of each column of numbers and to divide by its standard deviation,
             both computed from the training samples. Columns that are constant in the training samples are not divided.
             Columns of text and targets are unchanged.
@@ -79,7 +82,13 @@ def table(
     train = _read(path, delimiter)
     texts = [name for name, values in train.columns.items() if values.dtype.kind == "O"]
     test = [] if test_path is None else [_read(test_path, delimiter, texts)]
-    options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "standardize": standardize}
+    options: dict[str, Any] = {
+        "target": target,
+        "inputs": inputs,
+        "ids": ids,
+        "standardize": standardize,
+        "split": split,
+    }
     return train_and_test([train], test, test_fraction=test_fraction, **options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Annotated, Any
 
 import numpy as np
@@ -57,6 +58,35 @@ def group(members: np.ndarray, owners: np.ndarray, n_owners: int) -> list[np.nda
     """
     sizes = np.bincount(owners, minlength=n_owners)
     return np.split(members[np.argsort(owners, kind="stable")], np.cumsum(sizes)[:-1])
+
+
+def draw_part(order: np.ndarray, fraction: float, total: int, strata: np.ndarray | None = None) -> np.ndarray:
+    """Return the ascending indices of the samples that a random part of n samples contains.
+
+    Without strata, the part contains the first `total` samples in `order`. With strata, it contains floor(fraction n_s)
+    of the n_s samples of each stratum, in that order. The rest goes to the strata with the largest remainders of
+    fraction n_s, of which equal ones go to the first stratum. At least one sample of each stratum is not in the part,
+    which may then have fewer than `total` samples.
+
+    Args:
+        order: random permutation of the samples, [n].
+        fraction: fraction of the samples in the part, rounded to `total` samples.
+        total: number of samples in the part.
+        strata: stratum of each sample, such as its class, [n].
+
+    >>> draw_part(np.arange(6), 0.5, 3, strata=np.array([0, 1, 1, 2, 2, 2]))
+    array([1, 3, 4])
+    """
+    if strata is None:
+        return np.sort(order[:total])
+    _, stratum_of, sizes = np.unique(strata, return_inverse=True, return_counts=True)
+    quotas = [Fraction(str(fraction)) * size for size in sizes.tolist()]
+    counts = np.array([int(quota) for quota in quotas])
+    by_remainder = np.array(sorted(range(len(sizes)), key=lambda stratum: int(quotas[stratum]) - quotas[stratum]))
+    while (left := total - counts.sum()) > 0 and (counts < sizes - 1).any():
+        counts[by_remainder[(counts < sizes - 1)[by_remainder]][:left]] += 1
+    members = group(order, stratum_of[order], len(sizes))  # each stratum in the drawn order
+    return np.sort(np.concatenate([samples[:count] for samples, count in zip(members, counts, strict=True)]))
 
 
 def has_classes(labels: np.ndarray) -> bool:

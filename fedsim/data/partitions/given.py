@@ -43,6 +43,10 @@ class Natural:
 
     by: str | None = None
 
+    def column(self, ids: Mapping[str, np.ndarray]) -> str:
+        """Return the name of the column of owners, `by` or the first."""
+        return next(iter(ids), "") if self.by is None else self.by
+
     def __call__(self, n_workers: int, rng: np.random.Generator, ids: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         owners, owner_of = owners_of(ids, self.by)
         if n_workers > len(owners):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsim.core.randomness import numpy_generator
-from fedsim.data.partitions.allocation import has_classes, samples_by_class
+from fedsim.data.partitions.allocation import draw_part, has_classes, samples_by_class
 from fedsim.errors import ExperimentError
 
 KEPT = 4096  # maximum number of drawn shards that a process caches, so that most are drawn only once per round
@@ -208,7 +209,7 @@ class DrawnShards(Shards):
             )
 
 
-def hold_out(shards: Shards, fraction: float, seed: int) -> tuple[Shards, Shards]:
+def hold_out(shards: Shards, fraction: float, seed: int, strata: np.ndarray | None = None) -> tuple[Shards, Shards]:
     """Split every worker's shard at random into training samples and local test samples.
 
     Args:
@@ -216,6 +217,8 @@ def hold_out(shards: Shards, fraction: float, seed: int) -> tuple[Shards, Shards
         fraction: fraction of test samples, 0 < fraction < 1. A worker with n samples has round(fraction n) test
             samples, but at least one and at most n - 1. A worker with a single sample has no test samples.
         seed: seed for the splits. Each worker's split depends only on (seed, worker).
+        strata: class of each sample of the data set, [n], so that each worker's split is stratified (see `draw_part`).
+            A worker has fewer test samples if its classes have too few samples. None: no strata.
 
     Returns (training shards, test shards). If `shards` are drawn on demand, so are both results.
 
@@ -223,7 +226,8 @@ def hold_out(shards: Shards, fraction: float, seed: int) -> tuple[Shards, Shards
     >>> train.size(0), test.size(0)
     (8, 2)
     """
-    parts = PartOfShards(shards, fraction, seed, held_out=False), PartOfShards(shards, fraction, seed, held_out=True)
+    part = partial(PartOfShards, shards, fraction, seed, strata)
+    parts = part(held_out=False), part(held_out=True)
     if not shards.listed:
         return parts
     train, test = (ListedShards.of_arrays([part.of(k).numpy() for k in range(len(shards))]) for part in parts)
@@ -237,12 +241,15 @@ class PartOfShards(Shards):
         shards: shards of all workers.
         fraction: fraction of test samples, 0 < fraction < 1.
         seed: seed for the splits.
+        strata: class of each sample of the data set, [n], or None.
         held_out: whether this object contains the test part.
     """
 
-    def __init__(self, shards: Shards, fraction: float, seed: int, *, held_out: bool) -> None:
+    def __init__(
+        self, shards: Shards, fraction: float, seed: int, strata: np.ndarray | None = None, *, held_out: bool
+    ) -> None:
         self._shards, self._fraction, self._seed, self._held_out = shards, fraction, seed, held_out
-        self.equal_sizes = shards.equal_sizes
+        self._strata, self.equal_sizes = strata, shards.equal_sizes and strata is None
 
     @property
     def listed(self) -> bool:  # type: ignore[override]
@@ -252,16 +259,22 @@ class PartOfShards(Shards):
         return len(self._shards)
 
     def size(self, worker: int) -> int:
-        n = self._shards.size(worker)
-        tests = min(max(1, round(self._fraction * n)), n - 1)
+        if self._strata is not None:
+            return len(self.of(worker))
+        tests = self._tests(n := self._shards.size(worker))
         return tests if self._held_out else n - tests
+
+    def _tests(self, n: int) -> int:
+        """Return how many of a worker's n samples are for tests, unless its classes have too few samples."""
+        return min(max(1, round(self._fraction * n)), n - 1)
 
     def of(self, worker: int) -> Tensor:
         positions = self._shards.of(worker)
-        order = numpy_generator(self._seed, "local_test_fraction", worker).permutation(len(positions))
-        size = self.size(worker)
-        chosen = order[:size] if self._held_out else order[len(order) - size :]
-        return positions[torch.from_numpy(np.sort(chosen))]
+        n, strata = len(positions), None if self._strata is None else self._strata[positions.numpy()]
+        order = numpy_generator(self._seed, "local_test_fraction", worker).permutation(n)
+        chosen = draw_part(order, self._fraction, self._tests(n), strata)
+        chosen = chosen if self._held_out else np.setdiff1d(np.arange(n), chosen)
+        return positions[torch.from_numpy(chosen)]
 
     @property
     def tensors(self) -> list[Tensor]:

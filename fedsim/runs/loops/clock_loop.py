@@ -73,6 +73,7 @@ class ClockLoop(Loop):
         with timer("test"):
             self._engine.run(Executor.check_and_test, round)
             tested = EvaluationResult.of(self._task, self._engine.shared)
+            tested.metrics.update(policy.numbers(self._server))
         stats = dispatcher.stats
         return RoundRecord(
             round=round,

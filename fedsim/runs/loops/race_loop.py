@@ -158,6 +158,7 @@ class RaceLoop(Loop):
         with timer("test"):
             self._engine.run(Executor.check_and_test, round)
             tested = EvaluationResult.of(self._task, self._shared)
+            tested.metrics.update(self._policy.numbers(server))
         counts = async_record(work.stats, server.version, self._arrivals[run], self._policy.buffered(server))
         return RaceRoundResult(work, self._race_state.lost(), counts, tested)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedsim.asynchronous.policies.decentralized import GRAPHS, complete, exponential, ring
+from fedsim.asynchronous.policies.topologies import topology
 from fedsim.clients import SGD
 from fedsim.core.randomness import numpy_generator
 from fedsim.errors import ExperimentError
@@ -94,27 +94,43 @@ def test_synchronous_easgd_does_not_wait_for_departed_workers():
 # Pairs
 
 
-def test_graphs_by_hand():
-    assert ring(0, 5) == [1, 4]
-    assert ring(0, 2) == [1]
-    assert ring(0, 1) == complete(0, 1) == exponential(0, 1) == []
-    assert complete(1, 4) == [0, 2, 3]
-    assert exponential(0, 8) == [1, 2, 4, 6, 7]
-    assert exponential(3, 6) == [1, 2, 4, 5]  # 3 +- 1, 2 and 4
+def metropolis(adjacency):
+    """Return Metropolis-Hastings weights, by a loop."""
+    n = len(adjacency)
+    degree = [sum(bool(adjacency[i][j]) for j in range(n) if j != i) for i in range(n)]
+    weights = [
+        [1 / (1 + max(degree[i], degree[j])) if i != j and adjacency[i][j] else 0.0 for j in range(n)] for i in range(n)
+    ]
+    for i in range(n):
+        weights[i][i] = 1 - sum(weights[i])
+    return weights
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
+GIVEN = [[0.4, 0.3, 0.0, 0.3], [0.3, 0.2, 0.5, 0.0], [0.0, 0.5, 0.4, 0.1], [0.3, 0.0, 0.1, 0.6]]
+WEIGHTS = {name: metropolis(topology.get(name).target(4)) for name in ("ring", "complete", "exponential", "star")}
+
+
+@pytest.mark.parametrize("graph", [*WEIGHTS, "given"])
 @pytest.mark.parametrize("name", ["gossip", "ad_psgd"])
 def test_pairwise_averaging_matches_a_loop(name, graph):
     """Compare with a loop in which the gradient is computed at the start model and applied to the current model."""
     speeds = [1.0, 1.618, 2.718, 3.1416]
-    run = simulate(policy_of(name, graph=graph), delays_of(speeds), seed=4).advance(50)
+    weights = WEIGHTS.get(graph, GIVEN)
+    run = simulate(policy_of(name), delays_of(speeds), seed=4, topology=GIVEN if graph == "given" else graph)
+    run.advance(50)
     models, began, steps, at = [START] * 4, [START] * 4, [0] * 4, list(speeds)
     for _ in range(50):
         mine = at.index(min(at))
         gradient = some_result(began[mine], nth_step(mine, steps[mine]))
-        neighbours = GRAPHS[graph](mine, 4)
-        theirs = neighbours[int(numpy_generator(4, "neighbour", mine, steps[mine]).integers(len(neighbours)))]
+        neighbours = [other for other in range(4) if other != mine and weights[mine][other]]
+        draws = numpy_generator(4, "neighbour", mine, steps[mine])
+        shares = [weights[mine][other] for other in neighbours]
+        equal = len(set(shares)) == 1
+        theirs = draws.choice(neighbours, p=None if equal else [share / sum(shares) for share in shares])
+        assert (
+            not equal
+            or theirs == neighbours[int(numpy_generator(4, "neighbour", mine, steps[mine]).integers(len(neighbours)))]
+        )
         if name == "gossip":
             models[mine] = models[mine] - LR * gradient
         models[mine] = models[theirs] = (models[mine] + models[theirs]) / 2
@@ -143,7 +159,7 @@ def test_a_single_worker_steps_alone_and_none_is_an_error():
 @pytest.mark.parametrize("buffers", ["average", "local", "frozen"])
 def test_buffers_of_pairs(buffers):
     """Training adds k + 1 to the buffer of worker k; two neighbouring workers take 2 s and 3 s."""
-    run = simulate(policy_of("gossip", graph="complete"), delays_of([2.0, 3.0]), buffers=buffers, global_buffers=[10.0])
+    run = simulate(policy_of("gossip"), delays_of([2.0, 3.0]), buffers=buffers, global_buffers=[10.0])
     run.advance(3)  # three arrivals, at 2, 3 and 4 s: workers 0, 1 and 0
     run.server.policy.publish(run.server)
     expected = {
@@ -154,3 +170,58 @@ def test_buffers_of_pairs(buffers):
         "frozen": 10.0,
     }
     assert run.server.shared.server.buffers.tolist() == [expected[buffers]]
+
+
+# All at the same time
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("graph", [*WEIGHTS, "given"])
+def test_d_psgd_matches_a_loop(graph, momentum):
+    """Compare with Algorithm 1 of Lian et al. 2017: gradients at the old models, which are then mixed and moved."""
+    weights, algorithm = WEIGHTS.get(graph, GIVEN), SGD(lr=LR, momentum=momentum)
+    topology = GIVEN if graph == "given" else graph
+    run = simulate(policy_of("d_psgd"), delays_of([1.0, 2.0, 2.0, 3.0]), topology=topology, algorithm=algorithm)
+    run.advance(4 * 12)
+    models, velocity = [START] * 4, [torch.zeros(3).double()] * 4
+    for step in range(12):
+        gradients = [some_result(models[worker], nth_step(worker, step)) for worker in range(4)]
+        velocity = [momentum * v + gradient for v, gradient in zip(velocity, gradients, strict=True)]
+        models = [
+            sum(weights[worker][other] * models[other] for other in range(4)) - LR * velocity[worker]
+            for worker in range(4)
+        ]
+    assert same(run.server.replicas, torch.stack(models))
+    run.server.policy.publish(run.server)
+    mean = sum(models) / 4
+    assert same(run.row, mean)
+    distance = (sum(float((model - mean).square().sum()) for model in models) / 4) ** 0.5
+    assert run.server.policy.numbers(run.server)["consensus_distance"] == pytest.approx(distance, rel=1e-12)
+    assert run.clock.now == 12 * 3  # as slow as the slowest worker
+    assert run.applied == {0: 48}
+
+
+def test_weights_of_departed_workers_return_to_the_diagonal():
+    """Worker 3 leaves at 2.5, so the third and later averages are without it. The mean of the others stays."""
+    run = simulate(policy_of("d_psgd"), delays_of([1.0] * 4), topology=GIVEN, departures={3: 2.5}, train=zero_result)
+    run.server.replicas[:] = torch.tensor([1.0, 2.0, 4.0, 9.0]).view(4, 1)
+    models = torch.tensor([1.0, 2.0, 4.0, 9.0]).double()
+    run.advance(8)
+    all_present = torch.tensor(GIVEN, dtype=torch.float64)
+    models = all_present @ all_present @ models
+    assert same(run.server.replicas[:, 0], models)
+    assert run.clock.dispatcher.policy.moved(run.server, 0, 0) == (2, 2)
+    run.advance(3)
+    present = torch.tensor([[0.7, 0.3, 0.0], [0.3, 0.2, 0.5], [0.0, 0.5, 0.5]], dtype=torch.float64)
+    assert same(run.server.replicas[:3, 0], present @ models[:3])
+    assert run.clock.dispatcher.policy.moved(run.server, 0, 0) == (1, 1)
+    assert run.clock.now == 3.0
+
+
+@pytest.mark.parametrize("buffers", ["average", "local", "frozen"])
+def test_buffers_of_d_psgd(buffers):
+    """Training adds k + 1 to the buffer of worker k, in two steps of two workers with equal weights."""
+    run = simulate(policy_of("d_psgd"), delays_of([2.0, 3.0]), buffers=buffers, global_buffers=[10.0]).advance(4)
+    run.server.policy.publish(run.server)
+    expected = {"average": (11.5 + 11.5 + 1 + 2) / 2, "local": 13.0, "frozen": 10.0}[buffers]
+    assert run.server.shared.server.buffers.tolist() == [expected]
