@@ -258,6 +258,23 @@ def few(root):
     return TensorData(inputs, torch.arange(60) % 3), TensorData(inputs, torch.arange(60) % 3)
 
 
+def clients(root):
+    """8 clients of 3 classes who are named by text: one has no test samples, and 2 more have nothing else."""
+    owners = np.repeat([f"client {k}" for k in (3, 0, 10, 2, 1, 4, 6, 5)], [5, 9, 6, 12, 7, 8, 6, 10])
+    tested = np.repeat([f"client {k}" for k in (9, 5, 0, 10, 8, 2, 1, 4, 6)], [4, 3, 2, 1, 6, 2, 2, 3, 3])
+    parts = (torch.arange(4.0 * len(of)).reshape(-1, 4).add(k).sin() for k, of in enumerate((owners, tested)))
+    return tuple(
+        TensorData(inputs, torch.arange(len(of)) % 3, ids={"client": of})
+        for inputs, of in zip(parts, (owners, tested), strict=True)
+    )
+
+
+def one_table(root):
+    """70 samples of 3 classes of different sizes, without a test part."""
+    targets = torch.arange(70).remainder(7).clamp(max=2)
+    return TensorData(torch.arange(280.0).reshape(70, 4).sin(), targets, ids={"client": np.arange(70) % 9})
+
+
 def tiny_on_rank(root):
     """The data set `tiny` with a changed image on rank 1."""
     train, test = tiny(root)

@@ -100,7 +100,8 @@ class Scheduler:
         """Return the number of mini-batch gradients that a client algorithm computes in a work item."""
         if item.step is not None:
             return 1
-        return algorithm.gradients(self.steps(item), self._schedule.batches_of_all(self._sizes(item.worker)))
+        schedule = self._schedule.of(item.worker, item.round)
+        return algorithm.gradients(self.steps(item), schedule.batches_of_all(self._sizes(item.worker)))
 
     def samples(self, item: WorkItem) -> int:
         """Return the number of samples in all mini-batches of a work item. Repeated samples count each time."""

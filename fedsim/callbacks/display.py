@@ -16,7 +16,7 @@ from fedsim.clients import PersonalModel
 from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.from_data import taken_from_data
-from fedsim.errors import plural, show
+from fedsim.errors import plural, show, show_bytes
 from fedsim.records.checkpoints import CheckpointFolder
 from fedsim.records.formatting import score_text
 from fedsim.records.record import Metric, RoundRecord
@@ -86,6 +86,8 @@ class Display(Callback):
             self._print(f"data: {'; '.join(run.facts.assumed)}")
         if run.facts.topology:
             self._print(line_of(run.facts.topology))
+        for key, noise in run.facts.noise.items():
+            self._print(f"{key} = {noise:g} for privacy.target_epsilon = {run.experiment.privacy.target_epsilon:g}")
         if done:
             self._done = self._before = done
             self._print(f"continuing after round {done} of {self._bar.total}")
@@ -114,6 +116,9 @@ class Display(Callback):
         self._last = result.history[-1]
         if result.stopped and not self._run.ended:
             self._print(f"stopped after round {len(result.history)} of {result.experiment.rounds}: {result.stopped}")
+        if at_top := sum(record.top_bytes or 0 for record in result.history):
+            in_all = sum(record.total_bytes or 0 for record in result.history)
+            self._print(f"{show_bytes(in_all - at_top)} between workers and groups, {show_bytes(at_top)} at the top")
 
     def _finish(self, last: RoundRecord) -> None:
         """Print the final accuracy (or loss) and the time."""
@@ -206,11 +211,10 @@ def headline(run: LiveRun) -> str:
 def _algorithm(experiment: Experiment) -> str:
     """Return a description of the algorithm, such as "weighted_mean of parameters"."""
     policy, clock = experiment.policy, experiment.clock
-    of_graph = {"topology": policy.topology.name} if policy.component.uses_topology else {}
-    params = ", ".join(f"{name} = {value}" for name, value in (of_graph | policy.params).items() if value is not None)
+    params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
     described = f"{policy.name} ({params})" if params else policy.name
     if policy.component.in_rounds:
-        described = f"{experiment.aggregate.label} of {_aggregated(experiment)}"
+        described = f"{experiment.aggregate.label} of {_aggregated(experiment)}{_levels(experiment)}"
     if experiment.local.algorithm != type(experiment.local).model_fields["algorithm"].default:
         described = f"{experiment.local.algorithm}; {described}"
     if experiment.mode == "rounds":
@@ -221,6 +225,16 @@ def _algorithm(experiment: Experiment) -> str:
     if clock.replay_log is not None:
         source = f"order from clock.replay_log = {show(clock.replay_log)}"
     return f"{described} on the virtual clock ({source})"
+
+
+def _levels(experiment: Experiment) -> str:
+    """Return a description of the groups and of the top level, or "" without groups."""
+    if experiment.grouping is None:
+        return ""
+    count, every, attack = experiment.grouping.count, experiment.group_rounds, experiment.top_attack
+    byzantine = f" ({attack.count(count)} of them Byzantine, {attack.name})" if attack.count(count) else ""
+    often = f"every {every} rounds" if every > 1 else "in every round"
+    return f" in {plural(count, 'group')}{byzantine}, {experiment.top_aggregate.label} of the groups {often}"
 
 
 def _aggregated(experiment: Experiment) -> str:

@@ -122,4 +122,5 @@ class Checkpoints(Callback):
         if run.engine.broadcast(self._checkpoints.due(round, last, paused=run.on_request)):
             if run.folder:
                 run.folder.settle()
-            self._checkpoints.write(round, run.state, way=rounding_of(run.facts.how))
+            noise = next(iter(run.facts.noise.values()), None)
+            self._checkpoints.write(round, run.state, way=rounding_of(run.facts.how), noise=noise)

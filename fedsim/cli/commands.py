@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import keyword
-import math
 import platform
 import re
 import sys
@@ -102,15 +101,16 @@ def _check(experiment: Experiment) -> None:
     from fedsim.runs.setup import check_run
 
     with Session() as session:
-        way = check_run(experiment, session, to_run=False).way_of_updates
+        task = check_run(experiment, session, to_run=False)
     for line in warnings_about(experiment):
         warnings.warn(line, SettingWarning, stacklevel=1)
-    if way:
+    if way := task.way_of_updates:
         print(f"# {way}")
-    if experiment.policy.component.uses_topology:
-        facts = experiment.policy.topology.component.facts(experiment.workers, experiment.seed)
+    if facts := experiment.topology_facts:
         print(f"# {line_of(facts)}")
     print(to_toml(experiment), end="")
+    for key, noise in experiment.noise_found(task.experiment).items():
+        print(f"# {key} = {noise:g} for privacy.target_epsilon")
 
 
 def replay(
@@ -156,8 +156,8 @@ def privacy(
     """Show which epsilon an experiment costs, before it runs."""
     with errors_as_lines(quick=True):
         source, overrides = source_and_overrides(words or [], context)
-        if target_epsilon is not None and not 0 < target_epsilon < math.inf:
-            raise ExperimentError(f"--target-epsilon = {target_epsilon:g}: must be greater than 0 and finite")
+        if target_epsilon is not None and not 0 < target_epsilon <= 1e6:
+            raise ExperimentError(f"--target-epsilon = {target_epsilon:g}: must be greater than 0 and at most 1e6")
     with errors_as_lines():
         from fedsim.cli.privacy_plan import privacy_plan
         from fedsim.config.load import load_experiment

@@ -35,12 +35,15 @@ def privacy_plan(experiment: Experiment, target: float | None = None) -> list[tu
     >>> dict(privacy_plan(experiment))["epsilon (pld)"]
     '3.34'
     """
-    releases, delta, rounds = releases_before(experiment), experiment.privacy.delta, experiment.rounds
-    if releases is None:
+    if (releases := releases_before(experiment)) is None:
         raise ExperimentError(
             f"{experiment.privacy.setting}: the experiment has no differential privacy; set "
             "privacy.mechanism=central, or local.algorithm=dp_sgd"
         )
+    target = experiment.privacy.target_epsilon if target is None else target
+    releases = experiment.with_noise(releases).releases(releases.holders)
+    assert releases is not None
+    delta, rounds = experiment.privacy.delta, experiment.rounds
     table = experiment.privacy if experiment.protects == "worker" else experiment.local
     neighbours = NEIGHBOURS[releases.relation].format(unit=experiment.protects)
     sampled = SAMPLED[releases.effective_sampling]

@@ -30,8 +30,8 @@ class AlgorithmOnly(ClientAlgorithm):
             if hasattr(algorithm, name):
                 setattr(self, name, getattr(algorithm, name))
 
-    def with_lr(self, lr: float) -> ClientAlgorithm:
-        return AlgorithmOnly(replace(self.algorithm, lr=lr))
+    def having(self, **values: Any) -> ClientAlgorithm:
+        return AlgorithmOnly(replace(self.algorithm, **values))
 
     def __repr__(self) -> str:
         return repr(self.algorithm)
@@ -80,8 +80,10 @@ class KeptState(AlgorithmOnly):
     def worker_state(self, row: Tensor) -> State:
         return self.algorithm.start(row)
 
-    def with_lr(self, lr: float) -> ClientAlgorithm:
-        return KeptState(self.algorithm.with_lr(lr))
+    def having(self, **values: Any) -> ClientAlgorithm:
+        changed = self._copy()  # without the check that there is a state, which depends on the largest momentum
+        AlgorithmOnly.__init__(changed, self.algorithm.having(**values))  # type: ignore[arg-type]
+        return changed
 
     def __repr__(self) -> str:
         return f"KeptState({self.algorithm!r})"
@@ -133,9 +135,9 @@ class TrainFunction(ClientAlgorithm):
             "None, or the mean training loss as a number"
         )
 
-    def with_lr(self, lr: float) -> ClientAlgorithm:
+    def having(self, **values: Any) -> ClientAlgorithm:
         changed = copy.copy(self)
-        changed._settings = {**self._settings, "lr": lr}
+        changed._settings = {**self._settings, **values}
         return changed
 
     def __repr__(self) -> str:

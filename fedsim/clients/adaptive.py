@@ -65,7 +65,7 @@ class Adam(ClientAlgorithm):
         if self.amsgrad:
             v = torch.maximum(state["largest_v"], v, out=state["largest_v"])
         scale = v.div(averaged_weight(state["v_weight"], self.beta2)).sqrt_().add_(self.eps)
-        rows.addcdiv_(m, scale.mul_(averaged_weight(state["m_weight"], self.beta1)), value=-self.lr)
+        descend(rows, m, scale.mul_(averaged_weight(state["m_weight"], self.beta1)), self.lr)
 
     def decay(self, rows: Tensor, gradients: Tensor) -> None:
         """Apply weight decay before a step, in place: Adam adds it to `gradients`, AdamW multiplies `rows`."""
@@ -101,6 +101,14 @@ class AdamW(Adam):
 
     def decay(self, rows: Tensor, gradients: Tensor) -> None:
         rows.mul_(1 - self.lr * self.weight_decay)
+
+
+def descend(rows: Tensor, direction: Tensor, scale: Tensor, lr: float | Tensor) -> None:
+    """Subtract lr * direction / scale from `rows`, in place. `lr`: a number, or one per worker as a tensor [..., 1]."""
+    if isinstance(lr, Tensor):
+        rows.addcmul_(direction / scale, -lr)
+    else:
+        rows.addcdiv_(direction, scale, value=-lr)
 
 
 def averaged_weight(weight: Tensor, beta: float) -> Tensor:
@@ -155,4 +163,4 @@ class Adagrad(ClientAlgorithm):
             before = state["steps"]
             scale.mul_(before.mul(self.lr_decay).add_(1))
             before.add_(1)
-        rows.addcdiv_(gradients, scale, value=-self.lr)
+        descend(rows, gradients, scale, self.lr)

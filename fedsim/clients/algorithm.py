@@ -203,9 +203,12 @@ class ClientAlgorithm:
         """Return which of the `b` buffer values each worker keeps for itself."""
         return ColumnSpans(((0, b),)) if self.personal_beside else self.personal_buffers
 
-    def with_lr(self, lr: float) -> ClientAlgorithm:
-        """Return a copy of the algorithm with the learning rate `lr`."""
-        return replace(self, lr=lr)  # type: ignore[type-var]
+    def having(self, **values: Any) -> ClientAlgorithm:
+        """Return a copy of the algorithm with other values of the parameters `lr` and `momentum`.
+
+        Each value is a number, or one number per worker as a tensor [k, 1], for `step` on rows [k, d].
+        """
+        return replace(self, **values)  # type: ignore[type-var]
 
     def worker_state(self, row: Tensor) -> State:
         """Return the state that a worker keeps between rounds, before its first round: tensors by name.

@@ -16,6 +16,14 @@ from torch import Tensor
 State = dict[str, Tensor]
 
 
+def add_multiple(tensor: Tensor, other: Tensor, factor: float | Tensor) -> Tensor:
+    """Add `factor` times `other` to `tensor`, in place. Return `tensor`.
+
+    `factor`: a number, or one number per worker as a tensor [..., 1].
+    """
+    return tensor.addcmul_(other, factor) if isinstance(factor, Tensor) else tensor.add_(other, alpha=factor)
+
+
 class OuterProductGrad(NamedTuple):
     """Gradients of a linear layer's weights in k models, stored as two factors: the gradient is left^T right.
 

@@ -14,7 +14,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
-from fedsim.clients.base import OuterProductGrad, State
+from fedsim.clients.base import OuterProductGrad, State, add_multiple
 from fedsim.clients.capabilities import CohortGradient, UpdateCorrection, client_algorithm
 from fedsim.clients.sgd import LocalSGD
 from fedsim.core.numbers import FractionBelowOne
@@ -184,7 +184,8 @@ class MimeLite(ClientAlgorithm):
         return {"momentum": worker.received["momentum"].expand_as(rows).clone()}
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
-        rows.add_(gradients, alpha=-self.lr * (1 - self.beta)).add_(state["momentum"], alpha=-self.lr * self.beta)
+        add_multiple(rows, gradients, -self.lr * (1 - self.beta))
+        add_multiple(rows, state["momentum"], -self.lr * self.beta)
 
     def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
         product.add_to(rows, alpha=-self.lr * (1 - self.beta))
@@ -316,7 +317,7 @@ class Scaffold(ClientAlgorithm):
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         if self.weight_decay:
             gradients.add_(rows, alpha=self.weight_decay)
-        rows.add_(gradients.add_(state["correction"]), alpha=-self.lr)
+        add_multiple(rows, gradients.add_(state["correction"]), -self.lr)
 
     def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
         product.add_to(rows, beta=1 - self.lr * self.weight_decay, alpha=-self.lr)

@@ -7,6 +7,7 @@ and schedulers need not be stored in checkpoints or sent to processes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -195,6 +196,13 @@ class LRSchedule:
                 raise ExperimentError(f"{place}: {one_line(error)}") from error
             known.append(rate)
         return known[position]
+
+    def is_factor(self, round: int, step: int) -> bool:
+        """Whether all rates up to `step` of `round` are the initial learning rate times factors."""
+        self.rate(1.0, round, step)
+        self.rate(2.0, round, step)
+        pairs = zip(self._known[1.0][0], self._known[2.0][0], strict=False)
+        return all(math.isclose(2 * one, two, rel_tol=1e-9) for one, two in pairs)
 
     @cached_property
     def _known(self) -> dict[float, tuple[list[float], Iterator[float]]]:

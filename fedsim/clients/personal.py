@@ -50,9 +50,6 @@ class PersonalSGD(LocalSGD, PersonalModel):
             personal_columns=ColumnSpans.of_entries(parameters), personal_buffers=ColumnSpans.of_entries(buffers)
         )
 
-    def with_lr(self, lr: float) -> ClientAlgorithm:
-        return self._copy(lr=lr)
-
     def worker_state(self, row: Tensor) -> State:
         return {"personal": self.personal_columns.of(row)}
 
@@ -168,13 +165,12 @@ class FedRep(FedPer):
     head_steps: PositiveInt | None = None
 
     def check_work(self, schedule: Schedule, sizes: Mapping[int, int]) -> None:
-        epochs, steps = schedule.least
-        key, minimum = ("epochs", epochs) if steps is None else ("steps", steps)
-        unused_key = "head_steps" if steps is None else "head_epochs"
+        key, unused_key = ("epochs", "head_steps") if schedule.steps is None else ("steps", "head_epochs")
+        minimum = min(getattr(schedule.shortest(worker), key) for worker in sizes)
         if getattr(self, unused_key) is not None:
             raise ExperimentError(f"local.{unused_key}: cannot be combined with local.{key}; use local.head_{key}")
         head = getattr(self, f"head_{key}")
-        if head is not None and minimum is not None and head >= minimum:
+        if head is not None and head >= minimum:
             raise ExperimentError(
                 f"local.head_{key} = {head}: must be less than local.{key} = {minimum}, so that the shared "
                 f"parameters are trained too; use local.{key} = {head + 1} or more"
@@ -195,9 +191,9 @@ class FedRep(FedPer):
         if self.weight_decay:
             gradients.add_(rows, alpha=self.weight_decay)
         gradients.mul_(moving)
-        if self.momentum:
+        if "momentum" in state:
             state["momentum"].mul_(moving)  # so that it is 0 when parameters begin to move
-        LocalSGD(self.lr, self.momentum, nesterov=self.nesterov, dampening=self.dampening).step(rows, gradients, state)
+        self._copy(weight_decay=0.0).step(rows, gradients, state)
 
 
 @client_algorithm("fedbn")

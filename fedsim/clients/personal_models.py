@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
-from fedsim.clients.base import State
+from fedsim.clients.base import State, add_multiple
 from fedsim.clients.capabilities import PersonalModel, UpdateCorrection, client_algorithm
 from fedsim.clients.schedule import Schedule
 from fedsim.clients.sgd import LocalSGD
@@ -66,9 +66,9 @@ class APFL(LocalSGD, PersonalModel):
         personal, alpha = state["personal"], state.get("alpha", self.alpha)
         slope = gradient_at(self.personal_rows(rows, state))
         along_alpha = ((personal - rows) * slope).sum(-1, keepdim=True) if self.adaptive else None
-        personal.sub_(slope.mul_(alpha), alpha=self.lr)
+        add_multiple(personal, slope.mul_(alpha), -self.lr)
         if along_alpha is not None:
-            state["alpha"].sub_(along_alpha, alpha=self.lr).clamp_(0, 1)
+            add_multiple(state["alpha"], along_alpha, -self.lr).clamp_(0, 1)
         self.step(rows, gradients, state)
 
     def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
@@ -122,7 +122,7 @@ class Ditto(LocalSGD, PersonalModel):
         if not self.personal_steps or bool((state["taken"].add_(1) <= self.personal_steps).all()):
             personal = state["personal"]
             slope = gradient_at(personal).add_(personal - state["start"], alpha=self.lam)
-            personal.add_(slope, alpha=-self.lr)
+            add_multiple(personal, slope, -self.lr)
         self.step(rows, gradients, state)
 
     def personal_rows(self, rows: Tensor, worker_state: State) -> Tensor:
@@ -184,7 +184,7 @@ class PerFedAvg(ClientAlgorithm):
     def step_rows(self, rows: Tensor, gradients: Tensor, state: State, gradient_at: GradientAt) -> None:
         x, is_inner = state["x"], state["is_inner"]  # is_inner: whether the row is at x'
         torch.where(is_inner, x, rows, out=x)
-        rates = torch.full_like(rows[..., :1], self.inner_lr).masked_fill_(is_inner, self.lr)
+        rates = torch.where(is_inner, self.lr, torch.full_like(rows[..., :1], self.inner_lr))
         torch.addcmul(x, rates, gradients, value=-1, out=rows)
         is_inner.logical_not_()
 
@@ -237,8 +237,8 @@ class PFedMe(PersonalModel, UpdateCorrection):
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
         return self._copy(has_buffers=bool(Layout.of(module).buffers))
 
-    def with_lr(self, lr: float) -> ClientAlgorithm:
-        return self._copy(lr=lr)
+    def having(self, **values: Any) -> ClientAlgorithm:
+        return self._copy(**values)
 
     @property
     def gradients_per_step(self) -> int:  # type: ignore[override]
@@ -257,7 +257,7 @@ class PFedMe(PersonalModel, UpdateCorrection):
         theta = state["theta"].copy_(rows)
         for inner_step in range(self.inner_steps):
             slope = gradient_at(theta) if inner_step or self.has_buffers else gradients
-            theta.sub_(slope.add_(theta - rows, alpha=self.lam), alpha=self.lr)
+            add_multiple(theta, slope.add_(theta - rows, alpha=self.lam), -self.lr)
         rows.add_(theta - rows, alpha=self.eta * self.lam)
 
     def correct(self, update: Tensor, server: State, workers: float, population: int) -> None:

@@ -2,44 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from fedsim.core.randomness import draw_key, draw_keys
+from fedsim.core.randomness import draw_keys
 
-Numbers: TypeAlias = Any  # an int for one worker, or an int64 array [n] for n workers
+Numbers: TypeAlias = Any  # a number for one worker, or an array [n] for n workers
 
 
 @dataclass(frozen=True)
-class DrawnAmount:
-    """Random number of epochs or steps, drawn uniformly from `values` for each worker and round."""
+class Varying:
+    """Setting whose value differs between workers or rounds.
 
-    values: Sequence[int]
-    seed: int
+    Attributes:
+        form: how the value is chosen. "list": `values` contains one value per worker. "choice": the value is drawn from
+            `values` for each worker and round. "uniform": the value is drawn between the two `values`. "function": the
+            value is `values(worker, round)`.
+        values: list of numbers, or a function.
+        seed: seed of the draws.
+        purpose: name of the draws. Settings with different names are drawn independently.
+        kind: type of the values, int or float.
+
+    >>> from fedsim.clients.schedule import Varying
+    >>> [Varying("uniform", [1, 5]).of(worker, 1) for worker in range(6)]
+    [4, 4, 5, 2, 5, 1]
+    """
+
+    form: Literal["list", "uniform", "choice", "function"]
+    values: Any
+    seed: int = 0
+    purpose: str = "local_work"
+    kind: type = int
 
     def of(self, worker: Numbers, round: Numbers) -> Numbers:
-        """Return the worker's number of epochs or steps in `round`, which depends only on seed, worker and round."""
-        if isinstance(worker, np.ndarray):
-            drawn = draw_keys(self.seed, "local_work", round, worker) % len(self.values)
-            return np.array([self.values[place] for place in drawn.tolist()], dtype=np.int64)
-        return self.values[draw_key(self.seed, "local_work", round, worker) % len(self.values)]
+        """Return the worker's value in `round`, which depends only on the setting, the seed, worker and round."""
+        if not isinstance(worker, np.ndarray):
+            return self.of(np.array([worker]), np.array([round])).item()
+        if self.form == "function":
+            pairs = zip(worker.tolist(), round.tolist(), strict=True)
+            return np.array([self.values(*pair) for pair in pairs], dtype=self.kind)
+        if self.form == "list":
+            return self._table[worker]
+        keys = draw_keys(self.seed, self.purpose, round, worker)
+        if self.form == "choice":
+            return self._table[keys % len(self._table)]
+        low, high = self.values
+        return low + (keys % (high - low + 1) if self.kind is int else (high - low) * (keys / 2**63))
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        return np.array(self.values, dtype=self.kind)
+
+    def possible(self, worker: int) -> Sequence[int]:
+        """Return the integers that `worker` can have, ascending. For a function, only that of round 1."""
+        if self.form == "uniform":
+            return range(self.values[0], self.values[1] + 1)
+        return sorted(set(self.values)) if self.form == "choice" else [self.of(worker, 1)]
+
+    @property
+    def largest(self) -> Any:
+        """Largest value of all workers and rounds. For a function, which has no limit, that of worker 0 in round 1."""
+        return self.of(0, 1) if self.form == "function" else max(self.values)
 
 
-# One number for all workers, one number per worker, or drawn at random. `Schedule.of` returns arrays for many workers.
-Amount = int | tuple[int, ...] | DrawnAmount | np.ndarray
+# One number for all workers, or one that varies. `Schedule.of` returns arrays for many workers.
+Amount = int | Varying | np.ndarray
 
 
 @dataclass(frozen=True)
 class Schedule:
     """How much a worker trains in one round: a number of epochs or of steps, and the batch size.
 
-    If the number is drawn at random for each worker and round, `of` returns the schedule of one worker in one round. A
-    step trains on one batch. The parameters are updated only once per `accumulation_steps` batches:
-    `local_steps` counts these updates, and all other methods count batches. Methods accept numbers of one worker, or
-    int64 arrays [n] of n workers.
+    If a number varies between workers or rounds, `of` returns the schedule of one worker in one round. A step trains on
+    one batch. The parameters are updated only once per `accumulation_steps` batches: `local_steps` counts these
+    updates, and all other methods count batches. Methods accept numbers of one worker, or int64 arrays [n] of n
+    workers.
 
     Attributes:
         batch_size: number of samples per batch.
@@ -48,22 +89,17 @@ class Schedule:
         drop_last: whether an incomplete last batch of an epoch is left out.
         accumulation_steps: number of batches per update of the parameters.
 
-    >>> from fedsim.clients.schedule import DrawnAmount, Schedule
-    >>> schedule = Schedule(batch_size=10, epochs=DrawnAmount(range(1, 6), seed=0))
+    >>> from fedsim.clients.schedule import Schedule, Varying
+    >>> schedule = Schedule(batch_size=10, epochs=Varying("uniform", [1, 5]))
     >>> [schedule.of(worker, round=1).steps_for(n_samples=25) for worker in range(6)]
     [12, 12, 15, 6, 15, 3]
     """
 
-    batch_size: int
+    batch_size: Any  # an Amount
     epochs: Amount | None = 1
     steps: Amount | None = None
     drop_last: bool = False
     accumulation_steps: int = 1
-
-    @property
-    def drawn(self) -> bool:
-        """Whether the amount of work is random, so that it differs between workers and rounds."""
-        return isinstance(self._amount, DrawnAmount)
 
     @property
     def _amount(self) -> Amount:
@@ -72,31 +108,27 @@ class Schedule:
         return amount
 
     @property
-    def least(self) -> tuple[int | None, int | None]:
-        """Minimum number of epochs and minimum number of steps per round, as a pair. One of the two is None."""
-        amount = self._amount
-        values = amount.values if isinstance(amount, DrawnAmount) else np.atleast_1d(amount).tolist()
-        return (min(values), None) if self.steps is None else (None, min(values))
+    def largest_batch(self) -> int:
+        """Number of samples in the largest batch, for estimates and trial runs (see `Varying.largest`)."""
+        return self.batch_size.largest if isinstance(self.batch_size, Varying) else self.batch_size
 
     def of(self, worker: Numbers, round: Numbers) -> Schedule:
-        """Return the schedule of `worker` in `round`, with a fixed number of epochs or steps."""
-        amount = self._amount
-        if isinstance(amount, DrawnAmount):
-            return self._with(amount.of(worker, round))
-        if isinstance(amount, tuple):
-            return self._with(np.array(amount)[worker] if isinstance(worker, np.ndarray) else amount[worker])
-        return self
+        """Return the schedule of `worker` in `round`, with fixed numbers."""
+        return self._with(lambda name, value: value.of(worker, round))
 
     def longest(self, worker: int) -> Schedule:
-        """Return the schedule with the most epochs or steps that `worker` can draw in a round."""
-        return self._with(max(self._amount.values)) if isinstance(self._amount, DrawnAmount) else self.of(worker, 1)
+        """Return the schedule with the most steps that `worker` can have in a round (see `Varying.possible`)."""
+        return self._with(lambda name, value: value.possible(worker)[0 if name == "batch_size" else -1])
 
     def shortest(self, worker: int) -> Schedule:
-        """Return the schedule with the fewest epochs or steps that `worker` can draw in a round."""
-        return self._with(min(self._amount.values)) if isinstance(self._amount, DrawnAmount) else self.of(worker, 1)
+        """Return the schedule with the fewest steps that `worker` can have in a round (see `Varying.possible`)."""
+        return self._with(lambda name, value: value.possible(worker)[-1 if name == "batch_size" else 0])
 
-    def _with(self, amount: Numbers) -> Schedule:
-        return replace(self, epochs=amount) if self.steps is None else replace(self, steps=amount)
+    def _with(self, number_of: Callable[[str, Varying], Numbers]) -> Schedule:
+        """Return the schedule with `number_of(name, value)` instead of each value that varies."""
+        values = {name: getattr(self, name) for name in ("batch_size", "epochs", "steps")}
+        fixed = {name: number_of(name, value) for name, value in values.items() if isinstance(value, Varying)}
+        return replace(self, **fixed) if fixed else self
 
     def samples_per_epoch(self, n_samples: Numbers) -> Numbers:
         """Return how many samples a worker with `n_samples` samples processes in one epoch.
@@ -116,8 +148,7 @@ class Schedule:
     def steps_for(self, n_samples: Numbers) -> Numbers:
         """Return the number of steps per round of a worker with `n_samples` samples."""
         amount: Numbers = self._amount
-        varies = isinstance(amount, (tuple, DrawnAmount))
-        assert not varies, "the amount of work varies; call `of` for the schedule of a worker and a round"
+        assert not isinstance(amount, Varying), "the amount of work varies; call `of` for a worker and a round"
         if self.steps is None:
             return amount * self.batches_per_epoch(n_samples)
         return amount * self.accumulation_steps * (np.ones_like(n_samples) if isinstance(n_samples, np.ndarray) else 1)

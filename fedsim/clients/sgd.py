@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, SampleNoise, WorkerRound
-from fedsim.clients.base import OuterProductGrad, State
+from fedsim.clients.base import OuterProductGrad, State, add_multiple
 from fedsim.clients.capabilities import FeatureLoss, GradientMessage, client_algorithm
 from fedsim.core.numbers import FractionBelowOne
 from fedsim.errors import ExperimentError
@@ -35,6 +35,9 @@ class LocalSGD(ClientAlgorithm):
         if self.nesterov and self.dampening:
             raise ExperimentError("local.nesterov = true: needs local.dampening = 0")
 
+    def having(self, **values: Any) -> ClientAlgorithm:
+        return self._copy(**values)  # momentum 0 of a worker with `nesterov` is no mistake
+
     @property
     def decay(self) -> float:
         """Weight decay: the factor c of the term c w that each step adds to the gradient at the weights w."""
@@ -55,8 +58,8 @@ class LocalSGD(ClientAlgorithm):
         direction = gradients
         if "momentum" in state:
             velocity = self._averaged(state["momentum"], gradients)
-            direction = gradients.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
-        rows.add_(direction, alpha=-self.lr)
+            direction = add_multiple(gradients, velocity, self.momentum) if self.nesterov else velocity
+        add_multiple(rows, direction, -self.lr)
 
     def _averaged(self, velocity: Tensor, gradients: Tensor) -> Tensor:
         return velocity.mul_(self.momentum).add_(gradients, alpha=1 - self.dampening)

@@ -153,7 +153,7 @@ def _draw_panel(panel: Axes, chart: LineChart, lines: Sequence[Line]) -> None:
         mark_values(panel, {label(value): value for value in chart.values})
         return
     prepare_axes(panel, whole_numbers=chart.scale not in ("virtual_seconds", "seconds", "epsilon"))
-    if chart.scale == "bytes":
+    if chart.scale.endswith("bytes"):
         panel.xaxis.set_major_formatter(EngFormatter("B"))
     ends = [mean.x[-1] for mean in drawn.values()]
     if chart.scale != "round" and ends and max(ends) >= LOG_FROM * min(ends) > 0:

@@ -13,6 +13,7 @@ from fedsim.comparison.plan import hint_for
 from fedsim.comparison.results import Comparison, comparison_of, read_records
 from fedsim.comparison.rows import canonical, numeric_axes
 from fedsim.comparison.stored import places_in
+from fedsim.core.attributes import hinting
 from fedsim.core.plotting import STYLES, FigureStyle, save, show_dollars
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
@@ -29,6 +30,7 @@ Kind = Literal["curves", "heatmap"]
 LEAST_INCHES, MOST_INCHES = 1, 30  # limits of width and height; 30 inches are 9,000 pixels in style "paper"
 
 
+@hinting
 def plot(
     source: Source | Sequence[Source],
     *,

@@ -99,6 +99,7 @@ def columns(comparison: ComparedRuns) -> dict[str, Column]:
     by_name[of_workers] = Column(of_workers.replace("_", " "), mean_of(of_workers))
     if by_bytes:
         by_name["bytes"] = Column("MB sent", mean("bytes", _megabytes))
+    by_name["top_bytes"] = Column("MB at the top", mean("top_bytes", _megabytes))
     by_name |= {
         "attack_success": Column("attack success", mean_of("attack_success")),
         "byzantine_weight": Column("Byzantine weight", _byzantine_weight),

@@ -89,14 +89,21 @@ def changes_in(tables: Mapping[str, Any]) -> list[Change]:
     Raises ExperimentError if two changes set the same key.
     """
     changes = [(key.split("."), value) for key, value in leaves_of(tables)]
-    count = Counter(key_changed(*change) for change in changes)
-    lines = [f"{key}: is set twice; remove one of the two" for key in count if count[key] > 1]
+    refuse_repeated(changes)
+    keys_set, lines = {key_changed(*change) for change in changes}, list[str]()
     for keys, value in changes:
-        parents = (".".join(keys[:depth]) for depth in range(1, len(keys)))
-        lines += [f"{'.'.join(keys)} = {show(value)}: {parent} is not a table" for parent in parents if parent in count]
+        parents = keys_set.intersection(".".join(keys[:depth]) for depth in range(1, len(keys)))
+        lines += [f"{'.'.join(keys)} = {show(value)}: {parent} is not a table" for parent in sorted(parents)]
     if lines:
         raise ExperimentError(*lines)
     return changes
+
+
+def refuse_repeated(changes: Iterable[Change]) -> None:
+    """Raise ExperimentError if two changes set the same key."""
+    count = Counter(key_changed(*change) for change in changes)
+    if lines := [f"{key}: is set twice; remove one of the two" for key in count if count[key] > 1]:
+        raise ExperimentError(*lines)
 
 
 class Removed(NamedTuple):
@@ -268,9 +275,7 @@ def _set(description: dict[str, Any], keys: list[str], value: Any) -> None:
     `local.steps`.
     """
     of_component, within = component_table(keys)
-    if (
-        of_component and len(within) == 2 and within[0] in of_component.alternatives
-    ):  # a value such as {uniform = [1, 5]}
+    if of_component and len(within) == 2 and within[1] in ("uniform", "choice"):  # a value such as {uniform = [1, 5]}
         keys, within, value = keys[:-1], within[:1], {within[1]: value}
     if of_component and not within and of_component.is_name(value):
         keys, within = [*keys, of_component.named_by], [of_component.named_by]

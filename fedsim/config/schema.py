@@ -5,12 +5,19 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import is_dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    ValidationError,
+    model_validator,
+)
 from torch import nn
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
@@ -21,17 +28,19 @@ from fedsim.asynchronous.policies.topologies import adjacency_of, is_graph, topo
 from fedsim.byzantine import attack_strategy
 from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, client_algorithm, lr_schedule
 from fedsim.clients.adapters import TrainFunction
+from fedsim.clients.schedule import Varying
 from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.learning_task import LearningTask, LossTask, learning_task
 from fedsim.core.metrics import OutputMetric, metric
 from fedsim.core.numbers import Count, FractionBelowOne, PositiveCount, ProperFraction
-from fedsim.core.objects import Name, ObjectName
-from fedsim.core.registry import Registration
+from fedsim.core.objects import Name, ObjectName, plain
+from fedsim.core.registry import Component, Registration, Registry
 from fedsim.core.suggestions import nearest
+from fedsim.core.validation_errors import explain
 from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
 from fedsim.data.sources import data_table
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import ExperimentError, one_line, show
 from fedsim.loggers import logger
 from fedsim.models import model
 from fedsim.models.base import dimensions_of
@@ -234,28 +243,70 @@ class Sampling(ComponentTable):
     """Probability that a chosen worker drops out and its update is lost."""
 
 
-def _check_work(value: Any) -> Any:
-    """Return `value` if it is an amount of local work: n, [n, ...], {uniform = [low, high]} or {choice = [n, ...]}.
+class Numbers(Table):
+    """Settings of `[local]` that may differ between workers and rounds, for one worker in one round."""
 
-    Raises ValueError otherwise.
+    epochs: PositiveCount = 1
+    steps: PositiveCount = 1
+    batch_size: PositiveCount = 1
+    clip_norm: PositiveFloat = 1.0
+    lr: NonNegativeFloat = 1.0
+    momentum: FractionBelowOne = 0.0
+
+
+worker_function = Registry("function of a worker and a round", inputs=("worker", "round"))
+
+
+def form_of(value: Any) -> tuple[Any, list[Any]]:
+    """Return how a setting is given ("one", "list", "uniform", "choice" or "function"), and its numbers.
+
+    >>> from fedsim.config.schema import form_of
+    >>> form_of(5), form_of([1, 2]), form_of({"uniform": [1, 5]}), form_of("module:function")
+    (('one', [5]), ('list', [1, 2]), ('uniform', [1, 5]), ('function', []))
     """
-    form, values = "one", [value]
-    if isinstance(value, list) and value:
-        form, values = "list", value
-    elif isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), list):
-        ((form, values),) = value.items()
-    if form == "one" and isinstance(value, float) and value < 1:
-        raise ValueError("must be at least 1; for less than an epoch set local.steps")
-    if form not in ("one", "list", "uniform", "choice") or not values or any(type(n) is not int for n in values):
-        raise ValueError("must be an integer, a list of integers, {uniform = [low, high]} or {choice = [n, ...]}")
-    if min(values) < 1 or max(values) >= 2**63:
-        raise ValueError("must be greater than 0" if min(values) < 1 else "must be less than 2^63")
-    if form == "uniform" and not (len(values) == 2 and values[0] <= values[1]):
-        raise ValueError("must be {uniform = [low, high]} with low <= high")
+    if isinstance(value, str) and (":" in value or value.startswith("<")):  # a name of a Python object
+        return "function", []
+    if isinstance(value, dict) and len(value) == 1 and isinstance(numbers := next(iter(value.values())), list):
+        return next(iter(value)), numbers
+    return ("list", value) if isinstance(value, list) else ("one", [value])
+
+
+def _checked_numbers(value: Any, info: Any) -> Any:
+    """Return the value of a key in `Numbers`: a number, or numbers or a function that differ between workers.
+
+    `info`: the key, or information of pydantic with the key. Raises ExperimentError if a number is invalid.
+    """
+    key, (form, numbers) = getattr(info, "field_name", info), form_of(value)
+    if form == "function":
+        return worker_function.get(value, f"local.{key}").name  # an ObjectName for functions of the main script
+    where = f"local.{key} = {show(value)}: must be"
+    if form not in ("one", "list", "uniform", "choice") or not numbers:
+        forms = "a list with one number per worker, {uniform = [low, high]}, {choice = [n, ...]}"
+        raise ExperimentError(f"{where} a number, {forms} or a function of (worker, round)")
+    if key in Local.alternatives and form == "one" and isinstance(value, float) and value < 1:
+        raise ExperimentError(f"{where} at least 1; for less than an epoch set local.steps")
+    for number in numbers:
+        try:
+            Numbers(**{key: number})
+        except ValidationError as error:
+            raise ExperimentError(*explain(error, Numbers, "local")) from None
+    if form == "uniform" and not (len(numbers) == 2 and numbers[0] <= numbers[1]):
+        raise ExperimentError(f"{where} {{uniform = [low, high]}} with low <= high")
     return value
 
 
-LocalWork = Annotated[int | list[int] | dict[str, list[int]], BeforeValidator(_check_work)]
+def _computed(key: str, function: Component, worker: int, round: int) -> Any:
+    """Return the number for `key` that the user's function computes. Raise ExperimentError if it fails."""
+    try:
+        return getattr(Numbers(**{key: plain(function.on({"worker": worker, "round": round}))}), key)
+    except Exception as error:
+        reason = explain(error, Numbers)[0] if isinstance(error, ValidationError) else one_line(error)
+        where = f"local.{key} = {show(function.name)}: worker {worker} in round {round}"
+        raise ExperimentError(f"{where}: {reason}") from error
+
+
+Counts = Annotated[int | list[int] | dict[str, list[int]] | Name, BeforeValidator(_checked_numbers)]
+Norms = Annotated[float | list[float] | dict[str, list[float]] | Name, BeforeValidator(_checked_numbers)]
 
 
 class ServerSchedule(ComponentTable):
@@ -287,27 +338,28 @@ class LocalSchedule(ServerSchedule):
 class Local(ComponentTable):
     """The training of a worker between two synchronizations, for a number of `epochs` or `steps` (not both).
 
-    Both keys accept a number, a list with one number per worker, or a distribution from which a number is drawn for
-    each worker and round: {uniform = [1, 5]} draws an integer from 1 to 5, and {choice = [1, 5, 20]} draws one of the
-    listed numbers.
+    `epochs`, `steps`, `batch_size`, `clip_norm` and the parameters `lr` and `momentum` of client algorithms accept a
+    number, a list with one number per worker, or a distribution from which a number is drawn for each worker and round:
+    {uniform = [1, 5]} draws between 1 and 5, and {choice = [1, 5, 20]} draws one of the listed numbers. They also
+    accept a function of (worker, round), in a file as "module:function". Rounds are counted from 1.
     """
 
     place, named_by, registry = "local", "algorithm", client_algorithm
     alternatives = ("epochs", "steps")
 
     algorithm: Name = "sgd"
-    epochs: LocalWork | None = None
+    epochs: Counts | None = None
     """Number of epochs over the worker's shard in each round. Unset: 1, unless `steps` is set."""
-    steps: LocalWork | None = None
+    steps: Counts | None = None
     """Number of steps of the client algorithm in each round, instead of epochs."""
-    batch_size: PositiveCount = 10
+    batch_size: Counts = 10
     """Number of samples in a batch."""
     drop_last: bool = False
     """Whether to drop the last batch of an epoch if it is smaller than `batch_size`. A shard that is smaller than one
     batch is still used as one batch."""
     accumulation_steps: PositiveCount = 1
     """Number of batches whose mean gradient is used for one step. The last step of a round may use fewer batches."""
-    clip_norm: PositiveFloat | None = None
+    clip_norm: Norms | None = None
     """Maximum L2 norm of a worker's gradient. Larger gradients are scaled down before weight decay and momentum. Unset:
     no clipping."""
     trainable: list[str] = Field(default=[])
@@ -316,16 +368,17 @@ class Local(ComponentTable):
     keep_state: bool = False
     """Whether a worker keeps the state of its client algorithm (momentum, ...) between its rounds."""
     schedule: LocalSchedule = LocalSchedule()
-    """Schedule of the parameter `lr` of the client algorithm."""
+    """Schedule of the parameter `lr` of the client algorithm. It multiplies rates that differ between workers."""
 
     @cached_property
     def component(self) -> ClientAlgorithm:
-        """Client algorithm with its parameters, not yet adapted to a model by `for_model`."""
-        registration = self.registration
+        """Client algorithm with its parameters, not yet adapted to a model by `for_model`.
+
+        Parameters that differ between workers have their largest value.
+        """
+        registration, params = self.registration, {**self.params, **self.largest}
         algorithm = (
-            TrainFunction(registration, self.params)
-            if registration.takes
-            else as_algorithm(registration.bind(self.params))
+            TrainFunction(registration, params) if registration.takes else as_algorithm(registration.bind(params))
         )
         return KeptState(algorithm) if self.keep_state else algorithm
 
@@ -337,8 +390,41 @@ class Local(ComponentTable):
     @property
     def most_work(self) -> int:
         """Largest number of epochs, or of steps, that a worker trains in a round."""
-        amount: Any = self.epochs if self.steps is None else self.steps
-        return max(next(iter(amount.values())) if isinstance(amount, dict) else np.atleast_1d(amount).tolist())
+        return max(form_of(self.epochs if self.steps is None else self.steps)[1])
+
+    @cached_property
+    def varying(self) -> dict[str, tuple[Any, list[Any]]]:
+        """Settings whose values differ between workers or rounds, by key, with their numbers (see `form_of`)."""
+        fields = {**self.registration.parameters.model_fields, **type(self).model_fields}
+        keys = [key for key in Numbers.model_fields if key in fields and hasattr(self, key)]
+        own = [key for key in keys if key in self.params and fields[key].annotation not in (float, int, Any)]
+        forms = {key: form_of(getattr(self, key)) for key in keys if key not in own}  # without lists of a parameter
+        return {key: form for key, form in forms.items() if form[0] != "one"}
+
+    @property
+    def largest(self) -> dict[str, Any]:
+        """The largest numbers of the parameters that vary, by name. Functions have no limit, so they count as 0.5."""
+        return {key: max(numbers, default=0.5) for key, (_, numbers) in self.varying.items() if key in self.params}
+
+    def check_parameters(self) -> None:
+        params, varying = self.params, self.varying
+        given = {key: _checked_numbers(params[key], key) for key in varying if key in params}
+        for changes in [{key: number} for key in given for number in dict.fromkeys(varying[key][1])] or [{}]:
+            params.update({**self.largest, **changes})
+            super().check_parameters()
+        params.update(given)
+
+    def amount(self, key: str, seed: int) -> Any:
+        """Return the value of a setting, or a `Varying` if it differs between workers or rounds.
+
+        `key` is one of `Numbers`. `seed` is that of the experiment.
+        """
+        if key not in self.varying:
+            return getattr(self, key, None)
+        (form, numbers), kind = self.varying[key], type(getattr(Numbers(), key))
+        function = Component.of(worker_function.get(getattr(self, key)), {}) if form == "function" else None
+        values = numbers if function is None else partial(_computed, key, function)
+        return Varying(form, values, seed, "local_work" if key in self.alternatives else f"local_{key}", kind)
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -348,28 +434,21 @@ class Local(ComponentTable):
         return table if keys_set else {**table, "epochs": 1}
 
 
-class Attack(ComponentTable):
-    """The attack, and the Byzantine workers."""
+class TopAttack(ComponentTable):
+    """The attack of Byzantine groups, which replaces what they send to the top level. Needs `groups`."""
 
-    place, named_by, registry = "attack", "name", attack_strategy
+    place, named_by, registry = "top_attack", "name", attack_strategy
     alternatives = ("f", "fraction", "workers")
 
     name: Name = "none"
     f: Count | None = None
-    """Number of Byzantine workers, which are drawn at random."""
+    """Number of Byzantine workers (in `top_attack`: groups), which are drawn at random."""
     fraction: FractionBelowOne = 0.0
-    """Fraction of Byzantine workers, instead of a number. The number is rounded down."""
+    """Fraction of Byzantine workers (or groups), instead of a number. The number is rounded down."""
     workers: list[Count] | None = None
-    """IDs of the Byzantine workers, instead of a number."""
-    resample: bool = False
-    """Whether the Byzantine workers are drawn again in each round."""
-    by_class: Count | None = None
-    """Class label. The Byzantine workers are those with the most samples of this class."""
+    """IDs of the Byzantine workers (or groups), instead of a number."""
     start_round: PositiveCount = 1
-    """First round with an attack. In earlier rounds the Byzantine workers follow the protocol."""
-    compressed: bool = False
-    """Whether the attackers' updates pass through `processors` like those of honest workers. Otherwise attackers see
-    the processed updates, and send theirs unprocessed. Attacks on data only are always processed."""
+    """First round with an attack. In earlier rounds the Byzantine workers (or groups) follow the protocol."""
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -385,27 +464,33 @@ class Attack(ComponentTable):
         return int(self.fraction * n_workers + 1e-9) if self.workers is None else len(self.workers)
 
 
-class Aggregate(ComponentTable):
-    """How the updates of a cohort are aggregated into one update."""
+class Attack(TopAttack):
+    """The attack, and the Byzantine workers."""
 
-    place, named_by, registry = "aggregate", "rule", rule
+    place = "attack"
+
+    resample: bool = False
+    """Whether the Byzantine workers are drawn again in each round."""
+    by_class: Count | None = None
+    """Class label. The Byzantine workers are those with the most samples of this class."""
+    compressed: bool = False
+    """Whether the attackers' updates pass through `processors` like those of honest workers. Otherwise attackers see
+    the processed updates, and send theirs unprocessed. Attacks on data only are always processed."""
+
+
+class TopAggregate(ComponentTable):
+    """How the models of the groups are aggregated into the global model every `group_rounds` rounds. Needs `groups`."""
+
+    place, named_by, registry = "top_aggregate", "rule", rule
 
     rule: Name | list[Name | dict[str, Any]] = "weighted_mean"
     """Aggregation rule, or a list of pre-aggregators and a rule. Each is a name or a table {rule, parameters}."""
     f: Count | None = None
     """Number of Byzantine updates that the rule must tolerate, for rules with this parameter. Unset: true number."""
-    weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegativeFloat] | None = None
-    """Weights of the workers: equal (`uniform`), proportional to sample counts (`samples`), sample fractions divided by
-    the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` for
-    rules that require weights, otherwise `uniform`, also with noise of the server (`privacy.mechanism`)."""
-    nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"
-    """Treatment of updates with NaN or infinity. `error`: the run ends with an error. `stop`: the run ends with the
-    last finite model. `exclude`: these updates are left out and recorded. `keep`: they are aggregated."""
-    secure: bool = False
-    """Whether the experiment is restricted to what secure aggregation allows: the server learns only the sum of the
-    updates. Secure aggregation itself is not simulated."""
-    root_samples: PositiveCount = 100
-    """Number of training samples that the server holds, for rules that use its gradient (`fltrust`)."""
+    weights: Literal["uniform", "samples"] | list[NonNegativeFloat] | None = None
+    """Weights of the groups: equal (`uniform`), proportional to the samples of the updates that a group has averaged
+    since it last received the global model (`samples`), or a list. Unset: `samples` for rules that require weights,
+    otherwise `uniform`."""
 
     @classmethod
     def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
@@ -417,7 +502,7 @@ class Aggregate(ComponentTable):
         stages = [{"rule": registration.name, **_without_f(params)} for registration, params in resolved]
         if isinstance(rule, str):
             return {**stages[0], **settings, "rule": stages[0]["rule"]}
-        tables = [as_table(stage, "aggregate.rule") for stage in rule]
+        tables = [as_table(stage, f"{cls.place}.rule") for stage in rule]
         stages = [{**stage, **table, "rule": stage["rule"]} for stage, table in zip(stages, tables, strict=True)]
         return {**settings, "rule": stages}
 
@@ -427,7 +512,7 @@ class Aggregate(ComponentTable):
     @classmethod
     def _resolve(cls, rule: Any, params: dict[str, Any], f: int | None) -> list[tuple[Registration, dict[str, Any]]]:
         if not isinstance(rule, (str, list)):
-            raise ExperimentError(f"aggregate.rule = {show(rule)}: must be a name, or a list of names and tables")
+            raise ExperimentError(f"{cls.place}.rule = {show(rule)}: must be a name, or a list of names and tables")
         return resolve(rule, params, cls.place, list(cls.model_fields), {"f": f or 0})
 
     def pipeline(self, f: int) -> Pipeline:
@@ -444,6 +529,25 @@ class Aggregate(ComponentTable):
     def label(self) -> str:
         """Name of the rule, such as `nnm + trimmed_mean`."""
         return self.pipeline(0).name
+
+
+class Aggregate(TopAggregate):
+    """How the updates of a cohort, or of the members of each group, are aggregated into one update."""
+
+    place = "aggregate"
+
+    weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegativeFloat] | None = None  # type: ignore[assignment]
+    """Weights of the workers: equal (`uniform`), proportional to sample counts (`samples`), sample fractions divided by
+    the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` for
+    rules that require weights, otherwise `uniform`, also with noise of the server (`privacy.mechanism`)."""
+    nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"
+    """Treatment of updates with NaN or infinity. `error`: the run ends with an error. `stop`: the run ends with the
+    last finite model. `exclude`: these updates are left out and recorded. `keep`: they are aggregated."""
+    secure: bool = False
+    """Whether the experiment is restricted to what secure aggregation allows: the server learns only the sum of the
+    updates. Secure aggregation itself is not simulated."""
+    root_samples: PositiveCount = 100
+    """Number of training samples that the server holds, for rules that use its gradient (`fltrust`)."""
 
 
 def _without_f(params: dict[str, Any]) -> dict[str, Any]:
@@ -476,14 +580,32 @@ class Privacy(ComponentTable):
     """Differential privacy: how updates are clipped and get noise, and how epsilon is computed."""
 
     place, named_by, registry = "privacy", "mechanism", privacy_mechanism
+    alternatives = ("noise", "target_epsilon")
 
     mechanism: Name = "none"
+    target_epsilon: Annotated[PositiveFloat, Field(le=1e6)] | None = None
+    """Epsilon after all `rounds`, instead of `noise` (of `local.noise` with `dp_sgd`): the noise is the smallest
+    multiplier of three digits that is enough, and recorded in `environment.json`."""
     delta: ProperFraction = 1e-5
     """Delta of (epsilon, delta)-differential privacy. Choose a delta below 1 / (number of workers). With `dp_sgd`,
     choose it below 1 / (number of samples)."""
     accountant: Literal["rdp", "pld"] = "rdp"
     """How epsilon is computed: by Renyi differential privacy (`rdp`), or by privacy loss distributions (`pld`), which
     are tighter, slower, and do not support cohorts of fixed size drawn without replacement."""
+
+    @classmethod
+    def completed(cls, table: dict[str, Any]) -> dict[str, Any]:
+        if all(table.get(key) is not None for key in cls.alternatives):
+            raise cls.not_both()
+        return table
+
+    def check_parameters(self) -> None:
+        awaits_noise = self.target_epsilon is not None and "noise" in self.registration.parameter_names
+        if awaits_noise:
+            self.params["noise"] = 1.0  # any valid value, to check the other parameters
+        super().check_parameters()
+        if awaits_noise:
+            self.params["noise"] = None  # until it is found
 
     @cached_property
     def component(self) -> Mechanism:

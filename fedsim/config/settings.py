@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, PositiveFloat
 
 from fedsim.aggregation import Pipeline
@@ -20,11 +22,16 @@ from fedsim.config.schema import matching
 from fedsim.core.base_table import Table
 from fedsim.core.numbers import Count, PositiveCount
 from fedsim.core.objects import Name
+from fedsim.core.randomness import draw_key
 from fedsim.errors import MAX_NAME, show
 from fedsim.privacy import Releases
 from fedsim.processes.hooks import CommunicationHook
 from fedsim.processing import UpdateProcessor
+from fedsim.server.groups import Groups
 from fedsim.system.precision import PRECISIONS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Weighting = Literal["uniform", "samples", "inverse_probability"] | list[float]
 
@@ -42,9 +49,16 @@ class Settings(Table):
     rounds: PositiveCount = 10
     """Number of rounds."""
     workers: PositiveCount = 4
-    """Number of workers. Unset with a partition by owners (`natural`) or a given one (`given`): one for each shard."""
+    """Number of workers. Unset with a partition by owners (`natural`) or a given one (`given`): one for each shard.
+    Unset with `groups`: one for each entry of the list, or 4 in each group."""
     cohort: PositiveCount | None = None
     """Number of workers that take part in each round. Unset: all workers."""
+    groups: PositiveCount | list[Count] | Name | None = None
+    """Groups of workers with a model of their own (Hier-FAVG, Liu et al. 2020): the number of groups of consecutive
+    workers, a list with the group of each worker, or a function that returns this list for a number of workers. In each
+    round, the rule `aggregate` averages within each group. Unset: no groups."""
+    group_rounds: PositiveCount = 1
+    """Number of rounds after which the models of the groups are aggregated into the global model, with `groups`."""
     engine: Name = DEFAULT_ENGINE
     """How workers are trained: one after another (`serial`), in several processes (`processes`, or `spawn`, which never
     forks), stacked into batched operations (`batched`), on the ranks of a launcher (`distributed`), or by an engine
@@ -101,6 +115,8 @@ class Settings(Table):
     distributed: schema.Distributed = schema.Distributed()
     attack: schema.Attack = schema.Attack()
     aggregate: schema.Aggregate = schema.Aggregate()
+    top_aggregate: schema.TopAggregate = schema.TopAggregate()
+    top_attack: schema.TopAttack = schema.TopAttack()
     privacy: schema.Privacy = schema.Privacy()
     server: schema.Server = schema.Server()
     policy: schema.AsyncPolicy = schema.AsyncPolicy()
@@ -134,6 +150,33 @@ class Settings(Table):
     def rule(self) -> Pipeline:
         """Aggregation rule with its parameters."""
         return self.aggregate.pipeline(self.f)
+
+    @cached_property
+    def grouping(self) -> Groups | None:
+        """Groups of the workers, or None without groups."""
+        return None if self.groups is None else Groups.of(self.groups, self.workers)
+
+    def f_of_groups(self, byzantine: Collection[int]) -> list[int]:
+        """Return the number of Byzantine updates that the rule must tolerate in each group.
+
+        `byzantine` are the Byzantine workers of all rounds; empty if they are drawn in each round or not known yet.
+        """
+        assert self.grouping is not None
+        sizes, count = self.grouping.sizes, self.attack.count(self.workers)
+        inside = np.bincount(self.grouping.of_workers([*byzantine]), minlength=len(sizes)) if byzantine else count
+        given = self.aggregate.f
+        return (
+            np.minimum(inside, np.minimum(sizes, self.cohort_size)) if given is None else 0 * sizes + given
+        ).tolist()
+
+    @cached_property
+    def top(self) -> Settings:
+        """The experiment of the top level, whose workers are the groups."""
+        assert self.grouping is not None
+        aggregate = {**self.top_aggregate.model_dump(), "nonfinite": self.aggregate.nonfinite}
+        tables = {"aggregate": schema.Aggregate(**aggregate), "attack": schema.Attack(**self.top_attack.model_dump())}
+        sizes = {"workers": self.grouping.count, "cohort": None, "groups": None, "sampling": schema.Sampling()}
+        return self.model_copy(update={"seed": draw_key(self.seed, "top"), "processors": [], **sizes, **tables})
 
     @property
     def chain(self) -> list[UpdateProcessor]:
@@ -182,6 +225,36 @@ class Settings(Table):
             return releases if mechanism.active else None
         return replace(releases, noise=sample_noise.noise, per_round=self.local.most_work, holders=holders)
 
+    def with_noise(self, releases: Releases | None) -> Self:
+        """Return the experiment with the noise for `privacy.target_epsilon`, if it is set, in place of this key.
+
+        `releases` are the noisy sums of each round. Raises ExperimentError if no noise is enough.
+        """
+        privacy = self.privacy
+        if privacy.target_epsilon is None or releases is None:
+            return self
+        noise = releases.noise_for(privacy.target_epsilon, self.rounds, privacy.delta, privacy.accountant)
+        experiment = self.at_noise(noise)
+        experiment.privacy.component.check(self.expected_updates)
+        return experiment
+
+    def at_noise(self, noise: float) -> Self:
+        """Return the experiment with a noise multiplier in place of `privacy.target_epsilon`."""
+        experiment = self.model_copy(update={"privacy": self.privacy.model_copy(update={"target_epsilon": None})})
+        table = getattr(experiment, self.noise_table).model_copy(update={"noise": noise})
+        return experiment.model_copy(update={self.noise_table: table})
+
+    @property
+    def noise_table(self) -> Literal["privacy", "local"]:
+        """Table with the noise multiplier."""
+        return "privacy" if self.protects == "worker" else "local"
+
+    def noise_found(self, private: Settings) -> dict[str, float]:
+        """Return the noise multiplier that `private` has for `privacy.target_epsilon` by its key, or {} without one."""
+        if self.privacy.target_epsilon is None:
+            return {}
+        return {f"{self.noise_table}.noise": getattr(private, self.noise_table).params["noise"]}
+
     @property
     def nonfinite(self) -> Literal["error", "exclude", "keep"]:
         """How a round treats rows with NaN or infinity: `aggregate.nonfinite`, but "error" if the setting is "stop"."""
@@ -191,6 +264,12 @@ class Settings(Table):
     def in_rounds(self) -> bool:
         """Whether the experiment has synchronous rounds, in which all workers of a cohort start together."""
         return self.policy.component.in_rounds
+
+    @property
+    def topology_facts(self) -> dict[str, Any]:
+        """Facts about the graph of workers, such as its spectral gap. Empty for a policy without a graph."""
+        graph = self.policy.topology.component if self.policy.component.uses_topology else None
+        return graph.facts(self.workers, self.seed) if graph else {}
 
     @property
     def sends_gradients(self) -> bool:
@@ -227,6 +306,7 @@ class Settings(Table):
             self.local.setting: (isinstance(self.local.component, CohortGradient), "local.algorithm=scaffold"),
             f"local.k = {self.local.component.clusters}": (self.local.component.clusters > 1, "local.k=1"),
             self.policy.setting: (not self.in_rounds, "policy=sync"),
+            "groups": (self.groups is not None, "no groups"),
             "records.updates": (bool(self.records.updates), "records.updates=[]"),
         }
         return next(((setting, remedy) for setting, (holds, remedy) in settings.items() if holds), None)
@@ -239,8 +319,11 @@ class Settings(Table):
 
     @property
     def local_lr(self) -> float | None:
-        """Learning rate of the client algorithm, or None if the algorithm has no parameter `lr`."""
-        return self.local.params.get("lr")
+        """Learning rate of the client algorithm, or None if it has no parameter `lr`. 1 if it differs between workers.
+
+        The rates of `local_lr_at` are then factors of the workers' learning rates.
+        """
+        return 1.0 if "lr" in self.local.varying else self.local.params.get("lr")
 
     @cached_property
     def local_schedule(self) -> LRSchedule | None:

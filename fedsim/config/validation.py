@@ -14,7 +14,7 @@ from fedsim.asynchronous.policies import Policy
 from fedsim.clients import CohortGradient, LRSchedule, UpdateCorrection, exchanges, needs_local_steps
 from fedsim.clients.adapters import TrainFunction
 from fedsim.config.engines import SETTINGS_OF_ENGINES, traits_of
-from fedsim.config.schema import DIRECTIONS, OWN, Clock
+from fedsim.config.schema import DIRECTIONS, OWN, Clock, TopAttack
 from fedsim.config.settings import Settings
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.learning_task import correct_of
@@ -41,7 +41,7 @@ def problems_with(experiment: Settings) -> list[str]:
     lines = [
         *_check_sizes(experiment),
         *_check_engine(experiment),
-        *_check_worker_tests(experiment),
+        *check_worker_tests(experiment),
         *_check_sync(experiment),
         *_check_local_work(experiment, policy),
         *_check_mode(experiment, policy),
@@ -49,6 +49,7 @@ def problems_with(experiment: Settings) -> list[str]:
         *_check_workers(experiment),
         *_check_privacy(experiment),
         *_check_secure(experiment),
+        *_check_groups(experiment),
         *(() if experiment.in_rounds or experiment.mode == "rounds" else _check_policy(experiment, policy)),
     ]
     sizes = experiment.cohort_size, experiment.seed, experiment.rounds
@@ -57,11 +58,12 @@ def problems_with(experiment: Settings) -> list[str]:
         partial(experiment.sampling.component.check, experiment.workers, experiment.cohort_size),
         partial(policy.check, experiment.cohort_size),
         *([partial(experiment.policy.topology.component.check, *sizes)] if policy.uses_topology else []),
-        partial(experiment.privacy.component.check, experiment.expected_updates),
         partial(check_order, experiment.chain, "processors"),
         partial(check_order, experiment.broadcast_chain, "broadcast"),
-        partial(experiment.rule.dry_run, experiment.cohort_size, experiment.local_lr),
+        *_checks_of_rules(experiment),
     ]
+    if experiment.privacy.target_epsilon is None:  # otherwise the noise is not known yet
+        component_checks.append(partial(experiment.privacy.component.check, experiment.expected_updates))
     for check in () if lines else component_checks:
         try:
             check()
@@ -192,6 +194,12 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
         (keeps_state, "workers without state", {"worker_state_memory"}),
         (not isinstance(algorithm, TrainFunction), function, by_function),
         (attack.count(experiment.workers), f"no Byzantine workers ({_why_no_attackers(experiment)})", of_attack),
+        (experiment.groups, "groups unset", {"group_rounds", "top_aggregate", "top_attack"}),
+        (
+            not experiment.groups or experiment.top_attack.count(experiment.top.workers),
+            "no Byzantine groups (set top_attack.f)",
+            {"top_attack.name", "top_attack.start_round"},
+        ),
         (experiment.processors, "processors unset", {"attack.compressed"}),
         (attack.fraction or attack.f, "attack.f and attack.fraction unset", {"attack.resample", "attack.by_class"}),
         (experiment.model.lora.rank, "model.lora.rank=0", {"model.lora.alpha", "model.lora.targets"}),
@@ -251,7 +259,8 @@ def problem_with_worker_tests(experiment: Settings) -> str | None:
     return None if experiment.data.local_test_fraction else LACKS_LOCAL_TESTS
 
 
-def _check_worker_tests(experiment: Settings) -> Iterator[str]:
+def check_worker_tests(experiment: Settings) -> Iterator[str]:
+    """Yield an error line for each setting with which the workers of an experiment cannot be tested as it demands."""
     every, where = (
         experiment.worker_evaluation.every,
         f"data.local_test_fraction = {experiment.data.local_test_fraction}",
@@ -309,21 +318,23 @@ def _check_sync(experiment: Settings) -> Iterator[str]:
 
 def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
     local, rule, policy_setting = experiment.local, experiment.rule, experiment.policy.setting
-    key = "epochs" if local.steps is None else "steps"
-    amount = getattr(local, key)
-    where = f"local.{key} = {show(amount)}"
-    if isinstance(amount, list) and len(amount) != experiment.workers:
-        yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(amount)}"
-    if isinstance(amount, list) and rule.accepts("root"):
-        yield (
-            f"{where}: has one number per worker, but with the rule {rule.name} the server also trains; use one "
-            "number for all"
-        )
-    if isinstance(amount, dict) and not experiment.in_rounds and policy.work == "gradient":
-        yield (
-            f"{where}: is drawn in each round, but {policy_setting} has no rounds, because workers send every "
-            "gradient; use one number"
-        )
+    mode, sends_gradients = (f"sync={experiment.sync}", experiment.rounds_of_gradients > 0)
+    if not experiment.in_rounds:
+        mode, sends_gradients = policy_setting, experiment.sends_gradients
+    private = local.component.sample_noise is not None
+    for key, (form, numbers) in local.varying.items():
+        where = f"local.{key} = {show(getattr(local, key))}"
+        if form == "list" and len(numbers) != experiment.workers:
+            yield f"{where}: must be {experiment.workers} numbers, one per worker, not {len(numbers)}"
+        reasons = {
+            f"with the rule {rule.name} the server also trains": rule.accepts("root") and form in ("list", "function"),
+            f"the rule {rule.name} needs one learning rate": key == "lr" and rule.accepts("local_lr"),
+            f"with {mode} all steps have the same {key}": key in local.params and sends_gradients,
+            f"{mode} has no rounds, because workers send every gradient": form != "list" and experiment.sends_gradients,
+            "privacy depends on the largest number": form == "function" and key in local.alternatives and private,
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+            yield f"{where}: differs between workers or rounds, but {reason}; use one number for all"
     reasons = {
         f"with sync={experiment.sync} the gradients of each batch are averaged": experiment.rounds_of_gradients,
         "only works with synchronous rounds": not experiment.in_rounds,
@@ -331,6 +342,8 @@ def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
         f"{show(local.algorithm)} adds noise to each batch": local.component.sample_noise is not None,
     }
     by_function = isinstance(experiment.local.component, TrainFunction)
+    if by_function and experiment.task.params.get("class_weights"):
+        yield f"task.class_weights: {experiment.local.setting} computes the loss itself; omit it"
     reason = next((reason for reason, holds in reasons.items() if holds), "")
     if local.accumulation_steps > 1 and not by_function and reason:
         yield f"local.accumulation_steps = {local.accumulation_steps}: {reason}; use a larger local.batch_size"
@@ -340,6 +353,27 @@ def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
     for schedule in (experiment.local_schedule, experiment.server_schedule):
         if schedule is not None and not experiment.in_rounds:
             yield f"{schedule.place}: does not apply to asynchronous policies, whose workers share no rounds; omit it"
+
+
+def _checks_of_rules(experiment: Settings) -> Iterator[Callable[[], object]]:
+    """Yield a check for each number of updates that a rule may have to aggregate in a full cohort."""
+    cohort, lr, groups = experiment.cohort_size, experiment.local_lr, experiment.grouping
+    if groups is None:
+        yield partial(experiment.rule.dry_run, cohort, lr)
+        return
+    numbers = zip(groups.sizes.tolist(), experiment.f_of_groups(experiment.byzantine), strict=True)
+    cases = {(min(size, cohort), f): group for group, (size, f) in reversed([*enumerate(numbers)])}
+    for (size, f), group in cases.items():
+        yield partial(_in_place, f"group {group}", partial(experiment.aggregate.pipeline(f).dry_run, size, lr))
+    yield partial(_in_place, "top_aggregate", partial(experiment.top.rule.dry_run, groups.count, lr))
+
+
+def _in_place(place: str, check: Callable[[], object]) -> None:
+    """Run a check. In the lines of its ExperimentError, say where the problem is."""
+    try:
+        check()
+    except ExperimentError as error:
+        raise ExperimentError(*(f"{place}: {line}" for line in error.lines)) from None
 
 
 def _checks_of_schedules(experiment: Settings) -> Iterator[Callable[[], object]]:
@@ -354,9 +388,8 @@ def _checks_of_schedules(experiment: Settings) -> Iterator[Callable[[], object]]
             raise ExperimentError(line) from None
 
     if schedule := experiment.local_schedule:
-        yield partial(
-            check, schedule, local.component.with_lr, local.params, f"the client algorithm {show(local.algorithm)}"
-        )
+        owner = f"the client algorithm {show(local.algorithm)}"
+        yield partial(check, schedule, local.component.having, local.params | local.largest, owner)
     if schedule := experiment.server_schedule:
         owner = f"the server optimizer {show(server.name)}"
         yield partial(check, schedule, partial(replace, server.component), server.params, owner)
@@ -414,16 +447,10 @@ def _check_numbers_of_tests(experiment: Settings) -> Iterator[str]:
 def _check_workers(experiment: Settings) -> Iterator[str]:
     """Yield an error line for each invalid setting of Byzantine workers, aggregation weights and cohort sampling."""
     workers, attack, weights = experiment.workers, experiment.attack, experiment.aggregate.weights
-    listed, count, strategy = attack.workers or [], attack.count(workers), experiment.sampling.component
-    if len(set(listed)) < len(listed) or any(worker >= workers for worker in listed):
-        yield f"attack.workers = {show(listed)}: must be distinct worker IDs from 0 to {workers - 1}"
-    elif count >= workers:
-        key = "workers" if attack.f is None else "f"
-        yield f"attack.{key} = {show(getattr(attack, key))}: must be fewer than {workers}, the number of workers"
+    strategy = experiment.sampling.component
+    yield from _check_attackers(attack, workers, "worker", experiment.rounds)
     if attack.resample and attack.by_class is not None:
         yield f"attack.by_class = {attack.by_class}: does not work with attack.resample; remove one of the two"
-    if attack.start_round > experiment.rounds:
-        yield f"attack.start_round = {attack.start_round}: must be at most {experiment.rounds}, the number of rounds"
     if isinstance(weights, list) and len(weights) != workers:
         yield f"aggregate.weights = {show(weights)}: must be {workers} numbers, one per worker, not {len(weights)}"
     elif isinstance(weights, list) and weights.count(0) >= experiment.cohort_size:
@@ -436,12 +463,85 @@ def _check_workers(experiment: Settings) -> Iterator[str]:
         )
 
 
+def _check_attackers(attack: TopAttack, n: int, noun: str, rounds: int) -> Iterator[str]:
+    """Yield an error line for each invalid choice of attackers among n workers or groups, which are called `noun`."""
+    listed, count, place = attack.workers or [], attack.count(n), attack.place
+    if len(set(listed)) < len(listed) or any(each >= n for each in listed):
+        yield f"{place}.workers = {show(listed)}: must be distinct {noun} IDs from 0 to {n - 1}"
+    elif count >= n:
+        key = "workers" if attack.f is None else "f"
+        yield f"{place}.{key} = {show(getattr(attack, key))}: must be fewer than {n}, the number of {noun}s"
+    if attack.start_round > rounds:
+        yield f"{place}.start_round = {attack.start_round}: must be at most {rounds}, the number of rounds"
+
+
+def _check_groups(experiment: Settings) -> Iterator[str]:
+    """Yield an error line for each setting that does not work with groups."""
+    if experiment.groups is None:
+        return
+    try:
+        count = experiment.grouping.count  # type: ignore[union-attr]
+    except ExperimentError as error:
+        yield from error.lines
+        return
+    where, algorithm, top = f"groups = {show(experiment.groups)}", experiment.local.component, experiment.top
+    rounds, every, strategy = experiment.rounds, experiment.group_rounds, experiment.sampling.component
+    row = torch.zeros(2)
+    if not experiment.in_rounds:
+        yield f"{where}: needs synchronous rounds, which {experiment.policy.setting} does not have; use policy=sync"
+        return
+    if rounds % every:
+        fit = " or ".join(f"rounds={n}" for n in (rounds // every * every, -(-rounds // every) * every) if n)
+        yield f"rounds = {rounds}: the global model changes only every group_rounds={every} rounds; use {fit}"
+    refused = {  # setting: (whether it is set, what it needs)
+        f"sync={experiment.sync}": (experiment.sync != "parameters", "needs one model for all workers in each step"),
+        experiment.local.setting: (
+            isinstance(algorithm, (UpdateCorrection, CohortGradient))
+            or any((algorithm.server_state(row), algorithm.message(row), algorithm.starts_from_current)),
+            "needs one server that all workers send to",
+        ),
+        experiment.privacy.setting: (experiment.privacy.component.active, "protects one sum in each round"),
+        "aggregate.secure": (experiment.aggregate.secure, "means one sum in each round"),
+        "broadcast": (experiment.broadcast, "compresses what one server sends"),
+        "records.updates": (experiment.records.updates, "records what one rule aggregates"),
+        'aggregate.weights = "inverse_probability"': (
+            experiment.aggregate.weights == "inverse_probability",
+            "weighs updates for one mean of all workers",
+        ),
+        f"aggregate.rule = {show(experiment.rule.name)}": (
+            experiment.rule.accepts("root"),
+            "compares updates with one of the server",
+        ),
+        f"top_aggregate.rule = {show(top.rule.name)}": (
+            top.rule.accepts("root") or top.rule.accepts("losses"),
+            "needs updates or losses that groups do not send",
+        ),
+        strategy.place: ("losses" in strategy.accepts, "needs losses of the global model"),
+        experiment.top_attack.setting: (
+            top.attack.name != "none" and not top.attack.component.alters_rows,
+            "changes training batches, which groups do not have",
+        ),
+    }
+    yield from (
+        f"{key}: {needs}, so it does not work with groups; omit it" for key, (holds, needs) in refused.items() if holds
+    )
+    yield from _check_attackers(experiment.top_attack, count, "group", rounds)
+    weights = experiment.top_aggregate.weights
+    if isinstance(weights, list) and (len(weights) != count or not any(weights)):
+        yield f"top_aggregate.weights = {show(weights)}: must be {count} numbers, one per group, and not all zero"
+
+
 def _check_privacy(experiment: Settings) -> Iterator[str]:
     """Yield an error line for each setting under which more than clipped updates with noise would be released."""
     mechanism, algorithm, rule = experiment.privacy.component, experiment.local.component, experiment.rule
     private, by_samples, weights = mechanism.active, algorithm.sample_noise is not None, experiment.aggregate.weights
-    protects = experiment.protects is not None
+    protects, target = experiment.protects is not None, experiment.privacy.target_epsilon
     where, strategy = experiment.privacy.setting if private else experiment.local.setting, experiment.sampling.component
+    if target is not None and not protects:
+        yield (
+            f"privacy.target_epsilon = {target:g}: nothing adds noise; set privacy.mechanism=central privacy.clip=1.0, "
+            "or local.algorithm=dp_sgd"
+        )
     if protects and not experiment.in_rounds:
         yield f"{where}: needs synchronous rounds, which {experiment.policy.setting} does not have; use policy=sync"
     if private and experiment.rounds_of_gradients:

@@ -104,8 +104,8 @@ class ComponentTable(Table):
 
     @model_serializer(mode="wrap")
     def _as_dict(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        table, only_set = handler(self), info.exclude_unset and self.follows_data
-        return {key: value for key, value in table.items() if not only_set or key in self.model_fields_set}
+        table = handler(self)
+        return {key: value for key, value in table.items() if not info.exclude_unset or key in self.model_fields_set}
 
     @classmethod
     def is_name(cls, value: Any) -> bool:

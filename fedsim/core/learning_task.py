@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from fedsim.core.registry import Registration, Registry
-from fedsim.errors import DataError, ExperimentError, one_line
+from fedsim.errors import DataError, ExperimentError, one_line, show
 
 Reduction = Literal["mean", "none"]
+
+# One weight for each class, weights from the class counts of the training samples, or equal weights.
+ClassWeights = tuple[float, ...] | Literal["balanced"] | None
 
 TOKENS = "next_token for tokens"
 LOSSES_OF_CLASSES = nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss
@@ -131,6 +134,30 @@ def _check_classes(classes: int, outputs: Tensor) -> None:
         )
 
 
+def _check_weights(weights: ClassWeights, classes: int) -> None:
+    """Raise ExperimentError if there are class weights, but not one positive number for each of the `classes`."""
+    if isinstance(weights, tuple) and (len(weights) != classes or min(weights) <= 0):
+        raise ExperimentError(
+            f"the model has {classes} classes, so task.class_weights must be {classes} positive numbers, or "
+            f'"balanced"; it is {show(list(weights))}'
+        )
+
+
+def class_weights_of(task: LearningTask, targets: Callable[[], Tensor], classes: int) -> tuple[float, ...] | None:
+    """Return the weight of each class in the training loss, or None for equal weights.
+
+    Args:
+        task: learning task.
+        targets: function that returns the targets of all training samples, from which "balanced" weights are computed.
+        classes: number of classes. A class without training samples has the weight 1.
+    """
+    weights = task.class_weights if isinstance(task, (Classification, Binary)) else None
+    if weights != "balanced":
+        return weights
+    counts = torch.bincount(targets(), minlength=classes).double()
+    return tuple(torch.where(counts > 0, counts.sum() / ((counts > 0).sum() * counts), 1.0).tolist())
+
+
 def require_labels(task: str, targets: Tensor) -> None:
     """Raise DataError unless each target is one class label."""
     if targets.ndim != 1 or targets.is_floating_point():
@@ -170,9 +197,16 @@ class Classification:
 
     With `label_smoothing` s, the target probability is 1 - s + s / classes for the label and s / classes for every
     other class, in training and in tests (Szegedy et al. 2016). s must be at least 0 and less than 1.
+
+    With `class_weights`, the training loss of a batch is the sum of its samples' losses, each multiplied by the weight
+    of the sample's class, divided by the number of samples (not by the sum of the weights, as in
+    `torch.nn.functional.cross_entropy`), so that the weights also hold for batches of one sample. Loss and accuracy of
+    tests and of validation are not weighted. "balanced": class c has the weight n / (classes n_c) for n training
+    samples, n_c of them of class c (King and Zeng 2001, and scikit-learn's `class_weight`).
     """
 
     label_smoothing: float = 0.0
+    class_weights: ClassWeights = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:
@@ -201,6 +235,7 @@ class Classification:
                 "the model returns probabilities; it must return logits or log-probabilities (remove the final softmax)"
             )
         _check_classes(classes, outputs)
+        _check_weights(self.class_weights, outputs.shape[1])
 
 
 @learning_task("binary")
@@ -208,7 +243,8 @@ class Classification:
 class Binary:
     """Binary classification with labels 0 and 1: cross entropy and accuracy (Goodfellow et al. 2016, section 6.2).
 
-    Outputs are logits of label 1, [batch] or [batch, 1]. Cost: a few passes over the outputs.
+    Outputs are logits of label 1, [batch] or [batch, 1]. `class_weights` (two numbers, or "balanced") weight the
+    training loss as in `classification`. Cost: a few passes over the outputs.
 
     >>> task = fedsim.core.learning_task.Binary()
     >>> outputs, targets = torch.tensor([[0.0], [9.0]]), torch.tensor([1, 1])
@@ -217,6 +253,8 @@ class Binary:
     >>> task.correct(outputs, targets)
     tensor([False,  True])
     """
+
+    class_weights: ClassWeights = None
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
         outputs = outputs.reshape(targets.shape)
@@ -240,6 +278,7 @@ class Binary:
             raise ExperimentError(
                 f"the task binary has two classes, but the labels go up to {classes - 1}; use task=classification"
             )
+        _check_weights(self.class_weights, 2)
 
 
 CLASSIFICATION = Classification()

@@ -118,7 +118,8 @@ def plain(value: Any) -> Any:
         if type(value) is not dict and value and all(map(_is_data, value.values())):  # such as a DatasetDict
             return name_of(dict(value))
         return {key: name_of(item) if key in DATA and _is_pair(item) else plain(item) for key, item in value.items()}
-    if isinstance(value, tuple) and len(value) == 2 and all(map(_is_data, value)):
+    given = [part for part in value if part is not None] if isinstance(value, tuple) else []
+    if given and len(value) == 2 and all(map(_is_data, given)):
         return name_of(value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [plain(item) for item in value]

@@ -240,12 +240,12 @@ def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(No
     rows[index] = global_row
 
 
-def clip_rows(gradients: Tensor, max_norm: float | None) -> None:
+def clip_rows(gradients: Tensor, max_norm: float | Tensor | None) -> None:
     """Scale each row to an L2 norm of at most `max_norm`, in place, as `torch.nn.utils.clip_grad_norm_` does.
 
     Args:
         gradients: [..., d].
-        max_norm: maximum norm, > 0. None: do not clip.
+        max_norm: maximum norm, > 0: a number, or one per row as a tensor [..., 1]. None: do not clip.
 
     >>> from fedsim.core.rows import clip_rows
     >>> rows = torch.tensor([[3.0, 4.0], [0.3, 0.4]])

@@ -64,10 +64,14 @@ class MetricSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """Training objective: the mean loss of a task on a batch, computed in a given precision."""
+    """Training objective: the mean loss of a task on a batch, computed in a given precision.
+
+    With `class_weights` [classes], the loss of each sample is multiplied by the weight of its class.
+    """
 
     precision: Precision = FULL
     task: LearningTask = CLASSIFICATION
+    class_weights: Tensor | None = None
 
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.precision.forward(inputs.device):
@@ -76,7 +80,11 @@ class Objective:
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
         """Return the loss of the model outputs."""
-        return self.task.loss(self.precision.widened(outputs), targets, reduction)
+        outputs = self.precision.widened(outputs)
+        if self.class_weights is None:
+            return self.task.loss(outputs, targets, reduction)
+        losses = self.task.loss(outputs, targets, "none") * self.class_weights.to(outputs.dtype)[targets]
+        return losses if reduction == "none" else losses.mean()
 
     def means(self, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the losses of k batches, [k].

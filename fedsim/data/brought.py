@@ -106,6 +106,8 @@ def _parts(data: Any, *, of_worker: bool) -> Parts:
         parts = data
     else:
         parts = (data,)
+    if of_worker and len(parts) == 2 and not getattr(parts[1], "__len__", lambda: 1)():
+        parts = parts[0], None  # a test part without samples
     if parts[0] is None and (parts[-1] is None or not of_worker):
         raise DataError("there is no training data; a data set is a tuple (train, test), or one of them")
     return parts

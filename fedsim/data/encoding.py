@@ -58,16 +58,6 @@ class DataTable:
     classes: Mapping[str, list[str]] = field(default_factory=dict)
     worker: int = 0
 
-    def take(self, rows: np.ndarray, without: str) -> DataTable:
-        """Return a table with some rows, in their order, and without the column `without`."""
-
-        def of(values: Any) -> Any:
-            values = values.to_numpy() if hasattr(values, "to_numpy") else values
-            return values[rows] if isinstance(values, np.ndarray) else [values[row] for row in rows.tolist()]
-
-        columns = {name: of(values) for name, values in self.columns.items() if name != without}
-        return replace(self, columns=columns, row=lambda row: self.row(int(rows[row])))
-
     def column(self, name: str) -> DataColumn:
         """Return a column. Raise DataError if the table does not have it."""
         if name not in self.columns:
@@ -111,19 +101,22 @@ def train_and_test(
     Raises DataError, with the place, the column, the row and the value, for missing columns and values, text between
     numbers, NaN and infinity, more than 100 different texts, and columns that cannot be joined to one input.
     """
-    place, by_column = of_workers or train[0].place, tuple[str, ...]()
-    if split is not None or not test:
-        train, test, by_column = _by_split(train, test, split, place)
-    tables = [*train, *test]
+    tables, place = [*train, *test], of_workers or train[0].place
+    if split is not None and test:
+        raise DataError(f"data.split = {show(split)}: there is a test part already; omit one of the two")
     for table in train:
         if different := sorted(map(str, set(table.columns) ^ set(train[0].columns))):
             raise DataError(f"{table.place}: has other columns than worker 0, such as {show(different[0])}")
         if of_workers and WORKER in table.columns:
             raise DataError(f"{table.place}: has a column {show(WORKER)}, but the list defines the workers; rename it")
+    if split is None and not test:
+        named = [name for name in train[0].columns if str(name).casefold() == "split"]
+        texts = ({str(value).casefold() for table in train for value in table.columns[name]} for name in named)
+        split = next((name for name, values in zip(named, texts, strict=True) if values <= PART_NAMES), None)
     owned_by = [ids] if isinstance(ids, str) else train[0].index if ids is None else ids
     target = target or only_target(train[0].columns, place)
     if inputs is None:
-        taken = [target, *owned_by, *train[0].index]
+        taken = [target, *owned_by, *train[0].index, split]
         candidates = {name: values for name, values in train[0].columns.items() if name not in taken}
         inputs = input_columns(candidates, place)
     inputs = [inputs] if isinstance(inputs, str) else inputs
@@ -142,8 +135,10 @@ def train_and_test(
     if of_workers:
         owners[WORKER] = np.repeat([table.worker for table in tables], sizes)
     n, drawn, drawn_by = sum(sizes[: len(train)]), list[str](), None
-    parts: list[Rows] = [slice(n), slice(n, None)]
-    if not test:
+    parts: list[Rows] = [slice(n), slice(n, None)] if test else []
+    if split is not None and (parts := _split_of(train, split, place)):
+        drawn = [f"column {cut(split)} divides the samples"]
+    if not parts:
         by = owners.get(WORKER)
         *parts, drawn_by, how = drawn_rows(targets, test_fraction, place, are_classes=are_names, workers=by, ids=owners)
         drawn = [how]
@@ -161,39 +156,22 @@ def train_and_test(
     whole = first.targets.is_floating_point() and not bool((first.targets % 1).any())
     kind = " (whole numbers, but stored as floating-point numbers: no classes)" * whole
     roles = f"target {cut(str(target))}{kind}, inputs {encoded}"
-    assumed = roles, *train[0].assumed, *by_column, *first.assumed, *drawn
+    assumed = roles, *train[0].assumed, *first.assumed, *drawn
     return replace(first, assumed=assumed, drawn_by=drawn_by), second
 
 
-def _by_split(
-    tables: Sequence[DataTable], test: Sequence[DataTable], split: str | None, place: str
-) -> tuple[Sequence[DataTable], Sequence[DataTable], tuple[str, ...]]:
-    """Return the rows for training, those for tests, and what was assumed, for tables with a column of parts.
+def _split_of(tables: Sequence[DataTable], split: str, place: str) -> list[Rows]:
+    """Return the rows of the training part and of the test part according to the column `split`, or [] without parts.
 
-    Other tables are returned unchanged. Raises DataError if the column `split` cannot be used.
+    Raises DataError if there are other parts, but no training part or no test part.
     """
-    name = split or next((column for column in tables[0].columns if str(column).casefold() == "split"), None)
-    if name is None or not (split or all(name in table.columns for table in tables)):
-        return tables, test, ()
-    parts = [table.column(name).array().astype(str) for table in tables]
-    values = np.unique(np.concatenate(parts)).tolist() if parts else []
-    if split is None and not all(value.casefold() in PART_NAMES for value in values):
-        return tables, test, ()
-    if test:
-        raise DataError(f"data.split = {show(name)}: there is a test part already; omit one of the two")
-    (first, second), where = parts_of(values, f"{place}: column {show(name)}"), f"{place}: column {show(name)}"
-    if first is None:
-        raise DataError(f"{where}: has the values {cut(', '.join(values))}; one of them must be called train")
-    warn_of_unused(values, (first, second), where)
-    train, tested = (
-        [
-            table.take(rows, name)
-            for table, part in zip(tables, parts, strict=True)
-            if len(rows := np.flatnonzero(part == value))
-        ]
-        for value in (first, second)
-    )
-    return train, tested, (f"column {cut(str(name))} divides the samples",)
+    values = np.concatenate([table.column(split).array().astype(str) for table in tables])
+    names, where = np.unique(values).tolist(), f"{place}: column {show(split)}"
+    used = parts_of(names, where)
+    if None in used and names != [used[0]]:
+        raise DataError(f"{where}: has the values {cut(', '.join(names))}; it must have train and test (or validation)")
+    warn_of_unused(names, used, where)
+    return [] if None in used else [np.flatnonzero(values == name) for name in used]
 
 
 def table_of(data: Any, place: str, worker: int = 0) -> DataTable:

@@ -233,10 +233,6 @@ def validation_positions(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the ascending indices of the samples that `split_validation` keeps and holds out, out of n samples."""
     where, held_out = f"data.validation_fraction = {share}", round(share * n)
-    if not held_out:
-        raise ExperimentError(
-            f"{where}: holds out no sample, because {n:,} times this fraction rounds to 0; must be larger, or 0"
-        )
     if n - held_out < fewest:
         raise ExperimentError(
             f"{where}: leaves only {n - held_out:,} training samples for {fewest:,} workers, fewer than one each; use "
@@ -245,7 +241,7 @@ def validation_positions(
     positions = draw_part(numpy_generator(seed, "validation_split").permutation(n), share, held_out, strata)
     if not len(positions):
         raise ExperimentError(
-            f"{where}: holds out no sample, because every class has one sample, which stays in training; set "
-            "data.stratify=false"
+            f"{where}: holds out no sample, because {n:,} times this fraction rounds to 0"
+            f"{', or each class has one sample' * (strata is not None)}; must be larger, or 0"
         )
     return np.setdiff1d(np.arange(n), positions), positions

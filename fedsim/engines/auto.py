@@ -75,7 +75,7 @@ def probe_if_stacks_pay(task: RunTask, shared: SharedState) -> tuple[StackingPro
 
     `probe` is the result of the model's trial run. `reason` says in one line why no stack is used.
     """
-    batch, workers, on_cpu = task.schedule.batch_size, shared.cohort.size, task.device.type == "cpu"
+    batch, workers, on_cpu = task.schedule.largest_batch, shared.cohort.size, task.device.type == "cpu"
     if workers == 1:
         return None, "there is only one worker per round"
     if on_cpu and batch > LARGEST_BATCH:
@@ -117,8 +117,10 @@ def work_of_a_round(task: RunTask, shared: SharedState) -> tuple[float, float]:
     shards = shared.data.shards
     workers = range(0, len(shards), -(-len(shards) // WORKERS_SAMPLED))
     sizes = [shards.size(worker) for worker in workers]
-    steps = [task.schedule.of(worker, 1).steps_for(size) for worker, size in zip(workers, sizes, strict=True)]
-    samples = sum(task.schedule.samples_in(count, size) for count, size in zip(steps, sizes, strict=True) if size)
+    schedules = [task.schedule.of(worker, 1) for worker in workers]
+    steps = [schedule.steps_for(size) for schedule, size in zip(schedules, sizes, strict=True)]
+    columns = zip(schedules, steps, sizes, strict=True)
+    samples = sum(schedule.samples_in(count, size) for schedule, count, size in columns if size)
     per_worker = shared.cohort.size / len(workers)
     return per_worker * sum(steps), per_worker * samples
 

@@ -22,6 +22,7 @@ from fedsim.processes.process_context import ProcessContext
 from fedsim.processes.process_pool import ProcessPool
 from fedsim.processes.shared_memory import share
 from fedsim.rounds.executor import Executor, MakeTrainer
+from fedsim.rounds.hierarchy import Hierarchy
 from fedsim.rounds.simulation import Simulation
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.system.devices import release_memory, resolve_device, synchronize
@@ -288,7 +289,7 @@ class EngineRegistry(Registry):
 
 def _new_executor(group: Group, task: RunTask, *arguments: Any) -> Executor:
     """Return the executor of a process, whose methods `Engine.run` calls."""
-    make = Simulation if task.experiment.in_rounds else Executor
+    make = (Simulation if task.experiment.groups is None else Hierarchy) if task.experiment.in_rounds else Executor
     return make(group, task, *arguments)
 
 

@@ -54,7 +54,9 @@ class Ranks(Group):
         self._rooms: dict[int, Tensor] = {}  # receive buffers for the rows of all ranks, by number of columns
         self._places: dict[int, tuple[int, int]] = {}  # rank and row number of each slot of the current cohort
         # With a communication hook, every rank has the whole mean gradient and updates the whole global row.
-        self._whole_states = {"gradients"} if task.experiment.gradient_hook else set()
+        self._whole_states = {"gradients"} if task.experiment.gradient_hook else set[str]()
+        if task.experiment.groups is not None:  # the top level of groups is computed by every rank
+            self._whole_states.add("parameters")
         shared.server.states = {
             sync: task.stepper(sync).start(shared.server.row[slice(None) if sync in self._whole_states else self._part])
             for sync in task.syncs

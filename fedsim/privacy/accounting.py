@@ -9,6 +9,7 @@ epsilon (amplification) if nobody learns which vectors have been chosen.
 
 from __future__ import annotations
 
+import decimal
 import logging
 import math
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from fedsim.system.packages import import_extra
 Sampling = Literal["poisson", "without_replacement"] | None
 FINEST, STEPS_OF_EPSILON = 1e-4, 1e5  # steps of privacy losses for PLD: at least 1e-4, and at most 1e5 up to epsilon
 MOST_NOISE = 2.0**20  # upper end of the search for a noise multiplier
+THREE_DIGITS = decimal.Context(prec=3, rounding=decimal.ROUND_FLOOR)
 
 
 class UnsupportedSamplingError(ExperimentError):
@@ -36,7 +38,8 @@ class Releases:
     by another, the sum changes by up to twice the maximum norm, which halves the effective noise multiplier.
 
     Args:
-        noise: noise multiplier, the standard deviation of the noise divided by the maximum norm of a vector.
+        noise: noise multiplier, the standard deviation of the noise divided by the maximum norm of a vector. None until
+            it is found for a target epsilon.
         workers: number of workers.
         cohort: number of workers that are chosen in a round (on average with Poisson sampling).
         sampling: random sampling whose result stays secret: "poisson", or "without_replacement" for a cohort of fixed
@@ -49,7 +52,7 @@ class Releases:
     'REPLACE_SPECIAL'
     """
 
-    noise: float
+    noise: float | None
     workers: int
     cohort: int
     sampling: Sampling = None
@@ -87,24 +90,28 @@ class Releases:
         return _epsilon(self, rounds, delta, accountant)
 
     def noise_for(self, epsilon: float, rounds: int, delta: float, accountant: str = "rdp") -> float:
-        """Return the smallest noise multiplier (to 0.1 %) whose epsilon after `rounds` rounds is at most `epsilon`.
+        """Return the smallest noise multiplier of three digits whose epsilon after `rounds` is at most `epsilon`.
 
         Raises the errors of the method `epsilon`, and ExperimentError if no noise is enough.
 
         Cost: that of about 20 calls of `epsilon`.
         """
-        low, high = 0.0, 1.0
-        while replace(self, noise=high).epsilon(rounds, delta, accountant) > epsilon:
+
+        def is_enough(noise: float) -> bool:
+            return replace(self, noise=noise).epsilon(rounds, delta, accountant) <= epsilon
+
+        low, high = 0.0, 1.0 if accountant == "rdp" else self.noise_for(epsilon, rounds, delta)  # which is faster
+        while not is_enough(high):
             low, high = high, 2 * high
             if high > MOST_NOISE:
-                raise ExperimentError(f"--target-epsilon = {epsilon:g}: no noise is enough; use a larger epsilon")
+                raise ExperimentError(f"privacy.target_epsilon = {epsilon:g}: no noise is enough; use a larger epsilon")
         while high - low > 1e-3 * high:
             middle = (low + high) / 2
-            if replace(self, noise=middle).epsilon(rounds, delta, accountant) > epsilon:
-                low = middle
-            else:
-                high = middle
-        return high
+            low, high = (low, middle) if is_enough(middle) else (middle, high)
+        noise = THREE_DIGITS.create_decimal_from_float(low).next_plus(THREE_DIGITS)
+        while not is_enough(float(noise)):
+            noise = noise.next_plus(THREE_DIGITS)
+        return float(noise)
 
 
 def _library(module: str = "") -> Any:

@@ -22,12 +22,14 @@ SCALES = {  # quantities for the x axis of a curve, with their axis titles
     "arrivals": "arrivals at the server",
     "seconds": "seconds",
     "bytes": "bytes sent",
+    "top_bytes": "bytes to and from the top level",
     "samples": "training samples",
     "epsilon": "epsilon",
 }
 SUMS: dict[str, Callable[[RoundRecord], float | None]] = {  # scales that are cumulative sums over the rounds
     "seconds": lambda record: record.total_seconds,
     "bytes": lambda record: record.total_bytes,
+    "top_bytes": lambda record: record.top_bytes,
     "samples": lambda record: sum(record.samples) if record.samples else None,
 }
 
@@ -125,6 +127,7 @@ def run_metrics(
     numbers |= {name: last[name] for name in LAST_ROUND if name != score.key}
     sent = places_on("bytes", progress, history)
     numbers |= {"seconds": sum(record.total_seconds or 0.0 for record in history), "bytes": sent[-1]}
+    numbers["top_bytes"] = places_on("top_bytes", progress, history)[-1]
     numbers |= component_metrics(last)
     if at.virtual_seconds is not None:
         numbers |= {**at._asdict(), "staleness": mean_staleness(history)}

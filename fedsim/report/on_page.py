@@ -35,9 +35,17 @@ from fedsim.records.worker_results import LABELS, WorkerResults
 
 ROUNDS = "round"
 ON_CLOCK = ("virtual_seconds", "updates", "arrivals")  # x axes of asynchronous runs, in addition to rounds
-PARTS = {"total_seconds": ("seconds",), "total_bytes": ("bytes_up", "bytes_down")}  # fields that add up to a metric
+PARTS = {
+    "total_seconds": ("seconds",),
+    "total_bytes": ("bytes_up", "bytes_down"),
+    "top_bytes": ("top_bytes_up", "top_bytes_down"),
+}  # fields that add up to a metric
 BOTH_LOSSES = ("test_loss", "train_loss")
-LAST_ROUND_ONLY = ("total_seconds", "total_bytes")  # metrics whose value in the last round does not describe the run
+LAST_ROUND_ONLY = (
+    "total_seconds",
+    "total_bytes",
+    "top_bytes",
+)  # metrics whose value in the last round does not describe the run
 
 BYZANTINE, EXCLUDED = "#d43c2f", "#e58b80"
 MOST_CELLS = 1_000_000  # maximum for all heat maps of weights together, about 10 MB of HTML
@@ -94,6 +102,7 @@ def scales_of(runs: Sequence[Run]) -> list[str]:
     """Return the possible x axes other than rounds, such as virtual seconds, or bytes if they differ between runs."""
     totals = {sum(record.total_bytes or 0 for record in run.history) / max(1, len(run.history)) for run in runs}
     sent = ["bytes"] if len(totals) > 1 else []
+    sent += ["top_bytes"] if any(record.top_bytes for record in records_of(runs)) else []
     sent += ["epsilon"] if any("epsilon" in record.metrics for record in records_of(runs)) else []
     if all(record.virtual_seconds is None and record.asynchronous is None for record in records_of(runs)):
         return sent
@@ -156,7 +165,7 @@ def _all_curves(
                 log = ends and max(ends) >= LOG_FROM * min(ends)
                 kind = {"type": "log"} if log else {"type": "linear", "rangemode": "nonnegative"}
                 hover = {"text": f"{shown.x_text} %{{x:.4~g}}"}
-                unit = "B" if scale == "bytes" else ""
+                unit = "B" if scale.endswith("bytes") else ""
                 x_axis = value_axis(shown.x_text, unit, **kind, unifiedhovertitle=hover)
             y_axis = value_axis(chart.label, chart.lines[0].unit)
             names = [name_of(chart, line) for line in shown.lines]

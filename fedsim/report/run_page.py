@@ -105,6 +105,8 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         shown.append(("updates", f"{last.asynchronous.updates:,}", f"mean staleness {staleness}"))
     if sent:
         shown.append(("sent", fmt.size(sum(sent)), "up and down"))
+    if at_top := sum(record.top_bytes or 0 for record in run.history):
+        shown.append(("sent at the top", fmt.size(at_top), "between groups and top level"))
     if last.attack_success is not None:
         shown.append(("attack success", fmt.fraction(last.attack_success), "in the last round"))
     if (share := run.byzantine_weight) is not None:

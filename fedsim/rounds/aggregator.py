@@ -374,8 +374,11 @@ class ReportCheck:
     def __init__(self, experiment: Experiment) -> None:
         self._experiment, self._refusal = experiment, cache(partial(_refusal, experiment.rule))
 
-    def __call__(self, round: int, cohort: Cohort) -> None:
-        """Raise ExperimentError if the rule cannot aggregate the updates of the workers that remain in `cohort`."""
+    def __call__(self, round: int, cohort: Cohort, where: str = "") -> None:
+        """Raise ExperimentError if the rule cannot aggregate the updates of the workers that remain in `cohort`.
+
+        `where` is added to the round in the message, such as ", group 3".
+        """
         weights = self._experiment.weights if self._experiment.rule.accepts_weights else None
         n, weightless = len(cohort.workers), isinstance(weights, list) and not any(weights[k] for k in cohort.workers)
         if reason := self._refusal(n, weightless):
@@ -384,7 +387,7 @@ class ReportCheck:
                 dropout, chosen = self._experiment.sampling.client_dropout, n + len(cohort.dropped)
                 problem = f"sampling.client_dropout = {dropout:g} leaves {n} of {chosen} workers"
                 remedy = f"a lower sampling.client_dropout or {remedy}"
-            raise ExperimentError(f"round {round}: {problem}; {reason}; or use {remedy}another aggregate.rule")
+            raise ExperimentError(f"round {round}{where}: {problem}; {reason}; or use {remedy}another aggregate.rule")
 
 
 def _refusal(rule: Pipeline, n: int, weightless: bool) -> str:

@@ -261,7 +261,7 @@ class WorkerTests:
         self._module, self._gradient = module, gradient
 
     def training_loss(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> float:
-        """Return the mean loss of a model on a worker's training samples, without augmentation.
+        """Return the mean training loss of a model on a worker's training samples, without augmentation.
 
         Args:
             row: parameters [d] of the model.
@@ -332,14 +332,16 @@ class WorkerTests:
             buffers: buffers [b] of the model.
             batches: batches (inputs, targets).
             drawn: name of the test, round and worker, which together seed the random numbers.
-            correct: function that decides which predictions are correct; None to count none.
+            correct: function that decides which predictions are correct; None to count none, and to weight the loss by
+                class as in training (tasks without accuracy have no class weights).
         """
         task, learning = self._task, self._task.learning_task
+        loss_of = task.objective.loss if correct is None else learning.loss
         is_joint, joint_batches = joint_of(learning), list[tuple[Tensor, Tensor]]()
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             if is_joint is None or not is_joint(outputs, targets):
-                return learning.loss(outputs, targets)
+                return loss_of(outputs, targets)
             joint_batches.append((outputs, targets))
             return outputs.new_zeros(())
 

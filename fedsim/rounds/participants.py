@@ -35,10 +35,7 @@ def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shar
 
 
 def shards_of(
-    experiment: Experiment,
-    train: TensorData,
-    index_of: np.ndarray | None = None,
-    strata: np.ndarray | None = None,
+    experiment: Experiment, train: TensorData, index_of: np.ndarray | None, strata: np.ndarray | None
 ) -> tuple[Shards, Shards | None]:
     """Return (training samples of each worker, local test samples of each worker).
 
@@ -49,7 +46,7 @@ def shards_of(
         train: training samples, without those that are held out for validation.
         index_of: index in `train` of each training sample of the data set, [n], -1 for samples that are held out. None:
             no sample is held out.
-        strata: class of each sample in `train`, if local test samples are stratified.
+        strata: class of each sample in `train`, if local test samples are stratified, otherwise None.
     """
     chosen, labels = experiment.partition, train.sample_targets.cpu()
     shards = partition_shards(
@@ -72,10 +69,10 @@ def tests_of_owners(
         train, test: training samples, without those that are held out for validation, and test samples.
         shards: training samples of each worker.
 
-    Raises DataError if the owners are text in one part and numbers in the other.
+    Raises DataError if the test part has no owners, but the experiment needs them.
     """
     column_of, setting = getattr(experiment.partition.component, "column", None), experiment.data.local_test_fraction
-    column = column_of(train.ids) if column_of else None
+    column = column_of(train.ids) if column_of else ""
     if setting == OWN and column not in test.ids:
         raise DataError(
             f"data.local_test_fraction = {show(OWN)}: the test part does not say who owns each sample; set "
@@ -83,21 +80,15 @@ def tests_of_owners(
         )
     if column not in test.ids or not setting or (setting != OWN and train.drawn_by is not None):
         return None
-    (trained, owner_of), (tested, tests_of) = (owners_of(part.ids, column) for part in (train, test))
-    if (trained.dtype.kind == "U") != (tested.dtype.kind == "U"):
-        kinds = ["text" if owners.dtype.kind == "U" else "numbers" for owners in (trained, tested)]
-        raise DataError(
-            f"data: the owners in {show(column)} are {kinds[0]} in the training part, but {kinds[1]} in the test part; "
-            "use one type"
-        )
-    samples = dict(zip(tested.tolist(), group(np.arange(len(test)), tests_of, len(tested)), strict=True))
-    workers = [trained[owner_of[shards.of(worker)[0]]].item() for worker in range(len(shards))]
-    unseen = np.setdiff1d(tested, trained).tolist()
-    by_owner = ListedShards.of_arrays([samples.get(owner, np.zeros(0, np.int64)) for owner in [*workers, *unseen]])
-    found = f"{plural(len(samples.keys() & {*workers, *unseen}), 'client')} with their own test samples"
-    found += f", {len(unseen)} of them only for tests" * bool(unseen)
-    found += ", which together are the global test set" if setting == OWN else f"; {USE_OWN.format(setting)}"
-    return by_owner, found
+    both = np.concatenate([train.ids[column], test.ids[column]])  # numbers beside text become text
+    owners, owner_of = owners_of({column: both}, column)
+    trained, tested = owner_of[: len(train)], owner_of[len(train) :]
+    samples, unseen = group(np.arange(len(test)), tested, len(owners)), np.setdiff1d(tested, trained)
+    chosen = [samples[owner] for owner in [*(trained[shards.of(k)[0]] for k in range(len(shards))), *unseen]]
+    found = f"{plural(sum(map(bool, map(len, chosen))), 'client')} with their own test samples"
+    found += f", {len(unseen)} of them only for tests" * bool(len(unseen))
+    found += f"; {'the global test set has all test samples' if setting == OWN else USE_OWN.format(setting)}"
+    return ListedShards.of_arrays(chosen), found
 
 
 def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> Attackers:

@@ -58,16 +58,16 @@ class Simulation(Executor):
         self.aggregator = Aggregator.of(group, task, shared, self.server)
         self.privacy = PrivateRounds(group, task, shared)
         self.attack = AttackStep(group, task, shared, self.aggregator)
-        self.steps = self.steps_on_updates()
+        self.steps = self.steps_on_updates(self.attack)
         self.evaluated, self.unseen = workers_to_evaluate(task, shared.data.worker_tests)
         self.check_reports = ReportCheck(task.experiment)
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
         self.prepared: tuple[int, Cohort, WorkItems, WorkItems] | None = None  # the next round and its workers
 
-    def steps_on_updates(self) -> list[UpdateStep]:
-        """Return the steps between training and aggregation, in their order."""
+    def steps_on_updates(self, attack: AttackStep) -> list[UpdateStep]:
+        """Return the steps between training and aggregation, in their order. `attack` replaces Byzantine updates."""
         processing: UpdateStep = ProcessingStep(self.group, self.task, self.shared)
-        attacks: list[UpdateStep] = [self.attack] if self.task.byzantine else []
+        attacks: list[UpdateStep] = [attack] if self.task.byzantine else []
         # Attackers that need not compress see what the others send after compression.
         changes = [processing, *attacks] if self.task.attackers_skip_chain else [*attacks, processing]
         return [self.privacy.at_workers, *changes, self.privacy.as_received]
@@ -80,11 +80,12 @@ class Simulation(Executor):
         """
         task, shared, group, self.timer = self.task, self.shared, self.group, PhaseTimer()
         with self.phase("broadcast"):
+            self.begin_round(round)
             drawn, work, mine = self.cohort_of(round)
             self.agree_on(drawn, round)
             if not drawn.workers:
                 return self.skip_round(round, drawn)
-            self.check_reports(round, drawn)
+            self.require_reports(round, drawn)
             whole = self.context(work)
             if task.sync_in(round) == "parameters":
                 self.server.send(round)
@@ -104,7 +105,7 @@ class Simulation(Executor):
                 stats = self.aggregate_each_step(work, mine)
         stats = self.of_all_processes(stats)  # also a barrier: all processes have written the buffers
         for context in whole.by_cluster(stats.clusters):
-            self.aggregator.combine_buffers(context, stats.excluded)
+            self.combine_buffers(context, stats.excluded)
         group.barrier()
         self.require_finite(round)
         group.barrier()  # no process saves states of a round that diverges
@@ -116,13 +117,28 @@ class Simulation(Executor):
         with self.phase("test"):
             self.test(round)
         self.pass_time(work, stats.sent)
-        samples = task.schedule.samples_in(work.steps, work.sizes)
+        samples = task.schedule.of(work.workers, work.rounds).samples_in(work.steps, work.sizes)
         counted = np.where(np.isin(work.workers, stats.excluded), 0, samples)
         train_loss = mean_loss(self.aggregator.train_losses(whole), counted)
         group.barrier()  # all processes have used the rows, which the tests of single workers overwrite
         with self.phase("test"):
             of_workers = self.evaluate_workers(round)
         return self.record(round, drawn, stats, of_workers, samples, train_loss) if group.computes else None
+
+    def begin_round(self, round: int) -> None:
+        """Prepare the server for a round. The subclass `Hierarchy` sends the global model to the groups."""
+
+    def require_reports(self, round: int, drawn: Cohort) -> None:
+        """Raise ExperimentError if the rule cannot aggregate the updates of the cohort `drawn`."""
+        self.check_reports(round, drawn)
+
+    def begin_updates(self, mine: WorkItems) -> None:
+        """Turn the trained parameters of the workers `mine` into updates, and check them for NaN and infinity."""
+        self.aggregator.updates.begin(mine.slots, self.server.sent)
+
+    def combine_buffers(self, context: AggregationContext, excluded: Sequence[int]) -> None:
+        """Average the buffers of the workers in `context`, except `excluded` ones."""
+        self.aggregator.combine_buffers(context, excluded)
 
     def record(
         self,
@@ -198,7 +214,8 @@ class Simulation(Executor):
             with self.phase("aggregate"):
                 self.change_updates(context, mine, sent)
                 excluded = self.aggregator.add(context, places, wave.stacks)
-                self.new_states.save_cohort(context.workers, mine, excluded, rows)
+                saved = context.workers if group.divided else mine.workers.tolist()
+                self.new_states.save_cohort(saved, mine, excluded, rows)
                 group.barrier()  # all processes have used the rows
         with self.phase("aggregate"):
             return self.step(whole, sent)
@@ -207,18 +224,22 @@ class Simulation(Executor):
         """Divide the workers into waves (see `Group.waves`) that have as many workers as there are rows."""
         return self.group.waves(work, len(self.shared.cohort.train_loss) // self.group.process.count)
 
-    def change_updates(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> None:
+    def change_updates(
+        self, context: AggregationContext, mine: WorkItems, sent: SentUpdates, level: Any = None
+    ) -> None:
         """Apply the steps between training and aggregation to the updates of the workers.
 
         Args:
             context: workers whose updates are aggregated.
             mine: workers that this process trains.
             sent: receives the sizes of the updates.
+            level: object with the `steps` and the `aggregator` of a server. None: this one.
         """
+        level = level or self
         senders = mine[mine.workers < len(self.shared.data.shards)]  # without the server's own row
-        for step in self.steps:
+        for step in level.steps:
             if step(context, senders, sent):
-                self.aggregator.updates.changed(senders.slots)
+                level.aggregator.updates.changed(senders.slots)
                 self.group.barrier()
 
     def step(self, context: AggregationContext, sent: SentUpdates) -> AggregationStats:
@@ -330,13 +351,16 @@ class Simulation(Executor):
             mine: workers that this process trains.
             round: number of the round.
         """
-        task, shared = self.task, self.shared
         self.load_states(cohort, mine)
-        index = index_of(mine.slots, task.device)
+        self.copy_down(self.server.sent, self.shared.server.buffers, mine, round)
+
+    def copy_down(self, row: Tensor, buffers: Tensor, mine: WorkItems, round: int) -> None:
+        """Copy parameters [d] and buffers [b] of a server to the workers `mine`, as far as they start from them."""
+        task, cohort, index = self.task, self.shared.cohort, index_of(mine.slots, self.task.device)
         if task.sync_in(round) == "parameters":
-            pull_down(self.server.sent, shared.cohort.rows, index)
+            pull_down(row, cohort.rows, index)
         if task.experiment.buffers != "local":
-            pull_down(shared.server.buffers, shared.cohort.buffers, index)
+            pull_down(buffers, cohort.buffers, index)
 
     def load_states(self, cohort: Sequence[int], mine: WorkItems) -> None:
         """Load the states that this process's workers have kept from earlier rounds.
@@ -391,7 +415,7 @@ class Simulation(Executor):
         with self.in_precision():
             self.trainer.train(mine, partial(self.prepare, round + 1))
         if algorithm.clusters == 1:
-            self.aggregator.updates.begin(mine.slots, self.server.sent)
+            self.begin_updates(mine)
 
     def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:
         """Pass the sum of the workers' messages to the client algorithm's method `receive`, which runs at the server.
@@ -457,7 +481,7 @@ class Simulation(Executor):
         if task.sync_in(work.round) == "gradients":
             self.clock.pass_steps(sent.sizes())
             return
-        batches = task.schedule.batches_of_all(work.sizes)
+        batches = task.schedule.of(work.workers, work.rounds).batches_of_all(work.sizes)
         columns = zip(work.workers.tolist(), work.steps.tolist(), batches.tolist(), strict=True)
         gradients = {worker: task.algorithm.gradients(steps, count) for worker, steps, count in columns}
         self.clock.pass_round(gradients, sent.sizes(), self.server.broadcast_bytes)
@@ -523,7 +547,8 @@ class Simulation(Executor):
                 tested[member.worker] = tests.before_training(member)
         if fine_tune:
             ends = isinstance(task.algorithm, PersonalModel)  # the worker state is part of the personal model
-            members = replace(members, steps=fine_tune * task.schedule.batches_per_epoch(members.sizes), ends=ends)
+            schedule = task.schedule.of(members.workers, members.rounds)
+            members = replace(members, steps=fine_tune * schedule.batches_per_epoch(members.sizes), ends=ends)
             self.train(members)
             for member in members:
                 tested[member.worker] |= tests.after_training(member)
@@ -636,11 +661,21 @@ class Simulation(Executor):
         the server optimizer, of which each rank has a part.
         """
         clock = {"clock": self.clock.state()} if self.clock else {}
-        states = self.aggregator.state | {f"attack.{name}": tensor for name, tensor in self.attack.state.items()}
-        rule = {name: tensor.clone().cpu().numpy() for name, tensor in states.items()}
         facts = {"has_last": self.server.has_last, "syncs": list(self.shared.server.states), **clock}
         facts |= self.privacy.state()
-        return facts, rule, self.group.states_by_columns()
+        return facts, self.states_of(self), self.group.states_by_columns()
+
+    def states_of(self, level: Any) -> dict[str, np.ndarray]:
+        """Return the arrays of the rule and of the attack of `level` (see `change_updates`)."""
+        states = level.aggregator.state | {f"attack.{name}": tensor for name, tensor in level.attack.state.items()}
+        return {name: tensor.clone().cpu().numpy() for name, tensor in states.items()}
+
+    def restore(self, level: Any, arrays: dict[str, np.ndarray]) -> None:
+        """Restore the state of the rule and of the attack of `level` from `arrays`, which `states_of` has returned."""
+        level.aggregator.state, level.attack.state = {}, {}
+        for name, array in arrays.items() if self.group.computes else ():
+            state = level.attack.state if name.startswith("attack.") else level.aggregator.state
+            state[name.removeprefix("attack.")] = torch.from_numpy(array).to(self.task.device, copy=True)
 
     def resume(
         self, facts: dict[str, Any], rule: dict[str, np.ndarray], columns: dict[str, Tensor], workers: Sequence[int]
@@ -652,10 +687,7 @@ class Simulation(Executor):
             workers: IDs of the workers that have a state, in the order in which these states are stored.
         """
         self.group.load_columns(columns)
-        self.aggregator.state, self.attack.state = {}, {}
-        for name, array in rule.items() if self.group.computes else ():
-            state = self.attack.state if name.startswith("attack.") else self.aggregator.state
-            state[name.removeprefix("attack.")] = torch.from_numpy(array).to(self.task.device, copy=True)
+        self.restore(self, rule)
         self.server.has_last = facts["has_last"]
         self.states.follow(workers)
         if self.clock:

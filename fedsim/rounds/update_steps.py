@@ -83,7 +83,7 @@ class AttackStep:
         self._group, self._task, self._shared, self._aggregator = group, task, shared, aggregator
         self.state: dict[str, Tensor] = {}
 
-    def __call__(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
+    def __call__(self, context: AggregationContext, mine: WorkItems | None, sent: SentUpdates) -> bool:
         task, shared, group, updates = self._task, self._shared, self._group, self._aggregator.updates
         if not (workers := task.byzantine.in_round(context.moment[0])):
             return False

@@ -146,7 +146,7 @@ class WorkerStates:
         if not self.initial:
             return
         saved = set(cohort).difference(excluded)  # without the server's own row
-        self.saved_elsewhere(cohort, excluded)
+        self.add([worker for worker in cohort if worker in saved])
         members = mine[np.array([worker in saved for worker in mine.workers.tolist()], dtype=bool)]
         self.save(members.workers.tolist(), rows, members.slots)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedsim.clients import FeatureLoss
+from fedsim.clients.schedule import Varying
 from fedsim.config.experiment import Experiment
 from fedsim.config.from_data import mismatches
 from fedsim.config.schema import Server
@@ -455,7 +456,10 @@ def check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, i
     always = [epoch] * bool(experiment.worker_evaluation.fine_tune) + [whole] * task.algorithm.full_gradient
 
     def smallest_batch(worker: int, size: int) -> int:
-        return min(work.smallest_batch(size) for work in (schedule.longest(worker), *always))
+        batch = schedule.batch_size
+        batch_sizes = batch.possible(worker)[:size] if isinstance(batch, Varying) else [batch]
+        schedules = (schedule.longest(worker), *always)
+        return min(replace(work, batch_size=batch).smallest_batch(size) for work in schedules for batch in batch_sizes)
 
     worker = next((k for k, size in sizes.items() if smallest_batch(k, size) == 1), None)
     if worker is None:
@@ -469,7 +473,7 @@ def check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, i
     elif batch_size == 1:
         subject, remedy = "local.batch_size = 1: each batch has", "set it to 2 or more"
     else:
-        subject = f"local.batch_size = {batch_size}: the last batch of {holder} ({sizes[worker]} samples) has"
+        subject = f"local.batch_size = {show(batch_size)}: the last batch of {holder} ({sizes[worker]} samples) has"
         remedy = "use another local.batch_size" if task.algorithm.full_gradient else "set local.drop_last = true"
 
     def line(reason: str) -> str:
@@ -485,7 +489,14 @@ def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
     tuned = task.experiment.worker_evaluation.fine_tune
     schedules = [(task.schedule.longest(worker), size) for worker, size in sizes.items()]
     steps = max(max(work.steps_for(size), tuned * work.batches_per_epoch(size)) for work, size in schedules)
-    task.algorithm_at(task.experiment.rounds, task.schedule.local_steps(steps) - 1)
+    last = task.experiment.rounds, task.schedule.local_steps(steps) - 1
+    task.algorithm_at(*last)
+    schedule = task.experiment.local_schedule
+    if schedule is not None and "lr" in task.varying and not schedule.is_factor(*last):
+        raise ExperimentError(
+            f"local.schedule.name = {show(task.experiment.local.schedule.name)}: does not multiply the learning rate "
+            "(such as with eta_min), but local.lr differs between workers; use one local.lr, or omit eta_min"
+        )
     task.server_at(task.experiment.rounds)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ class RunFacts:
         record_bytes: approximate size in bytes of the large files that the run writes.
         topology: facts about the graph of workers, such as its spectral gap; empty without a graph.
         assumed: what was assumed when the data was read, such as how test samples were drawn.
+        noise: noise multiplier for `privacy.target_epsilon`, by its key; empty without a target.
         done: number of rounds that were finished before the run was resumed, otherwise 0.
     """
 
@@ -49,19 +51,19 @@ class RunFacts:
     record_bytes: int
     topology: dict[str, Any] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+    noise: Mapping[str, float] = field(default_factory=dict)
     done: int = 0
 
     @classmethod
-    def of(cls, task: RunTask, engine: Engine) -> RunFacts:
-        """Collect the facts about a run whose engine is ready for the first round."""
-        experiment, shared = task.experiment, engine.shared
+    def of(cls, experiment: Experiment, task: RunTask, engine: Engine) -> RunFacts:
+        """Collect the facts about the run of an experiment whose engine is ready for the first round."""
+        shared = engine.shared
         sampled = workers_to_describe(shared.data.shards, experiment.seed)
         workers = range(len(shared.data.shards)) if sampled is None else sampled
         shards = [shared.data.shards.of(worker).numpy() for worker in workers]
         counts = np.array([[len(shard)] for shard in shards])
         if shared.data.train.has_labels:
             counts = label_counts(shared.data.train.sample_targets.cpu().numpy(), shards, shared.data.classes)
-        graph = experiment.policy.topology.component if experiment.policy.component.uses_topology else None
         how = _how_it_runs(task, engine)
         return cls(
             device=describe_device(task.device),
@@ -74,8 +76,9 @@ class RunFacts:
             sampled_workers=sampled,
             label_counts=counts,
             byzantine=sorted(task.byzantine.fixed),
-            topology=graph.facts(experiment.workers, experiment.seed) if graph else {},
+            topology=experiment.topology_facts,
             assumed=shared.data.train.assumed,
+            noise=experiment.noise_found(task.experiment),
             record_bytes=shared.server.row.nbytes * _rows_on_record(experiment, how),
         )
 
@@ -90,6 +93,7 @@ class RunFacts:
             "device": self.device,
             "arithmetic": self.arithmetic,
             **self.how,
+            **self.noise,
             "parameters": self.parameters,
             "train_samples": self.train_samples,
             "test_samples": self.test_samples,

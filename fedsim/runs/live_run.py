@@ -89,7 +89,7 @@ class LiveRun:
         self._before: Snapshot | None = None  # state before the current round, if rounds may have to be repeated
         self.loop = loop_of(experiment, task, engine, folder)
         self._repeated(self.loop.prepare, STARTED)
-        self.facts = self._repeated(lambda: RunFacts.of(task, engine), STARTED)
+        self.facts = self._repeated(lambda: RunFacts.of(experiment, task, engine), STARTED)
         run_round = self._run_or_repeat if self._repeats else self.loop.run_round
         ends = experiment.aggregate.nonfinite == "stop"
         self.run_round: Callable[[int], RoundRecord] = partial(self._run_or_end, run_round) if ends else run_round

@@ -15,7 +15,7 @@ from fedsim.clients import PersonalModel
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import read_toml
 from fedsim.config.load import load_experiment
-from fedsim.core.attributes import HintingAttributes
+from fedsim.core.attributes import HintingAttributes, hinting
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.notebook import figure_html
 from fedsim.core.plotting import save
@@ -91,6 +91,7 @@ class Result(HintingAttributes):
         """Test loss of the global model after the last round."""
         return self.history[-1].test_loss
 
+    @hinting
     def plot(self, out: str | Path | None = None) -> Figure:
         """Draw accuracy and losses over the rounds.
 
@@ -190,6 +191,7 @@ def _last_round(record: RoundRecord) -> str:
     return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{cells}</tr></tbody></table>"
 
 
+@hinting
 def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
     """Load the result of a run from its folder, as `fedsim.run` returned it.
 
@@ -218,6 +220,7 @@ def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
     return Result(experiment, [with_nan_losses(record) for record in run.history], folder, run.stopped)
 
 
+@hinting
 def load_model(folder: str | Path, *, allow_imports: bool = False) -> nn.Module:
     """Load the trained model of a finished run, on the CPU and in evaluation mode.
 

@@ -5,6 +5,7 @@ Results are bit-identical to an uninterrupted run, except in races.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -56,19 +57,28 @@ class ResumeState:
         self.records: list[RoundRecord] = []
         self._candidates: list[int] = []  # rounds of checkpoints, newest first
         self._newest: State | None = None
+        self._rounds = experiment.rounds  # as planned before
         if folder is not None and folder.resumes:
             self.records = read_history(folder.path)
             self._candidates = self.checkpoints.rounds()
-            _require_same_experiment(folder, experiment, len(self.records))
+            self._rounds = _require_same_experiment(folder, experiment, len(self.records))
             _warn_of_other_software(folder)
 
-    def with_earlier_width(self, experiment: Experiment) -> Experiment:
-        """Return the experiment with the stack width as it was before the run was interrupted, unless it is set.
+    def as_before(self, experiment: Experiment) -> Experiment:
+        """Return the experiment with the stack width as before the run was interrupted, and its noise, unless set.
 
         On a GPU, the default width depends on the memory of the GPU, and stacks of another width round differently.
+        The noise for `privacy.target_epsilon` depends on `rounds`, which may have changed.
         """
-        width = _rounding_in(newest[1]).get("width") if (newest := self.newest()) else None
-        traits, table = traits_of(experiment.engine), experiment.batched
+        newest, traits, table = self.newest(), traits_of(experiment.engine), experiment.batched
+        noise, target = _noise_in(newest[1]) if newest else None, experiment.privacy.target_epsilon
+        if noise is not None and target is not None and not traits.ranks:
+            experiment = experiment.at_noise(noise)
+            if self._rounds < experiment.rounds:
+                line = f"rounds = {experiment.rounds}: the run keeps its noise {noise:g} for {self._rounds} rounds, so "
+                line += f"its epsilon will exceed privacy.target_epsilon = {target:g}"
+                warnings.warn(line, FedsimWarning, stacklevel=2)
+        width = _rounding_in(newest[1]).get("width") if newest else None
         if not _is_count(width) or table.max_workers is not None or traits.ranks or not traits.stacks:
             return experiment
         return experiment.model_copy(update={"batched": table.model_copy(update={"max_workers": width})})
@@ -87,6 +97,11 @@ class ResumeState:
                 run.resume(start)
                 self._refuse(f"does not fit this run: {one_line(error)}")
                 continue
+            if (noise := _noise_in(state)) not in (None, *run.facts.noise.values()):
+                line = f"rounds = {run.experiment.rounds}: ranks cannot keep the noise {noise:g} that was found for "
+                raise ExperimentError(
+                    f"{line}fewer rounds with privacy.target_epsilon; add engine=auto without a launcher"
+                )
             _warn_of_other_rounding(_rounding_in(state), rounding_of(run.facts.how))
             break
         else:
@@ -139,11 +154,18 @@ def _way(rounding: Mapping[str, Any]) -> str:
     return (f"in stacks of {width}" if width else "one by one") + (f" on {ranks} ranks" if ranks else "")
 
 
+def _noise_in(state: Snapshot) -> float | None:
+    """Return the noise multiplier for `privacy.target_epsilon` that a checkpoint contains, or None."""
+    noise = state.facts.get("noise")
+    return noise if isinstance(noise, float) and 0 < noise < math.inf else None
+
+
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**31
 
 
-def _require_same_experiment(folder: RunFolder, experiment: Experiment, rounds: int) -> None:
+def _require_same_experiment(folder: RunFolder, experiment: Experiment, rounds: int) -> int:
+    """Raise ExperimentError if a folder contains another experiment. Returns its number of rounds."""
     file, settings = folder.path / EXPERIMENT, experiment.resolved()
     with untrusted_config(file, [settings]):
         there = experiment_of(with_objects(describe(file), names_in(experiment.model_dump())))
@@ -152,6 +174,7 @@ def _require_same_experiment(folder: RunFolder, experiment: Experiment, rounds: 
         lines.append(f"rounds: {there.rounds} there, {experiment.rounds} here; a resumed run can only have more")
     if lines:
         raise ExperimentError(*(f"{folder.path}: holds another experiment: {line}" for line in lines))
+    return there.rounds
 
 
 def _warn_of_other_software(folder: RunFolder) -> None:

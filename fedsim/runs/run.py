@@ -149,7 +149,7 @@ def live_run(
             users.on_setup(step)
 
         session = session or stack.enter_context(Session())
-        task, engine = stack.enter_context(begun(past.with_earlier_width(experiment), session, folder, on_setup))
+        task, engine = stack.enter_context(begun(past.as_before(experiment), session, folder, on_setup))
         run = LiveRun(experiment, task, engine, folder, recorded=out is not None)
         stack.callback(run.release)
         run.ended = stop_reason(past.records, experiment.stop)  # an earlier session may have ended the run

@@ -16,6 +16,7 @@ from fedsim.clients import as_algorithm
 from fedsim.config.engines import RACING, traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.schema import OWN
+from fedsim.core.learning_task import class_weights_of
 from fedsim.core.objects import names_in, own_copy, why_unsendable
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.rows import Layout
@@ -112,7 +113,7 @@ def _begin(
 
 
 def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> RunTask:
-    """Raise an error if the experiment cannot be run. Return its description.
+    """Return the description of a run. Raise an error if the experiment cannot be run.
 
     Args:
         experiment: experiment to check.
@@ -126,7 +127,7 @@ def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> RunT
     task = task_of(experiment, device)
     if to_run or not lacks_files(data.name, data.root or default_root(), **data.params):
         with preserve_random_state(device), full_precision(device):
-            _with_data(experiment, task, session, device, lambda step: None)
+            task, *_ = _with_data(experiment, task, session, device, lambda step: None)
     return task
 
 
@@ -156,6 +157,8 @@ def _with_data(
     on_setup(f"loading the data set {show(data.name)}")
     train, test = session.data(*data.source, device)
     strata = strata_of(train, data.stratify)
+    classes = max(train.classes, test.classes)
+    task = replace(task, class_weights=class_weights_of(task.learning_task, lambda: train.sample_targets, classes))
     checked = own_copy(task)  # the checks call user objects, which may change their state
     train, test = checks.with_numbers(checked, train, test)
     checks.check_outputs_of_model(checked, train, test, data.name)
@@ -176,11 +179,14 @@ def _with_data(
     checks.check_local_work(task, sizes)
     checks.check_smallest_batch(task, train, {**sizes, len(shards): len(root)} if len(root) else sizes)
     cohorts_of(experiment, shards)  # raises an error if it needs sizes of shards that are not known
-    releases_of(experiment, shards, root)  # raises an error if epsilon cannot be computed
+    releases = releases_of(experiment, shards, root)  # raises an error if epsilon cannot be computed
     if (owned := tests_of_owners(experiment, train, test, shards)) is not None:
         by_owner, found = owned
         train = replace(train, assumed=(*train.assumed, found))
         worker_tests = by_owner if data.local_test_fraction == OWN else worker_tests
+    if releases and releases.holders > 1 and experiment.privacy.target_epsilon is not None:
+        private = task_of(experiment.with_noise(releases), device)
+        task = replace(task, experiment=private.experiment, algorithm=private.algorithm)
     return task, train, test, shards, root, worker_tests, validation
 
 
@@ -191,7 +197,7 @@ def task_of(experiment: Experiment, device: torch.device, *, weights: bool = Tru
 
     Raises ExperimentError if the model cannot be built or does not fit the client algorithm.
     """
-    local_experiment = experiment.own()
+    local_experiment = experiment.with_noise(experiment.releases(holders=1)).own()
     if not weights:
         model = local_experiment.model.model_copy(update={"weights": None})
         local_experiment = local_experiment.model_copy(update={"model": model})

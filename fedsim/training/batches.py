@@ -216,7 +216,7 @@ class BatchSource:
 
     def batches(self, worker: int, round: int) -> Batches:
         """Yield training batches (inputs, targets) of a worker, shuffled in each epoch. The sequence does not end."""
-        train, size = self._shared.data.train, self._task.schedule.batch_size
+        train, size = self._shared.data.train, self._task.schedule.of(worker, round).batch_size
         epochs = (CustomSubset(train, positions).batches(size) for positions in self.epochs(worker, round))
         return _altered(chain.from_iterable(epochs), self.alteration(worker, round))
 
@@ -243,7 +243,7 @@ class BatchSource:
     def positions(self, worker: int, round: int) -> Iterator[Tensor]:
         """Yield a worker's batches as tensors of indices into the dataset, int64 [batch]. The sequence does not end."""
         for positions in self.epochs(worker, round):
-            yield from positions.split(self._task.schedule.batch_size)
+            yield from positions.split(self._task.schedule.of(worker, round).batch_size)
 
     def epochs(self, worker: int, round: int) -> Iterator[Tensor]:
         """Yield a worker's shuffled sample indices, int64 [samples], for one epoch after another, without end.
@@ -280,12 +280,13 @@ class BatchSource:
 
     def epochs_of(self, work: WorkItems) -> np.ndarray:
         """Return how many epochs each worker begins, including an unfinished last epoch, int64 [n]."""
-        return -(-work.steps // self._task.schedule.batches_per_epoch(work.sizes))
+        return -(-work.steps // self._task.schedule.of(work.workers, work.rounds).batches_per_epoch(work.sizes))
 
     def _by_epoch(self, work: WorkItems, begin: np.ndarray, end: np.ndarray) -> list[list[Tensor]]:
         """Return the sample indices of `orders` as one list per worker with one tensor per epoch."""
         positions, _, lengths = self.orders(work, begin, end)
-        counts, sizes = end - begin, self._task.schedule.samples_per_epoch(work.sizes)
+        counts, schedule = end - begin, self._task.schedule.of(work.workers, work.rounds)
+        sizes = schedule.samples_per_epoch(work.sizes)
         epochs = iter(positions.split(np.repeat(lengths, counts).tolist()))
         pairs = zip(sizes.tolist(), counts.tolist(), strict=True)
         return [[order[:size] for order in islice(epochs, count)] for size, count in pairs]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -42,7 +43,9 @@ class ClientRounds:
             columns.write(buffers, shared.cohort.kept[PERSONAL_BUFFERS][index])
             shared.cohort.buffers[index] = buffers
         first = members[0]
-        algorithm = self._task.algorithm_at(first.round)
+        settings = self._settings(rows, members)
+        settings.pop("momentum", None)  # the optimizer state does not depend on its value
+        algorithm = self._task.algorithm_at(first.round, settings=settings)
         return algorithm.start_round(rows, self._round_of(algorithm, rows, index, members, only_tested=not first.ends))
 
     def finish(self, rows: Tensor, state: State, index: Index, members: Sequence[WorkItem]) -> None:
@@ -60,7 +63,7 @@ class ClientRounds:
         columns = self._algorithm.personal_buffers
         if columns.width:
             self._shared.cohort.kept[PERSONAL_BUFFERS][index] = columns.of(self._shared.cohort.buffers[index])
-        algorithm = self._task.algorithm_at(first.round)
+        algorithm = self._task.algorithm_at(first.round, settings=self._settings(rows, members))
         worker = self._round_of(algorithm, rows, index, members, only_tested=False)
         sent, messages = algorithm.finish(rows, state, worker), self._shared.cohort.messages
         if sent.keys() != messages.keys():
@@ -92,6 +95,12 @@ class ClientRounds:
         if isinstance(index, Tensor):  # `rows` is a copy
             self._shared.cohort.rows[index] = rows
 
+    def _settings(self, rows: Tensor, members: Sequence[WorkItem]) -> dict[str, Any]:
+        if rows.ndim == 1:
+            return self._task.step_settings(members[0].worker, members[0].round)
+        work = self._batch_source.work(members)
+        return self._task.step_settings(work.workers, work.rounds)
+
     def _kept(self, index: Index) -> State:
         return {name: kept[index] for name, kept in self._shared.cohort.kept.items() if name != PERSONAL_BUFFERS}
 
@@ -116,6 +125,7 @@ class ClientRounds:
         of_workers = weights_of(task, self._shared, work.workers[has_weight].tolist(), work.sizes[has_weight].tolist())
         if of_workers is not None:
             weights[has_weight] = of_workers.numpy()
-        steps = task.schedule.local_steps(work.steps)
-        steps_per_epoch = task.schedule.local_steps(task.schedule.batches_per_epoch(work.sizes))
+        schedule = task.schedule.of(work.workers, work.rounds)
+        steps = schedule.local_steps(work.steps)
+        steps_per_epoch = schedule.local_steps(schedule.batches_per_epoch(work.sizes))
         return WorkerFacts(work.workers, work.rounds, steps, steps_per_epoch, work.sizes, weights)

@@ -14,9 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.clients.schedule import Varying
 from fedsim.core.rows import new_rows
 from fedsim.errors import ExperimentError, FedsimWarning, one_line
 from fedsim.system.devices import to_device
@@ -52,6 +54,8 @@ def unsafe(task: RunTask, probe: StackingProbe) -> str | None:
         return "gradients are accumulated (local.accumulation_steps)"
     if task.experiment.local_schedule is not None:
         return "the learning rate changes (local.schedule), but a captured step has a fixed rate"
+    if isinstance(task.schedule.batch_size, Varying):
+        return "batch sizes differ between workers (local.batch_size)"
     if probe.coupled:
         return "outputs or losses depend on the whole batch (as with BatchNorm), so short batches cannot be padded"
     poisoned = bool(task.byzantine) and task.experiment.attack.component.poison is not None
@@ -134,14 +138,15 @@ class CapturedSteps:
         self._client_rounds = client_rounds
         self._task, self._shared, self._module = task, shared, module
         self._dropouts, self._sizes = dropouts, sizes
-        device, batch, wide, width = task.device, task.schedule.batch_size, shared.cohort.buffers.dtype, sizes[-1]
+        device, batch, wide, width = task.device, task.schedule.largest_batch, shared.cohort.buffers.dtype, sizes[-1]
         self._pool = GraphPool(device)
         self._graphs: dict[Graph, Run] = {}
 
         rows = new_rows(width, module.layout.d, task.dtype, device)
         rows.copy_(shared.server.row)
         buffers = module.unpack_buffers(shared.server.buffers.expand(width, -1))
-        self._state = StackState(module, rows, task.algorithm.start(rows), buffers)
+        settings = task.step_settings(np.zeros(width, dtype=np.int64), np.ones(width, dtype=np.int64))
+        self._state = StackState(module, rows, task.algorithm.start(rows), buffers, settings=settings)
         self._names = set(self._state.algorithm_state)
         self._loss_sums = torch.zeros(width, dtype=wide, device=device)
         self._step_of_stack = StackStep(task, module)
@@ -218,6 +223,8 @@ class CapturedSteps:
         state.rows.copy_(shared.cohort.rows[stack.index])
         for name, fresh in self._client_rounds.start(state.rows, stack.index, stack.members).items():
             state.algorithm_state[name].copy_(fresh)
+        for name, column in stack.settings.items():
+            state.settings[name].copy_(column)
         buffers = self._module.unpack_buffers(shared.cohort.buffers[stack.index])
         for buffer, fresh in zip(state.buffers, buffers, strict=True):
             buffer.copy_(fresh)

@@ -253,7 +253,7 @@ class RowDropout:
         The tuple is empty if the calls cannot be determined. Dropout then uses PyTorch's random generator.
         """
         train, self.module_calls = self._shared.data.train, 0
-        inputs, targets = train.gather(torch.arange(min(self._task.schedule.batch_size, len(train))))
+        inputs, targets = train.gather(torch.arange(min(self._task.schedule.largest_batch, len(train))))
         with preserve_random_state(self._task.device), torch.enable_grad(), Recording() as recording:
             try:
                 loss = self._task.objective(self.new_module().train(), inputs, targets)
@@ -275,7 +275,7 @@ class RowDropout:
         task, batch_source = self._task, self._batch_source
         steps = batch_source.steps(worker, round) if steps is None else steps
         keys = torch.from_numpy(layer_keys(task.experiment.seed, np.array([round]), np.array([worker])))
-        batch = min(task.schedule.batch_size, batch_source.size(worker))
+        batch = min(task.schedule.of(worker, round).batch_size, batch_source.size(worker))
         return RoundDropout(self, to_device(keys, task.device), steps, batch, round)
 
 

@@ -36,6 +36,7 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
     state += bool(experiment.broadcast)
     held = processes * (experiment.batched.max_workers or 1 if stacked else 1) if task.streams else n_rows
     lasting = state if experiment.in_rounds else state + n_rows  # without rounds, checkpoints also contain the rows
+    group_rows = experiment.grouping.count * (1 + task.keeps_last) if experiment.grouping else 0
     gradients_of_all = "gradients" in task.syncs and not stacked
     modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
     if stacked:
@@ -57,6 +58,7 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
     parts = {
         "rows": held * row,
         "global model and optimizer state": state * row,
+        "models of the groups": group_rows * row,
         "sums of updates and messages": row + exchanged if task.streams else 0,
         "worker state and messages": (state_bytes + exchanged) * held,
         "state of the client algorithm at the server": (1 + copies) * _bytes(server_state),
@@ -64,7 +66,7 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
         "state that workers keep between rounds": min(stored, limit) + copies * stored + new,
         "modules": modules * row,
         "gradients and client algorithm state": training * row,
-        "copies for recovery and checkpoints": copies * lasting * row,
+        "copies for recovery and checkpoints": copies * (lasting + group_rows) * row,
         "distances of all pairs": 8 * cohort * cohort if experiment.rule.accepts("gram") else 0,
     }
     return {purpose: nbytes for purpose, nbytes in parts.items() if nbytes}
@@ -108,7 +110,7 @@ def what_would_fit(task: RunTask, processes: int, width: int | None = None) -> s
     Example: `cuda:0 is out of memory; reduce one of: processes (now 4), local.batch_size (now 64)`.
     """
     width = width or task.experiment.batched.max_workers
-    sizes = {"processes": processes, "batched.max_workers": width or 1, "local.batch_size": task.schedule.batch_size}
+    sizes = {"processes": processes, "batched.max_workers": width or 1, "local.batch_size": task.schedule.largest_batch}
     larger = [f"{key} (now {size})" for key, size in sizes.items() if size > 1]
     remedy = f"reduce one of: {', '.join(larger)}" if larger else "use a smaller model"
     return f"{task.device} is out of memory; {remedy}{task.remedy_for_updates}"

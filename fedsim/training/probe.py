@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedsim.clients import OuterProductGrad
 from fedsim.clients.adapters import TrainFunction
-from fedsim.core.learning_task import LearningTask, joint_of
+from fedsim.core.learning_task import joint_of
 from fedsim.core.randomness import global_states, preserve_random_state
 from fedsim.core.rows import Layout, new_rows
 from fedsim.core.training import Objective
@@ -176,7 +176,7 @@ class Trials:
         with Recording() as recording, torch.autograd.graph.saved_tensors_hooks(weigh, lambda tensor: tensor):
             with precision.forward(task.device):
                 outputs = module(inputs.clone())  # the model may change its inputs
-            Objective(precision, task.learning_task).loss(outputs, targets)
+            replace(task.objective, precision=precision).loss(outputs, targets)
         if differ(start, module):
             raise not_stackable(
                 "a forward pass changes attributes or non-persistent buffers, which are not stored for each worker"
@@ -208,7 +208,7 @@ class Trials:
         trials = [(1, alone), (1, self.run((others, targets)))]  # with the number of samples shared with `together`
         if len(inputs) > 2:
             trials.append((len(inputs) - 1, self.run((inputs[:-1], targets[:-1]))))
-        whole = min(self._task.schedule.batch_size, MAX_COMPARED_BATCH, len(self._train))
+        whole = min(self._task.schedule.largest_batch, MAX_COMPARED_BATCH, len(self._train))
         if whole > len(inputs):  # a model may handle a large batch differently
             trials.append((len(inputs), self.run(self.samples(whole))))
         return not all(
@@ -268,7 +268,7 @@ class Trials:
         if task.device.type == "cpu" or all(p.ndim <= 2 for p in task.new_module().parameters()):
             return False
         trials = copy.copy(self)
-        trials.count = min(task.schedule.batch_size, MAX_COMPARED_BATCH)  # cuDNN chooses kernels by batch size
+        trials.count = min(task.schedule.largest_batch, MAX_COMPARED_BATCH)  # cuDNN chooses kernels by batch size
         try:
             two = trials._two_models(dtype)
             if task.precision.autocast is not None:
@@ -323,7 +323,7 @@ class Trials:
         """
         task, count, dtype = self._task, self.count, two.rows.dtype
         weights = torch.full((2, count), 1 / count, dtype=dtype, device=task.device)
-        objective = Objective(precision, task.learning_task)
+        objective = replace(task.objective, precision=precision)
         stacked = StackedModule(lambda: task.new_module().to(dtype), objective, merged=merged, turns=turns)
         buffers = two.buffers.clone()
         try:
@@ -352,7 +352,8 @@ class Trials:
         for k in range(2 if precision is FULL else 0):
             layout.write(two.rows[k], module)
             layout.write_buffers(two.buffers[k], module)
-            expected = _plain_gradients(self._task.learning_task, module.train(), two.inputs[k], two.targets[k])
+            objective = replace(self._task.objective, precision=FULL)
+            expected = _plain_gradients(objective, module.train(), two.inputs[k], two.targets[k])
             for entry, gradient, reference in zip(layout.parameters, gradients, expected, strict=True):
                 if not self._agree(gradient[k], reference, dtype):
                     raise not_stackable(f"in a stack, the gradient of {entry.name} differs from that of a single model")
@@ -368,17 +369,30 @@ class Trials:
             return
         d = module.layout.d
         gradients = torch.linspace(-1, 1, 2 * d, dtype=self._task.dtype, device=self._task.device).view(2, d)
-        whole, rows = gradients.cos(), gradients.cos()
+        whole, rows, together, apart = (gradients.cos() for _ in range(4))
+        settings = {key: amount.largest for key, amount in self._task.varying.items()}
         try:
             whole_state, state = algorithm.start(whole), StackState(module, rows, algorithm.start(rows), [])
             for _ in range(2):
                 algorithm.step(whole, gradients.clone(), whole_state)
                 parts = [_as_product(gradient) for gradient in module.views(gradients.clone())]
                 move(algorithm, state, list(zip(module.layout.parameters, parts, strict=True)))
+            if settings:
+                columns = {key: gradients.new_tensor([[number], [number / 2]]) for key, number in settings.items()}
+                self._task.algorithm_at(1, settings=columns).step(
+                    together, gradients.clone(), algorithm.start(together)
+                )
+                for row, gradient, share in zip(apart, gradients.clone(), (1, 0.5), strict=True):
+                    own = {key: number * share for key, number in settings.items()}
+                    self._task.algorithm_at(1, settings=own).step(row, gradient, algorithm.start(row))
         except Exception as error:
             raise not_stackable(
                 f"a step of local.algorithm fails with a stack of workers: {one_line(error)}"
             ) from error
+        if not self._agree(together, apart):
+            raise not_stackable(
+                f"a step of local.algorithm ignores that {' and '.join(settings)} differ between workers"
+            )
         if not self._agree(rows, whole):
             raise not_stackable(
                 "local.algorithm is not element-wise: a step on some of the parameters differs from a step on all "
@@ -405,10 +419,10 @@ def _as_product(gradient: Tensor) -> Tensor | OuterProductGrad:
     )
 
 
-def _plain_gradients(task: LearningTask, module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+def _plain_gradients(objective: Objective, module: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     module.zero_grad()
     with Recording():
-        loss = task.loss(module(inputs.clone()), targets)
+        loss = objective.loss(module(inputs.clone()), targets)
     loss.backward()  # not torch.autograd.grad, which reentrant checkpoints do not support
     return tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)

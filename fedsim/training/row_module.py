@@ -36,6 +36,9 @@ class RowModule:
         self.layout = Layout.of(self._start)
         self._frozen = {name: p._version for name, p in self._start.named_parameters() if not p.requires_grad}
         self._rows: tuple[Tensor, Tensor] | None = None
+        for parameter in self._start.parameters():  # their values are in rows
+            if parameter.requires_grad:
+                parameter.data = parameter.new_zeros(1).expand(parameter.shape)
 
     def load(self, row: Tensor, gradient: Tensor, buffers: Tensor) -> None:
         """Load a worker's model.

@@ -145,7 +145,7 @@ class RowTrainer:
                 state = self._client_rounds.start(self._rows[slot], slot, [member])
                 module.load(self._rows[slot], self._gradient, shared.cohort.buffers[slot])
                 data = with_heartbeats(self._process, self._batch_source.batches_of(member))
-                algorithm = task.algorithm_at(member.round)
+                algorithm = task.algorithm_at(member.round, settings=task.step_settings(member.worker, member.round))
                 if isinstance(algorithm, TrainFunction):
                     losses[slot] = self._call(algorithm, member, module, data)
                 else:
@@ -180,10 +180,11 @@ class RowTrainer:
                 module.load(self._rows[member.slot], gradient, shared.cohort.buffers[member.slot])
                 seed_everything(task.device, task.experiment.seed, "full_gradient", member.round, member.worker)
                 size, first = self._batch_source.size(member.worker), self._batch_source.steps_of(member)
+                schedule = task.schedule.of(member.worker, member.round)
                 seen = self._batch_source.samples_seen(
-                    member.worker, member.round, task.schedule.batch_size, "full_gradient"
+                    member.worker, member.round, schedule.batch_size, "full_gradient"
                 )
-                dropout = self._dropout.of(member.worker, member.round, first + task.schedule.batches_of_all(size))
+                dropout = self._dropout.of(member.worker, member.round, first + schedule.batches_of_all(size))
                 for step, (inputs, targets) in enumerate(with_heartbeats(self._process, seen), first):
                     with dropout.at(step, len(inputs)):
                         value = self._objective(module.module, inputs, targets)
@@ -247,7 +248,8 @@ class RowTrainer:
         loss = self._loss_of(participant, step)
         self._rows[slot].zero_()
         loss.backward()
-        clip_rows(self._rows[slot], self._task.experiment.local.clip_norm)
+        settings = self._task.step_settings(participant.member.worker, participant.member.round)
+        clip_rows(self._rows[slot], self._task.clip_norm(settings))
         self._client_rounds.send_gradients(slot)
         return loss.detach()
 
@@ -337,6 +339,7 @@ class LocalSteps:
     def __post_init__(self) -> None:
         self._objective, algorithm = self.task.objective, self.task.algorithm
         self._feature_points = algorithm.feature_points(self.state) if isinstance(algorithm, FeatureLoss) else ()
+        self._settings = self.task.step_settings(self.member.worker, self.member.round)
         self._batch_number = self.member.step or 0  # number of the current batch in the worker's round
 
     def zero_grad(self) -> None:
@@ -369,8 +372,8 @@ class LocalSteps:
         if self.accumulated == self.task.schedule.accumulation_steps or not self.batches:
             if self.accumulated > 1:
                 self.gradient.div_(self.accumulated)
-            clip_rows(self.gradient, self.task.experiment.local.clip_norm)
-            algorithm = self.task.algorithm_at(self.member.round, self.steps)
+            clip_rows(self.gradient, self.task.clip_norm(self._settings))
+            algorithm = self.task.algorithm_at(self.member.round, self.steps, settings=self._settings)
             if algorithm.element_wise:
                 algorithm.step(self.row, self.gradient, self.state)
             else:
@@ -413,7 +416,7 @@ class LocalSteps:
         gradient.zero_()
         self.backward(module.module, *self._batch)
         module.layout.read_buffers(module.module, out=buffers)
-        clip_rows(gradient, self.task.experiment.local.clip_norm)
+        clip_rows(gradient, self.task.clip_norm(self._settings))
         return gradient.clone()
 
     def _buffers_of_row(self) -> Tensor:

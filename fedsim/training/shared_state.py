@@ -94,6 +94,9 @@ class GlobalModel:
             keep; otherwise empty.
         states: optimizer states, tensors [d] by name: under "parameters" those of the server optimizer, under
             "gradients" those of the client algorithm. Only the keys that the run uses exist.
+        groups: for each of the G groups of workers, its model ("rows" [G, d] and "buffers" [G, b]), its latest
+            aggregated update ("last"), and the number of samples of its updates since it received the global model
+            ("samples"). Also "unfit" and "losses", as in `CohortRows`. Empty without groups.
     """
 
     row: Tensor
@@ -102,6 +105,7 @@ class GlobalModel:
     algorithm: State
     broadcast: State
     states: dict[Sync, State]
+    groups: State
 
     @classmethod
     def allocate(cls, task: RunTask, row: Tensor, buffers: Tensor, ranks: int = 1) -> GlobalModel:
@@ -114,15 +118,17 @@ class GlobalModel:
             ranks: number of ranks. Several ranks allocate the optimizer states elsewhere, each for a part of the
                 parameters.
         """
-        chain, others = task.experiment.broadcast_chain, task.algorithm.clusters - 1
+        chain, groups = task.experiment.broadcast_chain, task.experiment.grouping
+        keeps_last, others = (task.top if groups else task).keeps_last, task.algorithm.clusters - 1
         algorithm = {name: tensor.clone() for name, tensor in task.algorithm.server_state(row).items()}
         return cls(
             row=row,
             buffers=buffers,
-            last=torch.zeros_like(row) if task.keeps_last else row.new_zeros(0),
+            last=torch.zeros_like(row) if keeps_last else row.new_zeros(0),
             algorithm=algorithm | ({"cluster_buffers": buffers.repeat(others, 1)} if others else {}),
             broadcast={"copy": row.clone()} | initial_states(chain, row, task.shapes) if chain else {},
             states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
+            groups={} if groups is None else _rows_of_groups(task, groups.count, row, buffers),
         )
 
     def model(self, cluster: int) -> tuple[Tensor, Tensor]:
@@ -294,6 +300,7 @@ class SharedState:
         named = {"global_row": server.row, "last": server.last, "global_buffers": server.buffers}
         named |= {f"algorithm.{name}": tensor for name, tensor in server.algorithm.items()}
         named |= {f"broadcast.{name}": tensor for name, tensor in server.broadcast.items()}
+        named |= {f"groups.{name}": tensor for name, tensor in server.groups.items()}
         states = {f"{sync}.{name}": tensor for sync, state in server.states.items() for name, tensor in state.items()}
         return named | states
 
@@ -318,6 +325,18 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
         parts = value.values() if isinstance(value, dict) else (getattr(value, item.name) for item in fields(value))
         for part in parts:
             yield from _tensors_in(part)
+
+
+def _rows_of_groups(task: RunTask, n: int, row: Tensor, buffers: Tensor) -> State:
+    rows = new_rows(n, len(row), task.dtype, task.device).copy_(row)
+    return {
+        "rows": rows,
+        "buffers": buffers.repeat(n, 1),
+        "last": torch.zeros_like(rows if task.keeps_last else rows[:, :0]),
+        "samples": torch.zeros(n, dtype=torch.int64),
+        "unfit": torch.zeros(n, dtype=torch.int64),
+        "losses": torch.zeros(n, dtype=torch.double),
+    }
 
 
 def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:

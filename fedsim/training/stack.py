@@ -118,16 +118,17 @@ def _tables(work: WorkItems, parts: Sequence[slice], task: RunTask, source: Batc
     """
     begin, limit = 0, SAMPLES_AT_ONCE if task.device.type == "cpu" else SAMPLES_AT_ONCE_ON_GPU
     drawn = source.epochs_of(work) * work.sizes.astype(float)
-    samples = np.maximum(work.steps * float(task.schedule.batch_size), drawn)  # cannot overflow
-    most, ends = [samples[part].max() for part in parts], np.array([part.stop for part in parts])
+    numbers = np.stack([work.steps.astype(float), task.batch_sizes(work), drawn])  # floats cannot overflow
+    most = np.array([numbers[:, part].max(1) for part in parts]).reshape(-1, 3).T
+    ends = np.array([part.stop for part in parts])
     while begin < len(parts):
-        start = parts[begin].start
-        count = int((np.maximum.accumulate(most[begin:]) * (ends[begin:] - start) <= limit).sum())
+        start, (steps, batch, samples) = parts[begin].start, np.maximum.accumulate(most[:, begin:], 1)
+        count = int((np.maximum(steps * batch, samples) * (ends[begin:] - start) <= limit).sum())
         if count:
             together = lru_cache(1)(partial(_table, work[start : int(ends[begin + count - 1])], task, source))
             for part in parts[begin : begin + count]:
                 index = slice(0, int(work.steps[part.start])), slice(part.start - start, part.stop - start)
-                yield partial(_part_of_table, together, index)
+                yield partial(_part_of_table, together, index, int(task.batch_sizes(work[part]).max()))
         else:
             yield None
         begin += max(1, count)
@@ -138,8 +139,9 @@ def _table(work: WorkItems, task: RunTask, source: BatchSource) -> StepBatch:
     return whole
 
 
-def _part_of_table(table: Table, index: tuple[slice, slice]) -> StepBatch:
-    return table().part(index, 0, range(index[1].stop - index[1].start))
+def _part_of_table(table: Table, index: tuple[slice, slice], batch: int) -> StepBatch:
+    part = table().part(index, 0, range(index[1].stop - index[1].start))
+    return part._replace(positions=part.positions[..., :batch], weights=part.weights[..., :batch])
 
 
 def blocks_of_rounds(work: WorkItems, task: RunTask, source: BatchSource, at_a_time: int) -> Iterator[StepBatch]:
@@ -151,8 +153,8 @@ def blocks_of_rounds(work: WorkItems, task: RunTask, source: BatchSource, at_a_t
         source: source of the workers' batches.
         at_a_time: maximum number of steps per block.
     """
-    schedule, steps, first = task.schedule, work.steps, work.first
-    samples = schedule.samples_per_epoch(work.sizes)
+    schedule, steps, first = task.schedule.of(work.workers, work.rounds), work.steps, work.first
+    samples, batch_sizes = schedule.samples_per_epoch(work.sizes), task.batch_sizes(work)
     batches = schedule.batches_of_all(samples)  # per epoch
     longest, most = int(batches.max()), int(steps.max())
     span = at_a_time * -(-longest * max(1, SAMPLES_AT_ONCE // int(work.sizes.sum())) // at_a_time)
@@ -164,24 +166,27 @@ def blocks_of_rounds(work: WorkItems, task: RunTask, source: BatchSource, at_a_t
         for some in range(start, int(stop.max()), at_a_time):
             step = np.arange(some, min(some + at_a_time, int(stop.max())))[:, None]
             epoch, batch = np.divmod(first[:k] + step, batches[:k])
-            before = batch * schedule.batch_size
-            sizes = np.minimum(schedule.batch_size, samples[:k] - before) * (step < steps[:k])
+            before = batch * batch_sizes[:k]
+            sizes = np.minimum(batch_sizes[:k], samples[:k] - before) * (step < steps[:k])
             begins = orders.begins + (epoch - from_epoch) * orders.lengths + before
-            yield block_of(task, some, orders.positions, begins, sizes)
+            yield block_of(task, int(batch_sizes.max()), some, orders.positions, begins, sizes)
 
 
-def block_of(task: RunTask, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray) -> StepBatch:
+def block_of(
+    task: RunTask, batch: int, start: int, positions: Tensor, begins: np.ndarray, sizes: np.ndarray
+) -> StepBatch:
     """Return the batches of m workers for several steps, beginning with step number `start`.
 
     Args:
         task: run to compute.
+        batch: number of samples to which batches are padded.
         start: number of the first step.
         positions: indices of samples in the data set, int64 [n], on the device.
         begins: for each batch, the index into `positions` where its samples begin, int64 [steps, m].
         sizes: number of samples in each batch, int64 [steps, m]; 0 if the worker has finished.
     """
     table = to_device(torch.from_numpy(np.stack([begins * (sizes > 0), sizes])), task.device)
-    place = torch.arange(task.schedule.batch_size, device=task.device)
+    place = torch.arange(batch, device=task.device)
     inside = place < table[1].unsqueeze(2)
     gathered = positions[table[0].unsqueeze(2) + place * inside]
     weights = inside.to(task.dtype) / table[1].clamp(min=1).unsqueeze(2)
@@ -196,6 +201,8 @@ class Stack:
         slots: positions of the workers in the tensors of the cohort, int64 [k], on the CPU.
         index: index of the workers in the tensors of the cohort: a slice, or an index tensor on the device.
         steps: number of steps of each worker, descending, int64 [k].
+        batch: number of samples to which batches are padded.
+        settings: settings of the steps that differ between the workers (see `RunTask.step_settings`).
     """
 
     def __init__(
@@ -207,7 +214,8 @@ class Stack:
         loss_sum: Tensor,
         samples: np.ndarray,
     ) -> None:
-        self.members, self.steps = members, members.steps
+        self.members, self.steps, self.batch = members, members.steps, int(task.batch_sizes(members).max())
+        self.settings = task.step_settings(members.workers, members.rounds)
         self._task, self._batch_source, self._table = task, batch_source, table
         self.slots, self.index = torch.from_numpy(members.slots), index_of(members.slots, task.device)
         self._loss_sum, self._samples = loss_sum, samples
@@ -239,7 +247,9 @@ class Stack:
         if self._by_step:
             batches = [next(iterator) for iterator in self._iterators]
             sizes = np.array([len(batch) for batch in batches])
-            return iter([block_of(self._task, 0, torch.cat(batches), (sizes.cumsum() - sizes)[None], sizes[None])])
+            return iter(
+                [block_of(self._task, self.batch, 0, torch.cat(batches), (sizes.cumsum() - sizes)[None], sizes[None])]
+            )
         if self._table is None:
             return blocks_of_rounds(self.members, self._task, self._batch_source, at_a_time)
         whole, self._table = self._table(), None  # the table is freed after the last stack that uses it
@@ -248,12 +258,12 @@ class Stack:
 
     def full_pass(self) -> Iterator[StepBatch]:
         """Yield batches that contain each training sample of each worker exactly once, in the order of the dataset."""
-        samples, size = self.members.sizes, self._task.schedule.batch_size
+        samples, size = self.members.sizes, self._task.batch_sizes(self.members)
         positions, starts = self._batch_source.shards_of(self.members.workers)
-        for start in range(0, -(-int(samples.max()) // size), STEPS_AT_A_TIME):
+        for start in range(0, int((-(-samples // size)).max()), STEPS_AT_A_TIME):
             begin = np.arange(start, start + STEPS_AT_A_TIME)[:, None] * size
             sizes = np.clip(samples - begin, 0, size)
-            block = block_of(self._task, start, positions, starts + begin, sizes)
+            block = block_of(self._task, self.batch, start, positions, starts + begin, sizes)
             for step in range(int((sizes.max(1) > 0).sum())):
                 some = np.flatnonzero(sizes[step]).tolist()
                 members = range(len(some)) if some[-1] < len(some) else some
@@ -276,7 +286,7 @@ class Stack:
         if not dropouts:
             return FactorsAhead(torch.zeros(0), 0, 0, (), task.dtype)
         keys, first = to_device(torch.from_numpy(np.stack([self.layer_keys, first_steps])), task.device)
-        return FactorsAhead(keys, int(self.steps[0]), task.schedule.batch_size, dropouts, task.dtype, first_step=first)
+        return FactorsAhead(keys, int(self.steps[0]), self.batch, dropouts, task.dtype, first_step=first)
 
     def alter(
         self,

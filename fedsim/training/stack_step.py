@@ -56,6 +56,7 @@ class StackState:
         buffers: buffers of the workers' models, [k, ...] each.
         buffers_beside: buffers of personal models that the workers train in addition, [k, ...] each.
         places: positions of the k workers in the whole stack: a slice, or an index tensor on the device.
+        settings: settings of the steps that differ between workers, [k, 1] each (see `RunTask.step_settings`).
     """
 
     module: StackedModule
@@ -64,6 +65,7 @@ class StackState:
     buffers: list[Tensor]
     buffers_beside: list[Tensor] = field(default_factory=list)
     places: slice | Tensor = field(default_factory=partial(slice, None))
+    settings: State = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parameters = self.module.views(self.rows)
@@ -86,7 +88,8 @@ class StackState:
     def _at(self, places: slice | Tensor) -> StackState:
         state = {name: tensor[places] for name, tensor in self.algorithm_state.items()}
         buffers, beside = ([buffer[places] for buffer in of_all] for of_all in (self.buffers, self.buffers_beside))
-        return StackState(self.module, self.rows[places], state, buffers, beside, places)
+        settings = {name: column[places] for name, column in self.settings.items()}
+        return StackState(self.module, self.rows[places], state, buffers, beside, places, settings)
 
     def take_back(self, theirs: StackState, *, moved: bool) -> None:
         """After a step, copy the state of some workers back to this object.
@@ -164,10 +167,10 @@ class StackStep:
                 parameters, algorithm state and buffers.
             moment: (round, step), which determines the learning rate.
         """
-        algorithm = self._task.algorithm_at(*moment)
+        algorithm = self._task.algorithm_at(*moment, settings=state.settings)
         if not algorithm.element_wise:
             return self._whole_rows(algorithm, state, batch)
-        if self._task.experiment.local.clip_norm is not None:
+        if state.settings or self._task.experiment.local.clip_norm is not None:
             losses, clipped = self.row_gradients(state, batch, active)
             move_rows(algorithm, state, clipped, active)
             return losses
@@ -193,7 +196,7 @@ class StackStep:
             for ours, new in zip(state.buffers_beside, buffers, strict=False):
                 ours.copy_(new)
             gradients = self._as_rows(parameter_gradients)
-            clip_rows(gradients, self._task.experiment.local.clip_norm)
+            clip_rows(gradients, self._task.clip_norm(state.settings))
             return gradients
 
         losses, gradients = self.row_gradients(state, batch)
@@ -213,7 +216,7 @@ class StackStep:
         """
         losses, parts = self.gradients(state, batch, active, leave_products=self._left_of_rows)
         gradients = self._as_rows(parts)
-        clip_rows(gradients, self._task.experiment.local.clip_norm if clips else None)
+        clip_rows(gradients, self._task.clip_norm(state.settings) if clips else None)
         return losses, gradients
 
     def sum_gradients(self, state: StackState, batch: Batch, shares: Tensor) -> None:

@@ -100,7 +100,7 @@ class StackTrainer:
         self._gradient_stacks = self._stacks(work)
         for stack in self._gradient_stacks:
             rows = self._shared.server.row.expand(len(stack), -1)
-            state = StackState(self._module, rows, {}, self._buffers(stack))
+            state = StackState(self._module, rows, {}, self._buffers(stack), settings=stack.settings)
             factors = stack.dropout_factors(self._probe.dropouts)
             self._gradient_states.append((stack, state, factors, stack.step_batches()))
 
@@ -142,7 +142,8 @@ class StackTrainer:
         algorithm_state = rounds.start(rows, stack.index, stack.members)
         beside = rounds.buffers_beside()
         of_stack = [] if beside is None else self._module.unpack_buffers(beside[stack.index])
-        state = StackState(self._module, rows, algorithm_state, self._buffers(stack), of_stack)
+        buffers = self._buffers(stack)
+        state = StackState(self._module, rows, algorithm_state, buffers, of_stack, settings=stack.settings)
         if self._task.schedule.accumulation_steps > 1:
             self._accumulate(stack, state)
         else:
@@ -171,8 +172,8 @@ class StackTrainer:
             if waiting < len(whole.members):  # members are sorted by descending number of steps
                 stepping = slice(waiting, len(whole.members))
                 theirs = state.of(stepping)
-                clip_rows(mean := total[stepping].div_(count), self._task.experiment.local.clip_norm)
-                move_rows(self._task.algorithm_at(stack.members.round, number), theirs, mean)
+                clip_rows(mean := total[stepping].div_(count), self._task.clip_norm(theirs.settings))
+                move_rows(self._task.algorithm_at(stack.members.round, number, settings=theirs.settings), theirs, mean)
                 state.take_back(theirs, moved=True)
                 total[stepping] = 0
 
@@ -280,5 +281,5 @@ def bytes_per_worker(task: RunTask, shared: SharedState, probe: StackingProbe) -
     clips = task.experiment.local.clip_norm is not None
     gradients = 1 + clips + 2 * (task.schedule.accumulation_steps > 1)  # plus the concatenated gradients and their sums
     made = (gradients if task.device.type == "cpu" else 3 + state_rows) * row_bytes
-    made += 2 * task.schedule.batch_size * probe.sample_bytes
+    made += 2 * task.schedule.largest_batch * probe.sample_bytes
     return (2 + 2 * state_rows) * row_bytes + (2 if captured else 1) * made

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
 from fedsim.byzantine import Attackers
 from fedsim.clients import ClientAlgorithm
-from fedsim.clients.schedule import Amount, DrawnAmount, Schedule
+from fedsim.clients.schedule import Numbers, Schedule, Varying
 from fedsim.core.learning_task import LearningTask
-from fedsim.core.randomness import preserve_random_state, seed_everything
+from fedsim.core.randomness import draw_key, preserve_random_state, seed_everything
 from fedsim.core.training import Objective
 from fedsim.data.partitions import Transform
 from fedsim.errors import ExperimentError, show, show_bytes
 from fedsim.models.trainable import ADAPTERS, add_adapters, load_weights, share_frozen, train_only
 from fedsim.server import ServerStep
+from fedsim.system.devices import to_device
 from fedsim.system.precision import PRECISIONS, Precision
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class RunTask:
         byzantine: Byzantine workers of each round.
         shapes: shapes of the parameters that workers send, in the order of their columns.
         scratch_folder: folder for temporary files; None for the system's folder.
+        class_weights: weight of each class in the training loss; None for equal weights.
         row_bytes: size of an update in memory.
         streams: whether a round trains its cohort in waves, and only sums of updates are kept after a wave. Sums are
             then rounded differently, so this depends only on the experiment (see `that_streams`).
@@ -52,6 +55,7 @@ class RunTask:
     byzantine: Attackers
     shapes: tuple[tuple[int, ...], ...] = ()
     scratch_folder: str | None = None
+    class_weights: tuple[float, ...] | None = None
     row_bytes: int = 0
     streams: bool = False
 
@@ -73,15 +77,26 @@ class RunTask:
     def schedule(self) -> Schedule:
         """How much each worker trains in a round (epochs or steps, batch size)."""
         local, seed = self.experiment.local, self.experiment.seed
+        batch_size, epochs, steps = (local.amount(key, seed) for key in ("batch_size", "epochs", "steps"))
+        return Schedule(batch_size, epochs, steps, local.drop_last, local.accumulation_steps)
 
-        def amount(setting: int | list[int] | dict[str, list[int]] | None) -> Amount | None:
-            if isinstance(setting, dict):
-                uniform, choice = setting.get("uniform"), setting.get("choice", [])
-                return DrawnAmount(range(uniform[0], uniform[1] + 1) if uniform else tuple(choice), seed)
-            return tuple(setting) if isinstance(setting, list) else setting
+    def batch_sizes(self, work: Any) -> np.ndarray:
+        """Return the batch size of each of n workers, int64 [n]. `work`: their `WorkItems`."""
+        return np.broadcast_to(self.schedule.of(work.workers, work.rounds).batch_size, len(work))
 
-        amounts = amount(local.epochs), amount(local.steps)
-        return Schedule(local.batch_size, *amounts, local.drop_last, local.accumulation_steps)
+    @cached_property
+    def varying(self) -> dict[str, Varying]:
+        """Settings of a step that differ between workers or rounds, by key: `lr`, `momentum` and `clip_norm`."""
+        amounts = {k: self.experiment.local.amount(k, self.experiment.seed) for k in ("lr", "momentum", "clip_norm")}
+        return {key: amount for key, amount in amounts.items() if isinstance(amount, Varying)}
+
+    def step_settings(self, worker: Numbers, round: Numbers) -> dict[str, Any]:
+        """Return the values of `varying` for a worker in a round, or columns [k, 1] for arrays of k workers."""
+        values = {key: amount.of(worker, round) for key, amount in self.varying.items()}
+        if not isinstance(worker, np.ndarray):
+            return values
+        columns = {key: torch.from_numpy(column).to(self.dtype) for key, column in values.items()}
+        return {key: to_device(column.unsqueeze(1), self.device) for key, column in columns.items()}
 
     @cached_property
     def transforms(self) -> Sequence[Transform | None] | None:
@@ -100,6 +115,25 @@ class RunTask:
         by_attack = bool(self.byzantine) and "last" in self.experiment.attack.component.accepts
         return self.experiment.rule.accepts("last") or by_attack
 
+    @cached_property
+    def top(self) -> RunTask:
+        """The task of the top level, whose workers are the groups."""
+        top: Any = self.experiment.top
+        return replace(
+            self, experiment=top, byzantine=Attackers(frozenset(top.byzantine), None, top.attack.start_round)
+        )
+
+    def of_group(self, group: int) -> RunTask:
+        """Return the task of the server of a group, with a seed of its own and the number of attackers in the group."""
+        experiment = self.experiment
+        f, seed = experiment.f_of_groups(self.byzantine.fixed)[group], experiment.seed
+        own: dict[str, Any] = {
+            "aggregate": experiment.aggregate.model_copy(update={"f": f}),
+            "server": type(experiment.server)(),
+        }
+        own["seed"] = draw_key(seed, "group", group) if group else seed  # one group draws as no groups do
+        return replace(self, experiment=experiment.model_copy(update=own))
+
     @property
     def attackers_skip_chain(self) -> bool:
         """Whether attackers send updates that no processor has changed."""
@@ -112,8 +146,11 @@ class RunTask:
 
     @property
     def objective(self) -> Objective:
-        """Loss function with the floating-point precision of the run, for training and tests."""
-        return Objective(self.precision, self.learning_task)
+        """Loss function with the floating-point precision and the class weights of the run, for training."""
+        if self.class_weights is None:
+            return Objective(self.precision, self.learning_task)
+        weights = torch.tensor(self.class_weights, dtype=self.dtype, device=self.device)
+        return Objective(self.precision, self.learning_task, weights)
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
@@ -149,10 +186,20 @@ class RunTask:
             return ""
         return f", or {needed[1]}, because {needed[0]} needs all updates of a round at once"
 
-    def algorithm_at(self, round: int, step: int = 0) -> ClientAlgorithm:
-        """Return the client algorithm with the learning rate of step `step` (from 0) in `round`."""
+    def clip_norm(self, settings: Mapping[str, Any]) -> Any:
+        """Return the maximum norm of gradients for workers with `settings` (see `step_settings`), or None."""
+        return settings.get("clip_norm", self.experiment.local.clip_norm)
+
+    def algorithm_at(self, round: int, step: int = 0, *, settings: Mapping[str, Any] | None = None) -> ClientAlgorithm:
+        """Return the client algorithm with the learning rate of step `step` (from 0) in `round`.
+
+        `settings` are those of the workers, as returned by `step_settings`.
+        """
+        values: dict[str, Any] = {key: value for key, value in (settings or {}).items() if key != "clip_norm"}
         lr = self.experiment.local_lr_at(round, step)
-        return self.algorithm if self.experiment.local_schedule is None or lr is None else self.algorithm.with_lr(lr)
+        if self.experiment.local_schedule is not None and lr is not None:
+            values["lr"] = lr * values.get("lr", 1)
+        return self.algorithm.having(**values) if values else self.algorithm
 
     def server_at(self, round: int) -> ServerStep:
         """Return the server optimizer with the learning rate of `round`."""

@@ -82,7 +82,8 @@ def test_results_do_not_depend_on_when_work_is_computed():
         ("ssp", {"s": 1}),
         ("dc_asgd", {}),
         ("easgd", {"period": 2}),
-        ("gossip", {"graph": "complete"}),
+        ("gossip", {}),
+        ("d_psgd", {}),
         ("ad_psgd", {}),
         ("fedasync", {}),
     ):

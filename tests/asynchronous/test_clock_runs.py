@@ -68,6 +68,7 @@ NEUTRAL = {
     "eamsgd": {"alpha": 0.0},
     "ad_psgd": {},
     "gossip": {},
+    "d_psgd": {},
     "sync": {},  # run with sync = "gradients"
 }
 FROM_DIFFERENCES = {"fedbuff", "async_local_sgd"}  # in float64, w + (x - w) equals x only if w and x are float32 values
@@ -237,6 +238,10 @@ CASES = {
     "dropout, by steps": {"policy": "asgd", "model": f"{__name__}:dropping"},
     "steps in proportion to speed": {"policy": {"name": "async_local_sgd", "dylu": True}},
     "departures": {"policy": "gossip", "clock": {**JITTER, "departures": {"1": 5.0}}},
+    "d_psgd with BatchNorm on a random graph, departures": {
+        "policy": {"name": "d_psgd", "topology": {"name": "erdos_renyi", "p": 0.7}},
+        **{"model": f"{__name__}:normalised", "clock": {**JITTER, "departures": {"1": 5.0}}},
+    },
     "BatchNorm, buffers of the server": {
         **{"policy": "hogwild", "model": f"{__name__}:normalised"},
         "buffers": "frozen",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
-from fedsim.clients.schedule import DrawnAmount, Schedule
+from fedsim.clients.schedule import Schedule, Varying
 from fedsim.core.randomness import draw_key
 from fedsim.errors import ExperimentError
 from tests.asynchronous.test_clock_runs import points
@@ -78,8 +78,8 @@ def round_of(*, accumulation_steps=1, clip_norm=None, gamma=1.0, per="step", **o
     return train
 
 
-def drawn(values):
-    return DrawnAmount(values, seed=0).of
+def drawn(form, values):
+    return Varying(form, values, seed=0).of
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -88,8 +88,8 @@ def drawn(values):
     [
         ({"steps": [1, 7, 2, 5]}, lambda worker, round: [1, 7, 2, 5][worker]),
         ({"epochs": [3, 1, 1, 2]}, lambda worker, round: 4 * [3, 1, 1, 2][worker]),
-        ({"steps": {"uniform": [1, 9]}}, drawn(range(1, 10))),
-        ({"epochs": {"choice": [1, 5]}}, lambda worker, round: 4 * drawn((1, 5))(worker, round)),
+        ({"steps": {"uniform": [1, 9]}}, drawn("uniform", [1, 9])),
+        ({"epochs": {"choice": [1, 5]}}, lambda worker, round: 4 * drawn("choice", [1, 5])(worker, round)),
     ],
     ids=["listed steps", "listed epochs", "drawn steps", "drawn epochs"],
 )
@@ -149,9 +149,9 @@ def test_a_step_takes_the_mean_gradient_of_several_batches(local, batches, engin
 
 
 def test_amounts_are_drawn_uniformly_for_each_worker_and_round():
-    values = [DrawnAmount(range(1, 6), seed=3).of(worker, round) for worker in range(100) for round in range(1, 51)]
+    values = [Varying("uniform", [1, 5], seed=3).of(worker, round) for worker in range(100) for round in range(1, 51)]
     assert all(abs(values.count(value) / len(values) - 0.2) < 0.03 for value in range(1, 6))
-    widest = DrawnAmount(range(1, 2**40), seed=3)
+    widest = Varying("uniform", [1, 2**40 - 1], seed=3)
     assert widest.of(np.arange(9), np.full(9, 1)).tolist() == [widest.of(worker, 1) for worker in range(9)]
 
 
@@ -167,9 +167,9 @@ def test_averaged_gradients_end_for_a_worker_after_its_own_steps():
 
 
 def test_the_longest_round_of_a_worker_is_checked():
-    schedule = Schedule(batch_size=4, steps=DrawnAmount((1, 4), seed=0))
+    schedule = Schedule(batch_size=4, steps=Varying("choice", [1, 4]))
     assert schedule.longest(0).smallest_batch(13) == 1
-    assert Schedule(batch_size=4, steps=(1, 4)).longest(0).smallest_batch(13) == 4
+    assert Schedule(batch_size=4, steps=Varying("list", [1, 4])).longest(0).smallest_batch(13) == 4
 
 
 MODES = {
@@ -207,12 +207,19 @@ def test_a_shard_smaller_than_a_batch_is_one_batch():
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("per_update", [1, 3])
 @pytest.mark.parametrize(
-    "amount", [{"epochs": 2}, {"steps": 5}, {"epochs": (1, 2, 3, 1)}, {"steps": (4, 1, 2, 9)}, "drawn"]
+    "amount",
+    [
+        {"epochs": 2},
+        {"steps": 5},
+        {"epochs": Varying("list", [1, 2, 3, 1])},
+        {"steps": Varying("list", [4, 1, 2, 9])},
+        "drawn",
+    ],
 )
 def test_a_schedule_of_many_workers_counts_their_batches(amount, per_update, drop_last):
     """The reference cuts the shuffled samples of each worker into batches, epoch by epoch."""
     workers, rounds, sizes = np.arange(4), np.array([1, 1, 7, 2]), np.array([1, 5, 9, 12])
-    drawn = {"steps": DrawnAmount((1, 4, 6), seed=3)} if amount == "drawn" else amount
+    drawn = {"steps": Varying("choice", [1, 4, 6], seed=3)} if amount == "drawn" else amount
     amounts = {"epochs": None, **drawn, "accumulation_steps": per_update}
     schedule = Schedule(4, **amounts, drop_last=drop_last).of(workers, rounds)
     steps, first = schedule.steps_for(sizes), schedule.batch_size_at(0, sizes)
@@ -224,7 +231,7 @@ def test_a_schedule_of_many_workers_counts_their_batches(amount, per_update, dro
         if amount == "drawn":
             number = (1, 4, 6)[draw_key(3, "local_work", int(rounds[worker]), worker) % 3]
         else:
-            number = numbers[worker] if isinstance(numbers, tuple) else numbers
+            number = numbers.values[worker] if isinstance(numbers, Varying) else numbers
         count = number * len(epoch) if unit == "epochs" else number * per_update
         batches = (epoch * count)[:count]
         assert (steps[worker], samples[worker]) == (count, sum(batches))

@@ -62,9 +62,30 @@ REFUSED = [
     # local work
     (of_local(epochs=[1, 2]), "local.epochs = [1, 2]: must be 4 numbers, one per worker, not 2"),
     (of_local(epochs={"uniform": [5, 1]}), "with low <= high"),
-    (of_local(steps={"choice": []}), "must be an integer, a list of integers"),
+    (of_local(steps={"choice": []}), "must be a number, a list with one number per worker, {uniform"),
     ({**of_local(steps=[1, 2, 3, 1]), "aggregate": "fltrust"}, "the server also trains; use one number for all"),
     ({**of_local(steps={"choice": [1, 2]}), **CLOCK}, "because workers send every gradient; use one number"),
+    # numbers that differ between workers
+    (of_local(lr=[0.1, -0.1]), "local.lr = -0.1: must be greater than or equal to 0"),
+    (of_local(lr=[0.1, 0.2]), "local.lr = [0.1, 0.2]: must be 4 numbers, one per worker, not 2"),
+    (of_local(momentum={"choice": [0.5, 1]}), "local.momentum = 1: must be less than 1"),
+    (of_local(momentum={"uniform": [0.0, 0.5]}, nesterov=True), "local.nesterov = true: needs local.momentum > 0"),
+    (of_local(algorithm="scaffold", lr={"uniform": [0.0, 0.5]}), "local.lr = 0.0: must be greater than 0"),
+    (of_local(clip_norm={"low": [1.0]}), "{choice = [n, ...]} or a function of (worker, round)"),
+    (of_local(batch_size=lambda client: 1), "fedsim does not pass the argument client, only worker, round"),
+    (
+        {**of_local(lr={"choice": [0.1]}), "sync": "gradients"},
+        "with sync=gradients all steps have the same lr; use one",
+    ),
+    ({**of_local(momentum=[0.1] * 4), **CLOCK}, '"asgd" all steps have the same momentum; use one number for all'),
+    (
+        {**of_local(lr=[0.1] * 4), "aggregate": "qfedavg"},
+        "the rule qfedavg needs one learning rate; use one number for all",
+    ),
+    (
+        of_local(algorithm="dp_sgd", epochs=lambda worker, round: 1),
+        "but privacy depends on the largest number; use one number for all",
+    ),
     ({**of_local(accumulation_steps=2), "sync": "gradients"}, "the gradients of each batch are averaged; use a larger"),
     (
         {**of_local(accumulation_steps=2), **CLOCK, "policy": "fedasync"},

@@ -48,6 +48,17 @@ CASES = {
         )
     },
     "drop_last": {**UNEVEN, "local": {"batch_size": 16, "drop_last": True, "epochs": 2}},
+    "numbers that differ between workers": {
+        **UNEVEN,
+        "local": {
+            **{
+                "lr": {"uniform": [0.01, 0.1]},
+                "momentum": {"choice": [0.0, 0.9]},
+                "clip_norm": {"uniform": [0.5, 5.0]},
+            },
+            **{"batch_size": 16, "epochs": 2},
+        },
+    },
     "more members than the width": {**UNEVEN, "workers": 5, "batched": {"max_workers": 3}},
     "a model with buffers": {"model": f"{__name__}:Counting", **UNEVEN},
     "dropout of many steps": {"model": f"{__name__}:Dropping", **UNEVEN, "local": {"steps": 19, "batch_size": 8}},
@@ -134,6 +145,7 @@ def test_captured_steps_agree_with_the_ordinary_path(case, precision):
 
 
 UNSAFE = {
+    "batch sizes differ between workers": {"local": {"batch_size": {"choice": [8, 16]}}},
     "outputs or losses depend on the whole batch": {"model": "tests.models:Normalised"},
     "batches are altered": {"data": {"name": "tests.components:tiny", "augment": ["flip"]}},
     "the partition": {"partition": {"name": "feature_noise", "sigma": 1.0}},

@@ -14,6 +14,7 @@ from tests.training.sampled_cases import SAMPLED
 ATTACKED = {"workers": 7}  # enough workers for two attackers
 UNEVEN = {"partition": "tests.components:uneven"}
 SOME = {**UNEVEN, "workers": 5, "cohort": 3}
+GROUPED = {**UNEVEN, "workers": 7, "cohort": 5, "rounds": 4, "groups": [0, 1, 1, 2, 2, 2, 0], "group_rounds": 2}
 NORMALISED = {"model": "tests.models:Normalised"}
 NAN_LEFT_OUT = {"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfinite": "exclude"}}
 
@@ -21,6 +22,11 @@ NAN_LEFT_OUT = {"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfi
 def by(algorithm, batch_size=16, **settings):
     """Return the table `local` with a client algorithm, in an experiment."""
     return {"local": {"algorithm": algorithm, "batch_size": batch_size, **settings}}
+
+
+def falling(worker, round):
+    """Return a learning rate for each worker and round."""
+    return 0.02 * (1 + worker) / round
 
 
 CASES = {
@@ -95,6 +101,13 @@ CASES = {
     "an attack that remembers": {
         **{**ATTACKED, "rounds": 3, "attack": {"name": "free_rider", "what": "last", "fraction": 0.3}},
     },
+    "groups": {**GROUPED, "top_aggregate": "mean", "server": {"name": "bmuf", "nesterov": True}},
+    "groups with states, drawn rules, and attacks on both levels": {
+        **{**GROUPED, "attack": {"name": "gaussian", "workers": [1, 3]}},
+        **{"aggregate": "centered_clipping", "processors": "qsgd"},
+        **{"top_aggregate": {"rule": "dnc", "b": 50, "f": 1}, "top_attack": {"name": "alie", "workers": [0]}},
+    },
+    "buffers and momentum in groups": {**GROUPED, **NORMALISED, **by("sgd", momentum=0.9, keep_state=True)},
     "an attack on data": {**ATTACKED, "attack": {"name": "backdoor", "fraction": 0.3, "gamma": 3.0}},
     "rows left out": {**ATTACKED, **NAN_LEFT_OUT},
     "rows left out of a rule by distances": {
@@ -166,6 +179,13 @@ TASKS = {
 }
 WORK = {
     "drawn local work": {**SOME, "local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "rounds": 3},
+    "numbers that differ between workers": {
+        **{**SOME, "rounds": 3, "model": "net"},
+        "local": {
+            **{"batch_size": {"uniform": [5, 30]}, "lr": "tests.engines.test_contract:falling"},
+            **{"momentum": {"choice": [0.0, 0.9]}, "clip_norm": {"choice": [0.1, 0.3, 1.0]}, "epochs": 2},
+        },
+    },
     "clipped gradients": {
         **{**UNEVEN, **NORMALISED, "local": {"clip_norm": 0.5, "momentum": 0.5, "drop_last": True}},
     },
@@ -276,6 +296,10 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("a residual network",),
     ("low-rank adapters", "a loss of whole batches"),
     ("drawn local work", "buffers kept by workers"),
+    ("numbers that differ between workers",),
+    ("groups",),
+    ("groups with states, drawn rules, and attacks on both levels",),
+    ("buffers and momentum in groups",),
 )
 
 
@@ -337,8 +361,9 @@ def syncs_of(names):
     algorithm = fedsim.Experiment(local=tables.get("local", {})).local.component
     if (
         needs_local_steps(algorithm)
-        or {"server", "privacy"} & tables.keys()
+        or {"server", "privacy", "groups"} & tables.keys()
         or "accumulation_steps" in tables.get("local", {})
+        or isinstance(tables.get("local", {}).get("lr"), str)
     ):
         return (tables.get("sync", "parameters"),)
     return "parameters", "gradients"

@@ -137,6 +137,8 @@ BY_PARAMETERS = (  # two ranks run several cases as one experiment; a slow test 
     *(("private updates, processed, under attack",), ("privacy whose norm adapts", "server momentum")),
     *(("privacy of the workers, with a rule on whole rows",), ("privacy in empty rounds",)),
     *(("unbiased weights, and workers that do not report",), ("a worker with most of the samples",)),
+    *(("groups",), ("groups with states, drawn rules, and attacks on both levels",)),
+    *(("buffers and momentum in groups",),),
     *(("a worker without weight, left out",), ("worker state beside the server's own data",)),
 )
 AVERAGED = (  # as above, for gradients that are averaged during the backward pass
@@ -156,6 +158,18 @@ ALONE = (  # on four ranks only
     *("personal parameters first", "personal normalisation layers", "features of three models", "an attack on data"),
     *("a rule with data of the server's own", "a rule that asks for losses"),
     *("an attack tuned to the rule", "a forward pass that writes to parameters", "a linear rule that draws"),
+)
+IN_WAVES = (  # of `BY_PARAMETERS`, without storing all updates
+    *(("worker state of rows left out", "rows left out in turn"), ("drawn local work", "buffers kept by workers")),
+    *(("scaffold with full gradients", "processed updates"), ("ditto with BatchNorm",), ("an adaptive server",)),
+    *(
+        ("buffers averaged", "learning rates by round"),
+        ("updates and broadcasts compressed",),
+        ("an attack that remembers",),
+    ),
+    *(("a cohort smaller than the ranks",), ("stacked in each rank",), ("workers tested",)),
+    *(("privacy whose norm adapts", "server momentum"), ("unbiased weights, and workers that do not report",)),
+    *(("a worker without weight, left out",),),
 )
 LEARNING = {
     **{"rounds": 3, "workers": 4, "model": "2nn", "data": "tests.components:tiny", "sync": "gradients"},
@@ -179,6 +193,8 @@ def cases_of(count):
         names = dict.fromkeys((*(name for names in BY_PARAMETERS for name in names), *ALONE))
         by_parameters = [(name,) for name in names]
     cases = {" and ".join(names): case_of(names) for names in by_parameters}
+    if count > 1:
+        cases |= {f"{' and '.join(names)}, in waves": {**case_of(names), "in waves": True} for names in IN_WAVES}
     return cases | {name_by_gradients(names): {**case_of(names), "sync": "gradients"} for names in by_gradients}
 
 
@@ -231,9 +247,10 @@ def serial():
     results = {}
 
     def run(tables):
+        tables = {key: value for key, value in tables.items() if key not in ("distributed", "in waves")}
         key = json.dumps(tables, sort_keys=True)
         if key not in results:
-            results[key] = fedsim.run({**{k: v for k, v in tables.items() if k != "distributed"}, "engine": "serial"})
+            results[key] = fedsim.run({**tables, "engine": "serial"})
         return results[key]
 
     return run

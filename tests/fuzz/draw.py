@@ -40,6 +40,8 @@ Settings = dict[str, Any]
 DATA: list[Settings] = [  # of each kind of inputs and targets
     {"data.name": "tests.components:tiny", "data.train": 60},
     {"data.name": "tests.components:few"},
+    {"data.name": "tests.components:clients"},
+    {"data.name": "tests.components:one_table"},
     {"data.name": "tests.real_models:noise", "data.shape": [3, 8, 8], "data.classes": 3},
     {"data.name": "tests.other_tasks:planes"},
 ]
@@ -51,11 +53,27 @@ SET_BY_PROPERTIES = {  # keys that say where and how a run is computed, or what 
     *("race", "records", "checkpoint", "model.weights", "data.root", "clock.replay_log", "clock.departures"),
 }
 CHOSEN_WITH_THE_DATA = {"data.name", "model.name", "task.name"}
-WORDS = {"stop.metric": list(schema.DIRECTIONS)}  # values of keys whose annotation is only `str`
+WORDS = {  # values of keys whose annotation is only `str`, or whose other values need too much noise
+    "stop.metric": list(schema.DIRECTIONS),
+    "privacy.target_epsilon": [5.0, 50.0, 500.0],
+}
 PATTERNS = ["*", "*", "*", "*bias", "*weight", "*.0.*"]
 # groups with mechanisms of their own, which are drawn WEIGHT times as often as other groups
-OFTEN = {"local", "model.lora", "privacy", "processors", "broadcast", "aggregate", "partition", "attack"}
+OFTEN = {
+    "local",
+    "model.lora",
+    "privacy",
+    "processors",
+    "broadcast",
+    "aggregate",
+    "partition",
+    "attack",
+    "data",
+    "task",
+}
+GROUPED = "groups", "group_rounds", "top_aggregate", "top_attack"  # keys that only have an effect with groups
 WEIGHT = 4
+VARYING = [schema.Local.model_fields[key] for key in ("epochs", "steps", "batch_size", "clip_norm")]  # see `_work`
 TRIES = 6  # to draw a group of keys that fits the others
 
 
@@ -104,7 +122,9 @@ def _basis(rng: random.Random) -> Settings:
     work = rng.choice([{"local.epochs": 1}, {"local.epochs": 2}, *({"local.steps": n} for n in (1, 2, 3))])
     if _samples(json.dumps(data))[0] > 1000:
         work = {"local.steps": rng.randint(1, 3)}
+    owners = {"partition.name": "natural"} if loaded(data)[1].ids and rng.random() < 0.7 else {}
     settings = {
+        **owners,
         **{"rounds": rng.randint(1, 3), "workers": rng.randint(2, 6), "seed": rng.randrange(100)},
         **{"precision": rng.choice(["float64", "float32"]), "local.batch_size": rng.choice([3, 4, 7, 16])},
         **{**work, **data, **_fitting_model(rng, data)},
@@ -126,7 +146,8 @@ def loaded(data: Settings) -> tuple[TensorData, TensorData]:
 
 
 def _data_of(settings: Settings) -> str:
-    return json.dumps({key: value for key, value in settings.items() if key.startswith("data.")})
+    keys = {f"data.{name}" for name in schema.Data.model_fields} - {"data.name"}  # not parameters of the data set
+    return json.dumps({key: value for key, value in settings.items() if key.startswith("data.") and key not in keys})
 
 
 @functools.cache
@@ -205,12 +226,23 @@ def _drawn_group(rng: random.Random, group: str, settings: Settings) -> Settings
     drawn = GROUPS[group](rng, settings)
     if "attack.name" in drawn and not drawn.keys() & {"attack.f", "attack.fraction", "attack.workers"}:
         drawn["attack.workers"] = [rng.randrange(settings["workers"])]
+    if "top_attack.name" in drawn and not drawn.keys() & {"top_attack.f", "top_attack.fraction", "top_attack.workers"}:
+        drawn["top_attack.workers"] = [0]
+    if group in GROUPED:
+        count, rounds = rng.randint(1, settings["workers"]), settings["rounds"]
+        listed = [rng.randrange(count) for _ in range(settings["workers"])]
+        drawn = {"groups": rng.choice([count, listed]), **drawn}
+        drawn["group_rounds"] = rng.choice([n for n in range(1, rounds + 1) if rounds % n == 0])
+    if group == "policy.topology":
+        drawn["policy.name"] = rng.choice([r.name for r in schema.AsyncPolicy.registry if r.target.uses_topology])
     if "policy.name" in drawn or group == "clock":
         drawn["mode"] = "clock"
     if group == "worker_evaluation":
         drawn |= {"data.local_test_fraction": 0.3, "worker_evaluation.every": rng.randint(1, 2)}
     if group == "stop":
         drawn["stop.patience"] = rng.randint(1, 2)
+    if group == "privacy" and settings.get("local.algorithm") == "dp_sgd":
+        drawn = {"privacy.target_epsilon": rng.choice(WORDS["privacy.target_epsilon"])}
     if drawn.get("sync") == "post_local":
         drawn["gradient_rounds"] = rng.randint(1, settings["rounds"])
     return drawn
@@ -255,14 +287,19 @@ def _table(kind: type[Table], place: str, rng: random.Random, settings: Settings
     fields = {name: field for name, field in kind.model_fields.items() if name != named_by}
     for name, field in fields.items():
         key, nested = f"{place}.{name}", field.annotation
-        if key in SET_BY_PROPERTIES or (key in settings and place == "local"):
+        if key in SET_BY_PROPERTIES or (key in settings and place == "local") or field in VARYING:
             continue
         if _is_table(nested) or _item_table(nested):
             continue  # a group of its own
         if rng.random() < (0.25 if named_by else 0.7):
             drawn[key] = rng.choice(WORDS[key]) if key in WORDS else _field(rng, field, settings["workers"])
+    if kind is schema.Task:
+        task, classes = kind.registry.get(settings["task.name"]), _samples(_data_of(settings))[3]
+        fields = {name: field for name, field in task.parameters.model_fields.items() if field.annotation is not int}
+        drawn |= {f"task.{name}": _field(rng, field, classes) for name, field in fields.items() if rng.random() < 0.7}
+    if kind is schema.Privacy and "privacy.target_epsilon" in drawn:
+        del drawn["privacy.noise"]
     if kind is schema.Local:
-        drawn = {key: value for key, value in drawn.items() if key not in ("local.epochs", "local.steps")}
         drawn |= _work(rng, settings)
     if kind is schema.Aggregate and rng.random() < 0.25:
         own = [key for key in drawn if key.removeprefix("aggregate.") not in fields]
@@ -272,12 +309,27 @@ def _table(kind: type[Table], place: str, rng: random.Random, settings: Settings
 
 
 def _work(rng: random.Random, settings: Settings) -> Settings:
-    """Return another amount of local work, in the same unit: a number per worker, or a distribution."""
-    key = "local.steps" if "local.steps" in settings else "local.epochs"
-    if rng.random() < 0.7:
-        return {}
-    amounts = [rng.randint(1, 3) for _ in range(settings["workers"])]
-    return {key: rng.choice([amounts, {"uniform": [1, 3]}, {"choice": [1, 3]}])}
+    """Return settings that differ between workers: a number per worker, a distribution or a function."""
+    drawn, work = {}, "local.steps" if "local.steps" in settings else "local.epochs"
+    numbers = {work: [1, 2, 3], "local.batch_size": [3, 4, 7], "local.lr": [0.01, 0.05, 0.1]}
+    numbers |= {"local.momentum": [0.0, 0.5, 0.9], "local.clip_norm": [0.1, 0.5, 2.0]}
+    for key, values in numbers.items():
+        if rng.random() < (0.3 if key == work else 0.15):
+            listed = [rng.choice(values) for _ in range(settings["workers"])]
+            draws = {"uniform": [values[0], values[-1]]}, {"choice": values[::2]}
+            drawn[key] = rng.choice([values[1], listed, *draws, f"tests.fuzz.draw:{key.replace('.', '_')}"])
+    return drawn
+
+
+def local_steps(worker: int, round: int) -> int:
+    return 1 + (worker + round) % 3
+
+
+def local_lr(worker: int, round: int) -> float:
+    return 0.05 * (1 + worker % 2) / round
+
+
+local_epochs, local_batch_size, local_momentum, local_clip_norm = local_steps, local_steps, local_lr, local_lr
 
 
 def _list_of_tables(field: FieldInfo, place: str, rng: random.Random, settings: Settings) -> Settings:

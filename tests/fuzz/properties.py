@@ -35,6 +35,7 @@ from fedsim.errors import FedsimError
 from fedsim.records.record import LARGEST
 from tests.fuzz.draw import Settings, loaded
 from tests.fuzz.runs import Lab, Outcome, result_of, run, untimed
+from tests.waves import in_waves
 
 ROUNDING = 1e-9  # relative difference of float64 results after a few rounds
 PERTURBATION = 1e-12
@@ -152,6 +153,24 @@ def stacks(lab: Lab, settings: Settings) -> str | None:
 def pool(lab: Lab, settings: Settings) -> str | None:
     """`processes` gives the bits of `serial`."""
     return difference(lab.run(settings), lab.run(settings, engine="processes", processes=2), "serial and processes")
+
+
+@named("waves")
+def waves(lab: Lab, settings: Settings) -> str | None:
+    """Updates that are added up in waves give the numbers of stored updates, and the same bits in 1 and 2 processes."""
+    settings = in_float64(settings)
+    require(load_experiment(settings).stores_updates is None)
+    with in_waves():
+        serial = run({**settings, "engine": "serial"})
+        others = {n: run({**settings, "engine": "auto", "processes": n}) for n in (1, 2)}
+        ranked = lab.on_ranks({**settings, "engine": "distributed"}, in_waves=True)[0]
+    stored = lab.run(settings)
+    return (
+        far(lab, settings, stored, serial, "stored updates and waves")
+        or far(lab, settings, stored, others[1], "stored updates and waves of `auto`")
+        or far(lab, settings, stored, ranked, "stored updates and waves on ranks")
+        or difference(others[1], others[2], "waves in 1 and 2 processes")
+    )
 
 
 @named("ranks")
@@ -287,7 +306,7 @@ def plain_loop(lab: Lab, settings: Settings) -> str | None:
             parts = parts[:-1] if experiment.local.drop_last and len(parts[-1]) < size else parts
             yield len(parts), map(train.gather, parts)
 
-    expected = _plain(experiment, batches)
+    expected = _plain(experiment, batches, train.targets)
     actual = lab.run(kept)
     return far(lab, kept, actual, Outcome(expected, {}, actual.rounds), "one worker and a plain loop")
 
@@ -302,7 +321,7 @@ def large_batch(lab: Lab, settings: Settings) -> str | None:
     train = _train(kept)
     batch = train.gather(torch.arange(len(train)))
     require(_decomposes(experiment, batch))
-    expected = _plain(experiment, lambda round: itertools.repeat((1, [batch])))
+    expected = _plain(experiment, lambda round: itertools.repeat((1, [batch])), train.targets)
     actual = lab.run(kept)
     return far(lab, kept, actual, Outcome(expected, {}, actual.rounds), "workers and one large batch")
 
@@ -334,8 +353,11 @@ def _train(settings: Settings) -> fedsim.TensorData:
     return loaded(data)[0].to(torch.device("cpu"), torch.float64)
 
 
-def _plain(experiment: Experiment, batches: Callable[[int], Iterator[Any]]) -> Tensor:
-    """Train a model with an optimizer of PyTorch. `batches` yields the number of batches and an epoch's batches."""
+def _plain(experiment: Experiment, batches: Callable[[int], Iterator[Any]], trained: Tensor) -> Tensor:
+    """Train a model with an optimizer of PyTorch.
+
+    `batches` yields the number of batches and an epoch's batches. `trained`: targets of all training samples.
+    """
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(draw_key(experiment.seed, "model"))
         model = experiment.model.component().double().train()
@@ -356,12 +378,24 @@ def _plain(experiment: Experiment, batches: Callable[[int], Iterator[Any]]) -> T
                 if steps == local.steps:
                     break
                 optimizer.zero_grad()
-                experiment.task.component.loss(model(inputs), targets).backward()
+                _loss(experiment, model(inputs), targets, trained).backward()
                 if local.clip_norm is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), local.clip_norm)
                 optimizer.step()
                 steps += 1
     return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def _loss(experiment: Experiment, outputs: Tensor, targets: Tensor, trained: Tensor) -> Tensor:
+    """Return the training loss of a batch, with class weights if there are any, sample by sample."""
+    task, weights = experiment.task.component, experiment.task.params.get("class_weights")
+    if not weights:
+        return task.loss(outputs, targets)
+    if weights == "balanced":
+        classes = dict(zip(*(values.tolist() for values in trained.unique(return_counts=True)), strict=True))
+        weights = {label: len(trained) / (len(classes) * count) for label, count in classes.items()}
+    losses = task.loss(outputs, targets, "none")
+    return sum(weights[label] * loss for label, loss in zip(targets.tolist(), losses, strict=True)) / len(targets)
 
 
 def _decomposes(experiment: Experiment, batch: Any) -> bool:
@@ -391,9 +425,11 @@ def permuted(lab: Lab, settings: Settings) -> str | None:
     order = random.Random(json.dumps(settings)).sample(range(n), n)
     settings = {key: value for key, value in settings.items() if not key.startswith("partition.")}
     settings |= {"partition.name": "given", "partition.shards": shards}
+    if experiment.grouping is not None:
+        settings["groups"] = experiment.grouping.of_workers(range(n)).tolist()
     other = {**settings, "partition.shards": [shards[k] for k in order]}
     for key, value in settings.items():
-        if key in ("aggregate.weights", "local.steps", "local.epochs") and isinstance(value, list):
+        if key in ("aggregate.weights", "groups", "local.steps", "local.epochs") and isinstance(value, list):
             other[key] = [value[k] for k in order]
         if key == "attack.workers":
             other[key] = [order.index(k) for k in value]
@@ -466,17 +502,23 @@ class Rows(fedsim.Callback):
 
 @named("epsilon")
 def epsilon(lab: Lab, settings: Settings) -> str | None:
-    """The recorded epsilon is at least that of all noisy sums that contain one sample or worker."""
+    """The recorded epsilon is at least that of all noisy sums with one sample or worker, and at most the target."""
     experiment = with_data(load_experiment(settings))
-    releases = experiment.releases(holders=1)
-    require(releases is not None and releases.noise and releases.effective_sampling is None)
+    releases, target = experiment.releases(holders=1), experiment.privacy.target_epsilon
+    require(releases is not None and (releases.noise or target) and (releases.effective_sampling is None or target))
     shards: dict[int, Any] = {}
+    noises: list[float] = []
 
     class Shards(fedsim.Callback):
         def on_start(self, run: Any) -> None:
+            noises.append(run.task.experiment.releases(holders=1).noise)
             shards.update({k: run.engine.shared.data.shards.of(k).tolist() for k in range(experiment.workers)})
 
     result = result_of({"engine": "serial", **settings}, callbacks=[Shards()])
+    recorded = result.history[-1].metrics.get("epsilon")
+    if target is not None and (recorded is None or recorded > target):
+        return f"epsilon is recorded as {recorded}, more than privacy.target_epsilon = {target}"
+    require(releases.effective_sampling is None)
     counts: dict[Any, int] = {}
     by_samples = experiment.local.component.sample_noise is not None
     for worker in (worker for record in result.history for worker in record.cohort):
@@ -484,8 +526,7 @@ def epsilon(lab: Lab, settings: Settings) -> str | None:
         for unit in units:
             counts[unit] = counts.get(unit, 0) + (_least_uses(experiment, len(units)) if by_samples else 1)
     require(counts and max(counts.values()) > 0)
-    exact = _gaussian_epsilon(math.sqrt(max(counts.values())) / releases.noise, experiment.privacy.delta)
-    recorded = result.history[-1].metrics.get("epsilon")
+    exact = _gaussian_epsilon(math.sqrt(max(counts.values())) / noises[0], experiment.privacy.delta)
     if recorded is None or recorded < exact * (1 - 1e-6):
         return f"epsilon is recorded as {recorded}, but {max(counts.values())} releases of one sample have {exact:.4g}"
     return None

@@ -21,6 +21,7 @@ import fedsim
 from fedsim.errors import DataError, ExperimentError, MissingPackageError
 from tests.commands import ROOT, free_port
 from tests.fuzz.draw import Settings
+from tests.waves import in_waves
 
 REFUSALS = (ExperimentError, DataError, MissingPackageError)
 HASH_SEEDS = ("1", "2")
@@ -79,9 +80,10 @@ class Lab:
         """Run an experiment in processes with different hash seeds."""
         return self._ask([{} for _ in HASH_SEEDS], settings)
 
-    def on_ranks(self, settings: Settings) -> list[Outcome]:
-        """Run an experiment on two ranks, and return the outcome of each."""
+    def on_ranks(self, settings: Settings, *, in_waves: bool = False) -> list[Outcome]:
+        """Run an experiment on two ranks, and return the outcome of each. See `tests.waves` for `in_waves`."""
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        shared |= {"IN_WAVES": "1"} if in_waves else {}
         return self._ask([{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)], settings)
 
     def _ask(self, environments: list[dict[str, str]], settings: Settings) -> list[Outcome]:
@@ -158,7 +160,8 @@ def _answer(settings: Settings, environment: dict[str, str], answer: str) -> Non
     """Store the outcome of an experiment or its error, and end the process."""
     os.environ.update(environment)
     try:
-        outcome: Any = run(settings)
+        with in_waves() if "IN_WAVES" in environment else contextlib.nullcontext():
+            outcome: Any = run(settings)
     except BaseException as error:
         outcome = ExperimentError(str(error)) if isinstance(error, REFUSALS) else RuntimeError(repr(error))
     torch.save(outcome, answer)

@@ -93,7 +93,7 @@ def test_the_noise_for_an_epsilon_has_this_epsilon(accountant):
     noise = releases.noise_for(2.0, 30, 1e-5, accountant)
     spent = Releases(noise, 1000, 50, "poisson").epsilon(30, 1e-5, accountant)
     assert spent <= 2.0
-    assert spent == pytest.approx(2.0, rel=5e-3)
+    assert spent == pytest.approx(2.0, rel=2e-2)  # of the noise that is rounded up to three digits
 
 
 @pytest.mark.parametrize(

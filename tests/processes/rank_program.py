@@ -24,6 +24,7 @@ from fedsim.processes.process_group import RankGroup
 from fedsim.runs.setup import begun
 from fedsim.training.parallel_trainer import ParallelTrainer
 from tests.engines.torch_post_local import post_local_row
+from tests.waves import in_waves
 
 MEASURED = ("an adaptive server", "uneven shards, by gradients")  # cases whose tensor shapes are checked
 BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
@@ -47,7 +48,8 @@ def main(cases: Path, out: Path) -> None:
 
 
 def outcome(tables: dict, folder: Path, measured: bool) -> dict:
-    with fedsim.Session() as session:
+    large = tables.pop("in waves", False)
+    with in_waves() if large else contextlib.nullcontext(), fedsim.Session() as session:
         settings: list = []
         before = acknowledged()
         out = folder if tables.get("records") else None

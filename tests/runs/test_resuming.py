@@ -50,6 +50,16 @@ CASES = {
         **{"local": {"algorithm": "tests.components:Counting"}, "workers": 50, "cohort": 3},
         **{"model": "tests.models:Normalised", "buffers": "local"},
     },
+    "numbers that differ between workers": {
+        **{
+            "local": {
+                "lr": {"uniform": [0.01, 0.1]},
+                "momentum": [0.0, 0.5, 0.9, 0.1],
+                "batch_size": {"choice": [8, 16]},
+            }
+        },
+        "cohort": 2,
+    },
     "scaffold": {"local": {"algorithm": "scaffold", "batch_size": 16}, "workers": 6, "cohort": 3},
     "feddyn": {"local": {"algorithm": "feddyn", "batch_size": 16}, "workers": 6, "cohort": 3, "aggregate": "mean"},
     "personal parameters": {

@@ -245,14 +245,14 @@ class Gossip(Pairwise):
 
 @policy("d_psgd")
 @dataclass(frozen=True)
-class DPSGD(Decentralized, Waiting):
+class DecentralizedSGD(Decentralized, Waiting):
     """D-PSGD: all workers take one step at the same time, and average their models with the mixing matrix W.
 
     Lian et al. 2017, Algorithm 1: x_i becomes the sum over j of W_ij x_j, minus the step along the gradient at the old
     x_i. W is the mixing matrix of `policy.topology`. In each step, a worker sends its model to all its neighbours, and
     waits for the slowest worker.
 
-    >>> DPSGD().locking  # a race locks all models
+    >>> DecentralizedSGD().locking  # a race locks all models
     'server'
     """
 

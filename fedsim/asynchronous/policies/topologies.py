@@ -38,6 +38,7 @@ MOST_WORKERS = 10_000  # the mixing matrix then takes 0.8 GB
 MOST_EIGENVALUES = 2_000  # maximum number of workers for which the spectral gap is computed, which takes seconds
 MOST_DRAWS = 1_000
 MOST_ROUNDS = 100  # of a graph that changes, how many rounds are checked before the run
+EvenCount = Annotated[PositiveInt, Field(multiple_of=2)]
 TOLERANCE = 1.000001e-6  # 1e-6, and the rounding errors of sums
 
 
@@ -91,23 +92,20 @@ class CommunicationGraph(Component):
     def facts(self, n: int, seed: int) -> dict[str, Any]:
         """Return facts about the graph of n workers, in round 1 if it changes, as a JSON-serializable dict."""
         weights = self.mixing_matrix(n, seed)
-        others = weights - np.diag(weights.diagonal())
-        degrees = np.count_nonzero(others, axis=1)
-        metropolis = np.allclose(others, _metropolis_hastings(others > 0), rtol=0, atol=TOLERANCE)
-        return {
-            "topology": self.name,
-            "degrees": sorted({int(degrees.min()), int(degrees.max())}),
-            "weights": "Metropolis-Hastings" if metropolis else "given",
-            **({"spectral_gap": spectral_gap(weights)} if n <= MOST_EIGENVALUES else {}),
-            **({"of_round": 1} if self.changes else {}),
+        usual = _metropolis_hastings(weights > 0)
+        degrees = (np.count_nonzero(usual, axis=1) - 1).tolist()
+        facts = {
+            "topology": self.name + " in round 1" * self.changes,
+            "degrees": sorted({min(degrees), max(degrees)}),
+            "weights": "Metropolis-Hastings" if np.allclose(weights, usual, rtol=0, atol=TOLERANCE) else "given",
         }
+        return facts if n > MOST_EIGENVALUES else {**facts, "spectral_gap": spectral_gap(weights)}
 
 
 def line_of(facts: Mapping[str, Any]) -> str:
     """Return the facts about a graph (see `CommunicationGraph.facts`) as a line of text."""
-    gap = f"{facts['spectral_gap']:.4g}" if "spectral_gap" in facts else "not computed"
-    degrees, when = " to ".join(map(str, facts["degrees"])), " in round 1" if "of_round" in facts else ""
-    return f"topology: {facts['topology']}, degree {degrees}, {facts['weights']} weights, spectral gap {gap}{when}"
+    degrees, gap = " to ".join(map(str, facts["degrees"])), facts.get("spectral_gap", math.nan)
+    return f"topology: {facts['topology']}, degree {degrees}, {facts['weights']} weights, spectral gap {gap:.4g}"
 
 
 def spectral_gap(weights: np.ndarray) -> float:
@@ -156,25 +154,28 @@ def _checked(place: str, returned: Any, n: int) -> np.ndarray:
             "symmetric, so directed graphs and matrices of which only rows sum to 1 are not supported"
         )
     if np.isin(matrix, (0, 1)).all():
-        weights = _metropolis_hastings(matrix)
-    else:
-        for i in np.flatnonzero(abs(matrix.sum(1) - 1) > TOLERANCE)[:1]:
-            raise ExperimentError(
-                f"{place}: row {i} sums to {matrix[i].sum():g}; rows and columns must sum to 1, or contain only zeros "
-                "and ones (an adjacency matrix)"
-            )
-        weights = (matrix + matrix.T) / 2
-    np.fill_diagonal(weights, 0)
-    np.fill_diagonal(weights, 1 - weights.sum(1))
-    return weights
+        return _metropolis_hastings(matrix)
+    for i in np.flatnonzero(abs(matrix.sum(1) - 1) > TOLERANCE)[:1]:
+        raise ExperimentError(
+            f"{place}: row {i} sums to {matrix[i].sum():g}; rows and columns must sum to 1, or contain only zeros and "
+            "ones (an adjacency matrix)"
+        )
+    return _with_diagonal((matrix + matrix.T) / 2)
 
 
 def _metropolis_hastings(adjacency: np.ndarray) -> np.ndarray:
-    """Return the Metropolis-Hastings weights of the edges in an adjacency matrix [n, n], with 0 on the diagonal."""
+    """Return the mixing matrix with Metropolis-Hastings weights for an adjacency matrix [n, n]."""
     edges = np.array(adjacency, dtype=np.float64)
     np.fill_diagonal(edges, 0)
     degrees = edges.sum(1)
-    return edges / (1 + np.maximum.outer(degrees, degrees))
+    return _with_diagonal(edges / (1 + np.maximum.outer(degrees, degrees)))
+
+
+def _with_diagonal(weights: np.ndarray) -> np.ndarray:
+    """Set the diagonal of a matrix so that its rows sum to 1, and return the matrix."""
+    np.fill_diagonal(weights, 0)
+    np.fill_diagonal(weights, 1 - weights.sum(1))
+    return weights
 
 
 def _unreachable(weights: np.ndarray) -> int | None:
@@ -251,7 +252,7 @@ def star(n: int) -> np.ndarray:
     [[0, 1, 1], [1, 0, 0], [1, 0, 0]]
     """
     adjacency = np.zeros((n, n), dtype=bool)
-    adjacency[0] = adjacency[:, 0] = True
+    adjacency[0, 1:] = adjacency[1:, 0] = True
     return adjacency
 
 
@@ -272,13 +273,7 @@ def erdos_renyi(n: int, rng: np.random.Generator, *, p: Fraction = 0.5) -> np.nd
 
 
 @topology("small_world")
-def small_world(
-    n: int,
-    rng: np.random.Generator,
-    *,
-    k: Annotated[PositiveInt, Field(multiple_of=2)] = 4,
-    p: Fraction = 0.1,
-) -> np.ndarray:
+def small_world(n: int, rng: np.random.Generator, *, k: EvenCount = 4, p: Fraction = 0.1) -> np.ndarray:
     """Connect each worker with the `k` nearest on a ring, then rewire each edge with probability `p` at one end.
 
     Watts and Strogatz 1998. The new neighbour is drawn among the workers that are not neighbours yet. The graph is

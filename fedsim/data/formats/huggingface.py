@@ -82,11 +82,5 @@ def huggingface(
             raise DataError(f"data.{key} = {show(name)}: no such split; {path} has {', '.join(splits)}")
     warn_of_unused(list(splits), (train, test), path)
     first, second = ([table_of(splits[name], f"{path}, split {name}")] if name else [] for name in (train, test))
-    options: dict[str, Any] = {
-        "target": target,
-        "inputs": inputs,
-        "ids": ids,
-        "standardize": standardize,
-        "split": split,
-    }
-    return train_and_test(first, second, test_fraction=test_fraction, **options)
+    options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "standardize": standardize}
+    return train_and_test(first, second, split=split, test_fraction=test_fraction, **options)

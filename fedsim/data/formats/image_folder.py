@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, cut, one_line
 
+Images = Mapping[Path, Sequence[str]]  # names of the class, of the owner if there is one, and of the file, by file
 SUFFIXES = ".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"
 
 
@@ -71,8 +71,8 @@ def image_folder(
         if train_part is not None:
             warn_of_unused([entry.name for entry in entries], (train_part, test_part), str(folder))
         images = _images(train_folder)
-        tested = [] if test_part is None else _images(folder / test_part)
-    classes = sorted({image.name for image in images if image.name})
+        tested = {} if test_part is None else _images(folder / test_part)
+    classes = sorted({names[0] for names in images.values() if len(names) > 1})
     if train_part is None and not of_owners:
         _refuse_parts_as_classes(folder, classes)
     train = _read(train_folder, images, classes, size, grey)
@@ -81,35 +81,25 @@ def image_folder(
     return train, _read(folder, tested, classes, size, grey)
 
 
-class _Image(NamedTuple):
-    """An image file, the name of its class, and its owner. The name and the owner may be empty."""
-
-    file: Path
-    name: str
-    owner: str
+def _images(folder: Path) -> Images:
+    """Return the images below a folder, in sorted order, with the names (CLASS, OWNER, IMAGE) or (CLASS, IMAGE)."""
+    return {file: file.relative_to(folder).parts for file in _files(folder)}
 
 
-def _images(folder: Path) -> list[_Image]:
-    """Return the images `folder`/CLASS/IMAGE and `folder`/CLASS/OWNER/IMAGE, in sorted order."""
-    parts = {file: file.relative_to(folder).parts for file in _files(folder)}
-    return [_Image(file, *(*names[:-1], "", "")[:2]) for file, names in parts.items()]
-
-
-def _parts_of_owners(folder: Path, train: str | None, test: str | None) -> list[list[_Image]]:
-    """Return the images `folder`/OWNER/`train`/CLASS/IMAGE and `folder`/OWNER/`test`/CLASS/IMAGE, in sorted order."""
-    parts: dict[str, list[_Image]] = {}
-    for file in _files(folder):
-        owner, *below = file.relative_to(folder).parts
+def _parts_of_owners(folder: Path, train: str | None, test: str | None) -> tuple[Images, Images]:
+    """Return the images `folder`/OWNER/`train`/CLASS/IMAGE and `folder`/OWNER/`test`/CLASS/IMAGE, as `_images` does."""
+    parts: dict[str | None, dict[Path, Sequence[str]]] = {}
+    for file, (owner, *below) in _images(folder).items():
         if len(below) < 3:
             raise DataError(
                 f"{file}: must be OWNER/{train}/CLASS/IMAGE below {folder}, as for other images; for images without "
                 f"owners, use {train}/CLASS/IMAGE"
             )
-        parts.setdefault(below[0], []).append(_Image(file, below[1], owner))
-    warn_of_unused(list(parts), (train, test), str(folder))
-    if not parts.get(str(train)):
+        parts.setdefault(below[0], {})[file] = below[1], owner, file.name
+    warn_of_unused([str(part) for part in parts], (train, test), str(folder))
+    if train not in parts:
         raise DataError(f"{folder}: no folder OWNER/{train} has images; there must be training images")
-    return [parts.get(str(part), []) for part in (train, test)]
+    return parts[train], parts.get(test, {})
 
 
 def _refuse_parts_as_classes(folder: Path, classes: Sequence[str]) -> None:
@@ -151,13 +141,13 @@ def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
     return images, [file for file in files if file.suffix.lower() not in SUFFIXES]
 
 
-def _read(folder: Path, files: Sequence[_Image], classes: Sequence[str], size: int | None, grey: bool) -> TensorData:
+def _read(folder: Path, files: Images, classes: Sequence[str], size: int | None, grey: bool) -> TensorData:
     """Return image files below `folder` as a data set, in their order."""
     from PIL import Image  # a requirement of torchvision
 
-    images, labels, owners = list[np.ndarray](), list[int](), [image.owner for image in files]
-    for file, name, _ in files:
-        if name not in classes:
+    images, labels, owners, first = list[np.ndarray](), list[int](), list[str](), next(iter(files))
+    for file, (name, *below) in files.items():
+        if name not in classes or not below:
             allowed = ", ".join(classes[:10]) + ", ..." * (len(classes) > 10)
             raise DataError(f"{file}: must be in the folder of one of the classes {allowed}")
         try:
@@ -167,15 +157,16 @@ def _read(folder: Path, files: Sequence[_Image], classes: Sequence[str], size: i
             raise DataError(f"{file}: cannot be read: {one_line(error)}") from None
         if images and pixels.shape != images[0].shape:
             raise DataError(
-                f"{file}: has {pixels.shape[1]} x {pixels.shape[0]} pixels, but {files[0].file.name} has "
+                f"{file}: has {pixels.shape[1]} x {pixels.shape[0]} pixels, but {first.name} has "
                 f"{images[0].shape[1]} x {images[0].shape[0]}; set `size` to resize all images"
             )
         images.append(pixels)
         labels.append(classes.index(name))
+        owners.append(below[0] if len(below) > 1 else "")
     if any(owners) and not all(owners):
-        with_owner = next(file for file, _, owner in files if owner)
+        with_owner = next(file for file, owner in zip(files, owners, strict=True) if owner)
         raise DataError(
-            f"{files[owners.index('')].file}: is not in an owner's folder, but {with_owner.relative_to(folder)} is; "
+            f"{[*files][owners.index('')]}: is not in an owner's folder, but {with_owner.relative_to(folder)} is; "
             "move the file into the folder of its owner, or remove it"
         )
     inputs = torch.from_numpy(np.stack(images).transpose(0, 3, 1, 2).copy())

@@ -82,14 +82,8 @@ def table(
     train = _read(path, delimiter)
     texts = [name for name, values in train.columns.items() if values.dtype.kind == "O"]
     test = [] if test_path is None else [_read(test_path, delimiter, texts)]
-    options: dict[str, Any] = {
-        "target": target,
-        "inputs": inputs,
-        "ids": ids,
-        "standardize": standardize,
-        "split": split,
-    }
-    return train_and_test([train], test, test_fraction=test_fraction, **options)
+    options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "standardize": standardize}
+    return train_and_test([train], test, split=split, test_fraction=test_fraction, **options)
 
 
 def _read(path: str, delimiter: str | None, texts: Sequence[str] = ()) -> DataTable:

@@ -1,0 +1,184 @@
+"""Whole runs on topologies, compared with loops from the papers' definitions in float64."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.core.randomness import numpy_generator
+from tests.asynchronous.policies.test_topologies import matching
+from tests.asynchronous.test_clock_runs import linear, points
+from tests.textbook import Federation
+
+HERE = "tests.asynchronous.test_clock_runs"
+N, LR = 6, 0.1
+SPEEDS = [1.0, 1.1, 1.3, 1.7, 2.1, 2.9]  # seconds per step
+SMALL = {
+    "mode": "clock",
+    "workers": N,
+    "rounds": 3,
+    "engine": "serial",
+    "precision": "float64",
+    "model": f"{HERE}:linear",
+    "data": f"{HERE}:points",
+    "partition": "contiguous",
+    "local": {"batch_size": 4, "lr": LR},
+    "clock.slowdown": SPEEDS,
+    "records": {"curve": False, "model": False},
+}
+GIVEN = [  # a path with loops
+    [0.7, 0.3, 0, 0, 0, 0],
+    [0.3, 0.2, 0.5, 0, 0, 0],
+    [0, 0.5, 0.1, 0.4, 0, 0],
+    [0, 0, 0.4, 0.5, 0.1, 0],
+    [0, 0, 0, 0.1, 0, 0.9],
+    [0, 0, 0, 0, 0.9, 0.1],
+]
+EDGES = {  # by hand
+    "ring": {(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 5)},
+    "torus": {(0, 1), (1, 2), (0, 2), (3, 4), (4, 5), (3, 5), (0, 3), (1, 4), (2, 5)},
+    "star": {(0, 1), (0, 2), (0, 3), (0, 4), (0, 5)},
+    "complete": set(itertools.combinations(range(N), 2)),
+    "exponential": {(i, j) for i, j in itertools.combinations(range(N), 2) if j - i != 3},
+    "matching": None,  # changes
+    "given": None,
+}
+
+
+def weights_of(name, round):
+    """Return the mixing matrix: Metropolis-Hastings weights of the edges, or the given matrix."""
+    if name == "given":
+        return GIVEN
+    edges = EDGES[name]
+    if name == "matching":
+        edges = {(0, 1), (2, 3), (4, 5)} if round % 2 else {(1, 2), (3, 4), (0, 5)}
+    degree = [sum(worker in edge for edge in edges) for worker in range(N)]
+    weights = [[0.0] * N for _ in range(N)]
+    for i, j in edges:
+        weights[i][j] = weights[j][i] = 1 / (1 + max(degree[i], degree[j]))
+    for i in range(N):
+        weights[i][i] = 1 - sum(weights[i])
+    return weights
+
+
+def tables(policy, name, **changes):
+    topology = {"matching": matching, "given": GIVEN}.get(name, name)
+    return {**SMALL, "policy": {"name": policy, "topology": topology}, **changes}
+
+
+def federation():
+    return Federation(linear, points, N, 4, "contiguous")
+
+
+def batches_of(workers):
+    """Return a list of all batches of a few rounds, for each worker."""
+    return [[batch for round in range(1, 12) for batch in workers.epoch(round, worker)] for worker in range(N)]
+
+
+def consensus_distance(models):
+    mean = sum(models) / len(models)
+    return (sum(float(((model - mean) ** 2).sum()) for model in models) / len(models)) ** 0.5
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_d_psgd_matches_algorithm_1(name):
+    """Lian et al. 2017: x_i becomes the sum of W_ij x_j, minus the step along the gradient at the old x_i."""
+    result = fedsim.run(tables("d_psgd", name))
+    workers = federation()
+    batches, models, steps = batches_of(workers), [workers.row] * N, len(workers.epoch(1, 0))
+    assert {len(workers.epoch(1, worker)) for worker in range(N)} == {steps}
+    for round, record in enumerate(result.history, 1):
+        weights = weights_of(name, round)
+        for step in range((round - 1) * steps, round * steps):
+            gradients = [workers.gradient(models[i], batches[i][step]) for i in range(N)]
+            models = [sum(weights[i][j] * models[j] for j in range(N)) - LR * gradients[i] for i in range(N)]
+        assert record.metrics["consensus_distance"] == pytest.approx(consensus_distance(models), rel=1e-11)
+        edges = sum(weights[i][j] > 0 for i in range(N) for j in range(N) if i != j)
+        assert record.bytes_up == record.bytes_down == steps * edges * 21 * 8
+        assert record.asynchronous.updates == round * steps
+        assert record.virtual_seconds == pytest.approx(round * steps * max(SPEEDS))
+    assert torch.allclose(result.global_row, sum(models) / N, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_gossip_matches_pairs_drawn_by_the_weights(name):
+    """Boyd et al. 2006: worker i contacts its neighbour j with probability P_ij, and both take their average."""
+    result = fedsim.run(tables("gossip", name))
+    workers, done, at = federation(), [0] * N, list(SPEEDS)
+    batches, models, began = batches_of(workers), [workers.row] * N, [workers.row] * N
+    steps = len(workers.epoch(1, 0)) * N
+    for round, record in enumerate(result.history, 1):
+        weights = weights_of(name, round)
+        for _ in range(steps):
+            i = at.index(min(at))
+            gradient = workers.gradient(began[i], batches[i][done[i]])
+            neighbours = [j for j in range(N) if j != i and weights[i][j]]
+            shares = [weights[i][j] / (1 - weights[i][i]) for j in neighbours]
+            rng = numpy_generator(0, "neighbour", i, done[i])
+            equal = max(shares) - min(shares) < 1e-9
+            j = neighbours[int(rng.integers(len(neighbours)))] if equal else rng.choice(neighbours, p=shares)
+            models[i] = models[j] = (models[i] - LR * gradient + models[j]) / 2
+            done[i] += 1
+            at[i] += SPEEDS[i]
+            began[i] = models[i]
+        assert record.metrics["consensus_distance"] == pytest.approx(consensus_distance(models), rel=1e-11)
+    assert torch.allclose(result.global_row, sum(models) / N, rtol=0, atol=1e-12)
+
+
+def test_d_psgd_on_a_complete_graph_is_gradient_averaging():
+    """With W_ij = 1 / n, the mean of all models takes steps along mean gradients, and so does synchronous SGD."""
+    changes = {"rounds": 1, "local": {"steps": 1, "batch_size": 4, "lr": LR}}
+    together = fedsim.run({**SMALL, **changes, "sync": "gradients", "aggregate": "mean"})
+    apart = fedsim.run(tables("d_psgd", "complete", **changes))
+    assert torch.allclose(together.global_row, apart.global_row, rtol=0, atol=1e-14)
+    assert together.history[0].virtual_seconds == apart.history[0].virtual_seconds
+
+
+@pytest.mark.parametrize("policy", ["d_psgd", "gossip", "ad_psgd"])
+def test_a_resumed_run_has_the_same_result(policy, tmp_path):
+    """Worker 4 leaves in the middle, the graph changes, shards have different sizes, and buffers are averaged."""
+    changes = {
+        "model": f"{HERE}:normalised",
+        "partition": {"name": "dirichlet", "alpha": 0.8},
+        "clock.departures": {"4": 9.0},
+        "checkpoint.every": 1,
+        "local": {"batch_size": 4, "lr": LR, "momentum": 0.5},
+    }
+    whole = fedsim.run(tables(policy, "matching", **changes, rounds=4))
+    fedsim.run(tables(policy, "matching", **changes, rounds=2), tmp_path / "run")
+    resumed = fedsim.run(tables(policy, "matching", **changes, rounds=4), tmp_path / "run", resume=True)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    for expected, record in zip(whole.history, resumed.history, strict=True):
+        assert record.metrics == expected.metrics
+        assert record.bytes_up == expected.bytes_up
+
+
+def test_the_facts_are_recorded_and_a_former_folder_is_resumed(tmp_path):
+    fedsim.run(tables("gossip", "star", rounds=1), tmp_path / "run")
+    file = tmp_path / "run" / "experiment.toml"
+    text = file.read_text()
+    assert '[policy.topology]\nname = "star"\n' in text
+    file.write_text(
+        text.replace('[policy.topology]\nname = "star"\n', "").replace("[policy]\n", '[policy]\ngraph = "star"\n')
+    )
+    resumed = fedsim.run(tables("gossip", "star", rounds=2), tmp_path / "run", resume=True)
+    assert len(resumed.history) == 2
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["topology"] == {
+        "topology": "star",
+        "degrees": [1, 5],
+        "weights": "Metropolis-Hastings",
+        "spectral_gap": pytest.approx(1 / 6),
+    }
+
+
+def test_a_race_records_the_consensus_distance(session):
+    for name in ("gossip", "d_psgd"):
+        settings = tables(name, "ring", mode="race", rounds=1, engine="processes", processes=2)
+        del settings["clock.slowdown"]
+        result = fedsim.run({**settings, "race.runs": 2}, session=session)
+        assert result.history[0].metrics["consensus_distance"] > 0
