@@ -29,8 +29,8 @@ class IFCA(LocalSGD, PersonalModel):
     The aggregation rule is applied to the updates of each model separately, and so is an attack.
 
     The personal model of a worker is the global model with the least loss on its training samples. Tests of the global
-    model, such as `test_accuracy`, are those of the first of the k models. The records of rounds contain the selected
-    models as `clusters`: 0 to k - 1 for each worker of `cohort`.
+    model, such as `test_accuracy` and tests of clients without training samples, use the first model. The records of
+    rounds contain the selected models as `clusters`: 0 to k - 1 for each worker of `cohort`.
 
     Args:
         k: number of global models, > 0.

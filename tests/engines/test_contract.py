@@ -231,6 +231,7 @@ ALGORITHMS = {  # with the data that their additional gradients and full gradien
     },
     "several global models": {
         **{**SOME, **NORMALISED, **by("ifca", k=2, momentum=0.5), "rounds": 3, "data.local_test_fraction": 0.3},
+        "worker_evaluation": {"fine_tune": 1},
     },
     "several global models under attack": {
         **{**ATTACKED, **by("ifca", k=2), "model": "net", "aggregate": "geometric_median"},
