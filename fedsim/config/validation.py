@@ -267,7 +267,7 @@ def check_worker_tests(experiment: Settings) -> Iterator[str]:
     """Yield an error line for each setting with which the workers of an experiment cannot be tested as it demands."""
     every, where = (
         experiment.worker_evaluation.every,
-        f"data.local_test_fraction = {experiment.data.local_test_fraction}",
+        f"data.local_test_fraction = {show(experiment.data.local_test_fraction)}",
     )
     if not experiment.data.local_test_fraction:
         return
