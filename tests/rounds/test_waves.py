@@ -8,6 +8,7 @@ import torch
 import fedsim
 from fedsim import Callback, ExperimentError
 from fedsim.config.load import load_experiment
+from fedsim.engines import auto
 from fedsim.errors import DivergedError, FedsimWarning
 from fedsim.runs import checks
 from fedsim.training import task as tasks
@@ -145,6 +146,18 @@ def test_the_choice_depends_on_the_size_of_all_updates_together(tiny_experiment,
     fedsim.run({**tables, "aggregate": "median"}, callbacks=[shapes])
     reason = 'because of aggregate.rule = "median"'
     assert (shapes.rows, shapes.how["updates"]) == (3, f"all updates are stored (94.2 kB), {reason}")
+
+
+def test_large_models_are_not_stacked_in_waves(tiny_experiment, monkeypatch):
+    """A stack would not fit into the caches. Other runs of the session do not decide this."""
+    monkeypatch.setattr(auto, "STACK_BYTES_ON_CPU", 0)
+    tables, ways = {**tiny_experiment, "workers": 8, "rounds": 1, "engine": "auto", "processes": 1}, []
+    with in_waves(), fedsim.Session() as session:
+        for rule in ("mean", "median", "mean"):
+            shapes = Shapes()
+            fedsim.run({**tables, "aggregate": rule}, session=session, callbacks=[shapes])
+            ways.append((shapes.how["engine"], shapes.rows))
+    assert ways == [("serial", 1), ("batched", 8), ("serial", 1)]
 
 
 @pytest.mark.parametrize(
