@@ -235,17 +235,13 @@ def test_a_round_that_diverges_names_all_workers_and_changes_no_state(nonfinite,
 
 
 def test_a_run_is_resumed_with_the_same_bits(tiny_experiment, tmp_path):
-    tables = {
-        **tiny_experiment,
-        "workers": 5,
-        "cohort": 3,
-        "local": {"algorithm": "scaffold"},
-        "checkpoint": {"every": 1},
-    }
+    """The resumed part has two processes, and keeps worker states in files."""
+    tables = {**tiny_experiment, "workers": 5, "cohort": 3, "local": {"algorithm": "scaffold"}}
+    more = {"engine": "processes", "processes": 2, "worker_state_memory": 1}
     with in_waves():
         whole = fedsim.run({**tables, "rounds": 4})
         fedsim.run({**tables, "rounds": 2}, tmp_path / "run")
-        assert_same(whole, fedsim.run({**tables, "rounds": 4}, tmp_path / "run", resume=True))
+        assert_same(whole, fedsim.run({**tables, **more, "rounds": 4}, tmp_path / "run", resume=True))
 
 
 def test_a_round_that_loses_a_process_is_repeated_from_the_old_states(tiny_experiment, tmp_path):
