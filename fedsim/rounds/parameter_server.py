@@ -69,6 +69,11 @@ class ParameterServer:
         self.sent, self.has_last, self.broadcast_bytes = shared.server.row, False, 0
 
     @property
+    def last_row(self) -> Tensor:
+        """Aggregated update [d] of the previous aggregation, zeros before the first one; [0] if nothing uses it."""
+        return self._shared.server.last
+
+    @property
     def last(self) -> Tensor | None:
         """Aggregated update [d] of the previous aggregation; None if there is none, or if nothing uses it."""
         return self._shared.server.last if self.has_last else None

@@ -64,6 +64,11 @@ class Simulation(Executor):
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
         self.prepared: tuple[int, Cohort, WorkItems, WorkItems] | None = None  # the next round and its workers
 
+    @property
+    def levels(self) -> dict[str, Any]:
+        """Objects with a server, its aggregator and its attack, by the prefix of their states in a checkpoint."""
+        return {"": self}
+
     def steps_on_updates(self, attack: AttackStep) -> list[UpdateStep]:
         """Return the steps between training and aggregation, in their order. `attack` replaces Byzantine updates."""
         processing: UpdateStep = ProcessingStep(self.group, self.task, self.shared)
@@ -80,7 +85,6 @@ class Simulation(Executor):
         """
         task, shared, group, self.timer = self.task, self.shared, self.group, PhaseTimer()
         with self.phase("broadcast"):
-            self.begin_round(round)
             drawn, work, mine = self.cohort_of(round)
             self.agree_on(drawn, round)
             if not drawn.workers:
@@ -122,9 +126,6 @@ class Simulation(Executor):
         with self.phase("test"):
             of_workers = self.evaluate_workers(round)
         return self.record(round, drawn, stats, of_workers, samples, train_loss) if group.computes else None
-
-    def begin_round(self, round: int) -> None:
-        """Prepare the server for a round. The subclass `Hierarchy` sends the global model to the groups."""
 
     def require_reports(self, round: int, drawn: Cohort) -> None:
         """Raise ExperimentError if the rule cannot aggregate the updates of the cohort `drawn`."""
@@ -644,19 +645,11 @@ class Simulation(Executor):
         clock = {"clock": self.clock.state()} if self.clock else {}
         facts = {"has_last": self.server.has_last, "syncs": list(self.shared.server.states), **clock}
         facts |= self.privacy.state()
-        return facts, self.states_of(self), self.group.states_by_columns()
-
-    def states_of(self, level: Any) -> dict[str, np.ndarray]:
-        """Return the arrays of the rule and of the attack of `level` (see `change_updates`)."""
-        states = level.aggregator.state | {f"attack.{name}": tensor for name, tensor in level.attack.state.items()}
-        return {name: tensor.clone().cpu().numpy() for name, tensor in states.items()}
-
-    def restore(self, level: Any, arrays: dict[str, np.ndarray]) -> None:
-        """Restore the state of the rule and of the attack of `level` from `arrays`, which `states_of` has returned."""
-        level.aggregator.state, level.attack.state = {}, {}
-        for name, array in arrays.items() if self.group.computes else ():
-            state = level.attack.state if name.startswith("attack.") else level.aggregator.state
-            state[name.removeprefix("attack.")] = torch.from_numpy(array).to(self.task.device, copy=True)
+        rule = dict[str, np.ndarray]()
+        for place, level in self.levels.items():
+            for kind, states in (("", level.aggregator.state), ("attack.", level.attack.state)):
+                rule |= {f"{place}{kind}{name}": tensor.clone().cpu().numpy() for name, tensor in states.items()}
+        return facts, rule, self.group.states_by_columns()
 
     def resume(
         self, facts: dict[str, Any], rule: dict[str, np.ndarray], columns: dict[str, Tensor], workers: Sequence[int]
@@ -668,8 +661,15 @@ class Simulation(Executor):
             workers: IDs of the workers that have a state, in the order in which these states are stored.
         """
         self.group.load_columns(columns)
-        self.restore(self, rule)
+        for level in self.levels.values():
+            level.aggregator.state, level.attack.state = {}, {}
+            level.server.has_last = bool(level.server.last_row.any())
         self.server.has_last = facts["has_last"]
+        for key, array in rule.items() if self.group.computes else ():
+            place, name = key.split("/", 1) if self.task.experiment.group_count else ("", key)
+            level = self.levels[f"{place}/" if place else ""]
+            state = level.attack.state if name.startswith("attack.") else level.aggregator.state
+            state[name.removeprefix("attack.")] = torch.from_numpy(array).to(self.task.device, copy=True)
         self.states.follow(workers)
         if self.clock:
             self.clock.resume(facts["clock"])

@@ -116,17 +116,21 @@ class GlobalModel:
             ranks: number of ranks. Several ranks allocate the optimizer states elsewhere, each for a part of the
                 parameters.
         """
-        chain, groups = task.experiment.broadcast_chain, task.experiment.grouping
-        keeps_last = (task.top if groups else task).keeps_last
+        chain, groups = task.experiment.broadcast_chain, task.experiment.group_count
         return cls(
             row=row,
             buffers=buffers,
-            last=torch.zeros_like(row) if keeps_last else row.new_zeros(0),
+            last=torch.zeros_like(row) if (task.top if groups else task).keeps_last else row.new_zeros(0),
             algorithm=task.algorithm.server_state(row),
             broadcast={"copy": row.clone()} | initial_states(chain, row, task.shapes) if chain else {},
             states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
-            groups={} if groups is None else _rows_of_groups(task, groups.count, row, buffers),
+            groups=_rows_of_groups(task, groups, row, buffers) if groups else {},
         )
+
+    def of_group(self, group: int) -> GlobalModel:
+        """Return the model of a group, as views, with the server state that groups have."""
+        row, buffers, last = (self.groups[name][group] for name in ("rows", "buffers", "last"))
+        return replace(self, row=row, buffers=buffers, last=last, states={"parameters": {}})
 
 
 @dataclass
@@ -312,14 +316,9 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _rows_of_groups(task: RunTask, n: int, row: Tensor, buffers: Tensor) -> State:
     rows = new_rows(n, len(row), task.dtype, task.device).copy_(row)
-    return {
-        "rows": rows,
-        "buffers": buffers.repeat(n, 1),
-        "last": torch.zeros_like(rows if task.keeps_last else rows[:, :0]),
-        "samples": torch.zeros(n, dtype=torch.int64),
-        "unfit": torch.zeros(n, dtype=torch.int64),
-        "losses": torch.zeros(n, dtype=torch.double),
-    }
+    none, last = torch.zeros(n, dtype=torch.int64), torch.zeros_like(rows if task.keeps_last else rows[:, :0])
+    counts = {"samples": none, "unfit": none.clone(), "losses": none.double()}
+    return {"rows": rows, "buffers": buffers.repeat(n, 1), "last": last, **counts}
 
 
 def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:

@@ -107,6 +107,18 @@ def test_d_psgd_matches_algorithm_1(name):
     assert torch.allclose(result.global_row, sum(models) / N, rtol=0, atol=1e-12)
 
 
+def test_d_psgd_decays_the_weights_of_the_old_model():
+    """The gradient at the old x_i includes that of the penalty weight_decay / 2 |x_i|^2."""
+    result = fedsim.run(tables("d_psgd", "torus", local={"batch_size": 4, "lr": LR, "steps": 2, "weight_decay": 0.3}))
+    workers, weights = federation(), weights_of("torus", 1)
+    models = [workers.row] * N
+    for round, step in itertools.product((1, 2, 3), (0, 1)):
+        old = models
+        gradients = [workers.gradient(old[i], workers.epoch(round, i)[step]) + 0.3 * old[i] for i in range(N)]
+        models = [sum(weights[i][j] * old[j] for j in range(N)) - LR * gradients[i] for i in range(N)]
+    assert torch.allclose(result.global_row, sum(models) / N, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", EDGES)
 def test_gossip_matches_pairs_drawn_by_the_weights(name):
     """Boyd et al. 2006: worker i contacts its neighbour j with probability P_ij, and both take their average."""

@@ -13,6 +13,7 @@ from torch import nn
 import fedsim
 from fedsim.core.learning_task import Binary, Classification, class_weights_of
 from fedsim.errors import ExperimentError
+from fedsim.privacy.mechanisms import MARGIN
 from fedsim.rounds.simulation import Simulation
 from fedsim.runs.setup import begun
 from tests.components import one_table
@@ -164,7 +165,7 @@ def test_gradients_of_samples_are_clipped_after_their_weight(engine):
         row = workers.row
         for inputs, targets in workers.epoch(1, worker):
             parts = [workers.gradient(row, (inputs[k : k + 1], targets[k : k + 1])) for k in range(len(targets))]
-            factors = [min(1.0, clip / (float(part.norm()) + 1e-6)) for part in parts]  # as in clip_grad_norm_
+            factors = [min(1.0, clip * (1 - MARGIN) / float(part.norm())) for part in parts]
             clipped += [factor < 1 for factor in factors]
             row = row - LR * sum(factor * part for factor, part in zip(factors, parts, strict=True)) / len(parts)
         rows[worker] = row

@@ -38,6 +38,7 @@ from tests.device.agreement import (
 )
 from tests.engines.test_contract import ALL_CASES, REFUSED, syncs_of
 from tests.matrix import in_turn
+from tests.waves import in_waves
 
 pytestmark = pytest.mark.gpu
 
@@ -80,6 +81,23 @@ def test_the_contract_of_engines(run, engine):
             assert_agrees_with_the_cpu(tables, engine)
     else:
         assert_agrees_with_the_cpu(tables, engine)
+
+
+WAVES = (
+    "worker state of rows left out",
+    "processed updates",
+    "buffers kept by workers",
+    "scaffold",
+    "ditto with BatchNorm",
+)
+
+
+@with_engines("case", WAVES)
+def test_a_cohort_in_waves(case, engine):
+    tables = with_small_data({**TINY, **ALL_CASES[case], "precision": "float64"})
+    narrow = {"batched": {"max_workers": 2}} if engine == "batched" else {}
+    with in_waves():
+        assert_same_results(run_on_cpu(tables), run_on_gpu({**tables, **narrow}, **ENGINES[engine]))
 
 
 def with_algorithm(registration, **more):

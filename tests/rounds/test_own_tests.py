@@ -269,7 +269,7 @@ def test_a_fraction_holds_out_training_samples_and_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"partition": "iid", "workers": 2}, r"^data.local_test_fraction = own: needs .*; use partition=natural$"),
+        ({"partition": "iid", "workers": 2}, r'^data.local_test_fraction = "own": needs .*; use partition=natural$'),
         ({"data": {"name": "tests.components:one_table"}}, None),
         ({"data": {"name": "synthetic", "users": 5}}, None),
     ],

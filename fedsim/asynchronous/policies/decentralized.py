@@ -272,10 +272,16 @@ class DecentralizedSGD(Decentralized, Waiting):
         present = server.mixing_matrix()[np.ix_(slots, slots)]
         present[np.diag_indices(len(slots))] += 1 - present.sum(1)
         weights, buffers = torch.from_numpy(present), server.policy_state["buffers"]
-        for block in column_blocks(server.replicas.shape[1], n=len(slots), device=server.replicas.device):
-            server.replicas[slots, block] = weights.to(server.replicas) @ server.replicas[slots, block]
+        models, changes = server.replicas, server.rows
+        for slot in slots:  # the step also depends on the old x_i, as with weight decay
+            old = models[slot].clone()
+            server.step_replica(slot, changes[slot])
+            changes[slot].copy_(models[slot]).sub_(old)
+            models[slot].copy_(old)
+        for block in column_blocks(models.shape[1], n=len(slots), device=models.device):
+            models[slots, block] = weights.to(models) @ models[slots, block]
         for slot in slots:
-            server.step_replica(slot, server.rows[slot])
+            models[slot] += changes[slot]
         if server.has_buffers:
             buffers[slots] = server.worker_buffers[slots]
             if server.buffers == "average":
