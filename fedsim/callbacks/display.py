@@ -133,9 +133,9 @@ class Display(Callback):
         experiment = self._experiment
         untested = isinstance(experiment.local.component, PersonalModel) and not experiment.data.local_test_fraction
         if untested and experiment.in_rounds:
-            self._print(
-                "this is the global model; data.local_test_fraction=0.2 also tests the workers' personal models"
-            )
+            clusters = experiment.local.component.clusters
+            tested = "the global model" if clusters == 1 else f"the first of {clusters} global models"
+            self._print(f"this is {tested}; data.local_test_fraction=0.2 also tests the workers' personal models")
 
     def _leave(self) -> None:
         """Print how an unfinished run can be continued."""

@@ -315,6 +315,7 @@ class Settings(Table):
             self.attack.setting: (altering, "attack.name=label_flipping"),
             f"sync = {show(self.sync)}": (self.rounds_of_gradients > 0, "sync=parameters"),
             self.local.setting: (isinstance(self.local.component, CohortGradient), "local.algorithm=scaffold"),
+            f"local.k = {self.local.component.clusters}": (self.local.component.clusters > 1, "local.k=1"),
             self.policy.setting: (not self.in_rounds, "policy=sync"),
             "groups": (self.groups is not None, "no groups"),
             "records.updates": (bool(self.records.updates), "records.updates=[]"),

@@ -256,6 +256,8 @@ class RoundRecord(Record):
     """IDs of the workers that took part. Empty if no worker was available or no worker reported."""
     coefficients: list[Number] | None = None
     """Weight of each worker of the cohort in the aggregate, or None if the rule has no weights."""
+    clusters: list[Count] = field(default_factory=list)
+    """Index of the global model that each worker of the cohort selected and trained. Empty if there is one model."""
     excluded: list[Count] = field(default_factory=list)
     """IDs of the workers whose results were excluded because they contained NaN or infinity."""
     diverged: Text | None = None

@@ -102,12 +102,14 @@ class Simulation(Executor):
                 self.train_cohort(drawn.workers, mine, round)
                 group.barrier()
             with self.phase("aggregate"):
-                stats = self.aggregate_rows(whole, mine)
+                aggregate = self.aggregate_clusters if task.algorithm.clusters > 1 else self.aggregate_rows
+                stats = aggregate(whole, mine)
         else:
             with self.phase("train"):
                 stats = self.aggregate_each_step(work, mine)
         stats = self.of_all_processes(stats)  # also a barrier: all processes have written the buffers
-        self.combine_buffers(whole, stats.excluded)
+        for context in whole.by_cluster(stats.clusters):
+            self.combine_buffers(context, stats.excluded)
         group.barrier()
         self.require_finite(round)
         group.barrier()  # no process saves states of a round that diverges
@@ -167,6 +169,7 @@ class Simulation(Executor):
             seconds=self.timer.seconds,
             cohort=drawn.workers,
             coefficients=stats.shares,
+            clusters=stats.clusters,
             excluded=stats.excluded,
             lost=drawn.dropped,
             bytes_up=self.bytes_up(drawn, stats.sent, round),
@@ -252,10 +255,24 @@ class Simulation(Executor):
         aggregate, stats = self.aggregator.aggregate(context)
         if self.shared.cohort.messages and self.task.sync_in(round) == "parameters":
             self.receive_messages(context, stats.excluded)
-        self.server.step(aggregate.plus(self.privacy.noise_of_mean(round)), context.moment)
+        self.server.step(aggregate.plus(self.privacy.noise_of_mean(round)), context.moment, context.cluster)
         self.group.barrier()
         stats.sent = sent
         return stats
+
+    def aggregate_clusters(self, whole: AggregationContext, mine: WorkItems) -> AggregationStats:
+        """Update each of several global models with the updates of the workers that have selected it.
+
+        Returns statistics of all aggregations. The arguments are those of `aggregate_rows`.
+        """
+        clusters = self.group.of_all(self.shared.cohort.clusters, whole.slots).tolist()
+        of_round = GradientRoundStats(len(clusters), clusters)
+        for context in whole.by_cluster(clusters):
+            members = mine[np.isin(mine.workers, context.workers)]
+            self.aggregator.updates.begin(members.slots, self.shared.server.model(context.cluster)[0])
+            self.group.barrier()
+            of_round.add(context.slots, self.aggregate_rows(context, members))
+        return of_round.total()
 
     def of_all_processes(self, stats: AggregationStats) -> AggregationStats:
         """Return the statistics of a round in all processes, from those of this process."""
@@ -389,13 +406,17 @@ class Simulation(Executor):
                     total = self.group.sum_of(shared.cohort.full_gradients, range(len(cohort)))
                     algorithm.receive_gradients(shared.server.algorithm, total / len(cohort))
                 self.group.barrier()
+        for member in mine if algorithm.clusters > 1 else ():
+            with self.process.working_on(member.worker, round):
+                self.worker_tests.load(member)
         for member in mine if task.experiment.rule.accepts("losses") else ():
             with self.process.working_on(member.worker, round):
                 model = shared.cohort.rows[member.slot], shared.cohort.buffers[member.slot]
                 shared.cohort.losses[member.slot] = self.worker_tests.training_loss(*model, member.worker, round)
         with self.in_precision():
             self.trainer.train(mine, partial(self.prepare, round + 1))
-        self.begin_updates(mine)
+        if algorithm.clusters == 1:
+            self.begin_updates(mine)
 
     def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:
         """Pass the sum of the workers' messages to the client algorithm's method `receive`, which runs at the server.
@@ -523,10 +544,8 @@ class Simulation(Executor):
         tested = {}
         for member in members:
             with self.process.working_on(member.worker, round):
+                tests.load(member)
                 tested[member.worker] = tests.before_training(member)
-            shared.cohort.rows[member.slot] = shared.server.row
-            if task.experiment.buffers != "local":
-                shared.cohort.buffers[member.slot] = shared.server.buffers
         if fine_tune:
             ends = isinstance(task.algorithm, PersonalModel)  # the worker state is part of the personal model
             schedule = task.schedule.of(members.workers, members.rounds)

@@ -217,15 +217,15 @@ class RunTask:
         """
         return self.server_at(moment[0]) if self.sync_in(moment[0]) == "parameters" else self.algorithm_at(*moment)
 
-    def new_module(self) -> nn.Module:
-        """Return a new module with the initial parameters, which are the same in every process.
+    def new_module(self, cluster: int = 0) -> nn.Module:
+        """Return a new module with the initial parameters of the model of `cluster`, the same in every process.
 
         All modules of a process share their frozen parameters. Raises ExperimentError if the model has complex tensors,
         or does not fit the settings `model` and `local.trainable`.
         """
         model, train = self.experiment.model, self.experiment.local.trainable
         with preserve_random_state(torch.device("cpu")):
-            seed_everything(torch.device("cpu"), self.experiment.seed, "model")
+            seed_everything(torch.device("cpu"), self.experiment.seed, "model", *([cluster] if cluster else []))
             module = model.component()
             if model.lora.rank:
                 add_adapters(module, model.lora.rank, model.lora.alpha, model.lora.targets)

@@ -107,7 +107,7 @@ def with_algorithm(registration, **more):
     tables = {**TINY, "local": local, "partition": "tests.components:uneven"}
     if registration.name == "fedrep":
         local["steps"] = 3
-    if registration.name == "moon":  # needs a model with hidden features
+    if registration.name in ("moon", "ifca"):  # need a model with hidden features, and one that starts at random
         tables["model"] = {"name": "2nn", "hidden": 8}
     if registration.name == "fedbn":  # needs a model with normalisation layers
         tables["model"] = "tests.models:layer_normalised"
