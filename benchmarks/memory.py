@@ -21,7 +21,7 @@ from common import median, report
 from fedsim.data import TensorData, load_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
-EXPERIMENT = ROOT / "experiments" / "mnist_sync_sgd.toml"
+EXPERIMENT = (str(ROOT / "experiments" / "mnist_sync_sgd.toml"), "rounds=2", "engine=processes")
 SMALL = 5_000  # images of the baseline
 
 
@@ -32,11 +32,11 @@ def small_mnist(root: Path) -> tuple[TensorData, TensorData]:
     return train, test
 
 
-def peak_pss(*overrides: str) -> float:
-    """Return the peak PSS of a run's process tree in MB."""
+def peak_pss(*words: str) -> float:
+    """Return the peak PSS in MB of the process tree of `fedsim run WORDS`."""
     with tempfile.TemporaryDirectory() as parent:
         script = str(ROOT / "run_experiment.py")
-        command = [sys.executable, script, str(EXPERIMENT), "rounds=2", "engine=processes", *overrides]
+        command = [sys.executable, script, *words]
         process = subprocess.Popen(
             [*command, "--out", f"{parent}/run"], stdout=subprocess.DEVNULL, cwd=Path(__file__).parent
         )
@@ -79,9 +79,9 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     data, small = load_dataset("mnist"), small_mnist(None)  # type: ignore[arg-type]
     extra = _megabytes(data) - _megabytes(small)
-    four = [peak_pss("workers=4") for _ in range(repeats)]
-    sixty_four = [peak_pss("workers=64") for _ in range(repeats)]
-    baseline = [peak_pss("workers=4", "data.name=memory:small_mnist") for _ in range(repeats)]
+    four = [peak_pss(*EXPERIMENT, "workers=4") for _ in range(repeats)]
+    sixty_four = [peak_pss(*EXPERIMENT, "workers=64") for _ in range(repeats)]
+    baseline = [peak_pss(*EXPERIMENT, "workers=4", "data.name=memory:small_mnist") for _ in range(repeats)]
     report(
         "memory",
         peak_mb_4_workers=median(four),

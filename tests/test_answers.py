@@ -227,3 +227,31 @@ def test_a_daemonic_process_is_told_how_to_run_processes():
     process.join()
     assert line.startswith("this program runs in a daemonic process, such as a worker of multiprocessing.Pool")
     assert line.endswith("ProcessPoolExecutor instead of the pool, or use engine=serial, which starts no processes")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: fedsim.plot("run", metrics="test_loss"),
+            'plot: metrics = "test_loss": no such argument; did you mean "metric"?',
+        ),
+        (
+            lambda: fedsim.load_run("run", allow_import=True),
+            'load_run: allow_import = true: no such argument; did you mean "allow',
+        ),
+        (
+            lambda: fedsim.load_comparison("run", x=1),
+            "load_comparison: x = 1: no such argument; allowed: folder, allow_imports",
+        ),
+    ],
+)
+def test_an_unknown_argument_leads_to_another(call, message):
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        call()
+    assert caught.value.lines[0].startswith(message)
+
+
+def test_plots_of_results_name_their_arguments(result):
+    with pytest.raises(fedsim.ExperimentError, match="^plot: metric = .*: no such argument; allowed: out$"):
+        result.plot(metric="test_loss")

@@ -34,6 +34,7 @@ from blocks import store
 if TYPE_CHECKING:
     from fedsim.comparison import Comparison
     from fedsim.comparison.rows import Row
+    from fedsim.core.figure import Figure
 
 ROOT = Path(__file__).parents[2]
 RESULTS = re.compile(r"<!-- results: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -47,6 +48,7 @@ DIGITS = 6  # significant digits of the stored numbers
 MOST_WIDE = 3  # maximum number of columns with intervals that fit on a page
 TABLE_COLUMNS = ("score", "difference", "best_accuracy", "bytes", "to_target", "bytes_to_target")
 CLOCK_COLUMNS = ("updates_to_target", "arrivals_to_target")  # for runs on the virtual clock
+OVER_GAPS = {"x": "spectral_gap"}  # arguments of a figure that `fedsim.plot` does not draw
 EXPLANATIONS = {  # below a table that contains the text
     " highest ": "`highest` is the highest accuracy of any round.",
     " updates ": (
@@ -272,9 +274,42 @@ def figures(name: str) -> Iterator[tuple[bytes, str]]:
 
     with unpacked(name) as folder:
         for arguments in about(name)["figures"]:
-            figure = fedsim.plot(folder, **arguments)
+            figure = over_spectral_gaps(folder) if arguments == OVER_GAPS else fedsim.plot(folder, **arguments)
             with PAPER.applied():
                 yield encode(figure, "png", 160), figure.get_label()
+
+
+def over_spectral_gaps(folder: Path) -> Figure:
+    """Draw the compared metric of each run over the spectral gap of its topology, with a colour for each policy."""
+    from fedsim.comparison import Comparison
+    from fedsim.comparison.axes import label
+    from fedsim.config.load import load_experiment
+    from fedsim.core.figure import Figure
+    from fedsim.core.plotting import PAPER, line_style
+
+    comparison, points = Comparison.read(folder), dict[str, dict[str, list[tuple[float, float]]]]()
+    for run in comparison.runs:
+        gap = load_experiment(run.experiment).topology_facts["spectral_gap"]
+        topology = label(run.point["policy.topology"]).partition(",")[0]
+        of_policy = points.setdefault(run.point["policy.name"], {})
+        of_policy.setdefault(topology, []).append((gap, comparison.metric.read(run.history[-1])))
+    with PAPER.applied():
+        figure = Figure(figsize=(6.9, 3.4), layout="constrained")
+        axes = figure.subplots()
+        for index, (policy, by_topology) in enumerate(points.items()):
+            style = line_style(index) | {"linestyle": "", "label": policy}
+            axes.plot(*zip(*itertools.chain(*by_topology.values()), strict=True), **style)
+        for index, topology in enumerate(by_topology):  # names alternate below the lowest and above the highest point
+            pairs = [pair for of_policy in points.values() for pair in of_policy[topology]]
+            gap, values = sum(pair[0] for pair in pairs) / len(pairs), [pair[1] for pair in pairs]
+            at, shift, side = (max(values), 6, "bottom") if index % 2 else (min(values), -6, "top")
+            axes.annotate(topology, (gap, at), (0, shift), textcoords="offset points", ha="center", va=side)
+        axes.set(xscale="log", xlabel="spectral gap", ylabel=comparison.metric.label.replace("_", " "))
+        axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.set_label("Consensus distance after the last round over the spectral gap. One point per seed.")
+    return figure
 
 
 def section(name: str, pictures: dict[str, bytes]) -> str:

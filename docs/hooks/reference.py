@@ -38,6 +38,7 @@ KINDS = {  # page title of each kind of component
     "processors": "Processors of updates",
     "privacy": "Privacy mechanisms",
     "policies": "Asynchronous policies",
+    "topologies": "Topologies",
     "slowdowns": "Slowdowns of workers",
     "noises": "Noise of the time of work",
     "tasks": "Tasks",

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedsim.comparison.rows import canonical
 from fedsim.config.experiment import Experiment
-from fedsim.config.overrides import Change, naming_key, parse_value, parse_word, split_word
+from fedsim.config.overrides import Change, naming_key, parse_value, parse_word, refuse_repeated, split_word
 from fedsim.config.tables import component_tables
 from fedsim.core.input_limits import MAX_DEPTH, leaves_of, problem_with_words
 from fedsim.core.objects import plain
@@ -52,21 +52,21 @@ def axis_called(key: str) -> str:
 def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
     """Split `key=value` words of a command line into settings with several values (`seed=0,1`) and other words."""
     axes: Axes = {}
-    others: dict[str, str] = {}
+    others: list[str] = []
     for word in words:
         keys, text = split_word(word)
         key, pieces = ".".join(naming_key(keys)), split_at_commas(text)
-        axes.pop(key, None)
-        others.pop(key, None)
         if numbers := as_range(text):
             raise ExperimentError(f"{show(word)}: {text} is not a number; write {key}={numbers}")
         if len(pieces) == 1:
-            others[key] = word
+            others.append(word)
             continue
+        if key in axes:
+            raise ExperimentError(f"{key}: is set twice; remove one of the two")
         if not all(piece.strip() for piece in pieces):
             raise ExperimentError(f"{show(word)}: a value before or after a comma is missing")
         axes[key] = _checked(key, [parse_value(piece.strip(), key) for piece in pieces], key)
-    return axes, list(others.values())
+    return axes, others
 
 
 def apply_words(axes: Axes, words: Iterable[str], changes: Iterable[Change] = ()) -> tuple[Axes, Axes, list[Change]]:
@@ -75,7 +75,9 @@ def apply_words(axes: Axes, words: Iterable[str], changes: Iterable[Change] = ()
     Returns (all axes, axes given by the words, settings to change in all runs). `changes` is added to the last.
     """
     word_axes, others = split_words(words)
-    in_all = [*map(parse_word, others), *changes]
+    of_words = list(map(parse_word, others))
+    refuse_repeated([*of_words, *((key.split("."), None) for key in word_axes)])
+    in_all = [*of_words, *changes]
     set_in_all = {".".join(naming_key(keys)) for keys, _ in in_all}
     return {key: values for key, values in axes.items() if key not in set_in_all} | word_axes, word_axes, in_all
 

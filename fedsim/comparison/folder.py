@@ -23,6 +23,7 @@ from fedsim.comparison.rows import SEED, canonical
 from fedsim.comparison.stored import COMPARISON, ComparisonFile, places_in, read_comparison_file
 from fedsim.config.engines import traits_of
 from fedsim.config.files import read_toml
+from fedsim.core.attributes import hinting
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, cut, plural, show
@@ -248,6 +249,7 @@ def result_in(folder: Path, run: PlannedRun) -> Run:
     return Run(folder, run.tables, read_history(folder), id=run.id, point=run.point, failure=failure_in(folder))
 
 
+@hinting
 def load_comparison(folder: str | Path, *, allow_imports: bool = False) -> Comparison:
     """Load the results of a comparison from its folder, as `fedsim.compare` returned them.
 

@@ -17,6 +17,7 @@ from fedsim.comparison.stored import COMPARISON, places_in, read_comparison_file
 from fedsim.comparison.tables import answer_text, comparison_text
 from fedsim.config.experiment import Experiment
 from fedsim.config.tables import component_tables
+from fedsim.core.attributes import hinting
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.notebook import PLAIN, figure_html
 from fedsim.core.plotting import save
@@ -91,6 +92,7 @@ class Comparison(ComparedRuns):
         """The results as text, as `fedsim compare` prints them."""
         return comparison_text(self)
 
+    @hinting
     def plot(self, out: str | Path | None = None) -> Figure:
         """Draw the results, as a notebook shows them: a heat map for several compared settings, otherwise curves.
 

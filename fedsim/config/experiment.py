@@ -24,7 +24,7 @@ from fedsim.config.engines import traits_of
 from fedsim.config.from_data import tables_from_data
 from fedsim.config.settings import Settings
 from fedsim.config.tables import keys_called, owners_of, settings_of
-from fedsim.config.validation import problems_with
+from fedsim.config.validation import check_worker_tests, problems_with
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.import_policy import is_untrusted
 from fedsim.core.input_limits import problem_with_words
@@ -67,14 +67,15 @@ class Experiment(Settings):
             if "partition" not in tables and one_per_worker(tables.get("data")):
                 tables = {**tables, "partition": "natural"}
             with data_loaded_once():
-                count = (
-                    None if "workers" in tables else count_workers(tables) or workers_of_groups(tables.get("groups"))
-                )
-                if count is not None:
+                if "workers" not in tables and (count := count_workers(tables)) is not None:
                     tables = {**tables, "workers": count}
                 super().__init__(**tables)
         except ValidationError as error:
-            raise ExperimentError(*explain(error, type(self))) from None
+            aggregate, lines = tables.get("aggregate"), explain(error, type(self))
+            rule = aggregate.get("rule", aggregate.get("name")) if isinstance(aggregate, dict) else aggregate
+            if isinstance(rule, str):  # a hint to put a pre-aggregator before the rule keeps the rule
+                lines = [line.replace(',"mean"]', f',"{rule}"]') for line in lines]
+            raise ExperimentError(*lines) from None
 
     @field_validator("engine")
     @classmethod
@@ -116,13 +117,13 @@ class Experiment(Settings):
     def _test_workers_on_own_samples(self) -> Experiment:
         """Set `data.local_test_fraction` to "own" if it is unset, and the test part contains samples of owners."""
         column_of = getattr(self.partition.component, "column", None)
-        unused = not self.in_rounds or self.attack.resample or self.records.updates or self.gradient_hook
-        if column_of and not unused and "local_test_fraction" not in self.data.model_fields_set:
+        data = self.data.model_copy(update={"local_test_fraction": schema.OWN})
+        unusable = self.gradient_hook or any(check_worker_tests(self.model_copy(update={"data": data})))
+        if column_of and not unusable and "local_test_fraction" not in self.data.model_fields_set:
             refuse_untrusted_root(self.data)
             with contextlib.suppress(DataError):  # the run reports it
                 train, test = load_dataset_once(*self.data.source)
                 if train.drawn_by is None and column_of(train.ids) in test.ids:
-                    data = self.data.model_copy(update={"local_test_fraction": schema.OWN})
                     data.model_fields_set.discard("local_test_fraction")
                     object.__setattr__(self, "data", data)  # the model is frozen
         return self
@@ -182,20 +183,14 @@ VOCABULARY.component_keys = frozenset(
 )
 
 
-def workers_of_groups(groups: Any) -> int | None:
-    """Return the default number of workers for the setting `groups`, or None for the usual default.
-
-    A list has one entry per worker. A number of groups has the usual default in each group.
-    """
-    if type(groups) is int and groups > 0:
-        return groups * Settings.model_fields["workers"].default
-    return len(groups) if isinstance(groups, list) and groups else None
-
-
 def count_workers(tables: Mapping[str, Any]) -> int | None:
-    """Return the number of workers that the partition (such as `natural`) prescribes, or None if it prescribes none."""
+    """Return the number of workers that the partition (such as `natural`) prescribes, or None if it prescribes none.
+
+    Without a partition, a list of `groups` has one entry per worker, and a number of groups has 4 workers in each.
+    """
     if "partition" not in tables:
-        return None
+        groups = tables.get("groups")
+        return len(groups) if isinstance(groups, list) else 4 * groups if type(groups) is int and groups > 0 else None
     try:
         partition = schema.Partition.model_validate(tables["partition"])
         data = schema.Data.model_validate(tables.get("data", {}))

@@ -11,7 +11,7 @@ from typing import Any
 from fedsim.config.engines import engine_class, traits_of
 from fedsim.config.experiment import Experiment, refuse_untrusted_root
 from fedsim.config.files import COMPARISON, find_experiment, read_toml, read_yaml
-from fedsim.config.overrides import changes_in, override, parse_word, removed_warnings
+from fedsim.config.overrides import changes_in, override, parse_word, refuse_repeated, removed_warnings
 from fedsim.config.schema import Distributed
 from fedsim.core.import_policy import is_untrusted, untrusted_config
 from fedsim.core.input_limits import leaves_of
@@ -47,7 +47,9 @@ def load_experiment(
     >>> load_experiment("mnist_sync_sgd", ["local.lr=0.5"], rounds=3).rounds
     3
     """
-    words = [parse_word(word) for word in overrides] + changes_in(plain(changes))
+    words = [parse_word(word) for word in overrides]
+    refuse_repeated(words)
+    words += changes_in(plain(changes))
     if isinstance(source, Experiment) and not words:
         return source
     description = describe(source)

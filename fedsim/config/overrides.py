@@ -89,14 +89,21 @@ def changes_in(tables: Mapping[str, Any]) -> list[Change]:
     Raises ExperimentError if two changes set the same key.
     """
     changes = [(key.split("."), value) for key, value in leaves_of(tables)]
-    count = Counter(key_changed(*change) for change in changes)
-    lines = [f"{key}: is set twice; remove one of the two" for key in count if count[key] > 1]
+    refuse_repeated(changes)
+    keys_set, lines = {key_changed(*change) for change in changes}, list[str]()
     for keys, value in changes:
-        parents = (".".join(keys[:depth]) for depth in range(1, len(keys)))
-        lines += [f"{'.'.join(keys)} = {show(value)}: {parent} is not a table" for parent in parents if parent in count]
+        parents = keys_set.intersection(".".join(keys[:depth]) for depth in range(1, len(keys)))
+        lines += [f"{'.'.join(keys)} = {show(value)}: {parent} is not a table" for parent in sorted(parents)]
     if lines:
         raise ExperimentError(*lines)
     return changes
+
+
+def refuse_repeated(changes: Iterable[Change]) -> None:
+    """Raise ExperimentError if two changes set the same key."""
+    count = Counter(key_changed(*change) for change in changes)
+    if lines := [f"{key}: is set twice; remove one of the two" for key in count if count[key] > 1]:
+        raise ExperimentError(*lines)
 
 
 class Removed(NamedTuple):

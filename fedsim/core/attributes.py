@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fedsim.core.suggestions import nearest
+from fedsim.errors import ExperimentError, show
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def attribute_error(owner: str, name: str, names: Iterable[str], otherwise: str = "") -> AttributeError:
@@ -27,6 +32,20 @@ def attribute_hint(name: str, names: Iterable[str], otherwise: str = "") -> str:
     public = [each for each in names if not each.startswith("_")]
     hint = nearest(name.removeprefix("get_").removeprefix("list_"), public)
     return otherwise if otherwise and hint.startswith("allowed") else hint
+
+
+def hinting(function: F) -> F:
+    """Decorate a public function: an unknown keyword raises ExperimentError with the nearest argument."""
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **keywords: Any) -> Any:
+        if unknown := [name for name in keywords if name not in names]:
+            where = f"{function.__name__}: {unknown[0]} = {show(keywords[unknown[0]])}"
+            raise ExperimentError(f"{where}: no such argument; {nearest(unknown[0], names)}")
+        return function(*arguments, **keywords)
+
+    return cast(F, checked)
 
 
 class HintingAttributes:

@@ -108,7 +108,8 @@ def answer(name: str, value: Any = None) -> str:
     kinds = {float: "fraction", int: "integer", list: "list", str: value}  # phrases may end with the kind of the value
     kind = kinds.get(type(value)) if "." in name or value not in (0.0, 1.0) else None
     forms = (words_of(f"{name}_{kind}"), words_of(name), frozenset([squeezed(name)]))
-    text = next((_answers()[form] for form in forms if form in _answers()), "")
+    ambiguous = synonyms("exact").get(normalized(name.lstrip(".")), "")
+    text = ambiguous or next((_answers()[form] for form in forms if form in _answers()), "")
     if isinstance(value, str) and (keys := re.findall(r"([\w.]+)=", text)):
         settings, names = VOCABULARY.settings_of(value), VOCABULARY.component_keys.intersection(keys)
         if settings_of_keys := [setting for setting in settings if setting.partition("=")[0] in keys]:

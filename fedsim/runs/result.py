@@ -15,7 +15,7 @@ from fedsim.clients import PersonalModel
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import read_toml
 from fedsim.config.load import load_experiment
-from fedsim.core.attributes import HintingAttributes
+from fedsim.core.attributes import HintingAttributes, hinting
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.notebook import figure_html
 from fedsim.core.plotting import save
@@ -91,6 +91,7 @@ class Result(HintingAttributes):
         """Test loss of the global model after the last round."""
         return self.history[-1].test_loss
 
+    @hinting
     def plot(self, out: str | Path | None = None) -> Figure:
         """Draw accuracy and losses over the rounds.
 
@@ -111,9 +112,11 @@ class Result(HintingAttributes):
     def personal_model(self, worker: int) -> nn.Module:
         """Return the personal model of a worker after the last round, on the CPU and in evaluation mode.
 
-        A worker that has not taken part has its initial personal model. The models of all workers may be much larger
-        than the global model. Results therefore do not contain them, but read them from the checkpoint of the last
-        round when this method is first called. Runs with a folder and `checkpoint.every` write this checkpoint.
+        A worker that has not taken part has its initial personal model. With `ifca`, the personal model is the global
+        model that the worker selected in its last round, as it is after the last round of the run. The models of all
+        workers may be much larger than the global model. Results therefore do not contain them, but read them from the
+        checkpoint of the last round when this method is first called. Runs with a folder and `checkpoint.every` write
+        this checkpoint.
 
         Args:
             worker: worker ID.
@@ -140,7 +143,8 @@ class Result(HintingAttributes):
                 "personal models are only stored in checkpoints, and this run has no folder; run the experiment with a "
                 f"folder and checkpoint.every={last}"
             )
-        return PersonalModels.in_folder(self.experiment, self.folder, last)
+        pairs = [pair for record in self.history for pair in zip(record.cohort, record.clusters, strict=False)]
+        return PersonalModels.in_folder(self.experiment, self.folder, last, dict(pairs))
 
     def to_dataframe(self) -> DataFrame:
         """Return the numbers of each round as a pandas data frame with one row per round.
@@ -187,6 +191,7 @@ def _last_round(record: RoundRecord) -> str:
     return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{cells}</tr></tbody></table>"
 
 
+@hinting
 def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
     """Load the result of a run from its folder, as `fedsim.run` returned it.
 
@@ -215,6 +220,7 @@ def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
     return Result(experiment, [with_nan_losses(record) for record in run.history], folder, run.stopped)
 
 
+@hinting
 def load_model(folder: str | Path, *, allow_imports: bool = False) -> nn.Module:
     """Load the trained model of a finished run, on the CPU and in evaluation mode.
 

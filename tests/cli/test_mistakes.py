@@ -12,6 +12,13 @@ WORDS = [
     ("roundz=3", 'roundz = 3: unknown key; did you mean "rounds"?'),
     ("wandb=true", "unknown key; write records.loggers=wandb"),
     ("nnm=true", """unknown key; write aggregate.rule='["nnm","mean"]'"""),
+    ("pre_aggregators=nnm aggregate=median", """unknown key; write aggregate.rule='["nnm","median"]'"""),
+    ("nnm=true aggregate.name=krum", """unknown key; write aggregate.rule='["nnm","krum"]'"""),
+    (
+        "num_workers=3",
+        "write workers=3 for the simulated workers; samples are in memory, so no processes of a DataLoader",
+    ),
+    ("privacy.mechanism=central privacy.clip=1 privacy.noise=1 privacy.eps=3", "write privacy.target_epsilon=3"),
     (
         "partition.alpha=0.1",
         "unknown key (the partition strategy is iid); write partition=dirichlet partition.alpha=0.1",

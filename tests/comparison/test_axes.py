@@ -7,6 +7,7 @@ import pytest
 
 from fedsim import ExperimentError
 from fedsim.comparison.axes import (
+    apply_words,
     axes_of_tables,
     changes_of,
     label,
@@ -49,13 +50,20 @@ def test_commas_inside_brackets_braces_and_quotes_do_not_separate(text, pieces):
             {"a": [{"rule": "krum", "f": 4}, "mean"], "b": [["nnm"], "x"]},
             [],
         ),
-        (["seed=0,1", "seed=2,3"], {"seed": [2, 3]}, []),
-        (["seed=0,1", "seed=2"], {}, ["seed=2"]),
-        (["seed=2", "seed=0,1"], {"seed": [0, 1]}, []),
     ],
 )
-def test_words_with_commas_become_axes_and_of_equal_keys_the_last_counts(words, axes, others):
+def test_words_with_commas_become_axes(words, axes, others):
     assert split_words(words) == (axes, others)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["seed=0,1", "seed=2,3"], ["seed=0,1", "seed=2"], ["seed=2", "seed=0,1"], ["seed=2", "seed=3"]],
+)
+def test_a_key_twice_is_refused(words):
+    with pytest.raises(ExperimentError, match="^seed: is set twice; remove one of the two$"):
+        apply_words({}, words)
+    assert apply_words({"seed": [0, 1]}, ["seed=2"])[0] == {}
 
 
 @pytest.mark.parametrize(

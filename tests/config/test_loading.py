@@ -56,9 +56,13 @@ def test_nan_and_inf_are_names_of_attacks(key, name):
     assert load_experiment(None, [f"{key}={name}", "attack.fraction=0.25"]).attack.name == name
 
 
-def test_overrides_come_after_the_file_and_later_ones_win(file):
-    experiment = load_experiment(file, ["rounds=5", "rounds=6", "local.lr=0.3"])
+def test_overrides_come_after_the_file_and_name_each_key_once(file):
+    experiment = load_experiment(file, ["rounds=6", "local.lr=0.3"])
     assert (experiment.rounds, experiment.local.params["lr"], experiment.local.epochs) == (6, 0.3, 3)
+    with pytest.raises(ExperimentError, match="^rounds: is set twice; remove one of the two$"):
+        load_experiment(file, ["rounds=5", "rounds=6"])
+    with pytest.raises(ExperimentError, match="^data.name: is set twice; remove one of the two$"):
+        load_experiment(file, ["data=huggingface", "data.name=mnist"])
 
 
 @pytest.mark.parametrize("key", ["server", "server.name"])
@@ -96,7 +100,7 @@ def test_name_names_the_component_of_every_table(as_source, tmp_path):
         named = load_experiment({table: {"name": name} for table, name in NAMED.items()}, **more)
     else:
         (tmp_path / "x.toml").write_text("".join(f'{table}.name = "{name}"\n' for table, name in NAMED.items()))
-        named = load_experiment(tmp_path / "x.toml", ["server=sgd", "server.name=momentum"], **more)
+        named = load_experiment(tmp_path / "x.toml", ["server.name=momentum"], **more)
     assert named == load_experiment(more, [f"{table}={name}" for table, name in NAMED.items()])
     stages = load_experiment({"aggregate": {"name": [{"name": "bucketing", "s": 3}, {"name": "krum"}]}, "workers": 20})
     assert [stage["rule"] for stage in stages.aggregate.rule] == ["bucketing", "krum"]

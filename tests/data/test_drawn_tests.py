@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from decimal import Decimal
 
 import numpy as np
 import pytest
 import torch
 
 import fedsim
+from fedsim.data import ListedShards, hold_out
 from fedsim.data.drawn_tests import split_test
+from fedsim.data.partitions.population import DrawnShards
+from fedsim.data.subsets import validation_positions
 from fedsim.errors import DataError, SettingWarning
+from fedsim.runs.setup import begun
+from tests.components import one_table
 
 
 def data_of(targets):
@@ -22,26 +28,144 @@ def labels_of_sizes(*sizes):
     return np.random.default_rng(len(sizes)).permutation(np.repeat(np.arange(len(sizes)), sizes))
 
 
-@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.25, 0.5, 0.9])
-@pytest.mark.parametrize("sizes", [(50, 50), (199, 1), (3, 90, 7, 1), (10,) * 10, (1, 1, 1, 60), (2, 2, 40)])
+def stratified(sizes, fraction, most=None):
+    """Numbers of samples per class in a part, by definition, one sample after another.
+
+    floor(fraction n_c) samples of each class, then one more in the order of the remainders, until the part has
+    round(fraction n) samples. Each class keeps a sample in training, and a part has at most `most` samples.
+    """
+    shares = [Decimal(str(fraction)) * size for size in sizes]
+    counts = [int(share) for share in shares]
+    total = round(fraction * sum(sizes)) if most is None else most
+    while sum(counts) < total:
+        open_ = [c for c in range(len(sizes)) if counts[c] < sizes[c] - 1]
+        lowest = min((counts[c] - int(shares[c]) for c in open_), default=None)
+        open_ = [c for c in open_ if counts[c] - int(shares[c]) == lowest]  # one round of classes after another
+        if not open_:
+            break
+        counts[max(open_, key=lambda c: (shares[c] - int(shares[c]), -c))] += 1
+    return counts
+
+
+TINY_RUN = {"workers": 2, "rounds": 1, "engine": "serial", "model": {"name": "logistic", "inputs": 1, "classes": 10}}
+SIZES = [(50, 50), (199, 1), (3, 90, 7, 1), (10,) * 10, (1, 1, 1, 60), (2, 2, 40), (100, 29, 7), (5, 5, 5, 5)]
+FRACTIONS = [0.05, 0.2, 0.25, 0.29, 0.5, 0.9]
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("sizes", SIZES)
 def test_each_class_has_its_share_of_the_test_samples(sizes, fraction):
-    """By definition: round(fraction n) in all, and per class fraction n_c up to rounding, but never all n_c samples."""
     labels = labels_of_sizes(*sizes)
+    if round(fraction * sum(sizes)) > sum(sizes) - len(sizes):
+        with pytest.raises(DataError, match=f"at least {len(sizes)} training samples must remain, one per class"):
+            split_test(data_of(labels), fraction, "data", are_classes=True)
+        return
     train, test = split_test(data_of(labels), fraction, "data", are_classes=True)
-    n = sum(sizes)
-    assert len(test) == round(fraction * n)
-    tested = np.bincount(test.targets, minlength=len(sizes))
-    quotas = np.array(sizes) * len(test) / n
-    full = np.array(sizes) - 1
-    assert (tested <= full).all()
-    assert (tested >= np.minimum(np.floor(quotas), full)).all()
-    if (np.ceil(quotas) <= full).all():
-        assert (tested <= np.ceil(quotas)).all()
+    assert train.drawn_by == "class"
+    assert np.bincount(test.targets, minlength=len(sizes)).tolist() == stratified(sizes, fraction)
     positions = torch.cat([train.inputs, test.inputs]).flatten().sort().values
-    assert torch.equal(positions, torch.arange(n).float())
+    assert torch.equal(positions, torch.arange(sum(sizes)).float())
     for part in (train, test):
         assert (part.inputs.flatten().diff() > 0).all()  # in the order of the data set
         assert (part.targets.numpy() == labels[part.inputs.flatten().long().numpy()]).all()
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_each_class_has_its_share_of_validation_and_local_test_samples(sizes, fraction):
+    labels, n = labels_of_sizes(*sizes), sum(sizes)
+    kept, held_out = validation_positions(n, fraction, 3, strata=labels)
+    assert np.bincount(labels[held_out], minlength=len(sizes)).tolist() == stratified(sizes, fraction)
+    assert sorted([*kept, *held_out]) == list(range(n))
+    shards = ListedShards.of_arrays([np.arange(0, n, 3), np.setdiff1d(np.arange(n), np.arange(0, n, 3))])
+    for train, test in (hold_out(shards, fraction, 1, labels), hold_out(on_demand(shards, n), fraction, 1, labels)):
+        for worker in (0, 1):
+            own = labels[shards.of(worker).numpy()]
+            most = min(max(1, round(fraction * len(own))), len(own) - 1)
+            classes, of_classes = np.unique(own, return_counts=True)
+            expected = dict(zip(classes.tolist(), stratified(of_classes.tolist(), fraction, most), strict=True))
+            drawn = labels[test.of(worker).numpy()].tolist()
+            assert {label: drawn.count(label) for label in classes.tolist()} == expected
+            assert (len(drawn), len(own) - len(drawn)) == (test.size(worker), train.size(worker))
+            both = torch.cat([train.of(worker), test.of(worker)]).sort().values
+            assert torch.equal(both, shards.of(worker).sort().values)
+
+
+def on_demand(shards, n):
+    """The same shards, drawn when they are needed."""
+
+    def strategy(worker):
+        return shards.of(worker).numpy()
+
+    return DrawnShards("listed", strategy, ["worker"], len(shards), 0, np.zeros(n))
+
+
+TABLE = {"name": "tests.components:one_table"}
+
+
+def parts_of_a_run(**data):
+    """Class counts of the test, validation, and local test samples, and of the training samples of each worker."""
+    settings = {**TABLE, "validation_fraction": 0.2, "local_test_fraction": 0.25, **data}
+    with (
+        fedsim.Session() as session,
+        begun(fedsim.Experiment(**{**TINY_RUN, "model": "logistic", "data": settings}), session) as (_, engine),
+    ):
+        shared = engine.shared.data
+        labels = shared.train.targets.numpy()
+        local = [labels[shards.of(k).numpy()] for k in range(2) for shards in (shared.shards, shared.worker_tests)]
+        parts = [shared.test.targets.numpy(), shared.validation.targets.numpy(), *local]
+    return [np.bincount(part, minlength=3).tolist() for part in parts]
+
+
+def test_all_parts_of_one_table_are_stratified_by_default():
+    sizes = np.bincount(one_table(None).targets).tolist()
+    test, validation, *local = parts_of_a_run()
+    assert test == stratified(sizes, 0.2)
+    left = [size - count for size, count in zip(sizes, test, strict=True)]
+    assert validation == stratified(left, 0.2)
+    for train, tested in zip(local[::2], local[1::2], strict=True):
+        assert tested == stratified([a + b for a, b in zip(train, tested, strict=True)], 0.25)
+    assert parts_of_a_run(stratify=True) == [test, validation, *local]
+    plain = parts_of_a_run(stratify=False)
+    assert [sum(part) for part in plain] == [sum(part) for part in [test, validation, *local]]
+    assert plain[0] != test
+    assert plain[1] != validation
+
+
+def test_data_with_a_test_part_is_stratified_only_on_request():
+    table = one_table(None)
+    parts = {"name": (table, table)}
+    default, plain, chosen = (parts_of_a_run(**parts, **more) for more in ({}, {"stratify": False}, {"stratify": True}))
+    assert default == plain != chosen
+    assert chosen[1] == stratified(np.bincount(table.targets).tolist(), 0.2)
+
+
+def test_a_list_of_data_sets_is_stratified_by_worker_and_by_class_on_request():
+    table = one_table(None)
+    workers = [table.take(np.arange(k, 70, 2)) for k in range(2)]
+    train, test = fedsim.load_dataset(workers, stratify=True)
+    assert train.drawn_by == "class of each worker"
+    assert train.assumed[-1].endswith("the same fraction of each class of each worker")
+    sizes = [count for worker in workers for count in np.bincount(worker.targets).tolist()]
+    strata = test.ids["worker"] * 3 + test.targets.numpy()
+    assert np.bincount(strata, minlength=6).tolist() == stratified(sizes, 0.2)
+    assert fedsim.load_dataset(workers)[0].drawn_by == "worker"
+
+
+def test_targets_without_classes_are_not_stratified():
+    numbers = fedsim.TensorData(torch.linspace(0, 1, 40).reshape(-1, 1), torch.linspace(0, 1, 40))
+    assert fedsim.load_dataset(numbers)[0].drawn_by == ""
+    remedy = r"needs one class label per sample, but the targets are float32 \[40\]; omit it$"
+    with pytest.raises(DataError, match=f"data.stratify = true: {remedy}"):
+        fedsim.load_dataset(numbers, stratify=True)
+    settings = {"name": (numbers, numbers), "stratify": True, "validation_fraction": 0.2}
+    with pytest.raises(DataError, match=f"data.stratify = true: {remedy}"):
+        fedsim.run(data=settings, workers=2, rounds=1, engine="serial")
+
+
+def test_classes_of_one_sample_cannot_be_held_out():
+    with pytest.raises(fedsim.ExperimentError, match="holds out no sample, because .* or each class has one sample; "):
+        validation_positions(5, 0.4, 0, strata=np.arange(5))
 
 
 def test_samples_of_a_class_are_drawn_at_random():
@@ -67,9 +191,6 @@ def test_a_draw_that_leaves_a_class_without_training_samples_is_an_error(tmp_pat
     with pytest.raises(DataError, match=f"t.csv: 2 of 5 samples would be drawn for tests, .*; {remedy}") as caught:
         fedsim.load_dataset("csv", path=str(tmp_path / "t.csv"), test_fraction=0.4)
     assert "\n" not in str(caught.value)
-
-
-TINY_RUN = {"workers": 2, "rounds": 1, "engine": "serial", "model": {"name": "logistic", "inputs": 1, "classes": 10}}
 
 
 def test_outputs_that_no_class_uses_are_named_in_one_line():

@@ -79,7 +79,7 @@ def test_activations_may_be_larger_where_a_stack_writes_no_gradients_of_linear_l
     sync, share, prepared, monkeypatch
 ):
     task, shared = prepared("convolution", workers=4, sync=sync, local={"batch_size": 4})
-    shared = replace(shared, cohort=replace(shared.cohort, rows=torch.empty(8, 100)))
+    shared = replace(shared, cohort=replace(shared.cohort, size=8))
     matrices = [layer.weight for layer in task.new_module().modules() if isinstance(layer, torch.nn.Linear)]
     values = sum(matrix.numel() for matrix in matrices)
     assert 0 < values < len(shared.server.row) - 50  # the other parameters are biases and kernels of convolutions
@@ -125,7 +125,7 @@ def test_a_long_run_is_done_by_processes_and_a_short_one_is_not(tables, monkeypa
 @pytest.mark.parametrize(("workers", "stacks"), [(8, 2), (15, 2), (16, 4), (31, 4), (32, 8), (100, 8), (300, 10)])
 def test_processes_help_only_as_far_as_there_are_stacks_for_them(workers, stacks, prepared, monkeypatch):
     spec, shared = prepared("convolution", workers=4)
-    shared = replace(shared, cohort=replace(shared.cohort, rows=torch.empty(workers, 100)))
+    shared = replace(shared, cohort=replace(shared.cohort, size=workers))
     asked = []
     monkeypatch.setattr(auto, "seconds_saved", lambda task, shared, processes, stacked: asked.append(processes) or 0)
     for cores in (2, 64):

@@ -48,7 +48,7 @@ def width_by_hand(prepared, monkeypatch):
         changes = {"precision": "float32", **changes}
         task, shared = prepared(workers=20, partition="iid", local=local, **changes)
         task = replace(task, device=torch.device(device))
-        cohort = replace(shared.cohort, rows=torch.empty(rows, d, device="meta"))
+        cohort = replace(shared.cohort, size=rows, rows=torch.empty(rows, d, device="meta"))
         shared = replace(shared, cohort=cohort, server=replace(shared.server, row=torch.zeros(d)))
         probe = StackingProbe((), coupled=False, merged=False, sample_bytes=100)
         return stack_width(task, shared, probe, threads)

@@ -59,7 +59,18 @@ WORDS = {  # values of keys whose annotation is only `str`, or whose other value
 }
 PATTERNS = ["*", "*", "*", "*bias", "*weight", "*.0.*"]
 # groups with mechanisms of their own, which are drawn WEIGHT times as often as other groups
-OFTEN = {"local", "model.lora", "privacy", "processors", "broadcast", "aggregate", "partition", "attack"}
+OFTEN = {
+    "local",
+    "model.lora",
+    "privacy",
+    "processors",
+    "broadcast",
+    "aggregate",
+    "partition",
+    "attack",
+    "data",
+    "task",
+}
 GROUPED = "groups", "group_rounds", "top_aggregate", "top_attack"  # keys that only have an effect with groups
 WEIGHT = 4
 VARYING = [schema.Local.model_fields[key] for key in ("epochs", "steps", "batch_size", "clip_norm")]  # see `_work`
@@ -135,7 +146,8 @@ def loaded(data: Settings) -> tuple[TensorData, TensorData]:
 
 
 def _data_of(settings: Settings) -> str:
-    return json.dumps({key: value for key, value in settings.items() if key.startswith("data.")})
+    keys = {f"data.{name}" for name in schema.Data.model_fields} - {"data.name"}  # not parameters of the data set
+    return json.dumps({key: value for key, value in settings.items() if key.startswith("data.") and key not in keys})
 
 
 @functools.cache

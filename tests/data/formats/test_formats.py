@@ -12,7 +12,8 @@ import torch
 from safetensors.numpy import save_file
 
 import fedsim
-from tests.data.loading import refused
+from fedsim.errors import FedsimWarning
+from tests.data.loading import load, refused
 
 RNG = np.random.default_rng(0)
 INPUTS = RNG.normal(size=(20, 3)).astype(np.float32)
@@ -263,6 +264,31 @@ class TestImageFolder:
     def test_owners_are_folders_below_the_class(self, tmp_path):
         train, _ = fedsim.load_dataset("image_folder", path=self.write(tmp_path, owners=("ann", "bob")))
         assert train.ids["owner"].tolist() == ["ann", "bob"] * 2
+
+    def test_parts_may_be_folders_below_the_owner(self, tmp_path):
+        for owner, parts in (("cy", ("test",)), ("bob", ("train",)), ("ann", ("train", "test", "notes"))):
+            self.write(tmp_path / owner, parts)
+        train, test = load("image_folder", "parts that are not used: notes", path=str(tmp_path))
+        assert (train.ids["owner"].tolist(), train.targets.tolist()) == (["ann", "ann", "bob", "bob"], [0, 1] * 2)
+        assert (test.ids["owner"].tolist(), test.targets.tolist()) == (["ann", "ann", "cy", "cy"], [0, 1] * 2)
+        assert (test.inputs[:, 0, 0, 0].tolist(), train.drawn_by) == ([2, 3, 0, 1], None)
+        run = {"data": {"name": "image_folder", "path": str(tmp_path)}, "partition": "natural", "rounds": 1}
+        with pytest.warns(FedsimWarning, match="notes"):
+            result = fedsim.run(run, model="logistic", engine="serial")
+        assert result.worker_accuracy is not None
+        assert "unseen_worker_accuracy_mean" in result.history[-1].metrics
+
+    def test_folders_below_the_owner_that_do_not_fit(self, tmp_path):
+        self.write(tmp_path / "ann", ("train",))
+        (tmp_path / "ann" / "test").mkdir()
+        refused("image_folder", "1 of 2 samples would be drawn for tests", path=str(tmp_path), test_fraction=0.5)
+        self.write(tmp_path / "bob", ("Train",))
+        refused("image_folder", "Train and train are names of the same part", path=str(tmp_path))
+        (tmp_path / "bob").rename(tmp_path / "ann" / "test" / "bob")
+        refused("image_folder", "folder of one of the classes cat, dog", path=str(tmp_path))
+        shutil.rmtree(tmp_path / "ann" / "test")
+        (tmp_path / "ann/train/cat/one.png").rename(tmp_path / "ann/train/one.png")
+        refused("image_folder", "must be OWNER/train/CLASS/IMAGE below .* use train/CLASS/IMAGE", path=str(tmp_path))
 
     def test_images_are_resized_and_converted(self, tmp_path):
         self.write(tmp_path, parts=("train",))
