@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import socket
 import struct
 import subprocess
@@ -24,22 +25,30 @@ def environment(**more):
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
+def latest(words):
+    """Return the words of a command without those `key=value` words whose key a later word sets too."""
+    keys = (
+        str(word).partition("=")[0] if re.match(r"[\w.]+=", str(word)) else place for place, word in enumerate(words)
+    )
+    return list(dict(zip(keys, words, strict=True)).values())
+
+
 def run_python(*words, timeout=300, **options):
     """Run `python *words` to its end and return the completed process."""
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=environment(), **options
+        [sys.executable, *latest(words)], capture_output=True, text=True, timeout=timeout, env=environment(), **options
     )
 
 
 def start(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more):
     """Start `python *words` in a new process group. The process is forked from a server that has imported fedsim."""
-    return Program(words, cwd=cwd, environment=environment(**more), stdout=stdout, stderr=stderr)
+    return Program(latest(words), cwd=cwd, environment=environment(**more), stdout=stdout, stderr=stderr)
 
 
 def start_python(*words, cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more):
     """Start `python *words` in a new interpreter, which spawns its processes."""
     return subprocess.Popen(
-        [sys.executable, *words],
+        [sys.executable, *latest(words)],
         cwd=cwd,
         env=environment(**more),
         stdout=stdout,

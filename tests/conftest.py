@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.main import app
 from fedsim.runs.setup import begun
+from tests.commands import latest
 from tests.components import TINY_TEST, TINY_TRAIN
 from tests.engines.zoo import experiment
 from tests.forking import fork_workers
@@ -98,7 +99,7 @@ def cli(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def invoke(*words):
-        return CliRunner().invoke(app, [str(word) for word in words])
+        return CliRunner().invoke(app, [str(word) for word in latest(words)])
 
     return invoke
 

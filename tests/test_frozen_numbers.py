@@ -63,6 +63,7 @@ SETTINGS_OF_ALGORITHMS = {
             "head_steps": 2,
         }
     },
+    "ifca": {"model": {"name": "tests.models:sized", "hidden": [8]}},  # a model with random initial parameters
     "moon": {"model": {"name": "tests.models:sized", "hidden": [8]}},  # a model with hidden features
 }
 ATTACK = {"name": "sign_flipping", "workers": [1, 4]}

@@ -90,8 +90,9 @@ def train_on_joint_batches(model, optimizer, train, shards, rounds, batch_size=1
 def finished(tables):
     """Run synchronous rounds and return their results as a namespace.
 
-    Attributes: `start` and `row` (global rows), `records`, `updates` of the last round, `algorithm`, `states` (each
-    participant's worker state by name) and `initial` (the state of all other workers).
+    Attributes: `start` and `row` (global rows), `models` (row and buffers of each global model), `buffers` of the last
+    cohort, `records`, `updates` of the last round, `algorithm`, `states` (each participant's worker state by name) and
+    `initial` (the state of all other workers).
     """
     experiment = fedsim.Experiment(**tables)
     with fedsim.Session() as session, begun(experiment, session) as (task, engine):
@@ -101,8 +102,10 @@ def finished(tables):
         workers = saved.pop("workers").tolist() if saved else []
         rows = {name.removeprefix("rows."): tensor.clone() for name, tensor in saved.items()}
         states = {worker: {name: rows[name][place] for name in rows} for place, worker in enumerate(workers)}
-        updates, _ = engine.round_rows(records[-1].cohort)
+        updates, buffers = engine.round_rows(records[-1].cohort)
+        models = [tuple(map(torch.clone, engine.shared.server.model(c))) for c in range(task.algorithm.clusters)]
         return SimpleNamespace(
             **{"start": start, "row": engine.shared.server.row.clone(), "records": records, "updates": updates.clone()},
             **{"algorithm": task.algorithm, "states": states, "initial": engine.states.initial},
+            **{"models": models, "buffers": buffers.clone()},
         )

@@ -321,6 +321,7 @@ class Dispatcher:
         if self.server.nonfinite == "error":
             raise nonfinite_error(self.round, f"the result of worker {item.worker} (the worker's round {item.round})")
         self.stats.excluded.append(item.worker)
+        self.policy.on_exclusion(self.server, item.slot)
 
 
 def nonfinite_error(round: int, place: str) -> DivergedError:

@@ -133,9 +133,9 @@ class Display(Callback):
         experiment = self._experiment
         untested = isinstance(experiment.local.component, PersonalModel) and not experiment.data.local_test_fraction
         if untested and experiment.in_rounds:
-            self._print(
-                "this is the global model; data.local_test_fraction=0.2 also tests the workers' personal models"
-            )
+            clusters = experiment.local.component.clusters
+            tested = "the global model" if clusters == 1 else f"the first of {clusters} global models"
+            self._print(f"this is {tested}; data.local_test_fraction=0.2 also tests the workers' personal models")
 
     def _leave(self) -> None:
         """Print how an unfinished run can be continued."""
@@ -214,7 +214,10 @@ def _algorithm(experiment: Experiment) -> str:
     params = ", ".join(f"{name} = {value}" for name, value in policy.params.items() if value is not None)
     described = f"{policy.name} ({params})" if params else policy.name
     if policy.component.in_rounds:
-        described = f"{experiment.aggregate.label} of {_aggregated(experiment)}{_levels(experiment)}"
+        described = f"{experiment.aggregate.label} of {_aggregated(experiment)}"
+    if count := experiment.group_count:
+        at_top = f"{experiment.top_aggregate.label} of the groups after {plural(experiment.group_rounds, 'round')}"
+        described += f" in {plural(count, 'group')}, {at_top}"
     if experiment.local.algorithm != type(experiment.local).model_fields["algorithm"].default:
         described = f"{experiment.local.algorithm}; {described}"
     if experiment.mode == "rounds":
@@ -225,16 +228,6 @@ def _algorithm(experiment: Experiment) -> str:
     if clock.replay_log is not None:
         source = f"order from clock.replay_log = {show(clock.replay_log)}"
     return f"{described} on the virtual clock ({source})"
-
-
-def _levels(experiment: Experiment) -> str:
-    """Return a description of the groups and of the top level, or "" without groups."""
-    if experiment.grouping is None:
-        return ""
-    count, every, attack = experiment.grouping.count, experiment.group_rounds, experiment.top_attack
-    byzantine = f" ({attack.count(count)} of them Byzantine, {attack.name})" if attack.count(count) else ""
-    often = f"every {every} rounds" if every > 1 else "in every round"
-    return f" in {plural(count, 'group')}{byzantine}, {experiment.top_aggregate.label} of the groups {often}"
 
 
 def _aggregated(experiment: Experiment) -> str:

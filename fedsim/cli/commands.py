@@ -264,8 +264,8 @@ Scale = Annotated[
     typer.Option(
         "--x",
         metavar="SCALE",
-        help="x axis: round, virtual_seconds, updates, arrivals, seconds or bytes, or a compared key with at least "
-        "three numbers, such as attack.scale.",
+        help="x axis: round, virtual_seconds, updates, arrivals, seconds, bytes or top_bytes, or a compared key "
+        "with at least three numbers, such as attack.scale.",
     ),
 ]
 FigureKind = Annotated[str, typer.Option(help="Kind of figure: curves or heatmap.")]

@@ -17,6 +17,7 @@ from fedsim.clients.capabilities import (
     client_algorithm,
     needs_local_steps,
 )
+from fedsim.clients.clustered import IFCA
 from fedsim.clients.corrections import FedDyn, FedNova, Mime, MimeLite, Scaffold
 from fedsim.clients.lr_schedules import LRSchedule, lr_schedule
 from fedsim.clients.personal import FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
@@ -26,6 +27,7 @@ from fedsim.clients.sgd import DPSGD, SGD, FedProx, FedSAM, LocalSGD, Moon
 __all__ = [
     "APFL",
     "DPSGD",
+    "IFCA",
     "SGD",
     "Adagrad",
     "Adam",

@@ -145,6 +145,9 @@ class ClientAlgorithm:
         full_gradient: whether each worker computes the gradient over all its samples at the start of a round. This
             costs one pass over the samples.
         alters_gradients: whether workers send something other than their gradients if `sync = "gradients"`.
+        clusters: number of global models. If there are several, each worker trains the one with the least loss on its
+            training samples, and the server aggregates the updates of each model separately. `server_state` must then
+            contain a tensor "clusters" [clusters - 1, d] for the models after the first.
         setting: the setting to blame in error messages about incompatible settings. "" stands for `local.algorithm`.
 
     Some algorithms need further methods, which are declared by the base classes `UpdateCorrection`, `CohortGradient`,
@@ -167,7 +170,13 @@ class ClientAlgorithm:
     sample_noise: ClassVar[SampleNoise | None] = None
     full_gradient: ClassVar[bool] = False
     alters_gradients: ClassVar[bool] = False
+    clusters: ClassVar[int] = 1
     setting: ClassVar[str] = ""
+
+    @property
+    def shares_model(self) -> bool:
+        """Whether all workers use one global model, of which they keep no part for themselves."""
+        return self.clusters == 1 and not self.personal_columns.width
 
     def gradients(self, steps: int, batches: int) -> int:
         """Return how many mini-batch gradients a worker computes in a round, which determines its simulated duration.

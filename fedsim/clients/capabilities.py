@@ -126,6 +126,8 @@ def _require_bases(target: type) -> None:
         names = [name for name in vars(base).keys() - others if name[0] != "_" and hasattr(target, name)]
         if names and not issubclass(target, base):
             raise TypeError(f"the class defines {min(names)}; derive it from fedsim.clients.{base.__name__}")
+    if hasattr(target, "with_lr"):
+        raise TypeError("the method with_lr(lr) is now having(**values), which also receives other parameters")
     step = "step" if getattr(target, "element_wise", True) else "step_rows"
     if getattr(target, step, None) is getattr(ClientAlgorithm, step):
         raise TypeError(f"the client algorithm must define {step}")

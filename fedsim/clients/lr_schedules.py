@@ -7,7 +7,6 @@ and schedulers need not be stored in checkpoints or sent to processes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -202,7 +201,7 @@ class LRSchedule:
         self.rate(1.0, round, step)
         self.rate(2.0, round, step)
         pairs = zip(self._known[1.0][0], self._known[2.0][0], strict=False)
-        return all(math.isclose(2 * one, two, rel_tol=1e-9) for one, two in pairs)
+        return all(abs(2 * one - two) <= 1e-9 * two for one, two in pairs)
 
     @cached_property
     def _known(self) -> dict[float, tuple[list[float], Iterator[float]]]:

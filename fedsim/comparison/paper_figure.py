@@ -58,9 +58,9 @@ def plot(
         metric: the metric to draw, such as "test_loss" or "metrics.drift". None: the metric of the comparison, or else
             the test accuracy or loss. A sign before the name says whether higher ("+") or lower ("-") is better.
         x: the x axis: "round", "virtual_seconds", "updates", "arrivals", "seconds" (computation time), "bytes" (sent in
-            both directions), "samples" (processed by all workers) or "epsilon" (of differential privacy), or the key of
-            a compared setting with three or more numbers, such as "attack.scale", to draw the final results over its
-            values.
+            both directions), "top_bytes" (of these, between groups and the top level), "samples" (processed by all
+            workers) or "epsilon" (of differential privacy), or the key of a compared setting with three or more
+            numbers, such as "attack.scale", to draw the final results over its values.
         kind: "curves", or "heatmap" for a heat map of the final results.
         only: values to draw for some keys of a comparison, such as {"attack": ["none", "alie"]}. Lines keep the
             colours that they have in the figure of the whole comparison.

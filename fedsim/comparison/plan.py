@@ -397,8 +397,8 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
     if settings.tune is not None and (untrained := untrained_part(experiments)):
         algorithm, number = untrained
         raise ExperimentError(
-            f"tune = {show(settings.tune)}: needs validation results of the whole global model, but with {algorithm} "
-            f"workers keep a part of the model; remove tune, and compare all values of {settings.tune} "
+            f"tune = {show(settings.tune)}: needs validation results of the global model, but with {algorithm} "
+            f"workers do not all use one global model; remove tune, and compare all values of {settings.tune} "
             f"with metric={number}"
         )
 
@@ -406,8 +406,8 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
 def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
     """Return the name of a personalization algorithm that one of the experiments uses, and a metric that suits it.
 
-    Such an algorithm keeps a part of the model on the workers, so tests of the global model say little. Returns None if
-    no experiment uses one.
+    With such an algorithm, workers do not all use one global model, so its tests say little. Returns None if no
+    experiment uses one.
     """
     seen = set()
     for experiment in experiments:
@@ -416,7 +416,7 @@ def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
         if key in seen or not isinstance(experiment.local.component, PersonalModel):
             continue
         seen.add(key)
-        if task_of(experiment, torch.device("cpu")).algorithm.personal_columns.width:
+        if not task_of(experiment, torch.device("cpu")).algorithm.shares_model:
             score = "accuracy" if correct_of(experiment.task.component) else "loss"
             personal = f"worker_{score} and data.local_test_fraction=0.2"
             number = personal if experiment.policy.component.in_rounds else "train_loss"

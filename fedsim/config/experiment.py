@@ -67,10 +67,7 @@ class Experiment(Settings):
             if "partition" not in tables and one_per_worker(tables.get("data")):
                 tables = {**tables, "partition": "natural"}
             with data_loaded_once():
-                count = (
-                    None if "workers" in tables else count_workers(tables) or workers_of_groups(tables.get("groups"))
-                )
-                if count is not None:
+                if "workers" not in tables and (count := count_workers(tables)) is not None:
                     tables = {**tables, "workers": count}
                 super().__init__(**tables)
         except ValidationError as error:
@@ -186,20 +183,14 @@ VOCABULARY.component_keys = frozenset(
 )
 
 
-def workers_of_groups(groups: Any) -> int | None:
-    """Return the default number of workers for the setting `groups`, or None for the usual default.
-
-    A list has one entry per worker. A number of groups has the usual default in each group.
-    """
-    if type(groups) is int and groups > 0:
-        return groups * Settings.model_fields["workers"].default
-    return len(groups) if isinstance(groups, list) and groups else None
-
-
 def count_workers(tables: Mapping[str, Any]) -> int | None:
-    """Return the number of workers that the partition (such as `natural`) prescribes, or None if it prescribes none."""
+    """Return the number of workers that the partition (such as `natural`) prescribes, or None if it prescribes none.
+
+    Without a partition, a list of `groups` has one entry per worker, and a number of groups has 4 workers in each.
+    """
     if "partition" not in tables:
-        return None
+        groups = tables.get("groups")
+        return len(groups) if isinstance(groups, list) else 4 * groups if type(groups) is int and groups > 0 else None
     try:
         partition = schema.Partition.model_validate(tables["partition"])
         data = schema.Data.model_validate(tables.get("data", {}))

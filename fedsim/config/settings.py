@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -27,7 +27,7 @@ from fedsim.errors import MAX_NAME, show
 from fedsim.privacy import Releases
 from fedsim.processes.hooks import CommunicationHook
 from fedsim.processing import UpdateProcessor
-from fedsim.server.groups import Groups
+from fedsim.server.groups import divide_workers
 from fedsim.system.precision import PRECISIONS
 
 if TYPE_CHECKING:
@@ -152,31 +152,42 @@ class Settings(Table):
         return self.aggregate.pipeline(self.f)
 
     @cached_property
-    def grouping(self) -> Groups | None:
-        """Groups of the workers, or None without groups."""
-        return None if self.groups is None else Groups.of(self.groups, self.workers)
+    def grouping(self) -> np.ndarray:
+        """Group of each worker, int64 [workers]; empty without groups."""
+        return np.zeros(0, dtype=int) if self.groups is None else divide_workers(self.groups, self.workers)
+
+    @property
+    def group_count(self) -> int:
+        """Number of groups; 0 without groups."""
+        return int(self.grouping.max(initial=-1)) + 1
+
+    def groups_of(self, workers: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the group of each of n `workers`, int64 [n]."""
+        return self.grouping[np.asarray(workers, dtype=np.int64)]
 
     def f_of_groups(self, byzantine: Collection[int]) -> list[int]:
         """Return the number of Byzantine updates that the rule must tolerate in each group.
 
         `byzantine` are the Byzantine workers of all rounds; empty if they are drawn in each round or not known yet.
         """
-        assert self.grouping is not None
-        sizes, count = self.grouping.sizes, self.attack.count(self.workers)
-        inside = np.bincount(self.grouping.of_workers([*byzantine]), minlength=len(sizes)) if byzantine else count
-        given = self.aggregate.f
-        return (
-            np.minimum(inside, np.minimum(sizes, self.cohort_size)) if given is None else 0 * sizes + given
-        ).tolist()
+        sizes, count = np.bincount(self.grouping), self.attack.count(self.workers)
+        inside = np.bincount(self.groups_of([*byzantine]), minlength=len(sizes)) if byzantine else count
+        most = np.minimum(inside, np.minimum(sizes, self.cohort_size))
+        return most.tolist() if self.aggregate.f is None else [self.aggregate.f] * len(sizes)
 
     @cached_property
     def top(self) -> Settings:
         """The experiment of the top level, whose workers are the groups."""
-        assert self.grouping is not None
-        aggregate = {**self.top_aggregate.model_dump(), "nonfinite": self.aggregate.nonfinite}
-        tables = {"aggregate": schema.Aggregate(**aggregate), "attack": schema.Attack(**self.top_attack.model_dump())}
-        sizes = {"workers": self.grouping.count, "cohort": None, "groups": None, "sampling": schema.Sampling()}
-        return self.model_copy(update={"seed": draw_key(self.seed, "top"), "processors": [], **sizes, **tables})
+        aggregate = schema.Aggregate(**self.top_aggregate.model_dump(), nonfinite=self.aggregate.nonfinite)
+        own: dict[str, Any] = {
+            "workers": self.group_count,
+            "cohort": None,
+            "groups": None,
+            "processors": [],
+            "aggregate": aggregate,
+        }
+        own |= {"seed": draw_key(self.seed, "top"), "attack": schema.Attack(**self.top_attack.model_dump())}
+        return self.model_copy(update=own)
 
     @property
     def chain(self) -> list[UpdateProcessor]:
@@ -304,6 +315,7 @@ class Settings(Table):
             self.attack.setting: (altering, "attack.name=label_flipping"),
             f"sync = {show(self.sync)}": (self.rounds_of_gradients > 0, "sync=parameters"),
             self.local.setting: (isinstance(self.local.component, CohortGradient), "local.algorithm=scaffold"),
+            f"local.k = {self.local.component.clusters}": (self.local.component.clusters > 1, "local.k=1"),
             self.policy.setting: (not self.in_rounds, "policy=sync"),
             "groups": (self.groups is not None, "no groups"),
             "records.updates": (bool(self.records.updates), "records.updates=[]"),

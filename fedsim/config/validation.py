@@ -8,13 +8,14 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedsim.asynchronous.policies import Policy
 from fedsim.clients import CohortGradient, LRSchedule, UpdateCorrection, exchanges, needs_local_steps
 from fedsim.clients.adapters import TrainFunction
 from fedsim.config.engines import SETTINGS_OF_ENGINES, traits_of
-from fedsim.config.schema import DIRECTIONS, OWN, Clock, TopAttack
+from fedsim.config.schema import DIRECTIONS, OWN, Clock
 from fedsim.config.settings import Settings
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.learning_task import correct_of
@@ -188,6 +189,7 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
     of_clock = {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
     of_attack = {"attack.name", "attack.start_round", "attack.compressed"}
     private = f"privacy.mechanism={experiment.privacy.mechanism}"
+    attacked = not experiment.groups or experiment.top_attack.count(experiment.group_count)
     uses: list[tuple[Any, str, set[str]]] = [  # (whether the keys are used, the setting, the keys)
         (experiment.protects, private, {"privacy.delta", "privacy.accountant"}),
         (experiment.clock.replay_log is None, "clock.replay_log", of_clock),
@@ -195,11 +197,7 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
         (not isinstance(algorithm, TrainFunction), function, by_function),
         (attack.count(experiment.workers), f"no Byzantine workers ({_why_no_attackers(experiment)})", of_attack),
         (experiment.groups, "groups unset", {"group_rounds", "top_aggregate", "top_attack"}),
-        (
-            not experiment.groups or experiment.top_attack.count(experiment.top.workers),
-            "no Byzantine groups (set top_attack.f)",
-            {"top_attack.name", "top_attack.start_round"},
-        ),
+        (attacked, "no Byzantine groups (set top_attack.f)", {"top_attack.name", "top_attack.start_round"}),
         (experiment.processors, "processors unset", {"attack.compressed"}),
         (attack.fraction or attack.f, "attack.f and attack.fraction unset", {"attack.resample", "attack.by_class"}),
         (experiment.model.lora.rank, "model.lora.rank=0", {"model.lora.alpha", "model.lora.targets"}),
@@ -231,6 +229,8 @@ def _check_sizes(experiment: Settings) -> Iterator[str]:
     if workers > LARGE and attack.workers is None and attack.count(workers):
         key = "fraction" if attack.f is None else "f"
         lists.append((f"attack.{key} = {getattr(attack, key)}: drawing from {workers} workers", workers))
+    if workers > LARGE and experiment.groups is not None:
+        lists.append((f"groups: a list of {workers} workers", workers))
     for line, count in lists:
         needed, free = count * BYTES_PER_WORKER, free_memory()
         if needed > free:
@@ -355,25 +355,15 @@ def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
             yield f"{schedule.place}: does not apply to asynchronous policies, whose workers share no rounds; omit it"
 
 
-def _checks_of_rules(experiment: Settings) -> Iterator[Callable[[], object]]:
-    """Yield a check for each number of updates that a rule may have to aggregate in a full cohort."""
-    cohort, lr, groups = experiment.cohort_size, experiment.local_lr, experiment.grouping
-    if groups is None:
-        yield partial(experiment.rule.dry_run, cohort, lr)
-        return
-    numbers = zip(groups.sizes.tolist(), experiment.f_of_groups(experiment.byzantine), strict=True)
-    cases = {(min(size, cohort), f): group for group, (size, f) in reversed([*enumerate(numbers)])}
-    for (size, f), group in cases.items():
-        yield partial(_in_place, f"group {group}", partial(experiment.aggregate.pipeline(f).dry_run, size, lr))
-    yield partial(_in_place, "top_aggregate", partial(experiment.top.rule.dry_run, groups.count, lr))
-
-
-def _in_place(place: str, check: Callable[[], object]) -> None:
-    """Run a check. In the lines of its ExperimentError, say where the problem is."""
-    try:
-        check()
-    except ExperimentError as error:
-        raise ExperimentError(*(f"{place}: {line}" for line in error.lines)) from None
+def _checks_of_rules(experiment: Settings) -> list[Callable[[], object]]:
+    """Return a check for each number of updates that a rule may have to aggregate in a full cohort."""
+    cohort, lr = experiment.cohort_size, experiment.local_lr
+    if experiment.groups is None:
+        return [partial(experiment.rule.dry_run, cohort, lr)]
+    sizes = np.minimum(np.bincount(experiment.grouping), cohort).tolist()
+    numbers = sorted(set(zip(sizes, experiment.f_of_groups(experiment.byzantine), strict=True)))
+    checks = [partial(experiment.aggregate.pipeline(f).dry_run, size, lr) for size, f in numbers]
+    return [*checks, partial(experiment.top.rule.dry_run, experiment.group_count, lr, place="top_aggregate.rule")]
 
 
 def _checks_of_schedules(experiment: Settings) -> Iterator[Callable[[], object]]:
@@ -447,10 +437,16 @@ def _check_numbers_of_tests(experiment: Settings) -> Iterator[str]:
 def _check_workers(experiment: Settings) -> Iterator[str]:
     """Yield an error line for each invalid setting of Byzantine workers, aggregation weights and cohort sampling."""
     workers, attack, weights = experiment.workers, experiment.attack, experiment.aggregate.weights
-    strategy = experiment.sampling.component
-    yield from _check_attackers(attack, workers, "worker", experiment.rounds)
+    listed, count, strategy = attack.workers or [], attack.count(workers), experiment.sampling.component
+    if len(set(listed)) < len(listed) or any(worker >= workers for worker in listed):
+        yield f"attack.workers = {show(listed)}: must be distinct worker IDs from 0 to {workers - 1}"
+    elif count >= workers:
+        key = "workers" if attack.f is None else "f"
+        yield f"attack.{key} = {show(getattr(attack, key))}: must be fewer than {workers}, the number of workers"
     if attack.resample and attack.by_class is not None:
         yield f"attack.by_class = {attack.by_class}: does not work with attack.resample; remove one of the two"
+    if attack.start_round > experiment.rounds:
+        yield f"attack.start_round = {attack.start_round}: must be at most {experiment.rounds}, the number of rounds"
     if isinstance(weights, list) and len(weights) != workers:
         yield f"aggregate.weights = {show(weights)}: must be {workers} numbers, one per worker, not {len(weights)}"
     elif isinstance(weights, list) and weights.count(0) >= experiment.cohort_size:
@@ -463,72 +459,44 @@ def _check_workers(experiment: Settings) -> Iterator[str]:
         )
 
 
-def _check_attackers(attack: TopAttack, n: int, noun: str, rounds: int) -> Iterator[str]:
-    """Yield an error line for each invalid choice of attackers among n workers or groups, which are called `noun`."""
-    listed, count, place = attack.workers or [], attack.count(n), attack.place
-    if len(set(listed)) < len(listed) or any(each >= n for each in listed):
-        yield f"{place}.workers = {show(listed)}: must be distinct {noun} IDs from 0 to {n - 1}"
-    elif count >= n:
-        key = "workers" if attack.f is None else "f"
-        yield f"{place}.{key} = {show(getattr(attack, key))}: must be fewer than {n}, the number of {noun}s"
-    if attack.start_round > rounds:
-        yield f"{place}.start_round = {attack.start_round}: must be at most {rounds}, the number of rounds"
-
-
 def _check_groups(experiment: Settings) -> Iterator[str]:
     """Yield an error line for each setting that does not work with groups."""
     if experiment.groups is None:
         return
     try:
-        count = experiment.grouping.count  # type: ignore[union-attr]
+        top = experiment.top
     except ExperimentError as error:
         yield from error.lines
         return
-    where, algorithm, top = f"groups = {show(experiment.groups)}", experiment.local.component, experiment.top
-    rounds, every, strategy = experiment.rounds, experiment.group_rounds, experiment.sampling.component
-    row = torch.zeros(2)
-    if not experiment.in_rounds:
-        yield f"{where}: needs synchronous rounds, which {experiment.policy.setting} does not have; use policy=sync"
-        return
-    if rounds % every:
-        fit = " or ".join(f"rounds={n}" for n in (rounds // every * every, -(-rounds // every) * every) if n)
-        yield f"rounds = {rounds}: the global model changes only every group_rounds={every} rounds; use {fit}"
-    refused = {  # setting: (whether it is set, what it needs)
-        f"sync={experiment.sync}": (experiment.sync != "parameters", "needs one model for all workers in each step"),
-        experiment.local.setting: (
-            isinstance(algorithm, (UpdateCorrection, CohortGradient))
-            or any((algorithm.server_state(row), algorithm.message(row), algorithm.starts_from_current)),
-            "needs one server that all workers send to",
-        ),
-        experiment.privacy.setting: (experiment.privacy.component.active, "protects one sum in each round"),
-        "aggregate.secure": (experiment.aggregate.secure, "means one sum in each round"),
-        "broadcast": (experiment.broadcast, "compresses what one server sends"),
-        "records.updates": (experiment.records.updates, "records what one rule aggregates"),
-        'aggregate.weights = "inverse_probability"': (
-            experiment.aggregate.weights == "inverse_probability",
-            "weighs updates for one mean of all workers",
-        ),
-        f"aggregate.rule = {show(experiment.rule.name)}": (
-            experiment.rule.accepts("root"),
-            "compares updates with one of the server",
-        ),
-        f"top_aggregate.rule = {show(top.rule.name)}": (
-            top.rule.accepts("root") or top.rule.accepts("losses"),
-            "needs updates or losses that groups do not send",
-        ),
-        strategy.place: ("losses" in strategy.accepts, "needs losses of the global model"),
-        experiment.top_attack.setting: (
-            top.attack.name != "none" and not top.attack.component.alters_rows,
-            "changes training batches, which groups do not have",
-        ),
+    algorithm, row, strategy = experiment.local.component, torch.zeros(2), experiment.sampling.component
+    one_server = algorithm.server_state(row), algorithm.message(row), algorithm.starts_from_current
+    refused = {
+        **{
+            key: reduce(getattr, key.split("."), experiment)
+            for key in ("broadcast", "aggregate.secure", "records.updates")
+        },
+        f"mode={experiment.mode}": experiment.mode != "rounds",
+        f"sync={experiment.sync}": experiment.sync != "parameters",
+        experiment.local.setting: any(one_server) or isinstance(algorithm, (UpdateCorrection, CohortGradient)),
+        experiment.privacy.setting: experiment.privacy.component.active,
+        'aggregate.weights = "inverse_probability"': experiment.aggregate.weights == "inverse_probability",
+        experiment.aggregate.setting: experiment.rule.accepts("root"),
+        experiment.top_aggregate.setting: top.rule.accepts("root") or top.rule.accepts("losses"),
+        strategy.place: "losses" in strategy.accepts,
+        experiment.top_attack.setting: top.attack.name != "none" and not top.attack.component.alters_rows,
     }
-    yield from (
-        f"{key}: {needs}, so it does not work with groups; omit it" for key, (holds, needs) in refused.items() if holds
-    )
-    yield from _check_attackers(experiment.top_attack, count, "group", rounds)
-    weights = experiment.top_aggregate.weights
-    if isinstance(weights, list) and (len(weights) != count or not any(weights)):
-        yield f"top_aggregate.weights = {show(weights)}: must be {count} numbers, one per group, and not all zero"
+    for setting in (setting for setting, is_set in refused.items() if is_set):
+        yield f"{setting}: does not work with groups, each of which has a server of its own; omit one of the two"
+    rounds, every = experiment.rounds, experiment.group_rounds
+    if rounds % every:
+        fit = f"rounds={-(-rounds // every) * every}"
+        yield f"rounds = {rounds}: the global model changes only every group_rounds={every} rounds; use {fit}"
+    yield from map(_at_top, _check_workers(top))
+
+
+def _at_top(line: str) -> str:
+    """Return an error line about the attack or the rule of the top level, whose workers are the groups."""
+    return re.sub(r"^(attack|aggregate)\b", r"top_\1", line).replace(" worker", " group")
 
 
 def _check_privacy(experiment: Settings) -> Iterator[str]:

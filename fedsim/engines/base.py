@@ -98,7 +98,8 @@ class Engine:
     def trainers(self, task: RunTask, shared: SharedState) -> tuple[MakeTrainer, dict[str, Any]]:
         """Return a function that creates the trainer of a process, and a dict of facts for the run record.
 
-        By default, a trainer trains one worker after another.
+        By default, a trainer trains one worker after another. The fact "width" is the number of workers that a trainer
+        trains at once.
 
         Args:
             task: run to compute.

@@ -110,7 +110,8 @@ class DistributedEngine(Engine):
         assert self._preflight is not None
         self._task = task
         self._preflight.settle(shared.data.train, shared.data.test)
-        for row in (shared.server.row, shared.server.buffers):  # machines may initialise a model differently
+        server = shared.server
+        for row in (server.row, server.buffers, *server.algorithm.values()):  # machines may initialise it differently
             self._group.broadcast(row)
         super().begin(task, shared)
 

@@ -256,6 +256,8 @@ class RoundRecord(Record):
     """IDs of the workers that took part. Empty if no worker was available or no worker reported."""
     coefficients: list[Number] | None = None
     """Weight of each worker of the cohort in the aggregate, or None if the rule has no weights."""
+    clusters: list[Count] = field(default_factory=list)
+    """Index of the global model that each worker of the cohort selected and trained. Empty if there is one model."""
     excluded: list[Count] = field(default_factory=list)
     """IDs of the workers whose results were excluded because they contained NaN or infinity."""
     diverged: Text | None = None
@@ -267,14 +269,8 @@ class RoundRecord(Record):
     """Bytes that a real network would carry from workers to server."""
     bytes_down: Annotated[Count | None, Metric("Bytes down", "lower", "B", tag="bytes/down", chart=False)] = None
     """Bytes that a real network would carry from server to workers."""
-    top_bytes_up: Annotated[
-        Count | None, Metric("Bytes up to the top", "lower", "B", tag="bytes/top_up", chart=False)
-    ] = None
-    """Bytes from the groups to the top level, which `bytes_up` does not count, or None without `groups`."""
-    top_bytes_down: Annotated[
-        Count | None, Metric("Bytes down from the top", "lower", "B", tag="bytes/top_down", chart=False)
-    ] = None
-    """Bytes from the top level to the groups, or None without `groups`."""
+    top_bytes: Annotated[Count | None, Metric("Bytes at the top", "lower", "B", tag="bytes/top", chart=False)] = None
+    """Bytes between the groups and the top level, in both directions, or None without `groups`."""
     samples: list[Count] = field(default_factory=list)
     """Number of samples that each worker of the cohort trained on. A sample in two epochs counts twice."""
     virtual_seconds: Annotated[
@@ -304,11 +300,6 @@ class RoundRecord(Record):
     def total_bytes(self) -> float | None:
         """Bytes sent in both directions and on all levels, or None if none were counted."""
         return _sum([self.bytes_up, self.bytes_down, self.top_bytes])
-
-    @property
-    def top_bytes(self) -> float | None:
-        """Bytes between the groups and the top level in both directions, or None without `groups`."""
-        return _sum([self.top_bytes_up, self.top_bytes_down])
 
     @property
     def staleness(self) -> float | None:
@@ -374,7 +365,6 @@ def _declared(record_type: Declared, path: tuple[str, ...] = ()) -> list[Metric]
 DERIVED = (
     Metric("Seconds", "lower", "s", path=("total_seconds",)),
     Metric("Bytes", "lower", "B", path=("total_bytes",)),
-    Metric("Bytes at the top", "lower", "B", path=("top_bytes",)),
     Metric(
         "Mean staleness", "lower", decimals=2, column="staleness", tag="asynchronous/staleness", path=("staleness",)
     ),

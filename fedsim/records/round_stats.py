@@ -99,12 +99,14 @@ class AggregationStats:
         excluded: IDs of the workers whose updates were excluded because of NaN or infinity.
         metrics: numbers that the rule recorded.
         sent: sizes of the aggregated updates or gradients.
+        clusters: index of the global model that each worker has trained, in the order of the cohort; empty for one.
     """
 
     shares: list[float] | None = None
     excluded: list[int] = field(default_factory=list)
     metrics: MetricLog = field(default_factory=MetricLog)
     sent: SentUpdates = field(default_factory=SentUpdates)
+    clusters: list[int] = field(default_factory=list)
 
     def on_host(self) -> AggregationStats:
         """Return a copy with floats instead of tensors, which can be sent to another process."""
@@ -112,14 +114,14 @@ class AggregationStats:
 
 
 class GradientRoundStats:
-    """Collects the statistics of a round in which every step aggregates gradients.
+    """Collects the statistics of a round with several aggregations: of the gradients of every step, or of clusters.
 
     The coefficients of the round's `workers` workers are averaged over the steps. A worker counts as excluded if any
-    step excluded it.
+    step excluded it. With `clusters`, the index of each worker's global model, each worker is in one aggregation.
     """
 
-    def __init__(self, workers: int) -> None:
-        self._shares = np.zeros(workers)
+    def __init__(self, workers: int, clusters: Sequence[int] = ()) -> None:
+        self._shares, self._clusters = np.zeros(workers), list(clusters)
         self._excluded: set[int] = set()
         self._steps = self._with_shares = 0
         self._metrics = MetricLog()
@@ -143,6 +145,6 @@ class GradientRoundStats:
     def total(self) -> AggregationStats:
         """Return the statistics of all steps of the round."""
         linear = self._with_shares == self._steps > 0
-        shares = (self._shares / self._steps).tolist() if linear else None
+        shares = (self._shares / (1 if self._clusters else self._steps)).tolist() if linear else None
         sent = SentUpdates.total(self._sent)
-        return AggregationStats(shares, sorted(self._excluded), self._metrics, sent).on_host()
+        return AggregationStats(shares, sorted(self._excluded), self._metrics, sent, self._clusters).on_host()

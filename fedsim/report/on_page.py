@@ -35,17 +35,9 @@ from fedsim.records.worker_results import LABELS, WorkerResults
 
 ROUNDS = "round"
 ON_CLOCK = ("virtual_seconds", "updates", "arrivals")  # x axes of asynchronous runs, in addition to rounds
-PARTS = {
-    "total_seconds": ("seconds",),
-    "total_bytes": ("bytes_up", "bytes_down"),
-    "top_bytes": ("top_bytes_up", "top_bytes_down"),
-}  # fields that add up to a metric
+PARTS = {"total_seconds": ("seconds",), "total_bytes": ("bytes_up", "bytes_down", "top_bytes")}  # parts of a metric
 BOTH_LOSSES = ("test_loss", "train_loss")
-LAST_ROUND_ONLY = (
-    "total_seconds",
-    "total_bytes",
-    "top_bytes",
-)  # metrics whose value in the last round does not describe the run
+LAST_ROUND_ONLY = ("total_seconds", "total_bytes")  # metrics whose value in the last round does not describe the run
 
 BYZANTINE, EXCLUDED = "#d43c2f", "#e58b80"
 MOST_CELLS = 1_000_000  # maximum for all heat maps of weights together, about 10 MB of HTML

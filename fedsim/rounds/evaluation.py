@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -271,6 +272,21 @@ class WorkerTests:
         batches = self._batch_source.samples_seen(worker, round, test_batch_size(self._task.device))
         return self._sums(row, buffers, batches, ("losses", round, worker)).loss
 
+    def load(self, member: WorkItem) -> None:
+        """Copy the global model to a worker's row: with several, that of least loss on the worker's training samples.
+
+        Of models with equal losses, the first is taken.
+        """
+        cohort, server, clusters = self._shared.cohort, self._shared.server, range(self._task.algorithm.clusters)
+        local, losses = self._task.experiment.buffers == "local", [0.0]
+        own_buffers = cohort.buffers[member.slot]
+        models = [(row, own_buffers if local else buffers) for row, buffers in map(server.model, clusters)]
+        if len(models) > 1:
+            losses = [self.training_loss(*model, member.worker, member.round) for model in models]
+        cluster = min(clusters, key=lambda cluster: (math.isnan(losses[cluster]), losses[cluster]))
+        cohort.clusters[member.slot] = cluster
+        cohort.rows[member.slot], cohort.buffers[member.slot] = models[cluster]
+
     def of_global(self, worker: int, round: int) -> Tested:
         """Test the global model on the local test samples of a worker, or of an owner without training samples.
 
@@ -281,15 +297,11 @@ class WorkerTests:
     def before_training(self, member: WorkItem) -> Tested:
         """Test the global model, and the worker's personal model if there is one, on the worker's local test samples.
 
-        Returns the loss and accuracy of each model.
+        The worker's row must contain the global model (see `load`). Returns the loss and accuracy of each model.
         """
-        shared = self._shared
         tested = self.of_global(member.worker, member.round)
         if isinstance(self._task.algorithm, PersonalModel):
-            local_buffers = self._task.experiment.buffers == "local"
-            buffers = shared.cohort.buffers[member.slot] if local_buffers else shared.server.buffers
-            personal = self._personal(shared.server.row, buffers, member)
-            tested[PERSONAL] = self._test(*personal, member.worker, member.round)
+            tested[PERSONAL] = self._test(*self._personal(member), member.worker, member.round)
         return tested
 
     def after_training(self, member: WorkItem) -> Tested:
@@ -297,13 +309,12 @@ class WorkerTests:
 
         Returns the loss and accuracy of the model, which is called "fine_tuned".
         """
-        cohort = self._shared.cohort
-        personal = self._personal(cohort.rows[member.slot], cohort.buffers[member.slot], member)
-        return {FINE_TUNED: self._test(*personal, member.worker, member.round)}
+        return {FINE_TUNED: self._test(*self._personal(member), member.worker, member.round)}
 
-    def _personal(self, row: Tensor, buffers: Tensor, member: WorkItem) -> tuple[Tensor, Tensor]:
-        worker_state = {name: rows[member.slot] for name, rows in self._shared.cohort.kept.items()}
-        return personal_model(self._task.algorithm, row, buffers, worker_state)
+    def _personal(self, member: WorkItem) -> tuple[Tensor, Tensor]:
+        cohort, slot = self._shared.cohort, member.slot
+        worker_state = {name: rows[slot] for name, rows in cohort.kept.items()}
+        return personal_model(self._task.algorithm, cohort.rows[slot], cohort.buffers[slot], worker_state)
 
     def _test(self, row: Tensor, buffers: Tensor, worker: int, round: int) -> tuple[float, float | None]:
         correct = correct_of(self._task.learning_task)

@@ -108,8 +108,10 @@ class Executor:
     def require_finite(self, round: int) -> None:
         """Raise DivergedError if the global model contains NaN or infinity after `round`."""
         if self.group.computes and self.task.experiment.nonfinite != "keep":
-            require_finite(self.shared.server.row, round)
-            require_finite_buffers(self.shared.server.buffers, self._buffers_finite_at_start, round)
+            for cluster in range(self.task.algorithm.clusters):
+                row, buffers = self.shared.server.model(cluster)
+                require_finite(row, round)
+                require_finite_buffers(buffers, self._buffers_finite_at_start, round)
 
     def check_and_test(self, round: int) -> None:
         """Test the global model after `round`. Raises DivergedError if the model contains NaN or infinity."""

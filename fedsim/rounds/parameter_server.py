@@ -69,6 +69,11 @@ class ParameterServer:
         self.sent, self.has_last, self.broadcast_bytes = shared.server.row, False, 0
 
     @property
+    def last_row(self) -> Tensor:
+        """Aggregated update [d] of the previous aggregation, zeros before the first one; [0] if nothing uses it."""
+        return self._shared.server.last
+
+    @property
     def last(self) -> Tensor | None:
         """Aggregated update [d] of the previous aggregation; None if there is none, or if nothing uses it."""
         return self._shared.server.last if self.has_last else None
@@ -103,9 +108,10 @@ class ParameterServer:
         """Return the aggregated update of a round without updates: zeros, to which noise can be added."""
         return AggregatedUpdate([(block, torch.zeros_like(self._shared.server.row[block])) for block in self.blocks])
 
-    def step(self, aggregate: AggregatedUpdate, moment: tuple[int, ...]) -> None:
-        """Update the global model with the aggregated update of `moment`, which is (round,) or (round, step)."""
+    def step(self, aggregate: AggregatedUpdate, moment: tuple[int, ...], cluster: int = 0) -> None:
+        """Update the global model of `cluster` with the aggregated update of `moment`: (round,) or (round, step)."""
         task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
+        of_cluster = server.model(cluster)[0]
         sync, algorithm = task.sync_in(moment[0]), task.algorithm_at(*moment)
         correction = algorithm if sync == "parameters" and isinstance(algorithm, UpdateCorrection) else None
         hides_cohort = task.experiment.privacy.component.at_server  # its actual size would not be covered by epsilon
@@ -117,9 +123,9 @@ class ParameterServer:
             if correction:
                 columns = {name: row[block] for name, row in row_state.items()}
                 correction.correct(update, server.algorithm | columns, counted, workers)
-            task.stepper_at(moment).step(server.row[block], update, self._state_of(sync, block))
+            task.stepper_at(moment).step(of_cluster[block], update, self._state_of(sync, block))
         for row in (
-            (server.row, *[server.last] * task.keeps_last, *row_state.values()) if not aggregate.complete else ()
+            (of_cluster, *[server.last] * task.keeps_last, *row_state.values()) if not aggregate.complete else ()
         ):
             self._group.complete(row)
         self.has_last = task.keeps_last
@@ -142,7 +148,7 @@ class ParameterServer:
             workers, buffers = [workers[place] for place in counted], buffers[counted]
             weights = None if weights is None else weights[counted]
         if workers and (weights is None or weights.any()):
-            shared.server.buffers.copy_(mean(buffers, weights))
+            shared.server.model(context.cluster)[1].copy_(mean(buffers, weights))
 
     def begin_with_parameters(self) -> None:
         """Reset the server optimizer when a run changes from aggregating gradients to aggregating parameters."""

@@ -80,10 +80,6 @@ class RoundClock:
                     work[worker] = (1, self._row_bytes + ends * self._buffer_bytes + sizes[step])
             self._pass(work)
 
-    def pass_link(self, nbytes: int) -> None:
-        """Advance the virtual time by a communication of `nbytes` bytes, without computation."""
-        self.now += self._delays.seconds(0, 0, 0, nbytes)
-
     def state(self) -> dict[str, Any]:
         """Return the state of the clock between two rounds, in JSON types, for a checkpoint."""
         return {"now": self.now, "started": sorted(self._started.items())}

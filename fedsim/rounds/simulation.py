@@ -64,6 +64,11 @@ class Simulation(Executor):
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
         self.prepared: tuple[int, Cohort, WorkItems, WorkItems] | None = None  # the next round and its workers
 
+    @property
+    def levels(self) -> dict[str, Any]:
+        """Objects with a server, its aggregator and its attack, by the prefix of their states in a checkpoint."""
+        return {"": self}
+
     def steps_on_updates(self, attack: AttackStep) -> list[UpdateStep]:
         """Return the steps between training and aggregation, in their order. `attack` replaces Byzantine updates."""
         processing: UpdateStep = ProcessingStep(self.group, self.task, self.shared)
@@ -80,7 +85,6 @@ class Simulation(Executor):
         """
         task, shared, group, self.timer = self.task, self.shared, self.group, PhaseTimer()
         with self.phase("broadcast"):
-            self.begin_round(round)
             drawn, work, mine = self.cohort_of(round)
             self.agree_on(drawn, round)
             if not drawn.workers:
@@ -98,12 +102,14 @@ class Simulation(Executor):
                 self.train_cohort(drawn.workers, mine, round)
                 group.barrier()
             with self.phase("aggregate"):
-                stats = self.aggregate_rows(whole, mine)
+                aggregate = self.aggregate_clusters if task.algorithm.clusters > 1 else self.aggregate_rows
+                stats = aggregate(whole, mine)
         else:
             with self.phase("train"):
                 stats = self.aggregate_each_step(work, mine)
         stats = self.of_all_processes(stats)  # also a barrier: all processes have written the buffers
-        self.combine_buffers(whole, stats.excluded)
+        for context in whole.by_cluster(stats.clusters):
+            self.combine_buffers(context, stats.excluded)
         group.barrier()
         self.require_finite(round)
         group.barrier()  # no process saves states of a round that diverges
@@ -122,9 +128,6 @@ class Simulation(Executor):
         with self.phase("test"):
             of_workers = self.evaluate_workers(round)
         return self.record(round, drawn, stats, of_workers, samples, train_loss) if group.computes else None
-
-    def begin_round(self, round: int) -> None:
-        """Prepare the server for a round. The subclass `Hierarchy` sends the global model to the groups."""
 
     def require_reports(self, round: int, drawn: Cohort) -> None:
         """Raise ExperimentError if the rule cannot aggregate the updates of the cohort `drawn`."""
@@ -166,6 +169,7 @@ class Simulation(Executor):
             seconds=self.timer.seconds,
             cohort=drawn.workers,
             coefficients=stats.shares,
+            clusters=stats.clusters,
             excluded=stats.excluded,
             lost=drawn.dropped,
             bytes_up=self.bytes_up(drawn, stats.sent, round),
@@ -251,10 +255,24 @@ class Simulation(Executor):
         aggregate, stats = self.aggregator.aggregate(context)
         if self.shared.cohort.messages and self.task.sync_in(round) == "parameters":
             self.receive_messages(context, stats.excluded)
-        self.server.step(aggregate.plus(self.privacy.noise_of_mean(round)), context.moment)
+        self.server.step(aggregate.plus(self.privacy.noise_of_mean(round)), context.moment, context.cluster)
         self.group.barrier()
         stats.sent = sent
         return stats
+
+    def aggregate_clusters(self, whole: AggregationContext, mine: WorkItems) -> AggregationStats:
+        """Update each of several global models with the updates of the workers that have selected it.
+
+        Returns statistics of all aggregations. The arguments are those of `aggregate_rows`.
+        """
+        clusters = self.group.of_all(self.shared.cohort.clusters, whole.slots).tolist()
+        of_round = GradientRoundStats(len(clusters), clusters)
+        for context in whole.by_cluster(clusters):
+            members = mine[np.isin(mine.workers, context.workers)]
+            self.aggregator.updates.begin(members.slots, self.shared.server.model(context.cluster)[0])
+            self.group.barrier()
+            of_round.add(context.slots, self.aggregate_rows(context, members))
+        return of_round.total()
 
     def of_all_processes(self, stats: AggregationStats) -> AggregationStats:
         """Return the statistics of a round in all processes, from those of this process."""
@@ -388,13 +406,17 @@ class Simulation(Executor):
                     total = self.group.sum_of(shared.cohort.full_gradients, range(len(cohort)))
                     algorithm.receive_gradients(shared.server.algorithm, total / len(cohort))
                 self.group.barrier()
+        for member in mine if algorithm.clusters > 1 else ():
+            with self.process.working_on(member.worker, round):
+                self.worker_tests.load(member)
         for member in mine if task.experiment.rule.accepts("losses") else ():
             with self.process.working_on(member.worker, round):
                 model = shared.cohort.rows[member.slot], shared.cohort.buffers[member.slot]
                 shared.cohort.losses[member.slot] = self.worker_tests.training_loss(*model, member.worker, round)
         with self.in_precision():
             self.trainer.train(mine, partial(self.prepare, round + 1))
-        self.begin_updates(mine)
+        if algorithm.clusters == 1:
+            self.begin_updates(mine)
 
     def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:
         """Pass the sum of the workers' messages to the client algorithm's method `receive`, which runs at the server.
@@ -522,10 +544,8 @@ class Simulation(Executor):
         tested = {}
         for member in members:
             with self.process.working_on(member.worker, round):
+                tests.load(member)
                 tested[member.worker] = tests.before_training(member)
-            shared.cohort.rows[member.slot] = shared.server.row
-            if task.experiment.buffers != "local":
-                shared.cohort.buffers[member.slot] = shared.server.buffers
         if fine_tune:
             ends = isinstance(task.algorithm, PersonalModel)  # the worker state is part of the personal model
             schedule = task.schedule.of(members.workers, members.rounds)
@@ -644,19 +664,11 @@ class Simulation(Executor):
         clock = {"clock": self.clock.state()} if self.clock else {}
         facts = {"has_last": self.server.has_last, "syncs": list(self.shared.server.states), **clock}
         facts |= self.privacy.state()
-        return facts, self.states_of(self), self.group.states_by_columns()
-
-    def states_of(self, level: Any) -> dict[str, np.ndarray]:
-        """Return the arrays of the rule and of the attack of `level` (see `change_updates`)."""
-        states = level.aggregator.state | {f"attack.{name}": tensor for name, tensor in level.attack.state.items()}
-        return {name: tensor.clone().cpu().numpy() for name, tensor in states.items()}
-
-    def restore(self, level: Any, arrays: dict[str, np.ndarray]) -> None:
-        """Restore the state of the rule and of the attack of `level` from `arrays`, which `states_of` has returned."""
-        level.aggregator.state, level.attack.state = {}, {}
-        for name, array in arrays.items() if self.group.computes else ():
-            state = level.attack.state if name.startswith("attack.") else level.aggregator.state
-            state[name.removeprefix("attack.")] = torch.from_numpy(array).to(self.task.device, copy=True)
+        rule = dict[str, np.ndarray]()
+        for place, level in self.levels.items():
+            for kind, states in (("", level.aggregator.state), ("attack.", level.attack.state)):
+                rule |= {f"{place}{kind}{name}": tensor.clone().cpu().numpy() for name, tensor in states.items()}
+        return facts, rule, self.group.states_by_columns()
 
     def resume(
         self, facts: dict[str, Any], rule: dict[str, np.ndarray], columns: dict[str, Tensor], workers: Sequence[int]
@@ -668,8 +680,15 @@ class Simulation(Executor):
             workers: IDs of the workers that have a state, in the order in which these states are stored.
         """
         self.group.load_columns(columns)
-        self.restore(self, rule)
+        for level in self.levels.values():
+            level.aggregator.state, level.attack.state = {}, {}
+            level.server.has_last = bool(level.server.last_row.any())
         self.server.has_last = facts["has_last"]
+        for key, array in rule.items() if self.group.computes else ():
+            place, name = key.split("/", 1) if self.task.experiment.group_count else ("", key)
+            level = self.levels[f"{place}/" if place else ""]
+            state = level.attack.state if name.startswith("attack.") else level.aggregator.state
+            state[name.removeprefix("attack.")] = torch.from_numpy(array).to(self.task.device, copy=True)
         self.states.follow(workers)
         if self.clock:
             self.clock.resume(facts["clock"])

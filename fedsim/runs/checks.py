@@ -29,6 +29,7 @@ from fedsim.data import Shards, TensorData
 from fedsim.data.shapes import SampleShape
 from fedsim.engines import Engine, RunTask
 from fedsim.errors import DataError, ExperimentError, FedsimError, SettingWarning, one_line, show, show_bytes
+from fedsim.processing import initial_states
 from fedsim.system.devices import free_memory
 from fedsim.training.memory import memory_needed
 from fedsim.training.operations import reason_of
@@ -113,19 +114,21 @@ def check_client_algorithm(task: RunTask, layout: Layout) -> None:
     """Raise ExperimentError if the client algorithm cannot be combined with another setting."""
     experiment = task.experiment
     algorithm, sampling = experiment.local.setting, experiment.sampling.component
-    if "losses" in sampling.accepts and task.algorithm.personal_columns.width:
+    if "losses" in sampling.accepts and not task.algorithm.shares_model:
         raise ExperimentError(
-            f"{sampling.place}: needs losses of the complete global model, but with {algorithm} workers keep a part "
-            "of the model; use another strategy"
+            f"{sampling.place}: needs losses of the global model, but with {algorithm} workers do not all use one "
+            "global model; use another strategy"
         )
-    if task.algorithm.personal_columns.width and _stops_by_global_model(experiment):
+    if not task.algorithm.shares_model and _stops_by_global_model(experiment):
         score = "accuracy" if correct_of(experiment.task.component) else "loss"
         personal = f"worker_{score} and data.local_test_fraction=0.2"
         raise ExperimentError(
             f"stop.metric = {show(experiment.stop.metric)}: is a test result of the global model, but with {algorithm} "
-            "workers keep a part of the model; "
+            "workers do not all use one global model; "
             f"use stop.metric={personal if task.experiment.in_rounds else 'train_loss'}"
         )
+    if task.algorithm.clusters > 1:
+        _check_clusters(task, layout)
     if task.algorithm.personal_columns.width == layout.d:
         aggregated = {
             "processors": experiment.processors,
@@ -137,6 +140,45 @@ def check_client_algorithm(task: RunTask, layout: Layout) -> None:
         for key, value in aggregated.items():
             if value:
                 raise ExperimentError(f"{key}: workers send no parameters with {algorithm}; omit this setting")
+
+
+def _check_clusters(task: RunTask, layout: Layout) -> None:
+    """Raise ExperimentError if a setting needs a single global model, or if all global models would start equal."""
+    experiment, algorithm = task.experiment, task.experiment.local.setting
+    attack, rule = experiment.attack.component, experiment.rule
+    chain_state = any(initial_states(experiment.chain, torch.zeros(layout.d, device="meta"), task.shapes))
+    needs_one = {
+        experiment.policy.setting: not experiment.in_rounds,
+        experiment.privacy.setting: experiment.privacy.component.active,
+        experiment.server.setting: experiment.server.component.start(torch.zeros(1)),
+        f"aggregate.rule = {show(rule.name)}": any(map(rule.accepts, ("state", "last", "root"))),
+        'aggregate.weights = "inverse_probability"': experiment.weight_total is not None,
+        "aggregate.secure = true": experiment.aggregate.secure,
+        experiment.attack.setting: task.byzantine and {"state", "last"} & attack.accepts.keys(),
+        "processors with error feedback": chain_state,
+        "broadcast": experiment.broadcast,
+        "records.updates": experiment.records.updates,
+        f"model.lora.rank = {experiment.model.lora.rank}": experiment.model.lora.rank,
+    }
+    for setting, is_set in needs_one.items():
+        if is_set:
+            raise ExperimentError(
+                f"{setting}: needs a single global model, but {algorithm} has {task.algorithm.clusters}; change one of "
+                "the two, or use local.k=1"
+            )
+    try:
+        rule.dry_run(1, experiment.local_lr)
+    except ExperimentError as error:
+        raise ExperimentError(
+            f"aggregate.rule = {show(rule.name)}: cannot aggregate a single update, but a model of {algorithm} may be "
+            "selected by one worker; use a rule such as weighted_mean or median"
+        ) from error
+    first, second = (layout.read(task.new_module(cluster)) for cluster in (0, 1))
+    if torch.equal(first, second):
+        raise ExperimentError(
+            f"{experiment.model.setting}: always starts at the same parameters, but the models of {algorithm} must "
+            "start at different ones; use a model with random initial parameters, such as 2nn, and no model.weights"
+        )
 
 
 def _stops_by_global_model(experiment: Experiment) -> bool:

@@ -18,6 +18,7 @@ from fedsim.core.rows import Layout
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.records.checkpoints import CheckpointFolder
 from fedsim.runs.setup import task_of
+from fedsim.training.shared_state import CLUSTERS
 from fedsim.training.task import RunTask
 
 CPU = torch.device("cpu")
@@ -38,22 +39,23 @@ class PersonalModels:
 
     Attributes:
         task: description of the run, on the CPU.
-        row, buffers: parameters [d] and buffers [b] of the global model.
+        models: parameters [d] and buffers [b] of each global model.
+        clusters: with several global models, the index of the one that each worker selected last, by worker ID.
         places: for each worker that has taken part, the index of its state in `rows`.
         rows: what these workers keep between rounds: tensors by name.
     """
 
     task: RunTask
-    row: Tensor
-    buffers: Tensor
+    models: list[tuple[Tensor, Tensor]]
+    clusters: Mapping[int, int]
     places: Mapping[int, int]
     rows: State
 
     @classmethod
-    def in_folder(cls, experiment: Experiment, folder: Path, round: int) -> PersonalModels:
+    def in_folder(cls, experiment: Experiment, folder: Path, round: int, clusters: Mapping[int, int]) -> PersonalModels:
         """Return the personal models after the last round of a run, from the checkpoint of this round in its folder.
 
-        Raises RecordError if there is no such checkpoint, or if it is damaged.
+        `clusters` is the attribute. Raises RecordError if there is no such checkpoint, or if it is damaged.
         """
         checkpoints = CheckpointFolder(folder, None, 0)
         if round not in checkpoints.rounds():
@@ -64,29 +66,34 @@ class PersonalModels:
         snapshot = checkpoints.read(round)
         rows = {name.removeprefix("rows."): rows for name, rows in snapshot.under("worker_state.").items()}
         try:
-            places = {worker: place for place, worker in enumerate(rows.pop("workers").tolist())}
-            row, buffers = snapshot.tensors["global_row"], snapshot.tensors["global_buffers"]
+            places = {worker: place for place, worker in enumerate(rows.pop("workers").tolist() if rows else ())}
+            models = [(snapshot.tensors["global_row"], snapshot.tensors["global_buffers"])]
+            if clusters:
+                models += zip(*(snapshot.tensors[f"algorithm.{name}"] for name in CLUSTERS), strict=True)
         except KeyError as error:
             raise RecordError(f"{folder}: the checkpoint of round {round} has no tensor {error}") from None
-        return cls(task_of(experiment, CPU, weights=False), row, buffers, places, rows)
+        return cls(task_of(experiment, CPU, weights=False), models, clusters, places, rows)
 
     def of(self, worker: int) -> nn.Module:
         """Return the personal model of a worker: the initial one, if the worker has not taken part."""
         task, workers = self.task, self.task.experiment.workers
         if not isinstance(worker, Integral) or isinstance(worker, bool) or not 0 <= worker < workers:
             raise ExperimentError(f"worker = {show(worker)}: must be between 0 and {workers - 1}")
+        if self.task.algorithm.clusters > 1 and worker not in self.clusters:
+            raise ExperimentError(f"worker = {worker}: has selected no global model, because it has not taken part")
+        row, buffers = self.models[self.clusters.get(worker, 0)]
         if worker in self.places:
             state = {name: rows[self.places[worker]] for name, rows in self.rows.items()}
         elif task.algorithm.starts_from_current:
-            state = state_at_first(task.algorithm, self.row, self.buffers)
+            state = state_at_first(task.algorithm, row, buffers)
         else:
             state = self._initial()
-        return module_of(task, *personal_model(task.algorithm, self.row, state.get("buffers", self.buffers), state))
+        return module_of(task, *personal_model(task.algorithm, row, state.get("buffers", buffers), state))
 
     def _initial(self) -> State:
         """Return the state of a worker before its first round."""
         module = task_of(self.task.experiment, CPU).new_module()
         layout = Layout.of(module)
-        buffers = layout.read_buffers(module, out=torch.empty_like(self.buffers))
+        buffers = layout.read_buffers(module, out=torch.empty_like(self.models[0][1]))
         local = {"buffers": buffers} if self.task.experiment.buffers == "local" else {}
         return local | state_at_first(self.task.algorithm, layout.read(module), buffers)

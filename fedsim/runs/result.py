@@ -112,9 +112,11 @@ class Result(HintingAttributes):
     def personal_model(self, worker: int) -> nn.Module:
         """Return the personal model of a worker after the last round, on the CPU and in evaluation mode.
 
-        A worker that has not taken part has its initial personal model. The models of all workers may be much larger
-        than the global model. Results therefore do not contain them, but read them from the checkpoint of the last
-        round when this method is first called. Runs with a folder and `checkpoint.every` write this checkpoint.
+        A worker that has not taken part has its initial personal model. With `ifca`, the personal model is the global
+        model that the worker selected in its last round, as it is after the last round of the run. The models of all
+        workers may be much larger than the global model. Results therefore do not contain them, but read them from the
+        checkpoint of the last round when this method is first called. Runs with a folder and `checkpoint.every` write
+        this checkpoint.
 
         Args:
             worker: worker ID.
@@ -141,7 +143,8 @@ class Result(HintingAttributes):
                 "personal models are only stored in checkpoints, and this run has no folder; run the experiment with a "
                 f"folder and checkpoint.every={last}"
             )
-        return PersonalModels.in_folder(self.experiment, self.folder, last)
+        pairs = [pair for record in self.history for pair in zip(record.cohort, record.clusters, strict=False)]
+        return PersonalModels.in_folder(self.experiment, self.folder, last, dict(pairs))
 
     def to_dataframe(self) -> DataFrame:
         """Return the numbers of each round as a pandas data frame with one row per round.

@@ -36,7 +36,7 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
     state += bool(experiment.broadcast)
     held = processes * (experiment.batched.max_workers or 1 if stacked else 1) if task.streams else n_rows
     lasting = state if experiment.in_rounds else state + n_rows  # without rounds, checkpoints also contain the rows
-    group_rows = experiment.grouping.count * (1 + task.keeps_last) if experiment.grouping else 0
+    group_rows = experiment.group_count * (1 + task.keeps_last)
     gradients_of_all = "gradients" in task.syncs and not stacked
     modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
     if stacked:

@@ -25,6 +25,7 @@ from fedsim.training.task import RunTask, Sync
 
 Split = Literal["test", "validation"]
 
+CLUSTERS = "clusters", "cluster_buffers"  # names of the parameters and buffers of global models after the first
 TEST_BATCH_ON_CPU = 250  # faster than 1,000 on a CPU, because the batch stays in cache
 TEST_BATCH_ON_GPU = 2_000
 
@@ -87,7 +88,8 @@ class GlobalModel:
         row: [d], all parameters of the global model as one flat vector.
         buffers: [b], all buffers of the global model as one flat vector, float64.
         last: [d], latest aggregated update, if the rule or the attack uses it; otherwise [0].
-        algorithm: state that the client algorithm keeps at the server, a flat tensor for each name.
+        algorithm: state that the client algorithm keeps at the server, a flat tensor for each name. With several global
+            models, "clusters" [clusters - 1, d] and "cluster_buffers" [clusters - 1, b] are those after the first.
         broadcast: with the setting `broadcast`, the workers' `copy` of the parameters [d], and what the compressors
             keep; otherwise empty.
         states: optimizer states, tensors [d] by name: under "parameters" those of the server optimizer, under
@@ -116,17 +118,33 @@ class GlobalModel:
             ranks: number of ranks. Several ranks allocate the optimizer states elsewhere, each for a part of the
                 parameters.
         """
-        chain, groups = task.experiment.broadcast_chain, task.experiment.grouping
-        keeps_last = (task.top if groups else task).keeps_last
+        chain, groups, others = (
+            task.experiment.broadcast_chain,
+            task.experiment.group_count,
+            task.algorithm.clusters - 1,
+        )
+        algorithm = {name: tensor.clone() for name, tensor in task.algorithm.server_state(row).items()}
         return cls(
             row=row,
             buffers=buffers,
-            last=torch.zeros_like(row) if keeps_last else row.new_zeros(0),
-            algorithm=task.algorithm.server_state(row),
+            last=torch.zeros_like(row) if (task.top if groups else task).keeps_last else row.new_zeros(0),
+            algorithm=algorithm | ({"cluster_buffers": buffers.repeat(others, 1)} if others else {}),
             broadcast={"copy": row.clone()} | initial_states(chain, row, task.shapes) if chain else {},
             states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
-            groups={} if groups is None else _rows_of_groups(task, groups.count, row, buffers),
+            groups=_rows_of_groups(task, groups, row, buffers) if groups else {},
         )
+
+    def of_group(self, group: int) -> GlobalModel:
+        """Return the model of a group, as views, with the server state that groups have."""
+        row, buffers, last = (self.groups[name][group] for name in ("rows", "buffers", "last"))
+        return replace(self, row=row, buffers=buffers, last=last, states={"parameters": {}})
+
+    def model(self, cluster: int) -> tuple[Tensor, Tensor]:
+        """Return the parameters [d] and the buffers [b] of the global model of `cluster`; 0 is `row` and `buffers`."""
+        if not cluster:
+            return self.row, self.buffers
+        row, buffers = (self.algorithm[name][cluster - 1] for name in CLUSTERS)
+        return row, buffers
 
 
 @dataclass
@@ -152,6 +170,7 @@ class CohortRows:
             losses; float64, on the CPU.
         unfit: [cohort], int64, on the CPU. Aggregations are counted from 1; this is the last one in which the worker's
             update contained NaN or infinity, or 0.
+        clusters: [cohort], int64, on the CPU: index of the global model that each worker has selected.
         workers: [cohort], IDs of all workers of the cohort, ascending.
         weights: [cohort], weight 1 / (probability of being drawn) of each of these workers.
     """
@@ -167,6 +186,7 @@ class CohortRows:
     train_loss: Tensor
     losses: Tensor
     unfit: Tensor
+    clusters: Tensor
     workers: Tensor
     weights: Tensor
 
@@ -192,6 +212,7 @@ class CohortRows:
             train_loss=torch.zeros(n_rows, dtype=torch.double),
             losses=torch.zeros(n_rows, dtype=torch.double),
             unfit=torch.zeros(n_rows, dtype=torch.int64),
+            clusters=torch.zeros(n_rows, dtype=torch.int64),
             workers=torch.arange(cohort),
             weights=torch.ones(cohort, dtype=torch.double),
         )
@@ -262,6 +283,10 @@ class SharedState:
         buffers = torch.zeros(layout.n_buffer_values, dtype=wide_dtype(task.device), device=task.device)
         layout.read_buffers(module, out=buffers)
         server, has_root = GlobalModel.allocate(task, row, buffers, ranks), len(of_run.root) > 0
+        for cluster in range(1, task.algorithm.clusters):
+            initial, (of_cluster, its_buffers) = task.new_module(cluster), server.model(cluster)
+            of_cluster.copy_(layout.read(initial))
+            layout.read_buffers(initial, out=its_buffers)
         size = -(-(task.experiment.largest_cohort + has_root) // ranks)
         return cls(
             data=of_run,
@@ -312,14 +337,9 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _rows_of_groups(task: RunTask, n: int, row: Tensor, buffers: Tensor) -> State:
     rows = new_rows(n, len(row), task.dtype, task.device).copy_(row)
-    return {
-        "rows": rows,
-        "buffers": buffers.repeat(n, 1),
-        "last": torch.zeros_like(rows if task.keeps_last else rows[:, :0]),
-        "samples": torch.zeros(n, dtype=torch.int64),
-        "unfit": torch.zeros(n, dtype=torch.int64),
-        "losses": torch.zeros(n, dtype=torch.double),
-    }
+    none, last = torch.zeros(n, dtype=torch.int64), torch.zeros_like(rows if task.keeps_last else rows[:, :0])
+    counts = {"samples": none, "unfit": none.clone(), "losses": none.double()}
+    return {"rows": rows, "buffers": buffers.repeat(n, 1), "last": last, **counts}
 
 
 def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
@@ -340,6 +360,8 @@ def _rows_of_a_cohort(n: int, d: int, task: RunTask) -> Tensor:
 def message_bytes(task: RunTask, shared: SharedState) -> tuple[int, int]:
     """Return how many bytes a worker receives and sends per round in addition to the model, as a pair."""
     received, sent = task.algorithm.numbers_sent(len(shared.server.row))
+    if task.experiment.buffers == "average" and "cluster_buffers" in shared.server.algorithm:
+        received += shared.server.algorithm["cluster_buffers"].numel()
     return received * task.dtype.itemsize, sent * task.dtype.itemsize
 
 

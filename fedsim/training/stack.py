@@ -247,9 +247,8 @@ class Stack:
         if self._by_step:
             batches = [next(iterator) for iterator in self._iterators]
             sizes = np.array([len(batch) for batch in batches])
-            return iter(
-                [block_of(self._task, self.batch, 0, torch.cat(batches), (sizes.cumsum() - sizes)[None], sizes[None])]
-            )
+            begins = (sizes.cumsum() - sizes)[None]
+            return iter([block_of(self._task, self.batch, 0, torch.cat(batches), begins, sizes[None])])
         if self._table is None:
             return blocks_of_rounds(self.members, self._task, self._batch_source, at_a_time)
         whole, self._table = self._table(), None  # the table is freed after the last stack that uses it

@@ -119,18 +119,14 @@ class RunTask:
     def top(self) -> RunTask:
         """The task of the top level, whose workers are the groups."""
         top: Any = self.experiment.top
-        return replace(
-            self, experiment=top, byzantine=Attackers(frozenset(top.byzantine), None, top.attack.start_round)
-        )
+        attackers = Attackers(frozenset(top.byzantine), None, top.attack.start_round)
+        return replace(self, experiment=top, byzantine=attackers)
 
     def of_group(self, group: int) -> RunTask:
         """Return the task of the server of a group, with a seed of its own and the number of attackers in the group."""
         experiment = self.experiment
         f, seed = experiment.f_of_groups(self.byzantine.fixed)[group], experiment.seed
-        own: dict[str, Any] = {
-            "aggregate": experiment.aggregate.model_copy(update={"f": f}),
-            "server": type(experiment.server)(),
-        }
+        own: Any = {"aggregate": experiment.aggregate.model_copy(update={"f": f}), "server": type(experiment.server)()}
         own["seed"] = draw_key(seed, "group", group) if group else seed  # one group draws as no groups do
         return replace(self, experiment=experiment.model_copy(update=own))
 
@@ -184,7 +180,7 @@ class RunTask:
         needed = self.experiment.stores_updates
         if self.way_of_updates is None or needed is None:
             return ""
-        return f", or {needed[1]}, because {needed[0]} needs all updates of a round at once"
+        return f", or {needed[1]}, because {needed[0]} needs the updates of all workers at once"
 
     def clip_norm(self, settings: Mapping[str, Any]) -> Any:
         """Return the maximum norm of gradients for workers with `settings` (see `step_settings`), or None."""
@@ -221,15 +217,15 @@ class RunTask:
         """
         return self.server_at(moment[0]) if self.sync_in(moment[0]) == "parameters" else self.algorithm_at(*moment)
 
-    def new_module(self) -> nn.Module:
-        """Return a new module with the initial parameters, which are the same in every process.
+    def new_module(self, cluster: int = 0) -> nn.Module:
+        """Return a new module with the initial parameters of the model of `cluster`, the same in every process.
 
         All modules of a process share their frozen parameters. Raises ExperimentError if the model has complex tensors,
         or does not fit the settings `model` and `local.trainable`.
         """
         model, train = self.experiment.model, self.experiment.local.trainable
         with preserve_random_state(torch.device("cpu")):
-            seed_everything(torch.device("cpu"), self.experiment.seed, "model")
+            seed_everything(torch.device("cpu"), self.experiment.seed, "model", *([cluster] if cluster else []))
             module = model.component()
             if model.lora.rank:
                 add_adapters(module, model.lora.rank, model.lora.alpha, model.lora.targets)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ class AggregationContext:
         samples: number of samples of each worker in this aggregation.
         weights: weight of each of the n workers, [n], float64 on the CPU; None for equal weights.
         moment: (round,), or (round, step) if every step aggregates gradients. Random numbers depend on `moment`.
+        cluster: index of the global model that the updates change.
     """
 
     slots: Sequence[int]
@@ -36,6 +37,20 @@ class AggregationContext:
     samples: list[int]
     weights: Tensor | None
     moment: tuple[int, ...]
+    cluster: int = 0
+
+    def by_cluster(self, clusters: Sequence[int]) -> Iterator[AggregationContext]:
+        """Yield the aggregation of each global model: `clusters` has the index of each worker's model; empty for one.
+
+        A model whose workers all have weight 0 is left out.
+        """
+        if not clusters:
+            yield self
+        for cluster in sorted(set(clusters)):
+            places = [place for place, of_worker in enumerate(clusters) if of_worker == cluster]
+            part = self.of_wave(places)
+            if part.weights is None or part.weights.any():
+                yield replace(part, slots=[self.slots[place] for place in places], cluster=cluster)
 
     def of_wave(self, places: Sequence[int]) -> AggregationContext:
         """Return the context of a wave: the workers at these positions, with slots of their own."""

@@ -7,8 +7,11 @@ import json
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import fedsim
+from fedsim.cli.main import app
+from fedsim.config.files import tomllib
 from fedsim.core.randomness import numpy_generator
 from tests.asynchronous.policies.test_topologies import matching
 from tests.asynchronous.test_clock_runs import linear, points
@@ -104,6 +107,18 @@ def test_d_psgd_matches_algorithm_1(name):
     assert torch.allclose(result.global_row, sum(models) / N, rtol=0, atol=1e-12)
 
 
+def test_d_psgd_decays_the_weights_of_the_old_model():
+    """The gradient at the old x_i includes that of the penalty weight_decay / 2 |x_i|^2."""
+    result = fedsim.run(tables("d_psgd", "torus", local={"batch_size": 4, "lr": LR, "steps": 2, "weight_decay": 0.3}))
+    workers, weights = federation(), weights_of("torus", 1)
+    models = [workers.row] * N
+    for round, step in itertools.product((1, 2, 3), (0, 1)):
+        old = models
+        gradients = [workers.gradient(old[i], workers.epoch(round, i)[step]) + 0.3 * old[i] for i in range(N)]
+        models = [sum(weights[i][j] * old[j] for j in range(N)) - LR * gradients[i] for i in range(N)]
+    assert torch.allclose(result.global_row, sum(models) / N, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", EDGES)
 def test_gossip_matches_pairs_drawn_by_the_weights(name):
     """Boyd et al. 2006: worker i contacts its neighbour j with probability P_ij, and both take their average."""
@@ -169,7 +184,7 @@ def test_the_facts_are_recorded_and_a_former_folder_is_resumed(tmp_path):
     resumed = fedsim.run(tables("gossip", "star", rounds=2), tmp_path / "run", resume=True)
     assert len(resumed.history) == 2
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["topology"] == {
-        "topology": "star",
+        "name": "star",
         "degrees": [1, 5],
         "weights": "Metropolis-Hastings",
         "spectral_gap": pytest.approx(1 / 6),
@@ -182,3 +197,31 @@ def test_a_race_records_the_consensus_distance(session):
         del settings["clock.slowdown"]
         result = fedsim.run({**settings, "race.runs": 2}, session=session)
         assert result.history[0].metrics["consensus_distance"] > 0
+
+
+def test_the_spectral_gap_is_printed(tmp_path):
+    words = ["mode=clock", "policy=d_psgd", "policy.topology=torus", "workers=4", "rounds=1", "local.steps=1"]
+    line = "topology: torus, degree 2, Metropolis-Hastings weights, spectral gap 0.6667"
+    checked = CliRunner().invoke(app, ["run", *words, "--dry-run"])
+    assert checked.stdout.startswith(f"# {line}\n")
+    assert fedsim.load_experiment(tomllib.loads(checked.stdout)).policy.topology.name == "torus"
+    assert line in CliRunner().invoke(app, ["run", *words, "--out", str(tmp_path / "run")]).stdout.splitlines()
+
+
+def broken(root):
+    """Return the points, with NaN in all inputs of worker 1."""
+    train, test = points(root)
+    train.inputs[10:20] = float("nan")
+    return train, test
+
+
+def test_a_worker_whose_results_are_excluded_only_averages():
+    changes = {"aggregate.nonfinite": "exclude", "data": f"{__name__}:broken", "rounds": 1}
+    result = fedsim.run(tables("d_psgd", "ring", **changes))
+    workers = federation()
+    batches, models, weights = batches_of(workers), [workers.row] * N, weights_of("ring", 1)
+    for step in range(result.history[0].asynchronous.updates):
+        gradients = [workers.gradient(models[i], batches[i][step]) * (i != 1) for i in range(N)]
+        models = [sum(weights[i][j] * models[j] for j in range(N)) - LR * gradients[i] for i in range(N)]
+    assert result.history[0].excluded == [1] * (step + 1)
+    assert torch.allclose(result.global_row, sum(models) / N, rtol=0, atol=1e-12)

@@ -103,6 +103,7 @@ ONE_WORKER = {  # settings that change what travels
     "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 1},
     "messages": {"local": {"algorithm": "scaffold", "steps": 3}},
     "personal parameters": {"local": {"algorithm": "fedper", "personal": ["*.bias"], "steps": 3}},
+    "several global models": {"local": {"algorithm": "ifca", "k": 3, "steps": 3}},
     "compressed both ways": {"processors": [{"name": "qsgd"}], "broadcast": [{"name": "top_k", "k": 5}]},
     "compressed gradients": {"processors": [{"name": "top_k", "k": 5}], "sync": "gradients"},
     "asgd": {"policy": {"name": "asgd", "n_push": 3}},
@@ -141,6 +142,7 @@ FURTHER = {  # in addition to all client algorithms with their defaults
     "apfl that adapts": {"algorithm": "apfl", "adaptive": True},
     "accumulated gradients": {"algorithm": "sgd", "accumulation_steps": 2},
     "smaller batches left out": {"algorithm": "mimelite", "drop_last": True},
+    "ifca": {"algorithm": "ifca", "k": 2},
     "kept momentum": {"algorithm": "sgd", "momentum": 0.9, "keep_state": True},
 }
 LOCAL = {**{registration.name: {"algorithm": registration.name} for registration in client_algorithm}, **FURTHER}

@@ -18,8 +18,6 @@ WORDS = [
         "num_workers=3",
         "write workers=3 for the simulated workers; samples are in memory, so no processes of a DataLoader",
     ),
-    ("data=huggingface data.name=mnist", "data.name: is set twice; remove one of the two"),
-    ("rounds=3 rounds=5", "rounds: is set twice; remove one of the two"),
     ("privacy.mechanism=central privacy.clip=1 privacy.noise=1 privacy.eps=3", "write privacy.target_epsilon=3"),
     (
         "partition.alpha=0.1",

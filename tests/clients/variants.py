@@ -37,6 +37,7 @@ VARIANTS = {
     "lg_fedavg": ("lg_fedavg", {"personal": ["*"], "weight_decay": 0.1}),
     "fedbn": ("fedbn", {"momentum": 0.9, "nesterov": True}),
     "moon": ("moon", {"momentum": 0.5}),
+    "ifca": ("ifca", {"k": 2, "momentum": 0.5, "weight_decay": 0.1}),
     "local_only": ("local_only", {"momentum": 0.5}),
 }
 

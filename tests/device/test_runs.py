@@ -38,6 +38,7 @@ from tests.device.agreement import (
 )
 from tests.engines.test_contract import ALL_CASES, REFUSED, syncs_of
 from tests.matrix import in_turn
+from tests.waves import in_waves
 
 pytestmark = pytest.mark.gpu
 
@@ -82,6 +83,23 @@ def test_the_contract_of_engines(run, engine):
         assert_agrees_with_the_cpu(tables, engine)
 
 
+WAVES = (
+    "worker state of rows left out",
+    "processed updates",
+    "buffers kept by workers",
+    "scaffold",
+    "ditto with BatchNorm",
+)
+
+
+@with_engines("case", WAVES)
+def test_a_cohort_in_waves(case, engine):
+    tables = with_small_data({**TINY, **ALL_CASES[case], "precision": "float64"})
+    narrow = {"batched": {"max_workers": 2}} if engine == "batched" else {}
+    with in_waves():
+        assert_same_results(run_on_cpu(tables), run_on_gpu({**tables, **narrow}, **ENGINES[engine]))
+
+
 def with_algorithm(registration, **more):
     """Return an experiment with a client algorithm, and with a model that the algorithm can train."""
     settings = settings_of(registration, **more)
@@ -89,7 +107,7 @@ def with_algorithm(registration, **more):
     tables = {**TINY, "local": local, "partition": "tests.components:uneven"}
     if registration.name == "fedrep":
         local["steps"] = 3
-    if registration.name == "moon":  # needs a model with hidden features
+    if registration.name in ("moon", "ifca"):  # need a model with hidden features, and one that starts at random
         tables["model"] = {"name": "2nn", "hidden": 8}
     if registration.name == "fedbn":  # needs a model with normalisation layers
         tables["model"] = "tests.models:layer_normalised"

@@ -237,6 +237,14 @@ ALGORITHMS = {  # with the data that their additional gradients and full gradien
     "personal normalisation layers": {
         **{**NORMALISED, **by("fedbn"), "buffers": "local", "workers": 5, "cohort": 3, "rounds": 4},
     },
+    "several global models": {
+        **{**SOME, **NORMALISED, **by("ifca", k=2, momentum=0.5), "rounds": 3, "data.local_test_fraction": 0.3},
+        "worker_evaluation": {"fine_tune": 1},
+    },
+    "several global models under attack": {
+        **{**ATTACKED, **by("ifca", k=2), "model": "net", "aggregate": "geometric_median"},
+        **{"attack": {"name": "ipm", "fraction": 0.3}, "sampling.client_dropout": 0.2, "rounds": 3},
+    },
     "features of three models": {**SOME, **by("moon"), "model": "net", "rounds": 3},
     "features of normalised models": {
         **{**by("moon"), "model": "tests.models:NormalisedFeatures", "workers": 5, "cohort": 3, "rounds": 3},
@@ -289,6 +297,8 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("per_fedavg",),
     ("personal parameters first", "processed updates"),
     ("personal normalisation layers",),
+    ("several global models", "processed updates"),
+    ("several global models under attack",),
     ("features of normalised models",),
     ("a character LSTM",),
     ("a transformer with dropout",),

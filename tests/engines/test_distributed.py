@@ -119,6 +119,7 @@ BY_PARAMETERS = (  # two ranks run several cases as one experiment; a slow test 
     *(("worker state of rows left out", "rows left out in turn"), ("drawn local work", "buffers kept by workers")),
     *(("scaffold with full gradients", "processed updates"), ("fednova", "clipped gradients"), ("mime",)),
     *(("feddyn of rows left out",), ("feddyn", "an adaptive server"), ("ditto with BatchNorm",)),
+    *(("several global models", "processed updates"), ("several global models under attack",)),
     *(("gradients first, then parameters",), ("buffers averaged", "a rule on whole rows", "learning rates by round")),
     *(("a rule by distances, under attack", "draws at test time"), ("pre-aggregators", "buffers of rows left out")),
     *(("updates and broadcasts compressed",), ("an attack that passes through the chain",)),

@@ -12,7 +12,7 @@ import pytest
 
 import fedsim
 from fedsim.system import limits
-from tests.commands import environment
+from tests.commands import environment, latest
 from tests.environment.confined import QUICK, as_somebody_else, limited
 
 PACKAGE = Path(fedsim.__file__).parent
@@ -45,7 +45,7 @@ def test_too_few_files_are_reported_before_any_process_starts(cli, monkeypatch):
 
 @pytest.mark.slow
 def test_as_many_files_as_the_error_asks_for_are_enough_as_a_hard_limit(tmp_path):
-    words = [*SPAWN, "workers=12", "processes=12"]
+    words = latest([*SPAWN, "workers=12", "processes=12"])
     refused = run("run", *words, "--out", "x", cwd=tmp_path, RLIMIT_NOFILE=(30, 30))
     enough = int(re.search(r"ulimit -n (\d+)", refused.stderr)[1])
     for name, further in (("rounds", []), ("race", ["mode=race", "policy=hogwild", "race.runs=2"])):

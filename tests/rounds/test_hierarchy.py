@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
+import fedsim
+from fedsim.config.validation import warnings_about
 from fedsim.core.randomness import sample_cohort
 from tests import components, models
 from tests.textbook import Federation, finished
@@ -86,3 +89,157 @@ def test_groups_are_hier_favg(name):
     reference = hier_favg(**arguments)
     assert torch.allclose(row, reference, rtol=0, atol=1e-12)
     assert not torch.allclose(row, hier_favg(every=6), rtol=0, atol=1e-6)
+
+
+FLAT = {key: value for key, value in TABLES.items() if key != "groups"} | {"engine": "serial", "cohort": 4}
+MOMENTUM = {"server": {"name": "momentum", "lr": 0.5}, "processors": "qsgd", "sampling": {"client_dropout": 0.2}}
+DRAWS = {"aggregate": {"rule": "dnc", "b": 50, "f": 1}, "attack": {"name": "gaussian", "workers": [1]}}
+
+
+@pytest.mark.parametrize("tables", [{}, MOMENTUM, {**DRAWS, "top_aggregate": {"rule": "mean"}, "cohort": WORKERS}])
+def test_one_group_is_fedavg(tables):
+    flat, grouped = (finished({**FLAT, **tables, **more}) for more in ({}, {"groups": 1}))
+    assert torch.allclose(flat.row, grouped.row, rtol=0, atol=1e-13)
+    assert [record.bytes_up for record in flat.records] == [record.bytes_up for record in grouped.records]
+
+
+@pytest.mark.parametrize("tables", [{}, MOMENTUM])
+def test_weighted_means_of_groups_in_every_round_are_fedavg(tables):
+    flat, grouped = (finished({**FLAT, **tables, **more}) for more in ({}, {"groups": GROUPS}))
+    assert torch.allclose(flat.row, grouped.row, rtol=0, atol=1e-13)
+
+
+def test_groups_in_every_round_average_buffers_as_fedavg_does():
+    tables = {**FLAT, "model": "tests.models:Normalised", "rounds": 2}
+    flat, grouped = (fedsim.run({**tables, **more}) for more in ({}, {"groups": GROUPS}))
+    for name, value in flat.model.state_dict().items():
+        assert torch.allclose(value, grouped.model.state_dict()[name], rtol=0, atol=1e-12), name
+
+
+def test_the_global_model_is_tested_and_changes_only_at_the_top():
+    history = fedsim.run({**FLAT, "groups": 3, "group_rounds": 3}).history
+    losses = [record.test_loss for record in history]
+    assert losses[0] == losses[1] != losses[2] == losses[3] == losses[4] != losses[5]
+
+
+def test_bytes_are_counted_for_each_level():
+    tables = {**FLAT, "cohort": 2, "group_rounds": 2, "groups": GROUPS, "processors": "sign"}
+    result = fedsim.run(tables)
+    nbytes, history = 8 * len(result.global_row), result.history
+    pairs = zip(history[::2], history[1::2], strict=True)
+    changed = [{GROUPS[worker] for worker in [*a.cohort, *b.cohort]} for a, b in pairs]
+    assert min(map(len, changed)) < 3
+    expected = [count * nbytes for groups in changed for count in (3, len(groups))]  # all groups receive
+    assert [record.top_bytes for record in history] == expected
+    assert all(record.bytes_down == 2 * nbytes for record in history)
+    assert all(record.bytes_up < nbytes / 10 for record in history)
+
+
+def test_coefficients_are_those_within_the_groups():
+    record = fedsim.run({**FLAT, "cohort": WORKERS, "groups": GROUPS, "aggregate": "mean"}).history[0]
+    assert record.coefficients == pytest.approx([1 / GROUPS.count(group) for group in GROUPS])
+
+
+def test_a_run_is_resumed_between_two_aggregations_at_the_top(tmp_path):
+    tables = {**FLAT, "groups": GROUPS, "group_rounds": 3, "checkpoint": {"every": 1}}
+    tables |= {"model": "tests.models:Normalised"}
+    tables |= {"aggregate": {"rule": "centered_clipping", "tau": 0.1}, "server": {"name": "bmuf", "nesterov": True}}
+    tables |= {"attack": {"name": "mimic", "workers": [3], "warmup": 1}}
+    whole = fedsim.run(tables)
+
+    def interrupt(record):
+        if record.round == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fedsim.run(tables, out=tmp_path / "run", on_round=interrupt)
+    resumed = fedsim.run(tables, out=tmp_path / "run", resume=True)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+
+def test_groups_come_from_a_number_a_list_or_a_function():
+    for groups in (2, [0, 0, 0, 0, 1, 1, 1], halves, "tests.rounds.test_hierarchy:halves"):
+        assert fedsim.Experiment(workers=7, groups=groups).grouping.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert fedsim.Experiment(groups=10).workers == 40
+    assert fedsim.Experiment(groups=[0, 1, 1]).workers == 3
+
+
+def halves(workers):
+    return np.arange(workers) * 2 // workers
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        ({"groups": 8}, "groups = 8: must be at most 7, the number of workers; use more workers"),
+        (
+            {"groups": [0, 1, 3, 0, 0, 0, 0]},
+            "groups = [0, 1, 3, 0, 0, 0, 0]: must be the group of each of 7 workers, numbered 0, 1, ... without gaps; "
+            "change groups or workers",
+        ),
+        (
+            {"groups": "nowhere:at_all"},
+            'groups = "nowhere:at_all": must be a number, a list or a function of the number of workers, '
+            "package.module:name; it cannot be called: ModuleNotFoundError: No module named 'nowhere'",
+        ),
+        (
+            {"groups": 2, "group_rounds": 4},
+            "rounds = 6: the global model changes only every group_rounds=4 rounds; use rounds=8",
+        ),
+        (
+            {"groups": 2, "local": {"algorithm": "scaffold"}},
+            'local.algorithm = "scaffold": does not work with groups, each of which has a server of its own; omit one '
+            "of the two",
+        ),
+        (
+            {"groups": [0, 0, 1, 1, 1, 1, 1], "aggregate": {"rule": "trimmed_mean", "f": 1}},
+            "aggregate.rule, with a cohort of 2: trimmed_mean: needs 2f < n; here f = 1, n = 2; use a smaller f or a "
+            "larger n (number of updates)",
+        ),
+        (
+            {"groups": 2, "top_aggregate": {"rule": "krum", "f": 1}},
+            "top_aggregate.rule, with a cohort of 2: krum: needs n >= 2f + 3; here f = 1, n = 2; use a smaller f or a "
+            "larger n (number of updates)",
+        ),
+        (
+            {"groups": 2, "top_attack": {"name": "ipm", "workers": [2]}},
+            "top_attack.workers = [2]: must be distinct group IDs from 0 to 1",
+        ),
+        (
+            {"groups": 2, "top_aggregate": {"weights": [1.0]}},
+            "top_aggregate.weights = [1.0]: must be 2 numbers, one per group, not 1",
+        ),
+    ],
+)
+def test_what_does_not_fit_groups_is_refused_in_one_line(tables, line):
+    with pytest.raises(fedsim.ExperimentError) as caught:
+        fedsim.Experiment(**{**FLAT, "cohort": None, **tables})
+    assert caught.value.lines == (line,)
+
+
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        ({"group_rounds": 2}, "group_rounds has no effect with groups unset; omit it"),
+        (
+            {"groups": 2, "top_attack": "ipm"},
+            "top_attack.name has no effect with no Byzantine groups (set top_attack.f); omit it",
+        ),
+    ],
+)
+def test_keys_without_effect_are_named(tables, line):
+    assert list(warnings_about(fedsim.Experiment(**FLAT, **tables))) == [line]
+
+
+def test_a_group_whose_rule_has_too_few_updates_is_named():
+    tables = {**FLAT, "groups": 2, "cohort": 4, "aggregate": {"rule": "trimmed_mean", "f": 1}}
+    with pytest.raises(fedsim.ExperimentError, match=r"^round 1, group 1: the cohort has 1 workers; aggregate.rule"):
+        fedsim.run(tables)
+
+
+def test_the_true_number_of_attackers_is_that_in_each_group():
+    experiment = fedsim.Experiment(**FLAT, groups=GROUPS, attack={"name": "ipm", "workers": [0, 3, 5]})
+    assert experiment.f_of_groups(experiment.byzantine) == [1, 2, 0]
+    resampled = fedsim.Experiment(**FLAT, groups=GROUPS, attack={"name": "ipm", "f": 3, "resample": True})
+    assert resampled.f_of_groups(resampled.byzantine) == [2, 3, 1]

@@ -162,7 +162,12 @@ def test_the_memory_error_names_what_needs_all_updates(tables, setting, remedy, 
     monkeypatch.setattr(checks, "free_memory", lambda: 1.0)
     monkeypatch.setattr(checks, "_check_parameters", lambda *arguments: None)
     table = {**tiny_experiment, "workers": 7, **tables}
-    with in_waves(), pytest.raises(ExperimentError, match=f", or {remedy}.*because {setting}.* needs all updates of a"):
+    with (
+        in_waves(),
+        pytest.raises(
+            ExperimentError, match=f", or {remedy}.*because {setting}.* needs the updates of all workers at once"
+        ),
+    ):
         fedsim.run(table)
     with pytest.raises(ExperimentError, match="or a smaller model$"):  # small updates are always stored
         fedsim.run(table)

@@ -65,6 +65,10 @@ CASES = {
     "personal parameters": {
         **{"local": {"algorithm": "fedrep", "personal": ["*.bias"], "steps": 3, "head_steps": 1}, "cohort": 2},
     },
+    "several global models": {
+        **{"local": {"algorithm": "ifca", "k": 2, "steps": 3}, "workers": 6, "cohort": 3},
+        **{"model": "tests.models:Normalised", "buffers": "average"},
+    },
     "features": {"local": {"algorithm": "moon", "steps": 3}, "cohort": 2, "model": "2nn"},
     "virtual shards, on the clock": {**TIMED, "partition": "tests.components:some", "workers": 50, "cohort": 3},
     "cohorts of available workers, on the clock": {

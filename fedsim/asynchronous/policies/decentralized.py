@@ -167,7 +167,8 @@ class Decentralized(OwnModels):
             server.global_buffers.copy_(server.policy_state["buffers"][slots].mean(0))
 
     def numbers(self, server: AsyncServer) -> dict[str, float]:
-        squares = [(server.replicas[slot] - server.global_row).double().square().sum() for slot in server.alive]
+        wide = server.worker_buffers.dtype
+        squares = [(server.replicas[slot] - server.global_row).to(wide).square().sum() for slot in server.alive]
         return {"consensus_distance": math.sqrt(torch.stack(squares).mean())}
 
 
@@ -259,6 +260,10 @@ class DecentralizedSGD(Decentralized, Waiting):
     def take(self, server: AsyncServer, arrival: Arrival) -> None:
         self.wait(server, arrival.slot)
 
+    def on_exclusion(self, server: AsyncServer, slot: int) -> None:
+        server.rows[slot].zero_()  # only averages
+        self.wait(server, slot)
+
     def moved(self, server: AsyncServer, slot: int, unit: int) -> tuple[int, int]:
         count = len(self.neighbours(server, slot)[0])
         return count, count
@@ -266,13 +271,19 @@ class DecentralizedSGD(Decentralized, Waiting):
     def exchange(self, server: AsyncServer, slots: list[int]) -> None:
         present = server.mixing_matrix()[np.ix_(slots, slots)]
         present[np.diag_indices(len(slots))] += 1 - present.sum(1)
-        weights, buffers = torch.from_numpy(present).to(server.replicas.device), server.policy_state["buffers"]
-        for block in column_blocks(server.replicas.shape[1], n=len(slots), device=server.replicas.device):
-            server.replicas[slots, block] = weights.to(server.replicas.dtype) @ server.replicas[slots, block]
+        weights, buffers = torch.from_numpy(present), server.policy_state["buffers"]
+        models, changes = server.replicas, server.rows
+        for slot in slots:  # the step also depends on the old x_i, as with weight decay
+            old = models[slot].clone()
+            server.step_replica(slot, changes[slot])
+            changes[slot].copy_(models[slot]).sub_(old)
+            models[slot].copy_(old)
+        for block in column_blocks(models.shape[1], n=len(slots), device=models.device):
+            models[slots, block] = weights.to(models) @ models[slots, block]
         for slot in slots:
-            server.step_replica(slot, server.rows[slot])
+            models[slot] += changes[slot]
         if server.has_buffers:
             buffers[slots] = server.worker_buffers[slots]
             if server.buffers == "average":
-                buffers[slots] = weights @ buffers[slots]
+                buffers[slots] = weights.to(buffers) @ buffers[slots]
         server.increment_version()

@@ -118,6 +118,9 @@ class Policy(ABC):
         """
         return None
 
+    def on_exclusion(self, server: AsyncServer, slot: int) -> None:  # noqa: B027
+        """Called instead of `take` if the result of worker number `slot` is excluded (NaN or infinity)."""
+
     def on_departure(self, server: AsyncServer) -> None:  # noqa: B027
         """Called after workers have left or returned. `server.alive` contains the slots of the present workers."""
 

@@ -10,7 +10,7 @@ Its positional parameters may have these names:
 
     n        number of workers
     round    number of the round, from 1, for graphs that change
-    rng      a NumPy generator; the graph is drawn again until it is connected
+    rng      a NumPy generator; unless the graph changes, it is drawn again until it is connected
 
 An adjacency matrix gets Metropolis-Hastings weights: W_ij = 1 / (1 + max(degree of i, degree of j)) for an edge, and
 W_ii = 1 - sum of the others. Every W must be symmetric and doubly stochastic up to 1e-6. Its diagonal then makes up for
@@ -39,6 +39,7 @@ MOST_EIGENVALUES = 2_000  # maximum number of workers for which the spectral gap
 MOST_DRAWS = 1_000
 MOST_ROUNDS = 100  # of a graph that changes, how many rounds are checked before the run
 EvenCount = Annotated[PositiveInt, Field(multiple_of=2)]
+NO_PATH = "no path leads from worker 0 to worker"
 TOLERANCE = 1.000001e-6  # 1e-6, and the rounding errors of sums
 
 
@@ -73,21 +74,22 @@ class CommunicationGraph(Component):
             weights = _checked(self.place, adjacency_of(matrix) if is_graph(matrix) else matrix, n)
             if self.changes or (alone := _unreachable(weights)) is None:
                 return weights
-        if draws > 1:
-            raise ExperimentError(f"{self.place}: none of {draws:,} drawn graphs is connected; use more edges")
-        raise ExperimentError(f"{self.place}: no path leads from worker 0 to worker {alone}; connect all workers")
+        problem = f"none of {draws:,} drawn graphs is connected" if draws > 1 else f"{NO_PATH} {alone}"
+        raise ExperimentError(f"{self.place}: {problem}; use more edges")
 
     def check(self, n: int, seed: int, rounds: int) -> None:
         """Raise ExperimentError if the graph of n workers, or the graphs of `rounds` rounds together, are invalid."""
         if n > MOST_WORKERS:
             raise ExperimentError(f"workers = {n}: must be at most {MOST_WORKERS:,} with policy.topology")
-        rounds = min(rounds, MOST_ROUNDS) if self.changes else 1
-        union = sum(self.mixing_matrix(n, seed, round) for round in range(1, rounds + 1))
-        if (alone := _unreachable(np.asarray(union))) is not None:
-            raise ExperimentError(
-                f"{self.place}: in {plural(rounds, 'round')}, no path leads from worker 0 to worker {alone}; the "
-                "graphs of all rounds together must connect all workers"
-            )
+        rounds, union = min(rounds, MOST_ROUNDS) if self.changes else 1, np.zeros((n, n))
+        for round in range(1, rounds + 1):
+            union += self.mixing_matrix(n, seed, round)
+            if (alone := _unreachable(union)) is None:
+                return
+        raise ExperimentError(
+            f"{self.place}: in {plural(rounds, 'round')}, {NO_PATH} {alone}; the graphs of all rounds together must "
+            "connect all workers"
+        )
 
     def facts(self, n: int, seed: int) -> dict[str, Any]:
         """Return facts about the graph of n workers, in round 1 if it changes, as a JSON-serializable dict."""
@@ -95,7 +97,7 @@ class CommunicationGraph(Component):
         usual = _metropolis_hastings(weights > 0)
         degrees = (np.count_nonzero(usual, axis=1) - 1).tolist()
         facts = {
-            "topology": self.name + " in round 1" * self.changes,
+            "name": self.name + " in round 1" * self.changes,
             "degrees": sorted({min(degrees), max(degrees)}),
             "weights": "Metropolis-Hastings" if np.allclose(weights, usual, rtol=0, atol=TOLERANCE) else "given",
         }
@@ -104,8 +106,9 @@ class CommunicationGraph(Component):
 
 def line_of(facts: Mapping[str, Any]) -> str:
     """Return the facts about a graph (see `CommunicationGraph.facts`) as a line of text."""
-    degrees, gap = " to ".join(map(str, facts["degrees"])), facts.get("spectral_gap", math.nan)
-    return f"topology: {facts['topology']}, degree {degrees}, {facts['weights']} weights, spectral gap {gap:.4g}"
+    gap = f"{facts['spectral_gap']:.4g}" if "spectral_gap" in facts else "not computed"
+    degrees = " to ".join(map(str, facts["degrees"]))
+    return f"topology: {facts['name']}, degree {degrees}, {facts['weights']} weights, spectral gap {gap}"
 
 
 def spectral_gap(weights: np.ndarray) -> float:
@@ -147,7 +150,10 @@ def _checked(place: str, returned: Any, n: int) -> np.ndarray:
     if matrix.shape != (n, n):
         raise ExperimentError(f"{place}: has the shape {list(matrix.shape)}; with workers = {n} it must be [{n}, {n}]")
     for i, j in np.argwhere(~((matrix >= 0) & (matrix <= 1 + TOLERANCE)))[:1]:
-        raise ExperimentError(f"{place}: the weight [{i}][{j}] is {matrix[i, j]:g}; must be between 0 and 1")
+        raise ExperimentError(
+            f"{place}: the weight [{i}][{j}] is {matrix[i, j]:g}; must be between 0 and 1 (for "
+            "a networkx graph with other edge weights, use networkx.to_numpy_array(graph, weight=None))"
+        )
     for i, j in np.argwhere(abs(matrix - matrix.T) > TOLERANCE)[:1]:
         raise ExperimentError(
             f"{place}: the weight [{i}][{j}] is {matrix[i, j]:g}, but [{j}][{i}] is {matrix[j, i]:g}; must be "
@@ -302,8 +308,11 @@ def small_world(n: int, rng: np.random.Generator, *, k: EvenCount = 4, p: Fracti
     return adjacency
 
 
+Rows = Annotated[list[list[float | bool]], Field(max_length=500, examples=[[[0.5, 0.5], [0.5, 0.5]]])]
+
+
 @topology("matrix")
-def matrix(*, weights: Annotated[list[list[float]], Field(max_length=500, examples=[[[0.5, 0.5], [0.5, 0.5]]])]) -> Any:
+def matrix(*, weights: Rows) -> Any:
     """Use the matrix in the experiment: a mixing matrix, or an adjacency matrix of zeros and ones.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from fedsim.engines import Engine, RunTask
 from fedsim.errors import FedsimWarning, show
 from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import WorkerResults
-from fedsim.rounds.hierarchy import GroupsState
 from fedsim.rounds.private_rounds import PrivacyState
 from fedsim.rounds.round_clock import RoundClockState
 from fedsim.rounds.simulation import Simulation
@@ -47,7 +45,7 @@ class SynchronousLoop(Loop):
         return results
 
     def state(self) -> Snapshot:
-        facts, rule, columns = self._engine.run(_state)[0]
+        facts, rule, columns = self._engine.run(Simulation.state)[0]
         state = Snapshot(facts=facts)
         state.keep(self._engine.shared.state_dict() | columns)
         state.keep({name: torch.from_numpy(array) for name, array in rule.items()}, "rule.")
@@ -63,15 +61,13 @@ class SynchronousLoop(Loop):
             RoundClockState.model_validate(facts["clock"])  # validated here, because an error would close a pool
         if self._task.experiment.privacy.component.active:
             PrivacyState.model_validate(facts["privacy"])
-        if self._task.experiment.groups is not None:
-            GroupsState.model_validate(facts["groups"])
         later = tuple(f"{sync}." for sync in engine.shared.server.states if sync not in facts["syncs"])
-        columns = engine.run(_state)[0][2]  # with ranks, tensors of the right shapes to fill in
+        columns = engine.run(Simulation.state)[0][2]  # with ranks, tensors of the right shapes to fill in
         tensors = engine.shared.state_dict() | columns
         state.put_back({name: tensor for name, tensor in tensors.items() if not name.startswith(later)})
         engine.states.resume(state.under("worker_state."))
         rule = {name: tensor.numpy() for name, tensor in state.under("rule.").items()}
-        engine.run(_resume, facts, rule, columns, engine.states.workers)
+        engine.run(Simulation.resume, facts, rule, columns, engine.states.workers)
 
     def _warn_of_attack_without_honest_rows(self, record: RoundRecord) -> None:
         """Warn once if an attack needs honest updates, but all workers of a round are Byzantine."""
@@ -94,14 +90,6 @@ class SynchronousLoop(Loop):
                 FedsimWarning,
                 stacklevel=3,
             )
-
-
-def _state(simulation: Simulation) -> tuple[Any, ...]:
-    return simulation.state()
-
-
-def _resume(simulation: Simulation, *arguments: Any) -> None:
-    simulation.resume(*arguments)
 
 
 def _evaluate_now(simulation: Simulation, round: int) -> WorkerResults | None:

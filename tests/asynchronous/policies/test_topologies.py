@@ -179,7 +179,7 @@ def test_rounding_errors_are_corrected_on_the_diagonal():
         ([[0.5, 0.5, 0], [0.3, 0.4, 0.3], [0, 0.5, 0.5]], "matrices of which only rows sum to 1 are not supported"),
         ([[0.5, 0.4, 0], [0.4, 0.2, 0.4], [0, 0.4, 0.6]], "row 0 sums to 0.9; rows and columns must sum to 1, or"),
         ([[1.2, -0.2, 0], [-0.2, 1, 0.2], [0, 0.2, 0.8]], r"weight \[0\]\[0\] is 1.2; must be between 0 and 1"),
-        ([[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]], "no path leads from worker 0 to worker 2; connect all workers"),
+        ([[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]], "no path leads from worker 0 to worker 2; use more edges"),
         ([[0.5, 0.5], [0.5, 0.5]], r"has the shape \[2, 2\]; with workers = 3 it must be \[3, 3\]"),
         ([[0.5, 0.5], [0.5]], r"must be a matrix of numbers \[3, 3\] or a networkx graph"),
         (lambda n: np.full((n, n), np.nan), r"weight \[0\]\[0\] is nan; must be between 0 and 1"),
