@@ -514,6 +514,8 @@ def _check_privacy(experiment: Settings) -> Iterator[str]:
             f"privacy.target_epsilon = {target:g}: nothing adds noise; set privacy.mechanism=central privacy.clip=1.0, "
             "or local.algorithm=dp_sgd"
         )
+    if protects and experiment.task.params.get("class_weights") == "balanced":
+        yield f'task.class_weights = "balanced": counts samples, which {where} must not reveal; write numbers instead'
     if protects and not experiment.in_rounds:
         yield f"{where}: needs synchronous rounds, which {experiment.policy.setting} does not have; use policy=sync"
     if private and experiment.rounds_of_gradients:
