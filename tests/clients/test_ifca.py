@@ -272,3 +272,11 @@ def test_other_refusals_name_the_remedy(changes, line):
 def test_one_model_allows_what_several_refuse():
     for changes in (REFUSED["a server optimizer with a state"][0], REFUSED["stored updates"][0]):
         fedsim.run(tables_of(1, **changes, rounds=1))
+
+
+def test_validation_results_of_the_first_model_choose_no_value():
+    data = {"name": "tests.components:tiny", "validation_fraction": 0.2}
+    with pytest.raises(
+        fedsim.ExperimentError, match="do not all use one global model; remove tune, .* worker_accuracy"
+    ):
+        fedsim.compare(tables_of(data=data), {"local.lr": [0.1, 0.2]}, tune="local.lr")
