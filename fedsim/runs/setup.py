@@ -163,9 +163,8 @@ def _with_data(
     train, test = checks.with_numbers(checked, train, test)
     checks.check_outputs_of_model(checked, train, test, data.name)
     checks.check_sample_gradients(checked, train)
-    fewest = (
-        1 if "worker" in experiment.partition.registration.takes else experiment.workers
-    )  # virtual shards may overlap
+    # virtual shards may overlap
+    fewest = 1 if "worker" in experiment.partition.registration.takes else experiment.workers
     train, validation, index_of = split_validation(train, data.validation_fraction, experiment.seed, fewest, strata)
     strata = strata if strata is None or index_of is None else strata[index_of >= 0]
 
