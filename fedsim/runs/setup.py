@@ -163,9 +163,8 @@ def _with_data(
     classes = max(train.classes, test.classes)
     task = replace(task, class_weights=class_weights_of(task.learning_task, lambda: train.sample_targets, classes))
     checks.check_sample_gradients(replace(checked, class_weights=task.class_weights), train)
-    fewest = (
-        1 if "worker" in experiment.partition.registration.takes else experiment.workers
-    )  # virtual shards may overlap
+    # virtual shards may overlap
+    fewest = 1 if "worker" in experiment.partition.registration.takes else experiment.workers
     train, validation, index_of = split_validation(train, data.validation_fraction, experiment.seed, fewest, strata)
     strata = strata if strata is None or index_of is None else strata[index_of >= 0]
 
