@@ -145,9 +145,8 @@ def test_each_model_has_its_own_buffers(buffers):
     for k, (_, own) in enumerate(run.models):
         moved = buffers != "frozen" and any(k in record.clusters for record in run.records)
         assert torch.equal(own, start[k][1]) != moved
-    assert run.records[0].bytes_down == COHORT * 2 * 8 * (
-        len(run.row) + (len(run.models[0][1]) if buffers == "average" else 0)
-    )
+    numbers = len(run.row) + (len(run.models[0][1]) if buffers == "average" else 0)
+    assert (run.records[0].bytes_down, run.records[0].bytes_up) == (2 * COHORT * 8 * numbers, COHORT * 8 * numbers)
 
 
 def test_each_worker_is_tested_with_the_model_that_it_selects(tmp_path):
