@@ -447,6 +447,8 @@ class TopAttack(ComponentTable):
     """Fraction of Byzantine workers (or groups), instead of a number. The number is rounded down."""
     workers: list[Count] | None = None
     """IDs of the Byzantine workers (or groups), instead of a number."""
+    resample: bool = False
+    """Whether the Byzantine workers (or groups) are drawn again in each round."""
     start_round: PositiveCount = 1
     """First round with an attack. In earlier rounds the Byzantine workers (or groups) follow the protocol."""
 
@@ -469,8 +471,6 @@ class Attack(TopAttack):
 
     place = "attack"
 
-    resample: bool = False
-    """Whether the Byzantine workers are drawn again in each round."""
     by_class: Count | None = None
     """Class label. The Byzantine workers are those with the most samples of this class."""
     compressed: bool = False

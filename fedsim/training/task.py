@@ -119,8 +119,10 @@ class RunTask:
     def top(self) -> RunTask:
         """The task of the top level, whose workers are the groups."""
         top: Any = self.experiment.top
-        attackers = Attackers(frozenset(top.byzantine), None, top.attack.start_round)
-        return replace(self, experiment=top, byzantine=attackers)
+        drawn = (top.seed, top.workers, top.attack.count(top.workers)) if top.attack.resample else None
+        return replace(
+            self, experiment=top, byzantine=Attackers(frozenset(top.byzantine), drawn, top.attack.start_round)
+        )
 
     def of_group(self, group: int) -> RunTask:
         """Return the task of the server of a group, with a seed of its own and the number of attackers in the group."""

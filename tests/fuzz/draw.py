@@ -231,7 +231,7 @@ def _drawn_group(rng: random.Random, group: str, settings: Settings) -> Settings
     if group in GROUPED:
         count, rounds = rng.randint(1, settings["workers"]), settings["rounds"]
         listed = [rng.randrange(count) for _ in range(settings["workers"])]
-        drawn = {"groups": rng.choice([count, listed]), **drawn}
+        drawn = {"groups": rng.choice([count, listed])} | {key: each for key, each in drawn.items() if each is not None}
         drawn["group_rounds"] = rng.choice([n for n in range(1, rounds + 1) if rounds % n == 0])
     if group == "policy.topology":
         drawn["policy.name"] = rng.choice([r.name for r in schema.AsyncPolicy.registry if r.target.uses_topology])

@@ -425,8 +425,8 @@ def permuted(lab: Lab, settings: Settings) -> str | None:
     order = random.Random(json.dumps(settings)).sample(range(n), n)
     settings = {key: value for key, value in settings.items() if not key.startswith("partition.")}
     settings |= {"partition.name": "given", "partition.shards": shards}
-    if experiment.grouping is not None:
-        settings["groups"] = experiment.grouping.of_workers(range(n)).tolist()
+    if experiment.group_count:
+        settings["groups"] = experiment.grouping.tolist()
     other = {**settings, "partition.shards": [shards[k] for k in order]}
     for key, value in settings.items():
         if key in ("aggregate.weights", "groups", "local.steps", "local.epochs") and isinstance(value, list):
