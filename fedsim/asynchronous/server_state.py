@@ -146,11 +146,7 @@ class ServerState(AsyncServer):
     def own_tensors(self) -> dict[str, Tensor]:
         """Tensors by name that this object has created, without the engine's tensors."""
         tensors = {"replicas": self.replicas, "counts": self.counts, "step_seconds": self.step_seconds}
-        states = {
-            "shared": self.step_state,
-            "private": self.worker_step_states,
-            "policy_state": self.policy_state,
-        }
+        states = {"shared": self.step_state, "private": self.worker_step_states, "policy_state": self.policy_state}
         return tensors | {f"{key}.{name}": tensor for key, state in states.items() for name, tensor in state.items()}
 
     @property

@@ -122,5 +122,4 @@ class Checkpoints(Callback):
         if run.engine.broadcast(self._checkpoints.due(round, last, paused=run.on_request)):
             if run.folder:
                 run.folder.settle()
-            noise = next(iter(run.facts.noise.values()), None)
-            self._checkpoints.write(round, run.state, way=rounding_of(run.facts.how), noise=noise)
+            self._checkpoints.write(round, run.state, way=rounding_of(run.facts.how), **run.facts.noise)

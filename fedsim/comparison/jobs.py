@@ -175,15 +175,7 @@ def attempt(
     try:
         with warnings.catch_warnings(), ignoring_launcher():
             warnings.simplefilter("ignore", SettingWarning)  # shown once before the first run of the comparison
-            run(
-                experiment,
-                folder,
-                resume=True,
-                on_start=on_start,
-                on_round=on_round,
-                session=session,
-                progress=False,
-            )
+            run(experiment, folder, resume=True, on_start=on_start, on_round=on_round, session=session, progress=False)
     except FedsimError as error:
         return str(error)
     except Exception as error:  # a bug in a component or in fedsim fails this run only

@@ -10,16 +10,7 @@ import numpy as np
 
 from fedsim.comparison.axes import label
 from fedsim.comparison.compared_runs import ComparedRuns
-from fedsim.comparison.figures import (
-    HeatCell,
-    Line,
-    LineChart,
-    best_maps,
-    curves,
-    curves_along,
-    heat_maps,
-    score_cell,
-)
+from fedsim.comparison.figures import HeatCell, Line, LineChart, best_maps, curves, curves_along, heat_maps, score_cell
 from fedsim.comparison.leaderboard import Leaderboard
 from fedsim.comparison.rows import SEED, MeanCurve, is_numeric, validation_result
 from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM, fixed

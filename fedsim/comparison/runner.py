@@ -26,14 +26,7 @@ from fedsim.comparison.folder import (
     inner_folder,
     result_in,
 )
-from fedsim.comparison.jobs import (
-    Work,
-    default_jobs,
-    distinct,
-    run_here,
-    run_in_jobs,
-    why_runs_unsendable,
-)
+from fedsim.comparison.jobs import Work, default_jobs, distinct, run_here, run_in_jobs, why_runs_unsendable
 from fedsim.comparison.leaderboard import leaderboard_csv
 from fedsim.comparison.on_paper import (
     draw_curves,

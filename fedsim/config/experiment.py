@@ -117,12 +117,13 @@ class Experiment(Settings):
     def _test_workers_on_own_samples(self) -> Experiment:
         """Set `data.local_test_fraction` to "own" if it is unset, and the test part contains samples of owners."""
         column_of = getattr(self.partition.component, "column", None)
+        if not column_of or self.gradient_hook or "local_test_fraction" in self.data.model_fields_set:
+            return self
         data = self.data.model_copy(update={"local_test_fraction": schema.OWN})
-        unusable = self.gradient_hook or any(check_worker_tests(self.model_copy(update={"data": data})))
-        if column_of and not unusable and "local_test_fraction" not in self.data.model_fields_set:
-            refuse_untrusted_root(self.data)
+        if not any(check_worker_tests(self.model_copy(update={"data": data}))):
+            refuse_untrusted_root(data)
             with contextlib.suppress(DataError):  # the run reports it
-                train, test = load_dataset_once(*self.data.source)
+                train, test = load_dataset_once(*data.source)
                 if train.drawn_by is None and column_of(train.ids) in test.ids:
                     data.model_fields_set.discard("local_test_fraction")
                     object.__setattr__(self, "data", data)  # the model is frozen

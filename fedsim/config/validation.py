@@ -28,10 +28,8 @@ from fedsim.system.devices import free_memory
 
 LARGE = 1_000_000  # with more workers than this, lists of workers are compared with the free memory
 BYTES_PER_WORKER = 100  # memory per worker for such lists
-TRUE_OF_ANY_ENGINE = {
-    "processes": 1,
-    "cuda_graphs": False,
-}  # values that are also right for engines that do not use the key
+# values that are also right for engines that do not use the key
+TRUE_OF_ANY_ENGINE = {"processes": 1, "cuda_graphs": False}
 LACKS_LOCAL_TESTS = "needs tests of individual workers; add data.local_test_fraction=0.2"
 NOT_IN_ROUNDS = ("data", "partition", "model", "records")  # tables whose objects are used before the first round only
 
@@ -76,9 +74,8 @@ def problems_with(experiment: Settings) -> list[str]:
 def warnings_about(experiment: Settings) -> list[str]:
     """Return one line for each setting without effect, or with an effect that users rarely intend."""
     attack, lines = experiment.attack, list[str | None](settings_without_effect(experiment))
-    if (
-        experiment.cohort_size == experiment.workers
-    ):  # otherwise the numbers of workers and attackers vary between rounds
+    # otherwise the numbers of workers and attackers vary between rounds
+    if experiment.cohort_size == experiment.workers:
         lines.append(attack.component.weakness(experiment.workers, attack.count(experiment.workers)))
     if attack.count(experiment.workers) and "name" not in attack.model_fields_set:
         lines.append(
@@ -514,6 +511,8 @@ def _check_privacy(experiment: Settings) -> Iterator[str]:
             f"privacy.target_epsilon = {target:g}: nothing adds noise; set privacy.mechanism=central privacy.clip=1.0, "
             "or local.algorithm=dp_sgd"
         )
+    if protects and experiment.task.params.get("class_weights") == "balanced":
+        yield f'task.class_weights = "balanced": counts samples, which {where} must not reveal; write numbers instead'
     if protects and not experiment.in_rounds:
         yield f"{where}: needs synchronous rounds, which {experiment.policy.setting} does not have; use policy=sync"
     if private and experiment.rounds_of_gradients:

@@ -56,10 +56,8 @@ class ObjectName(str):
         return name
 
     def __reduce__(self) -> tuple[Any, tuple[str, bytes]]:
-        return _unpickled, (
-            str(self),
-            cloudpickle.dumps(self.target),
-        )  # copies tensors too, because the user may change them
+        # copies tensors too, because the user may change them
+        return _unpickled, (str(self), cloudpickle.dumps(self.target))
 
     def __deepcopy__(self, memo: object) -> ObjectName:
         return self

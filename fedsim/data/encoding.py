@@ -110,7 +110,7 @@ def train_and_test(
         if of_workers and WORKER in table.columns:
             raise DataError(f"{table.place}: has a column {show(WORKER)}, but the list defines the workers; rename it")
     if split is None and not test:
-        named = [name for name in train[0].columns if str(name).casefold() == "split"]
+        named = [name for name in train[0].columns if str(name).casefold() == "split" and name not in (inputs or ())]
         texts = ({str(value).casefold() for table in train for value in table.columns[name]} for name in named)
         split = next((name for name, values in zip(named, texts, strict=True) if values <= PART_NAMES), None)
     owned_by = [ids] if isinstance(ids, str) else train[0].index if ids is None else ids

@@ -237,6 +237,7 @@ def _plan_key(task: RunTask, shared: SharedState) -> str:
         experiment.rounds_of_gradients,
         task.schedule,
         task.algorithm,
+        task.streams,
         experiment.rule.accepts("root"),
     )
     where = task.precision, experiment.cuda_graphs, task.device, experiment.batched, experiment.data.transforms

@@ -76,9 +76,7 @@ def start_process(serve: Callable[..., object], *arguments: Any, name: str, daem
         ours, theirs = context.Pipe()
         with theirs, warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about idle NumPy threads too
-            process = context.Process(  # type: ignore[attr-defined]
-                target=serve, args=(theirs, *arguments), name=name, daemon=daemon
-            )
+            process = context.Process(target=serve, args=(theirs, *arguments), name=name, daemon=daemon)  # type: ignore[attr-defined]
             process.start()
     except OSError as error:
         raise WorkerError(

@@ -256,9 +256,8 @@ class ProcessPool:
             why = describe_exit(child.process.exitcode) + self._table.consequence(index)
             return self._lost(index, why, f", {self._table.activity(index)},")
         why = describe_failed_start(child.process.exitcode, self._instead)
-        if (
-            child.process.exitcode or 0
-        ) > 0:  # exited with an error, for example because the main script cannot be imported
+        # exited with an error, for example because the main script cannot be imported
+        if (child.process.exitcode or 0) > 0:
             return WorkerError(f"{self._called.format(index)} {why}")
         return self._lost(index, why)
 

@@ -21,7 +21,7 @@ from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.rows import index_of, pull_down
 from fedsim.core.timer import PhaseTimer
 from fedsim.data import Shards
-from fedsim.errors import ExperimentError, show
+from fedsim.errors import DivergedError, ExperimentError, show
 from fedsim.records.record import MOST_NAMES, RoundRecord
 from fedsim.records.round_stats import AggregationStats, GradientRoundStats, MetricLog, SentUpdates
 from fedsim.records.worker_results import Tested, WorkerResults
@@ -263,15 +263,25 @@ class Simulation(Executor):
     def aggregate_clusters(self, whole: AggregationContext, mine: WorkItems) -> AggregationStats:
         """Update each of several global models with the updates of the workers that have selected it.
 
-        Returns statistics of all aggregations. The arguments are those of `aggregate_rows`.
+        A model whose updates are all excluded does not change. Returns statistics of all aggregations. The arguments
+        are those of `aggregate_rows`. Raises DivergedError if all updates of all models are excluded.
         """
         clusters = self.group.of_all(self.shared.cohort.clusters, whole.slots).tolist()
-        of_round = GradientRoundStats(len(clusters), clusters)
+        of_round, finite, updates = GradientRoundStats(len(clusters), clusters), 0, self.aggregator.updates
         for context in whole.by_cluster(clusters):
-            members = mine[np.isin(mine.workers, context.workers)]
-            self.aggregator.updates.begin(members.slots, self.shared.server.model(context.cluster)[0])
+            members, sent = mine[np.isin(mine.workers, context.workers)], SentUpdates()
+            updates.begin(members.slots, self.shared.server.model(context.cluster)[0])
             self.group.barrier()
-            of_round.add(context.slots, self.aggregate_rows(context, members))
+            self.change_updates(context, members, sent)
+            n, bad = len(context.slots), len(updates.nonfinite(context))
+            excluded = self.task.experiment.nonfinite == "exclude" and bad == n
+            left_out = AggregationStats([0.0] * n, context.workers, sent=sent)
+            of_round.add(context.slots, left_out if excluded else self.step(context, sent))
+            finite += n - bad
+        if not finite:
+            raise DivergedError(
+                f"all {len(clusters)} updates contain NaN or infinity", "reduce local.lr", whole.moment[0]
+            )
         return of_round.total()
 
     def of_all_processes(self, stats: AggregationStats) -> AggregationStats:

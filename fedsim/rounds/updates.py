@@ -76,7 +76,7 @@ class CohortUpdates:
         self.losses, rule = shared.cohort.losses[:0], task.experiment.rule
         self.root_slot = len(shared.cohort.workers) if rule.accepts("root") else None
         avoids_waits = task.device.type != "cpu" and task.experiment.nonfinite != "keep"
-        avoids_waits = avoids_waits and group.process.count == 1 and not group.divided
+        avoids_waits = avoids_waits and group.process.count == 1 and not group.divided and task.algorithm.clusters == 1
         # A built-in rule that reads norms or distances of all updates finds out whether the updates are finite.
         self.rule_checks = avoids_waits and rule.built_in and not rule.columnwise
         # A round that fails the check is repeated. The state of an attack would then advance twice.

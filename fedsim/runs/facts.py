@@ -128,7 +128,6 @@ def _rows_on_record(experiment: Experiment, how: dict[str, Any]) -> int:
         rows_per_checkpoint = 1 if experiment.in_rounds else experiment.cohort_size
         if experiment.gradient_hook is not None and experiment.gradient_hook.keeps:
             rows_per_checkpoint += how["ranks"]
-        rows += (
-            experiment.checkpoint.keep + 1
-        ) * rows_per_checkpoint  # the oldest is removed after the newest is written
+        # the oldest is removed after the newest is written
+        rows += (experiment.checkpoint.keep + 1) * rows_per_checkpoint
     return rows

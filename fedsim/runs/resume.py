@@ -156,7 +156,7 @@ def _way(rounding: Mapping[str, Any]) -> str:
 
 def _noise_in(state: Snapshot) -> float | None:
     """Return the noise multiplier for `privacy.target_epsilon` that a checkpoint contains, or None."""
-    noise = state.facts.get("noise")
+    noise = state.facts.get("privacy.noise", state.facts.get("local.noise"))
     return noise if isinstance(noise, float) and 0 < noise < math.inf else None
 
 

@@ -157,15 +157,14 @@ def _with_data(
     on_setup(f"loading the data set {show(data.name)}")
     train, test = session.data(*data.source, device)
     strata = strata_of(train, data.stratify)
-    classes = max(train.classes, test.classes)
-    task = replace(task, class_weights=class_weights_of(task.learning_task, lambda: train.sample_targets, classes))
     checked = own_copy(task)  # the checks call user objects, which may change their state
     train, test = checks.with_numbers(checked, train, test)
     checks.check_outputs_of_model(checked, train, test, data.name)
-    checks.check_sample_gradients(checked, train)
-    fewest = (
-        1 if "worker" in experiment.partition.registration.takes else experiment.workers
-    )  # virtual shards may overlap
+    classes = max(train.classes, test.classes)
+    task = replace(task, class_weights=class_weights_of(task.learning_task, lambda: train.sample_targets, classes))
+    checks.check_sample_gradients(replace(checked, class_weights=task.class_weights), train)
+    # virtual shards may overlap
+    fewest = 1 if "worker" in experiment.partition.registration.takes else experiment.workers
     train, validation, index_of = split_validation(train, data.validation_fraction, experiment.seed, fewest, strata)
     strata = strata if strata is None or index_of is None else strata[index_of >= 0]
 

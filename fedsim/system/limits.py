@@ -27,10 +27,8 @@ FILES_WITHIN = 48  # generous estimate of open files of one process, including l
 MEMORY_RAN_OUT = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # phrases in PyTorch messages
 INSTALLED = {"site-packages", "dist-packages"}
 FOLDERS = Path(__file__).parents[1], sysconfig.get_path("stdlib")
-LIBRARIES = (
-    *(os.path.join(folder, "") for folder in FOLDERS),
-    "<frozen",
-)  # prefixes of file names that belong to fedsim or Python, not to the user
+# prefixes of file names that belong to fedsim or Python, not to the user
+LIBRARIES = (*(os.path.join(folder, "") for folder in FOLDERS), "<frozen")
 USUAL_FILES = 24  # assumed number of open files if they cannot be counted
 
 

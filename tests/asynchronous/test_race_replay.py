@@ -17,6 +17,7 @@ POLICIES = {
     "ssp": {"s": 1},
     "k_sync": {"k": 2},
     "easgd": {"synchronous": True, "period": 2},
+    "d_psgd": {},
     "async_local_sgd": {"dylu": True},
 }
 TABLES = {

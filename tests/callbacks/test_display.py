@@ -97,6 +97,9 @@ def test_the_last_line_says_how_personal_models_are_tested(tiny_experiment, caps
     heads, first, second = (re.split("  +", line.strip()) for line in lines[2:5])
     column = heads.index("worker accuracy")
     assert (first[column], float(second[column])) == ("-", pytest.approx(result.history[-1].worker_accuracy, abs=1e-4))
+    fedsim.run({**tiny_experiment, "model": "2nn", "local": {"algorithm": "ifca", "k": 2}}, progress=True)
+    several = last.replace("the global model", "the first of 2 global models")
+    assert capsys.readouterr().out.splitlines()[-1] == several
 
 
 def test_a_comparison_is_silent_or_shows_a_line_for_each_run(tiny_experiment, capsys):

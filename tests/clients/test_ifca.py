@@ -11,6 +11,7 @@ from torch import nn
 import fedsim
 from fedsim.core.randomness import draw_key
 from fedsim.core.rows import Layout
+from fedsim.runs.setup import begun
 from tests import models
 from tests.clients.plain_loops import BATCH, COHORT, MODEL, ROUNDS, TABLES, WORKERS, Workers
 from tests.matrix import in_turn
@@ -144,9 +145,8 @@ def test_each_model_has_its_own_buffers(buffers):
     for k, (_, own) in enumerate(run.models):
         moved = buffers != "frozen" and any(k in record.clusters for record in run.records)
         assert torch.equal(own, start[k][1]) != moved
-    assert run.records[0].bytes_down == COHORT * 2 * 8 * (
-        len(run.row) + (len(run.models[0][1]) if buffers == "average" else 0)
-    )
+    numbers = len(run.row) + (len(run.models[0][1]) if buffers == "average" else 0)
+    assert (run.records[0].bytes_down, run.records[0].bytes_up) == (2 * COHORT * 8 * numbers, COHORT * 8 * numbers)
 
 
 def test_each_worker_is_tested_with_the_model_that_it_selects(tmp_path):
@@ -172,8 +172,6 @@ def test_each_worker_is_tested_with_the_model_that_it_selects(tmp_path):
 
 def finished_shards(tables):
     """Return the positions of each worker's local test samples."""
-    from fedsim.runs.setup import begun
-
     with fedsim.Session() as session, begun(fedsim.Experiment(**tables), session) as (_, engine):
         return [engine.shared.data.worker_tests.of(worker) for worker in range(WORKERS)]
 
@@ -193,6 +191,26 @@ def test_a_resumed_run_continues_with_all_models(tmp_path):
     for worker in set(whole.history[-1].cohort):
         pair = [Layout.of(model).read(model) for model in (rest.personal_model(worker), whole.personal_model(worker))]
         assert torch.equal(*pair)
+
+
+@pytest.mark.parametrize(
+    "engine", [{"engine": "serial"}, {"engine": "processes", "processes": 2}], ids=["serial", "two"]
+)
+@pytest.mark.parametrize("rule", ["weighted_mean", "geometric_median"])
+def test_a_model_whose_updates_are_all_excluded_does_not_change(rule, engine):
+    """Here the attacker is the only worker of its model. If all updates are excluded, the run ends."""
+    tables = tables_of(cohort=None, rounds=1, **engine, aggregate={"rule": rule, "nonfinite": "exclude"})
+    clusters = finished({**tables, "engine": "serial"}).records[0].clusters
+    alone = next(worker for worker, cluster in enumerate(clusters) if clusters.count(cluster) == 1)
+    run = finished({**tables, "attack": {"name": "nan", "workers": [alone]}})
+    assert run.records[0].excluded == [alone]
+    assert torch.equal(run.models[clusters[alone]][0], initial_row(clusters[alone]))
+    assert all(row.isfinite().all() for row, _ in run.models)
+    local = {**tables["local"], "lr": 1e200}
+    with pytest.raises(
+        fedsim.ExperimentError, match=r"^round 1: all 5 updates contain NaN or infinity; reduce local.lr$"
+    ):
+        finished({**tables, "local": local})
 
 
 def equal_models():
@@ -253,3 +271,11 @@ def test_other_refusals_name_the_remedy(changes, line):
 def test_one_model_allows_what_several_refuse():
     for changes in (REFUSED["a server optimizer with a state"][0], REFUSED["stored updates"][0]):
         fedsim.run(tables_of(1, **changes, rounds=1))
+
+
+def test_validation_results_of_the_first_model_choose_no_value():
+    data = {"name": "tests.components:tiny", "validation_fraction": 0.2}
+    with pytest.raises(
+        fedsim.ExperimentError, match="do not all use one global model; remove tune, .*metric=worker_accuracy"
+    ):
+        fedsim.compare(tables_of(data=data), {"local.lr": [0.1, 0.2]}, tune="local.lr")

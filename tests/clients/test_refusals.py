@@ -121,7 +121,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("tables", "line"), REFUSED, ids=str)
+@pytest.mark.parametrize(("tables", "line"), REFUSED, ids=[line for _, line in REFUSED])
 def test_what_has_no_meaning_is_refused_in_one_line(tables, line):
     with pytest.raises(fedsim.ExperimentError) as caught:
         fedsim.Experiment(**{"workers": 4, "rounds": 6, **tables})

@@ -12,7 +12,7 @@ from torch import nn
 
 import fedsim
 from fedsim.core.learning_task import Binary, Classification, class_weights_of
-from fedsim.errors import ExperimentError
+from fedsim.errors import FedsimError
 from fedsim.privacy.mechanisms import MARGIN
 from fedsim.rounds.simulation import Simulation
 from fedsim.runs.setup import begun
@@ -187,6 +187,10 @@ def test_balanced_weights_have_the_mean_one_and_absent_classes_the_weight_one():
     assert math.prod(class_weights_of(Binary(class_weights="balanced"), lambda: targets % 2, 2)) > 0
 
 
+def numbers():
+    return tuple(fedsim.TensorData(part.inputs, part.targets.float()) for part in data(None))
+
+
 def by_itself(model, batches):
     return 0.0
 
@@ -211,7 +215,8 @@ def by_itself(model, batches):
 def test_what_does_not_fit_is_refused_in_one_line(changes, match):
     binary = changes.get("name") == "binary"
     names = {"data": f"{__name__}:two_classes", "model": f"{__name__}:one_logit"} if binary else {}
-    task = {"name": "classification", "class_weights": "balanced"} | {k: v for k, v in changes.items() if k != "local"}
-    with pytest.raises(ExperimentError, match=match) as caught:
-        fedsim.run({**RUN, **names, "task": task, "local": changes.get("local", {})})
+    more = {key: changes[key] for key in ("local", "data") if key in changes}
+    task = {"name": "classification", "class_weights": "balanced"} | {k: v for k, v in changes.items() if k not in more}
+    with pytest.raises(FedsimError, match=match) as caught:
+        fedsim.run({**RUN, **names, "task": task, **more})
     assert "\n" not in str(caught.value)

@@ -176,6 +176,14 @@ TASKS = {
     },
     "a residual network": {**RESNET, "partition": "tests.components:uneven", "local": {"batch_size": 5}},
     "next token": {**NEXT_TOKEN, "partition": "tests.components:uneven", "metrics": ["perplexity"]},
+    "weighted classes": {
+        **{"task": {"name": "classification", "class_weights": "balanced"}, "partition": "tests.components:uneven"},
+        "data": {"name": "tests.components:tiny", "validation_fraction": 0.2, "stratify": True},
+    },
+    "clients with their own test samples": {
+        **{"data": "tests.components:clients", "model": {"name": "mlp", "hidden": [7]}, "partition": "natural"},
+        **{"workers": 7, "cohort": 3, "worker_evaluation": {"every": 1, "fine_tune": 1}},
+    },
 }
 WORK = {
     "drawn local work": {**SOME, "local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "rounds": 3},
@@ -274,7 +282,7 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("a rule that draws", "rows left out", "crop and cutout"),
     ("a rule that asks for losses", "another loss", "uneven shards"),
     ("an attack tuned to the rule",),
-    ("processed gradients", "an adaptive server"),
+    ("processed gradients",),
     ("private updates, processed, under attack", "server momentum"),
     ("privacy whose norm adapts", "drawn local work"),
     ("privacy of the workers, with a rule on whole rows",),
@@ -296,6 +304,8 @@ TOGETHER = (  # cases that share an experiment by default; each case alone is a 
     ("a transformer with dropout",),
     ("a residual network",),
     ("low-rank adapters", "a loss of whole batches"),
+    ("an adaptive server", "weighted classes"),
+    ("clients with their own test samples",),
     ("drawn local work", "buffers kept by workers"),
     ("numbers that differ between workers",),
     ("groups",),

@@ -1,13 +1,5 @@
 """Built-in aggregation rules and pre-aggregators, which are registered when this package is imported."""
 
-from fedsim.aggregation.rules import (
-    averages,
-    clipping,
-    order_statistics,
-    pre_aggregators,
-    selection,
-    spectral,
-    trust,
-)
+from fedsim.aggregation.rules import averages, clipping, order_statistics, pre_aggregators, selection, spectral, trust
 
 __all__ = ["averages", "clipping", "order_statistics", "pre_aggregators", "selection", "spectral", "trust"]

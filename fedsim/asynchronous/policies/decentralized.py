@@ -269,21 +269,16 @@ class DecentralizedSGD(Decentralized, Waiting):
         return count, count
 
     def exchange(self, server: AsyncServer, slots: list[int]) -> None:
-        present = server.mixing_matrix()[np.ix_(slots, slots)]
-        present[np.diag_indices(len(slots))] += 1 - present.sum(1)
-        weights, buffers = torch.from_numpy(present), server.policy_state["buffers"]
-        models, changes = server.replicas, server.rows
-        for slot in slots:  # the step also depends on the old x_i, as with weight decay
-            old = models[slot].clone()
-            server.step_replica(slot, changes[slot])
-            changes[slot].copy_(models[slot]).sub_(old)
-            models[slot].copy_(old)
-        for block in column_blocks(models.shape[1], n=len(slots), device=models.device):
-            models[slots, block] = weights.to(models) @ models[slots, block]
+        models, buffers = server.replicas, server.policy_state["buffers"]
+        weights = torch.from_numpy(server.mixing_matrix()[np.ix_(slots, slots)]).fill_diagonal_(0)
+        weights -= weights.sum(1).diag()  # W - I of the present workers
+        old = models[slots]
         for slot in slots:
-            models[slot] += changes[slot]
+            server.step_replica(slot, server.rows[slot])  # may depend on the old model, as with weight decay
+        for block in column_blocks(models.shape[1], n=len(slots), device=models.device):
+            models[slots, block] += weights.to(models) @ old[:, block]
         if server.has_buffers:
             buffers[slots] = server.worker_buffers[slots]
             if server.buffers == "average":
-                buffers[slots] = weights.to(buffers) @ buffers[slots]
+                buffers[slots] += weights.to(buffers) @ buffers[slots]
         server.increment_version()
