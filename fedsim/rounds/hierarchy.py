@@ -16,7 +16,7 @@ import numpy as np
 
 from fedsim.processes.group import Group
 from fedsim.processes.process_context import ProcessContext
-from fedsim.records.round_stats import AggregationStats, SentUpdates
+from fedsim.records.round_stats import AggregationStats, GradientRoundStats, SentUpdates
 from fedsim.rounds.aggregator import Aggregator, ReportCheck
 from fedsim.rounds.parameter_server import ParameterServer
 from fedsim.rounds.simulation import Round, Simulation
@@ -66,23 +66,24 @@ class Hierarchy(Simulation):
     def levels(self) -> dict[str, Any]:
         return {f"{number}/": level for number, level in enumerate([*self.edges, self.top])}
 
-    def members(self, workers: Sequence[int] | np.ndarray) -> Iterator[tuple[int, Level, np.ndarray]]:
-        """Yield (number, server, positions of its members in `workers`) for each group that has members there."""
-        groups = self.task.experiment.groups_of(workers)
-        for number in np.unique(groups).tolist():
-            yield number, self.edges[number], np.flatnonzero(groups == number)
+    def parts(self, context: AggregationContext) -> Iterator[tuple[int, Level, AggregationContext]]:
+        """Yield (number, server, its members in `context`) for each group that has members there."""
+        for part in context.by_cluster(self.task.experiment.groups_of(context.workers).tolist()):
+            yield part.cluster, self.edges[part.cluster], replace(part, cluster=0)
 
     def require_reports(self, round: int, drawn: Cohort) -> None:
-        dropped = np.array(drawn.dropped, dtype=np.int64)
-        for number, edge, places in self.members(drawn.workers):
-            lost = dropped[self.task.experiment.groups_of(dropped) == number].tolist()
-            of_group = replace(drawn, workers=[drawn.workers[place] for place in places], dropped=lost)
-            edge.check_reports(round, of_group, f", group {number}")
+        workers, dropped = (np.array(each, dtype=np.int64) for each in (drawn.workers, drawn.dropped))
+        of_workers, of_dropped = map(self.task.experiment.groups_of, (workers, dropped))
+        for number in np.unique(of_workers).tolist():
+            left, lost = workers[of_workers == number].tolist(), dropped[of_dropped == number].tolist()
+            self.edges[number].check_reports(round, replace(drawn, workers=left, dropped=lost), f", group {number}")
 
     def pull_down(self, cohort: Sequence[int], mine: WorkItems, round: int) -> None:
         self.load_states(cohort, mine)
-        for _, edge, places in self.members(mine.workers):
-            self.copy_down(edge.model.row, edge.model.buffers, mine[places], round)
+        groups = self.task.experiment.groups_of(mine.workers)
+        for number in np.unique(groups):
+            model = self.edges[number].model
+            self.copy_down(model.row, model.buffers, mine[groups == number], round)
 
     def begin_updates(self, mine: WorkItems) -> None:
         groups = self.task.experiment.groups_of(mine.workers)
@@ -93,24 +94,21 @@ class Hierarchy(Simulation):
         self, context: AggregationContext, mine: WorkItems, sent: SentUpdates, level: Any = None
     ) -> None:
         groups = self.task.experiment.groups_of(mine.workers)
-        for number, edge, places in self.members(context.workers):
-            super().change_updates(part_of(context, places), mine[groups == number], sent, edge)
+        for number, edge, part in self.parts(context):
+            super().change_updates(part, mine[groups == number], sent, edge)
 
     def step(self, context: AggregationContext, sent: SentUpdates) -> AggregationStats:
-        shares, stats = np.zeros(len(context.slots)), AggregationStats(sent=sent)
+        of_round = GradientRoundStats(len(context.slots), [0])
         self.privacy.count(context.moment[0])
-        for number, edge, places in self.members(context.workers):
-            part = part_of(context, places)
+        for number, edge, part in self.parts(context):
             aggregate, of_group = edge.aggregator.aggregate(part)
             edge.server.step(aggregate, part.moment)
             edge.server.combine_buffers(part, of_group.excluded)
             if self.group.computes:
                 used = ~np.isin(part.workers, of_group.excluded)
                 self.models["samples"][number] += int(np.array(part.samples)[used].sum())
-            stats.excluded = sorted([*stats.excluded, *of_group.excluded])
-            stats.metrics.extend(of_group.metrics)
-            shares[places] = np.nan if of_group.shares is None else of_group.shares
-        stats.shares = None if np.isnan(shares).any() else shares.tolist()
+            of_round.add(part.slots, of_group)
+        stats = replace(of_round.total(), sent=sent, clusters=[])
         self.end_round(context.moment[0], stats)
         return stats
 
@@ -152,8 +150,3 @@ class Hierarchy(Simulation):
         task, shared, begins = self.task, self.shared, (round - 1) % self.task.experiment.group_rounds == 0
         nbytes = shared.server.row.nbytes - personal_bytes(task) + buffer_bytes(task, shared)
         return replace(record, top_bytes=nbytes * (self.reporting + begins * len(self.edges))), of_workers
-
-
-def part_of(context: AggregationContext, places: np.ndarray) -> AggregationContext:
-    """Return the workers of `context` at the positions `places`."""
-    return replace(context.of_wave(places.tolist()), slots=[context.slots[place] for place in places])

@@ -26,7 +26,7 @@ def local_epoch(model, shard, round, worker, optimizer, batch_size):
 
 FIELDS = """
 round test_loss test_accuracy train_loss validation_loss validation_accuracy metrics seconds virtual_seconds cohort lost
-samples coefficients clusters excluded attack_success bytes_up bytes_down asynchronous race diverged
+samples coefficients clusters excluded attack_success bytes_up bytes_down top_bytes asynchronous race diverged
 worker_accuracy worker_loss
 """
 
