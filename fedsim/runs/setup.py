@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedsim.asynchronous.server_state import GradientOnly
 from fedsim.byzantine import Attackers
@@ -34,6 +35,7 @@ from fedsim.records.run_folder import RunFolder
 from fedsim.rounds.participants import (
     attackers_of,
     releases_of,
+    samples_to_train,
     server_samples,
     shards_of,
     tests_of_owners,
@@ -161,8 +163,6 @@ def _with_data(
     train, test = checks.with_numbers(checked, train, test)
     checks.check_outputs_of_model(checked, train, test, data.name)
     classes = max(train.classes, test.classes)
-    task = replace(task, class_weights=class_weights_of(task.learning_task, lambda: train.sample_targets, classes))
-    checks.check_sample_gradients(replace(checked, class_weights=task.class_weights), train)
     # virtual shards may overlap
     fewest = 1 if "worker" in experiment.partition.registration.takes else experiment.workers
     train, validation, index_of = split_validation(train, data.validation_fraction, experiment.seed, fewest, strata)
@@ -171,6 +171,12 @@ def _with_data(
     on_setup(f"partitioning the data among {experiment.workers:,} workers")
     shards, worker_tests = shards_of(experiment, train, index_of, strata)
     checks.warn_of_held_out_classes(experiment, train, validation, shards, worker_tests)
+
+    def targets() -> Tensor:
+        return train.sample_targets[torch.from_numpy(samples_to_train(train, worker_tests))]
+
+    task = replace(task, class_weights=class_weights_of(task.learning_task, targets, classes))
+    checks.check_sample_gradients(replace(checked, class_weights=task.class_weights), train)
     task = replace(task, byzantine=attackers_of(experiment, train, shards))
     sampled = workers_to_describe(shards, experiment.seed)
     sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if sampled is None else sampled)}
