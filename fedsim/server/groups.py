@@ -27,10 +27,14 @@ def divide_workers(groups: int | list[int] | str, workers: int) -> np.ndarray:
             raise ExperimentError(f"{place}: must be at most {workers}, the number of workers; use more workers")
         return np.arange(workers) * groups // workers
     try:
-        listed = np.asarray(import_object(groups)(workers) if isinstance(groups, str) else groups)
+        listed, again = (
+            np.asarray(import_object(groups)(workers) if isinstance(groups, str) else groups) for _ in range(2)
+        )
     except Exception as error:
         need = "must be a number, a list or a function of the number of workers, package.module:name"
         raise ExperimentError(f"{place}: {need}; it cannot be called: {one_line(error)}") from error
+    if not np.array_equal(listed, again):
+        raise ExperimentError(f"{place}: returned two different lists; use a fixed seed for random draws")
     is_valid = listed.shape == (workers,) and listed.dtype.kind in "iu"
     if not is_valid or not np.array_equal(np.unique(listed), np.arange(listed.max() + 1)):
         need = f"must be the group of each of {workers} workers, numbered 0, 1, ... without gaps"

@@ -169,6 +169,10 @@ def halves(workers):
     return np.arange(workers) * 2 // workers
 
 
+def drawn(workers):
+    return np.random.default_rng().permutation(workers)
+
+
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
@@ -182,6 +186,10 @@ def halves(workers):
             {"groups": "nowhere:at_all"},
             'groups = "nowhere:at_all": must be a number, a list or a function of the number of workers, '
             "package.module:name; it cannot be called: ModuleNotFoundError: No module named 'nowhere'",
+        ),
+        (
+            {"groups": f"{__name__}:drawn"},
+            f'groups = "{__name__}:drawn": returned two different lists; use a fixed seed for random draws',
         ),
         (
             {"groups": 2, "group_rounds": 4},

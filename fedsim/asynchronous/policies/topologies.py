@@ -82,6 +82,9 @@ class CommunicationGraph(Component):
         if n > MOST_WORKERS:
             raise ExperimentError(f"workers = {n}: must be at most {MOST_WORKERS:,} with policy.topology")
         rounds, union = min(rounds, MOST_ROUNDS) if self.changes else 1, np.zeros((n, n))
+        is_own = ":" in self.name or self.name.startswith("<")  # a function of the user
+        if is_own and not np.array_equal(self.mixing_matrix(n, seed), self.mixing_matrix(n, seed)):
+            raise ExperimentError(f"{self.place}: returned two different graphs; use its argument rng for random draws")
         for round in range(1, rounds + 1):
             union += self.mixing_matrix(n, seed, round)
             if (alone := _unreachable(union)) is None:

@@ -184,6 +184,7 @@ def test_rounding_errors_are_corrected_on_the_diagonal():
         ([[0.5, 0.5], [0.5]], r"must be a matrix of numbers \[3, 3\] or a networkx graph"),
         (lambda n: np.full((n, n), np.nan), r"weight \[0\]\[0\] is nan; must be between 0 and 1"),
         (lambda n: "ring", "must be a matrix of numbers"),
+        (lambda n: drawn_at_random(n), "returned two different graphs; use its argument rng for random draws"),
         (lambda n: 1 / 0, "ZeroDivisionError: division by zero"),
         (lambda size: half(size), "does not pass the argument size, only n, round, rng"),
         (lambda n, round: np.eye(n), "in 10 rounds, no path leads from worker 0 to worker 1; the graphs of all rounds"),
@@ -200,6 +201,11 @@ def test_an_invalid_topology_is_one_line(given, message):
     with pytest.raises(fedsim.ExperimentError, match=message) as caught:
         experiment(given, 3)
     assert len(caught.value.lines) == 1
+
+
+def drawn_at_random(n):
+    share = np.random.default_rng().uniform(0, 1 / n)
+    return np.full((n, n), share) + np.eye(n) * (1 - n * share)
 
 
 def test_too_many_workers_are_refused():
