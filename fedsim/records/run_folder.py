@@ -112,15 +112,17 @@ class RunFolder:
             self.event(kind, **event)
 
     def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
-        """Return the stored facts about the machine, with a new entry about the continuation of the run."""
+        """Return the stored facts about the machine, with a new entry about the continuation of the run.
+
+        If no round is kept, the run starts again, and the new facts replace the stored ones.
+        """
         first = self.environment()
         if not first:
             return environment
         again = {key: value for key, value in environment.items() if first.get(key) != value}
         times = first.get("resumed", [])
         return {
-            **again,
-            **first,
+            **(again | first if rounds else first | again),
             "resumed": [*(times if isinstance(times, list) else []), {"after_round": rounds, **again}],
         }
 
