@@ -396,7 +396,7 @@ class Local(ComponentTable):
     def varying(self) -> dict[str, tuple[Any, list[Any]]]:
         """Settings whose values differ between workers or rounds, by key, with their numbers (see `form_of`)."""
         fields = {**self.registration.parameters.model_fields, **type(self).model_fields}
-        keys = [key for key in Numbers.model_fields if key in fields and hasattr(self, key)]
+        keys = [key for key in Numbers.model_fields if key in fields and key in vars(self) | self.params]
         own = [key for key in keys if key in self.params and fields[key].annotation not in (float, int, Any)]
         forms = {key: form_of(getattr(self, key)) for key in keys if key not in own}  # without lists of a parameter
         return {key: form for key, form in forms.items() if form[0] != "one"}
@@ -420,7 +420,7 @@ class Local(ComponentTable):
         `key` is one of `Numbers`. `seed` is that of the experiment.
         """
         if key not in self.varying:
-            return getattr(self, key, None)
+            return self.params.get(key, vars(self).get(key))
         (form, numbers), kind = self.varying[key], type(getattr(Numbers(), key))
         function = Component.of(worker_function.get(getattr(self, key)), {}) if form == "function" else None
         values = numbers if function is None else partial(_computed, key, function)

@@ -43,7 +43,7 @@ def explain(error: ValidationError, model: type[BaseModel], place: str = "") -> 
         elif kind == "missing":
             field = model.model_fields.get(str(last))
             example = f", such as {last} = {show(field.examples[0])}" if field and field.examples else ""
-            lines.append(f"{where}: is required{example}")
+            lines.append(f"{where}: is required{example}{(field and field.description) or ''}")
         else:
             requirements.setdefault(where, (value, []))[1].append(_requirement(problem["msg"]))
             if kind == "model_type":

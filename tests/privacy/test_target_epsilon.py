@@ -174,6 +174,7 @@ def test_a_resumed_run_keeps_its_noise_and_tells_that_more_rounds_cost_more(case
         ({"privacy": {**CENTRAL, "target_epsilon": 0.0}}, "privacy.target_epsilon = 0.0: must be greater than 0"),
         ({"privacy": {**CENTRAL, "target_epsilon": 1e7}}, "must be less than or equal to 1000000"),
         ({"privacy": {"mechanism": "central", "target_epsilon": 3.0}}, "privacy.clip: is required"),
+        ({"privacy": CENTRAL}, "privacy.noise: is required, such as noise = 1.0 or privacy.target_epsilon = 3.0"),
     ],
 )
 def test_contradictions_are_one_line(tables, message):
