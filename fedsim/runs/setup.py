@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedsim.asynchronous.server_state import GradientOnly
 from fedsim.byzantine import Attackers
@@ -171,7 +172,8 @@ def _with_data(
     on_setup(f"partitioning the data among {experiment.workers:,} workers")
     shards, worker_tests = shards_of(experiment, train, index_of, strata)
     checks.warn_of_held_out_classes(experiment, train, validation, shards, worker_tests)
-    task = replace(task, byzantine=attackers_of(experiment, train, shards))
+    weights = class_weights_of(task.learning_task, lambda: _trained_targets(train, shards), classes)
+    task = replace(task, byzantine=attackers_of(experiment, train, shards), class_weights=weights)
     sampled = workers_to_describe(shards, experiment.seed)
     sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if sampled is None else sampled)}
     root = server_samples(experiment, train, worker_tests) if experiment.rule.accepts("root") else np.zeros(0, int)
@@ -187,6 +189,11 @@ def _with_data(
         private = task_of(experiment.with_noise(releases), device)
         task = replace(task, experiment=private.experiment, algorithm=private.algorithm)
     return task, train, test, shards, root, worker_tests, validation
+
+
+def _trained_targets(train: TensorData, shards: Shards) -> Tensor:
+    """Return the targets of the workers' samples, or of all training samples if not all shards are stored."""
+    return train.sample_targets[shards.together(np.arange(len(shards)))[0] if shards.listed else slice(None)]
 
 
 def task_of(experiment: Experiment, device: torch.device, *, weights: bool = True) -> RunTask:
