@@ -224,7 +224,7 @@ class Pipeline:
         local_lr: float | None = 1.0,
         weights: Tensor | None = None,
         workers: list[int] | None = None,
-        place: str = "aggregate.rule",
+        place: str = "aggregate.rule, with a cohort of {}",
     ) -> None:
         """Raise ExperimentError if the rule cannot aggregate n updates, for example because it needs n >= 2f + 3.
 
@@ -235,7 +235,7 @@ class Pipeline:
             local_lr: learning rate of the client algorithm, or None if it has none.
             weights: weight of each update, [n]. None: equal weights.
             workers: IDs of the workers that send the updates, if they are known.
-            place: key of the rule, for the message.
+            place: format string for error messages, with {} for n.
         """
         if n > MOST_TRIED or any(":" in stage.name or stage.name.startswith("<") for stage in (*self.pre, self.rule)):
             return
@@ -247,7 +247,7 @@ class Pipeline:
         except ResultError:  # a rule may accept only rows of a certain length
             return
         except ExperimentError as error:
-            raise ExperimentError(*(f"{place}, with a cohort of {n}: {line}" for line in error.lines)) from None
+            raise ExperimentError(*(f"{place.format(n)}: {line}" for line in error.lines)) from None
         except Exception:
             return
 

@@ -16,6 +16,7 @@ from fedsim.clients import PersonalModel
 from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.from_data import taken_from_data
+from fedsim.config.schema import TopAttack
 from fedsim.errors import plural, show, show_bytes
 from fedsim.records.checkpoints import CheckpointFolder
 from fedsim.records.formatting import score_text
@@ -169,8 +170,7 @@ def _caveat(runs: int) -> str:
     )
 
 
-def _attack(experiment: Experiment) -> str:
-    attack = experiment.attack
+def _attack(attack: TopAttack) -> str:
     resampled = ", redrawn each round" if attack.resample else ""
     return attack.name + resampled + (f", from round {attack.start_round}" if attack.start_round > 1 else "")
 
@@ -180,7 +180,7 @@ def announcement(experiment: Experiment) -> str:
     at_work = "per round" if experiment.in_rounds else "at a time"
     cohort = f", {experiment.cohort_size:,} {at_work}" if experiment.cohort_size < experiment.workers else ""
     byzantine = experiment.attack.count(experiment.workers)
-    attackers = f", {byzantine} of them Byzantine ({_attack(experiment)})" if byzantine else ""
+    attackers = f", {byzantine} of them Byzantine ({_attack(experiment.attack)})" if byzantine else ""
     workers = f"{experiment.workers:,} worker{'s' * (experiment.workers > 1)}{attackers}{cohort}"
     ranks = f"; {experiment.engine}" if traits_of(experiment.engine).ranks else ""
     return f"{experiment.name}: {workers}; {plural(experiment.rounds, 'round')}; {_algorithm(experiment)}{ranks}"
@@ -216,8 +216,11 @@ def _algorithm(experiment: Experiment) -> str:
     if policy.component.in_rounds:
         described = f"{experiment.aggregate.label} of {_aggregated(experiment)}"
     if count := experiment.group_count:
-        at_top = f"{experiment.top_aggregate.label} of the groups after {plural(experiment.group_rounds, 'round')}"
-        described += f" in {plural(count, 'group')}, {at_top}"
+        every = f"{experiment.group_rounds} rounds" if experiment.group_rounds > 1 else "round"
+        byzantine = experiment.top_attack.count(count)
+        attackers = f" ({byzantine} of them Byzantine: {_attack(experiment.top_attack)})" if byzantine else ""
+        at_top = f"{experiment.top_aggregate.label} of the groups every {every}"
+        described += f" in {plural(count, 'group')}{attackers}, {at_top}"
     if experiment.local.algorithm != type(experiment.local).model_fields["algorithm"].default:
         described = f"{experiment.local.algorithm}; {described}"
     if experiment.mode == "rounds":

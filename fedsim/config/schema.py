@@ -266,8 +266,9 @@ def form_of(value: Any) -> tuple[Any, list[Any]]:
     """
     if isinstance(value, str) and (":" in value or value.startswith("<")):  # a name of a Python object
         return "function", []
-    if isinstance(value, dict) and len(value) == 1 and isinstance(numbers := next(iter(value.values())), list):
-        return next(iter(value)), numbers
+    if isinstance(value, dict):
+        [(form, numbers), *others] = value.items() or [("", [])]
+        return (form, numbers) if isinstance(numbers, list) and not others else ("", [])
     return ("list", value) if isinstance(value, list) else ("one", [value])
 
 

@@ -156,7 +156,7 @@ class Settings(Table):
         """Group of each worker, int64 [workers]; empty without groups."""
         return np.zeros(0, dtype=int) if self.groups is None else divide_workers(self.groups, self.workers)
 
-    @property
+    @cached_property
     def group_count(self) -> int:
         """Number of groups; 0 without groups."""
         return int(self.grouping.max(initial=-1)) + 1

@@ -77,11 +77,13 @@ def warnings_about(experiment: Settings) -> list[str]:
     # otherwise the numbers of workers and attackers vary between rounds
     if experiment.cohort_size == experiment.workers:
         lines.append(attack.component.weakness(experiment.workers, attack.count(experiment.workers)))
-    if attack.count(experiment.workers) and "name" not in attack.model_fields_set:
-        lines.append(
-            "attack.name is unset: the Byzantine workers train like honest workers; write attack.name=sign_flipping, "
-            "or attack.name=none if this is intended"
-        )
+    unnamed = [(attack, experiment.workers, "workers"), (experiment.top_attack, experiment.group_count, "groups")]
+    lines.extend(
+        f"{table.place}.name is unset: the Byzantine {units} train like honest {units}; write "
+        f"{table.place}.name=sign_flipping, or {table.place}.name=none if this is intended"
+        for table, n, units in unnamed
+        if table.count(n) and "name" not in table.model_fields_set
+    )
     if experiment.buffers == "frozen":
         lines.append(_warning_about_statistics(experiment))
     return [line for line in lines if line]
@@ -363,8 +365,12 @@ def _checks_of_rules(experiment: Settings) -> list[Callable[[], object]]:
         return [partial(experiment.rule.dry_run, cohort, lr)]
     sizes = np.minimum(np.bincount(experiment.grouping), cohort).tolist()
     numbers = sorted(set(zip(sizes, experiment.f_of_groups(experiment.byzantine), strict=True)))
-    checks = [partial(experiment.aggregate.pipeline(f).dry_run, size, lr) for size, f in numbers]
-    return [*checks, partial(experiment.top.rule.dry_run, experiment.group_count, lr, place="top_aggregate.rule")]
+    place = "aggregate.rule, in a group of {}"
+    checks = [partial(experiment.aggregate.pipeline(f).dry_run, size, lr, place=place) for size, f in numbers]
+    return [
+        *checks,
+        partial(experiment.top.rule.dry_run, experiment.group_count, lr, place="top_aggregate.rule, with {} groups"),
+    ]
 
 
 def _checks_of_schedules(experiment: Settings) -> Iterator[Callable[[], object]]:

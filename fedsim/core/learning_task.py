@@ -148,7 +148,7 @@ def class_weights_of(task: LearningTask, targets: Callable[[], Tensor], classes:
 
     Args:
         task: learning task.
-        targets: function that returns the targets of all training samples, from which "balanced" weights are computed.
+        targets: function that returns the targets of the workers' samples, from which "balanced" weights are computed.
         classes: number of classes. A class without training samples has the weight 1.
     """
     weights = task.class_weights if isinstance(task, (Classification, Binary)) else None
@@ -201,8 +201,8 @@ class Classification:
     With `class_weights`, the training loss of a batch is the sum of its samples' losses, each multiplied by the weight
     of the sample's class, divided by the number of samples (not by the sum of the weights, as in
     `torch.nn.functional.cross_entropy`), so that the weights also hold for batches of one sample. Loss and accuracy of
-    tests and of validation are not weighted. "balanced": class c has the weight n / (classes n_c) for n training
-    samples, n_c of them of class c (King and Zeng 2001, and scikit-learn's `class_weight`).
+    tests and of validation are not weighted. "balanced": class c has the weight n / (classes n_c), where the
+    workers have n training samples, n_c of them of class c (King and Zeng 2001, and scikit-learn's `class_weight`).
     """
 
     label_smoothing: float = 0.0

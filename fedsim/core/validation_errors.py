@@ -83,7 +83,7 @@ def _hint(where: str, value: Any, wanted: Sequence[str]) -> str:
     text = str(value).lower()
     kind = "integer" if type(value) is int else "fraction"
     answers = (text for text in (answer(text), answer(f"{where}_{kind}", value)) if "VALUE" not in text)
-    hint = next((text for text in answers if f" {where}=" in text), "")
+    hint = next((text for text in answers if f" {where}=" in text and f" {where}={value}" not in text), "")
     if "a list" in wanted and isinstance(value, str) and (call := re.fullmatch(r"([\w-]+),\s*(\w+)=([\d.e-]+)", value)):
         return f'; write [{{name="{call[1]}",{call[2]}={call[3]}}}] (in single quotes in a shell)'
     if "a list" in wanted and not hint and type(value) in (str, int) and (len(wanted) == 1 or "," in text):
@@ -113,7 +113,7 @@ def _as_number(text: str) -> float | None:
 
 def _is_union_member(part: int | str) -> bool:
     """Whether `part` of the location in a pydantic error names a type of a union, and not a key."""
-    return isinstance(part, str) and ("[" in part or part.startswith("constrained-"))
+    return isinstance(part, str) and ("[" in part or part.startswith("constrained-") or part in ("bool", "float"))
 
 
 def _dotted(parts: Iterable[int | str]) -> str:

@@ -111,8 +111,13 @@ def train_and_test(
             raise DataError(f"{table.place}: has a column {show(WORKER)}, but the list defines the workers; rename it")
     if split is None and not test:
         named = [name for name in train[0].columns if str(name).casefold() == "split" and name not in (inputs or ())]
-        texts = ({str(value).casefold() for table in train for value in table.columns[name]} for name in named)
+        texts = [{str(value).casefold() for table in train for value in table.columns[name]} for name in named]
         split = next((name for name, values in zip(named, texts, strict=True) if values <= PART_NAMES), None)
+        values = set().union(*texts)
+        others = sorted(values - PART_NAMES)
+        if inputs is None and target not in named and 0 < len(others) < len(values & PART_NAMES):
+            line = f"is an input, because of the values {cut(', '.join(others))}; correct them, or set data.split"
+            warn(f"{place}: column {show(named[0])}: {line} or data.inputs")
     owned_by = [ids] if isinstance(ids, str) else train[0].index if ids is None else ids
     target = target or only_target(train[0].columns, place)
     if inputs is None:

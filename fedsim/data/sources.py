@@ -98,7 +98,7 @@ def _format_of(path: str) -> str | None:
         if path.lower().endswith(suffix):
             return name
     file = Path(path).expanduser()
-    if path in (".", "..") or path.endswith(("/", "\\")) or (re.search(r"[/\\]", path) and os.path.isdir(file)):
+    if path in (".", "..") or path.endswith(("/", "\\")) or os.path.isdir(file):
         folder = f"data.path={path}"
         raise ExperimentError(
             f"data.name = {show(path)}: is a folder; write data=image_folder {folder}, or leaf, text or huggingface "

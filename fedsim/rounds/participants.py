@@ -19,20 +19,14 @@ USE_OWN = "data.local_test_fraction = {} holds out training samples instead, dat
 MOST_SAMPLED = 1_000  # maximum number of workers whose shards are drawn to describe a virtual population
 
 
-def samples_to_train(train: TensorData, worker_tests: Shards | None) -> np.ndarray:
-    """Return the indices in `train` of the samples that no worker holds out for tests, ascending; all if virtual."""
-    samples = np.arange(len(train))
-    if worker_tests is None or not worker_tests.listed:
-        return samples
-    return np.setdiff1d(samples, np.concatenate([worker_tests.of(k).numpy() for k in range(len(worker_tests))]))
-
-
 def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shards | None) -> np.ndarray:
     """Return the indices of the server's own training samples, ascending. They are drawn at random.
 
     Raises ExperimentError if there are not enough samples.
     """
-    size, samples = experiment.aggregate.root_samples, samples_to_train(train, worker_tests)
+    size, samples = experiment.aggregate.root_samples, np.arange(len(train))
+    if worker_tests is not None and worker_tests.listed:
+        samples = np.setdiff1d(samples, np.concatenate([worker_tests.of(k).numpy() for k in range(len(worker_tests))]))
     if size > len(samples):
         raise ExperimentError(
             f"aggregate.root_samples = {size}: must be at most {len(samples)}, the number of available training samples"

@@ -58,11 +58,13 @@ class ResumeState:
         self._candidates: list[int] = []  # rounds of checkpoints, newest first
         self._newest: State | None = None
         self._rounds = experiment.rounds  # as planned before
+        self._environment: Mapping[str, Any] = {}
         if folder is not None and folder.resumes:
             self.records = read_history(folder.path)
             self._candidates = self.checkpoints.rounds()
             self._rounds = _require_same_experiment(folder, experiment, len(self.records))
-            _warn_of_other_software(folder)
+            self._environment = folder.environment()
+            _warn_of_other_software(self._environment, folder)
 
     def as_before(self, experiment: Experiment) -> Experiment:
         """Return the experiment with the stack width as before the run was interrupted, and its noise, unless set.
@@ -71,7 +73,8 @@ class ResumeState:
         The noise for `privacy.target_epsilon` depends on `rounds`, which may have changed.
         """
         newest, traits, table = self.newest(), traits_of(experiment.engine), experiment.batched
-        noise, target = _noise_in(newest[1]) if newest else None, experiment.privacy.target_epsilon
+        noise = _noise_in(newest[1].facts if newest else self._environment)
+        target = experiment.privacy.target_epsilon
         if noise is not None and target is not None and not traits.ranks:
             experiment = experiment.at_noise(noise)
             if self._rounds < experiment.rounds:
@@ -97,7 +100,7 @@ class ResumeState:
                 run.resume(start)
                 self._refuse(f"does not fit this run: {one_line(error)}")
                 continue
-            if (noise := _noise_in(state)) not in (None, *run.facts.noise.values()):
+            if (noise := _noise_in(state.facts)) not in (None, *run.facts.noise.values()):
                 line = f"rounds = {run.experiment.rounds}: ranks cannot keep the noise {noise:g} that was found for "
                 raise ExperimentError(
                     f"{line}fewer rounds with privacy.target_epsilon; add engine=auto without a launcher"
@@ -154,9 +157,9 @@ def _way(rounding: Mapping[str, Any]) -> str:
     return (f"in stacks of {width}" if width else "one by one") + (f" on {ranks} ranks" if ranks else "")
 
 
-def _noise_in(state: Snapshot) -> float | None:
-    """Return the noise multiplier for `privacy.target_epsilon` that a checkpoint contains, or None."""
-    noise = state.facts.get("privacy.noise", state.facts.get("local.noise"))
+def _noise_in(facts: Mapping[str, Any]) -> float | None:
+    """Return the noise multiplier for `privacy.target_epsilon` in a checkpoint or `environment.json`, or None."""
+    noise = facts.get("privacy.noise", facts.get("local.noise"))
     return noise if isinstance(noise, float) and 0 < noise < math.inf else None
 
 
@@ -177,9 +180,9 @@ def _require_same_experiment(folder: RunFolder, experiment: Experiment, rounds: 
     return there.rounds
 
 
-def _warn_of_other_software(folder: RunFolder) -> None:
+def _warn_of_other_software(before: Mapping[str, Any], folder: RunFolder) -> None:
     """Warn if the run began with other software versions or on another CPU, because results may differ slightly."""
-    before, here = folder.environment(), describe_environment()
+    here = describe_environment()
     differences = [
         f"{name} was {cut(str(earlier[key]))}, now {now[key]}"
         for name, key, earlier, now in (

@@ -35,7 +35,6 @@ from fedsim.records.run_folder import RunFolder
 from fedsim.rounds.participants import (
     attackers_of,
     releases_of,
-    samples_to_train,
     server_samples,
     shards_of,
     tests_of_owners,
@@ -171,13 +170,9 @@ def _with_data(
     on_setup(f"partitioning the data among {experiment.workers:,} workers")
     shards, worker_tests = shards_of(experiment, train, index_of, strata)
     checks.warn_of_held_out_classes(experiment, train, validation, shards, worker_tests)
-
-    def targets() -> Tensor:
-        return train.sample_targets[torch.from_numpy(samples_to_train(train, worker_tests))]
-
-    task = replace(task, class_weights=class_weights_of(task.learning_task, targets, classes))
-    checks.check_sample_gradients(replace(checked, class_weights=task.class_weights), train)
-    task = replace(task, byzantine=attackers_of(experiment, train, shards))
+    weights = class_weights_of(task.learning_task, lambda: _trained_targets(train, shards), classes)
+    checks.check_sample_gradients(replace(checked, class_weights=weights), train)
+    task = replace(task, byzantine=attackers_of(experiment, train, shards), class_weights=weights)
     sampled = workers_to_describe(shards, experiment.seed)
     sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if sampled is None else sampled)}
     root = server_samples(experiment, train, worker_tests) if experiment.rule.accepts("root") else np.zeros(0, int)
@@ -193,6 +188,11 @@ def _with_data(
         private = task_of(experiment.with_noise(releases), device)
         task = replace(task, experiment=private.experiment, algorithm=private.algorithm)
     return task, train, test, shards, root, worker_tests, validation
+
+
+def _trained_targets(train: TensorData, shards: Shards) -> Tensor:
+    """Return the targets of the workers' samples, or of all training samples if not all shards are stored."""
+    return train.sample_targets[shards.together(np.arange(len(shards)))[0] if shards.listed else slice(None)]
 
 
 def task_of(experiment: Experiment, device: torch.device, *, weights: bool = True) -> RunTask:

@@ -38,7 +38,7 @@ class RowModule:
         self._rows: tuple[Tensor, Tensor] | None = None
         for parameter in self._start.parameters():  # their values are in rows
             if parameter.requires_grad:
-                parameter.data = parameter.new_zeros(1).expand(parameter.shape)
+                parameter.data = parameter.new_zeros(()).expand(parameter.shape)
 
     def load(self, row: Tensor, gradient: Tensor, buffers: Tensor) -> None:
         """Load a worker's model.

@@ -167,6 +167,10 @@ def test_the_table_of_a_run_on_the_clock_has_virtual_seconds_updates_and_stalene
         ({"cohort": 2}, "3 workers, 2 per round; 2 rounds; weighted_mean of parameters"),
         ({"sync": "post_local", "gradient_rounds": 1}, "weighted_mean of gradients, of parameters after round 1"),
         ({"attack": {"name": "ipm", "workers": [1]}}, "3 workers, 1 of them Byzantine (ipm); "),
+        (
+            {"groups": 3, "group_rounds": 2, "top_attack": {"name": "ipm", "f": 1}, "top_aggregate": "median"},
+            "of parameters in 3 groups (1 of them Byzantine: ipm), median of the groups every 2 rounds",
+        ),
     ],
 )
 def test_the_first_line_names_mode_and_policy(tiny_experiment, change, words):

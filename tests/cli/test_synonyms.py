@@ -60,7 +60,11 @@ def test_answers_lead_to_keys_and_names_that_exist():
             continue
         settings = settings_in(text.replace("=N", "=1").replace("device={}", "device=cpu"))
         names = {
-            key: next(name for name, kind in COMPONENT_NAMES.items() if key in COMPONENTS[kind][0])
+            key: next(
+                name
+                for name, kind in COMPONENT_NAMES.items()
+                if key in COMPONENTS[kind][0].replace(".name", "").split(", ")
+            )
             for key in VOCABULARY.component_keys
         }
         filled = [each.replace("{}", names.get(each.partition("=")[0], "1")) for each in settings]

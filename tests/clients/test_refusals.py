@@ -67,7 +67,14 @@ REFUSED = [
     ({**of_local(steps={"choice": [1, 2]}), **CLOCK}, "because workers send every gradient; use one number"),
     # numbers that differ between workers
     (of_local(lr=[0.1, -0.1]), "local.lr = -0.1: must be greater than or equal to 0"),
+    (of_local(lr=-1), "local.lr = -1: must be greater than or equal to 0"),
     (of_local(lr=[0.1, 0.2]), "local.lr = [0.1, 0.2]: must be 4 numbers, one per worker, not 2"),
+    (
+        of_local(lr={"uniform": 0.2}),
+        "local.lr = {uniform = 0.2}: must be a number, a list with one number per worker",
+    ),
+    (of_local(lr={"uniform": [1, 2], "choice": [1]}), "must be a number, a list with one number per worker, {uniform"),
+    (of_local(lr={}), "local.lr = {}: must be a number, a list with one number per worker, {uniform"),
     (of_local(momentum={"choice": [0.5, 1]}), "local.momentum = 1: must be less than 1"),
     (of_local(momentum={"uniform": [0.0, 0.5]}, nesterov=True), "local.nesterov = true: needs local.momentum > 0"),
     (of_local(algorithm="scaffold", lr={"uniform": [0.0, 0.5]}), "local.lr = 0.0: must be greater than 0"),

@@ -154,6 +154,45 @@ def test_a_schedule_multiplies_the_learning_rate_of_each_worker():
             assert torch.allclose(result.global_row, federation.row, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("engine", [{}, STACKED])
+def test_scaffold_divides_by_the_rate_of_each_worker(engine):
+    """Karimireddy et al. 2020, option 2: c_k becomes c_k - c + (x - y_k) / (K lr_k)."""
+    rates, federation = [0.1, 0.2, 0.3, 0.4], Federation(zero, points, WORKERS, 4)
+    x, c, own = federation.row, torch.zeros_like(federation.row), [torch.zeros_like(federation.row)] * WORKERS
+    for round in range(1, 4):
+        ends, changes = [], []
+        for worker, lr in enumerate(rates):
+            y, batches = x, federation.epoch(round, worker)
+            for batch in batches:
+                y = y - lr * (federation.gradient(y, batch) - own[worker] + c)
+            changes.append((x - y) / (len(batches) * lr) - c)
+            ends.append(y)
+        own = [before + change for before, change in zip(own, changes, strict=True)]
+        x, c = torch.stack(ends).mean(0), c + sum(changes) / WORKERS
+    local = {"algorithm": "scaffold", "batch_size": 4, "lr": rates}
+    result = fedsim.run({**EXPERIMENT, **engine, "local": local, "rounds": 3})
+    assert torch.allclose(result.global_row, x, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", [{}, STACKED])
+def test_fednova_normalises_by_the_momentum_of_each_worker(engine):
+    """Wang et al. 2020: |a_k| is the sum of the gradients' factors in the update, which are powers of momentum."""
+    moments, sizes_of, x = [0.0, 0.3, 0.6, 0.9], [3, 4, 5, 15], Federation(zero, points, WORKERS, 4).row
+    updates, norms = [], []
+    for worker, (momentum, batch_size) in enumerate(zip(moments, sizes_of, strict=True)):
+        federation, y, v = Federation(zero, points, WORKERS, batch_size), x, torch.zeros_like(x)
+        batches = federation.epoch(1, worker)
+        for batch in batches:
+            v = momentum * v + federation.gradient(y, batch)
+            y = y - 0.1 * v
+        updates.append(y - x)
+        norms.append(sum(momentum**power for step in range(len(batches)) for power in range(step + 1)))
+    expected = x + sum(norms) / WORKERS * sum(u / a for u, a in zip(updates, norms, strict=True)) / WORKERS
+    local = {"algorithm": "fednova", "batch_size": sizes_of, "lr": 0.1, "momentum": moments}
+    result = fedsim.run({**EXPERIMENT, **engine, "local": local, "rounds": 1})
+    assert torch.allclose(result.global_row, expected, rtol=0, atol=1e-12)
+
+
 def test_a_schedule_that_does_not_multiply_needs_one_learning_rate():
     local = {"lr": [0.1] * 4, "schedule": {"name": "cosine", "eta_min": 0.01}}
     with pytest.raises(ExperimentError, match="does not multiply the learning rate .*; use one local.lr, or omit eta_"):

@@ -187,10 +187,13 @@ def test_a_wrong_seed_is_a_problem_of_all_combinations():
     [
         (["rounds=0", "seed=0,1"], "rounds = 0: must be greater than 0"),
         (["rounds=3"], "nothing to compare: every key has one value; write several values as in seed=0,1,2"),
-        (["aggregate={rule='mean'},weighted_mean", "aggregate.rule=mean,weighted_mean"], "set by two comparison axes"),
+        (
+            ["aggregate={rule='mean'},weighted_mean", "aggregate.rule=mean,weighted_mean"],
+            "aggregate.rule: is set twice",
+        ),
         (
             ["aggregate=mean", "aggregate.rule=mean,weighted_mean"],
-            'aggregate.rule = "mean": is also set by a comparison axis; remove one of the two',
+            "aggregate.rule: is set twice; remove one of the two",
         ),
         (["server=sgd,{name='sgd'}"], "server=sgd and server=sgd: are the same experiment"),
         (
@@ -205,6 +208,15 @@ def test_words_without_meaning_raise_an_error(words, message):
     with pytest.raises(ExperimentError) as caught:
         plan_comparison(None, words=words)
     assert message in str(caught.value)
+
+
+def test_axes_that_set_one_key_are_refused():
+    rules = ["mean", "weighted_mean"]
+    with pytest.raises(ExperimentError, match=r"^aggregate.rule: is set by two comparison axes; remove one"):
+        plan_comparison({}, {"aggregate": [{"rule": rule} for rule in rules], "aggregate.rule": rules})
+    line = r'^aggregate.rule = "mean": is also set by a comparison axis; remove one of the two$'
+    with pytest.raises(ExperimentError, match=line):
+        plan_comparison({}, {"aggregate.rule": rules}, aggregate="mean")
 
 
 def test_ids_differ_even_if_labels_do_not():

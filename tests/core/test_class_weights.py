@@ -112,6 +112,17 @@ def test_training_is_that_of_a_plain_loop_over_samples(case):
         assert result.history[-1].train_loss == pytest.approx(train_loss, rel=1e-9)
 
 
+@pytest.mark.parametrize("held_out", [{"validation_fraction": 0.3}, {"local_test_fraction": 0.3}, {}])
+def test_balanced_weights_count_only_samples_that_workers_train_on(held_out):
+    tables = {**RUN, "data": {"name": RUN["data"], **held_out}, "task": {"class_weights": "balanced"}}
+    tables["partition"] = "contiguous" if held_out else [[*range(9)], [9, 10], [20, 21, 22]]
+    with fedsim.Session() as session, begun(fedsim.Experiment(**tables), session) as (task, engine):
+        train, shards = engine.shared.data.train, engine.shared.data.shards
+        trained = torch.cat([train.targets[shards.of(worker)] for worker in range(WORKERS)])
+        assert len(trained) < len(data(None)[0])
+        assert task.class_weights == pytest.approx(balanced(trained))
+
+
 def test_the_loss_of_tests_and_their_accuracy_are_not_weighted():
     task = {"name": "classification", "class_weights": LISTED}
     local = {"lr": LR, "batch_size": BATCH}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import fedsim
+from fedsim.clients.capabilities import client_algorithm
 from tests.commands import ROOT
 from tests.declared import PROJECT, distributions_of, owners, requirements
 from tests.documents.test_documentation import DOCS, PAGES, blocks
@@ -87,6 +88,8 @@ def test_the_table_of_simulators_has_the_right_numbers_of_components():
     assert count("aggregation rules besides means") == len(fedsim.rules()) - 2
     assert count("pre-aggregation") == len(fedsim.pre_aggregators())
     assert count("attacks") == len(fedsim.attacks()) - 1  # without "none"
+    optimizers = {"sgd", "adam", "adamw", "adagrad", "dp_sgd"}
+    assert count("client algorithms") == len({*client_algorithm.names()} - optimizers)
     assert count("asynchronous policies") == len(fedsim.policies()) - 1  # without "sync"
 
 

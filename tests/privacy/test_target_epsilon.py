@@ -135,10 +135,11 @@ def test_overlapping_shards_are_counted_when_the_data_is_known(engine, tiny_expe
     assert (result.global_row == fedsim.run(with_noise(tables, "local.noise", noise)).global_row).all()
 
 
+@pytest.mark.parametrize("every", [1, 0])  # without checkpoints, the run starts again
 @pytest.mark.parametrize("case", ["local", "dp_sgd"])
-def test_a_resumed_run_keeps_its_noise_and_tells_that_more_rounds_cost_more(case, tiny_experiment, tmp_path):
+def test_a_resumed_run_keeps_its_noise_and_tells_that_more_rounds_cost_more(case, every, tiny_experiment, tmp_path):
     key = CASES[case][1]
-    tables = {**tables_of(tiny_experiment, case), "checkpoint": {"every": 1}}
+    tables = {**tables_of(tiny_experiment, case), "checkpoint": {"every": every}}
     whole = fedsim.run(tables, tmp_path / "whole")
     noise = found_noise(tmp_path / "whole", key)
 

@@ -202,12 +202,12 @@ def drawn(workers):
         ),
         (
             {"groups": [0, 0, 1, 1, 1, 1, 1], "aggregate": {"rule": "trimmed_mean", "f": 1}},
-            "aggregate.rule, with a cohort of 2: trimmed_mean: needs 2f < n; here f = 1, n = 2; use a smaller f or a "
+            "aggregate.rule, in a group of 2: trimmed_mean: needs 2f < n; here f = 1, n = 2; use a smaller f or a "
             "larger n (number of updates)",
         ),
         (
             {"groups": 2, "top_aggregate": {"rule": "krum", "f": 1}},
-            "top_aggregate.rule, with a cohort of 2: krum: needs n >= 2f + 3; here f = 1, n = 2; use a smaller f or a "
+            "top_aggregate.rule, with 2 groups: krum: needs n >= 2f + 3; here f = 1, n = 2; use a smaller f or a "
             "larger n (number of updates)",
         ),
         (
@@ -233,6 +233,11 @@ def test_what_does_not_fit_groups_is_refused_in_one_line(tables, line):
         (
             {"groups": 2, "top_attack": "ipm"},
             "top_attack.name has no effect with no Byzantine groups (set top_attack.f); omit it",
+        ),
+        (
+            {"groups": 2, "top_attack": {"f": 1}},
+            "top_attack.name is unset: the Byzantine groups train like honest groups; write "
+            "top_attack.name=sign_flipping, or top_attack.name=none if this is intended",
         ),
     ],
 )

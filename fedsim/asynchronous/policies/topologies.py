@@ -50,7 +50,7 @@ class CommunicationGraph(Component):
     @property
     def place(self) -> str:
         """The setting, for error messages."""
-        return f"policy.topology.name = {show(self.name)}"
+        return f"policy.topology = {show(getattr(self.function, 'keywords', {}).get('path', self.name))}"
 
     @property
     def changes(self) -> bool:

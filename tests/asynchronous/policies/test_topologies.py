@@ -182,6 +182,7 @@ def test_rounding_errors_are_corrected_on_the_diagonal():
         ([[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]], "no path leads from worker 0 to worker 2; use more edges"),
         ([[0.5, 0.5], [0.5, 0.5]], r"has the shape \[2, 2\]; with workers = 3 it must be \[3, 3\]"),
         ([[0.5, 0.5], [0.5]], r"must be a matrix of numbers \[3, 3\] or a networkx graph"),
+        ([[math.nan] * 3] * 3, r"weights\[0\]\[0\] = nan: must be a finite number .*\(as must 8 other values\)$"),
         (lambda n: np.full((n, n), np.nan), r"weight \[0\]\[0\] is nan; must be between 0 and 1"),
         (lambda n: "ring", "must be a matrix of numbers"),
         (lambda n: drawn_at_random(n), "returned two different graphs; use its argument rng for random draws"),

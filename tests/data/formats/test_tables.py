@@ -201,6 +201,14 @@ def test_text_of_numbers_is_numbers_where_it_must_be():
     assert train.has_labels
 
 
+@pytest.mark.parametrize("last", ["tset", "test"])
+def test_a_column_split_with_a_wrong_value_is_an_input_and_a_warning_says_so(last, csv):
+    path = csv(lines(HALVES, ["train", "test", last] * 3 + ["train"], BITS, names=("x", "split", "y")))
+    warned = ['column "split": is an input, because of the values tset; correct them'] * (last == "tset")
+    train, _ = load("csv", *warned, path=path)
+    assert train.inputs.shape[1] == (4 if warned else 1)
+
+
 class TestPaths:
     @pytest.mark.parametrize("name", ["t.csv", "../{}/t.csv", "{}/t.csv"])
     def test_a_path_names_its_data_set(self, csv, cli, tmp_path, monkeypatch, name):
@@ -219,6 +227,7 @@ class TestPaths:
             ("none.csv", "none.csv: cannot be read: no such file; check data.path"),
             ("data.json", 'data.name = "data.json": no data set reads this type of file; allowed: .csv, '),
             ("./sub", 'data.name = "./sub": is a folder; write data=image_folder data.path=./sub'),
+            ("sub", 'data.name = "sub": is a folder; write data=image_folder data.path=sub'),
             ("weights.pt", "weights.pt: .pt files are not read, because reading a pickle can run code"),
             ("my_data.digits", "write my_data:digits (with a colon)"),
         ],
