@@ -160,17 +160,6 @@ def test_a_resumed_run_keeps_its_noise_and_tells_that_more_rounds_cost_more(case
     assert again.history[-1].metrics == longer.history[-1].metrics
 
 
-def test_a_run_that_starts_again_notes_its_new_noise(tiny_experiment, tmp_path):
-    """Without a checkpoint, nothing of the first attempt is left, whose noise was for fewer rounds."""
-    tables = {**tables_of(tiny_experiment, "local"), "checkpoint": {"every": 0}}
-    fedsim.run(tables, tmp_path / "run", rounds=1)
-    before = found_noise(tmp_path / "run", "privacy.noise")
-    result = fedsim.run(tables, tmp_path / "run", resume=True, rounds=3)
-    noise = found_noise(tmp_path / "run", "privacy.noise")
-    assert noise > before
-    assert (result.global_row == fedsim.run(with_noise(tables, "privacy.noise", noise), rounds=3).global_row).all()
-
-
 @pytest.mark.parametrize(
     ("tables", "message"),
     [

@@ -157,6 +157,15 @@ def test_a_resumed_run_has_bitwise_the_same_result(case, tables, tmp_path, sessi
     assert json.loads((folder / "environment.json").read_text())["resumed"][0]["after_round"] == round
 
 
+def test_a_run_that_starts_again_notes_how_it_is_computed_now(tables, tmp_path):
+    """Without a checkpoint, nothing of the first attempt is left."""
+    tables |= {"checkpoint": {"every": 0}, "engine": "serial"}
+    fedsim.run(tables, tmp_path / "run", rounds=1)
+    fedsim.run({**tables, "engine": "processes", "processes": 2}, tmp_path / "run", rounds=2, resume=True)
+    facts = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert (facts["engine"], facts["processes"], facts["resumed"][0]["after_round"]) == ("processes", 2, 0)
+
+
 @in_turn(
     ("case", "engine"),
     ["rule with a state", "fedbuff, sampled", "feddyn", "scaffold"],
