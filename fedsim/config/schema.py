@@ -297,13 +297,20 @@ def _checked_numbers(value: Any, info: Any) -> Any:
 
 
 def _computed(key: str, function: Component, worker: int, round: int) -> Any:
-    """Return the number for `key` that the user's function computes. Raise ExperimentError if it fails."""
+    """Return the number for `key` that the user's function computes. Raise ExperimentError if it fails.
+
+    A second call must return the same number, because every process and a resumed run call the function again.
+    """
+    where = f"local.{key} = {show(function.name)}: worker {worker} in round {round}"
     try:
-        return getattr(Numbers(**{key: plain(function.on({"worker": worker, "round": round}))}), key)
+        returned = (plain(function.on({"worker": worker, "round": round})) for _ in range(2))
+        first, second = (getattr(Numbers(**{key: number}), key) for number in returned)
     except Exception as error:
         reason = explain(error, Numbers)[0] if isinstance(error, ValidationError) else one_line(error)
-        where = f"local.{key} = {show(function.name)}: worker {worker} in round {round}"
         raise ExperimentError(f"{where}: {reason}") from error
+    if first != second:
+        raise ExperimentError(f"{where}: is {first:g} and then {second:g}; must depend only on worker and round")
+    return first
 
 
 Counts = Annotated[int | list[int] | dict[str, list[int]] | Name, BeforeValidator(_checked_numbers)]

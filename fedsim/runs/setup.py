@@ -162,8 +162,6 @@ def _with_data(
     train, test = checks.with_numbers(checked, train, test)
     checks.check_outputs_of_model(checked, train, test, data.name)
     classes = max(train.classes, test.classes)
-    task = replace(task, class_weights=class_weights_of(task.learning_task, lambda: train.sample_targets, classes))
-    checks.check_sample_gradients(replace(checked, class_weights=task.class_weights), train)
     # virtual shards may overlap
     fewest = 1 if "worker" in experiment.partition.registration.takes else experiment.workers
     train, validation, index_of = split_validation(train, data.validation_fraction, experiment.seed, fewest, strata)
@@ -173,6 +171,7 @@ def _with_data(
     shards, worker_tests = shards_of(experiment, train, index_of, strata)
     checks.warn_of_held_out_classes(experiment, train, validation, shards, worker_tests)
     weights = class_weights_of(task.learning_task, lambda: _trained_targets(train, shards), classes)
+    checks.check_sample_gradients(replace(checked, class_weights=weights), train)
     task = replace(task, byzantine=attackers_of(experiment, train, shards), class_weights=weights)
     sampled = workers_to_describe(shards, experiment.seed)
     sizes = {worker: shards.size(worker) for worker in (range(len(shards)) if sampled is None else sampled)}

@@ -216,12 +216,24 @@ def broken(root):
 
 
 def test_a_worker_whose_results_are_excluded_only_averages():
-    changes = {"aggregate.nonfinite": "exclude", "data": f"{__name__}:broken", "rounds": 1}
+    """It takes no step at all, not even one of weight decay."""
+    local = {"batch_size": 4, "lr": LR, "weight_decay": 0.3}
+    changes = {"aggregate.nonfinite": "exclude", "data": f"{__name__}:broken", "rounds": 1, "local": local}
     result = fedsim.run(tables("d_psgd", "ring", **changes))
     workers = federation()
     batches, models, weights = batches_of(workers), [workers.row] * N, weights_of("ring", 1)
     for step in range(result.history[0].asynchronous.updates):
-        gradients = [workers.gradient(models[i], batches[i][step]) * (i != 1) for i in range(N)]
-        models = [sum(weights[i][j] * models[j] for j in range(N)) - LR * gradients[i] for i in range(N)]
+        old = models
+        gradients = [(workers.gradient(old[i], batches[i][step]) + 0.3 * old[i]) * (i != 1) for i in range(N)]
+        models = [sum(weights[i][j] * old[j] for j in range(N)) - LR * gradients[i] for i in range(N)]
     assert result.history[0].excluded == [1] * (step + 1)
     assert torch.allclose(result.global_row, sum(models) / N, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_buffers_of_excluded_results_are_not_averaged(buffers):
+    changes = {"aggregate.nonfinite": "exclude", "data": f"{__name__}:broken", "buffers": buffers}
+    local = {"batch_size": 4, "lr": LR, "drop_last": True}
+    result = fedsim.run(tables("d_psgd", "ring", model=f"{HERE}:normalised", local=local, **changes))
+    assert 1 in result.history[0].excluded
+    assert all(values.isfinite().all() for values in result.model.state_dict().values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -307,6 +308,17 @@ def test_an_algorithm_of_ones_own_is_stacked_only_if_its_steps_use_a_rate_per_wo
 def test_what_a_function_returns_is_checked(function, line):
     with pytest.raises(ExperimentError, match=rf"local.lr = .*: worker 1 in round 1: {line}"):
         fedsim.run({**EXPERIMENT, "local": {"lr": function}})
+
+
+@pytest.mark.parametrize(("key", "first"), [("lr", 1), ("batch_size", 2), ("steps", 3)])
+def test_a_function_whose_numbers_change_is_refused(key, first):
+    """Each process calls the function again, so the results would depend on the engine."""
+    numbers = itertools.count(first)
+    with pytest.raises(
+        ExperimentError,
+        match=rf"local.{key} = .*: worker 0 in round 1: is {first} and then {first + 1}; must depend only on worker",
+    ):
+        fedsim.run({**EXPERIMENT, "local": {key: lambda worker, round: next(numbers)}})
 
 
 def test_a_run_with_a_function_is_stored_and_resumed(tmp_path):

@@ -198,6 +198,18 @@ def test_balanced_weights_have_the_mean_one_and_absent_classes_the_weight_one():
     assert math.prod(class_weights_of(Binary(class_weights="balanced"), lambda: targets % 2, 2)) > 0
 
 
+def test_balanced_weights_do_not_depend_on_samples_that_are_held_out():
+    class Look(fedsim.Callback):
+        def on_start(self, run):
+            self.data, self.weights = run.engine.shared.data, run.task.class_weights
+
+    look, held_out = Look(), {"name": f"{__name__}:data", "validation_fraction": 0.3, "local_test_fraction": 0.3}
+    task = {"name": "classification", "class_weights": "balanced"}
+    fedsim.run({**RUN, "rounds": 1, "data": held_out, "task": task}, callbacks=[look])
+    used = torch.cat([look.data.shards.of(worker) for worker in range(WORKERS)])
+    assert look.weights == pytest.approx(balanced(look.data.train.targets[used]))
+
+
 def numbers():
     return tuple(fedsim.TensorData(part.inputs, part.targets.float()) for part in data(None))
 

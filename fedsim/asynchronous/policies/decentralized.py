@@ -40,7 +40,10 @@ class OwnModels(Policy):
 
 
 class Waiting(OwnModels):
-    """Base class for policies in which workers may wait until all present workers have arrived, and then exchange."""
+    """Base class for policies in which workers may wait until all present workers have arrived, and then exchange.
+
+    The state `arrived` is 0 for a worker that has not arrived, 1 for one that has, and 2 if its result was excluded.
+    """
 
     def start(self, server: AsyncServer) -> State:
         return {**super().start(server), "arrived": torch.zeros(server.n, dtype=torch.int64)}
@@ -51,9 +54,9 @@ class Waiting(OwnModels):
     def on_departure(self, server: AsyncServer) -> None:
         self._exchange_if_complete(server)  # possibly the last worker that the others waited for
 
-    def wait(self, server: AsyncServer, slot: int) -> None:
+    def wait(self, server: AsyncServer, slot: int, *, excluded: bool = False) -> None:
         """Let worker number `slot` wait for the others. If it is the last one, all present workers exchange."""
-        server.policy_state["arrived"][slot] = 1
+        server.policy_state["arrived"][slot] = 2 if excluded else 1
         self._exchange_if_complete(server)
 
     @abstractmethod
@@ -261,24 +264,24 @@ class DecentralizedSGD(Decentralized, Waiting):
         self.wait(server, arrival.slot)
 
     def on_exclusion(self, server: AsyncServer, slot: int) -> None:
-        server.rows[slot].zero_()  # only averages
-        self.wait(server, slot)
+        self.wait(server, slot, excluded=True)  # only averages
 
     def moved(self, server: AsyncServer, slot: int, unit: int) -> tuple[int, int]:
         count = len(self.neighbours(server, slot)[0])
         return count, count
 
     def exchange(self, server: AsyncServer, slots: list[int]) -> None:
-        models, buffers = server.replicas, server.policy_state["buffers"]
+        models, buffers, arrived = server.replicas, server.policy_state["buffers"], server.policy_state["arrived"]
+        trained = [slot for slot in slots if arrived[slot] == 1]
         weights = torch.from_numpy(server.mixing_matrix()[np.ix_(slots, slots)]).fill_diagonal_(0)
         weights -= weights.sum(1).diag()  # W - I of the present workers
         old = models[slots]
-        for slot in slots:
+        for slot in trained:
             server.step_replica(slot, server.rows[slot])  # may depend on the old model, as with weight decay
         for block in column_blocks(models.shape[1], n=len(slots), device=models.device):
             models[slots, block] += weights.to(models) @ old[:, block]
         if server.has_buffers:
-            buffers[slots] = server.worker_buffers[slots]
+            buffers[trained] = server.worker_buffers[trained]
             if server.buffers == "average":
                 buffers[slots] += weights.to(buffers) @ buffers[slots]
         server.increment_version()
