@@ -11,7 +11,7 @@ from typing import Any
 from fedsim.config.engines import engine_class, traits_of
 from fedsim.config.experiment import Experiment, refuse_untrusted_root
 from fedsim.config.files import COMPARISON, find_experiment, read_toml, read_yaml
-from fedsim.config.overrides import changes_in, override, parse_word, refuse_repeated, removed_warnings
+from fedsim.config.overrides import changes_in, override, parse_word, removed_warnings, repeated
 from fedsim.config.schema import Distributed
 from fedsim.core.import_policy import is_untrusted, untrusted_config
 from fedsim.core.input_limits import leaves_of
@@ -41,14 +41,16 @@ def load_experiment(
             `overrides`, tables and Experiments are always imported.
         changes: keys of the experiment, set after the overrides. A table changes only the keys that it contains.
 
-    Warns (SettingWarning) of settings in `source` that no longer apply because another component replaces theirs.
+    Warns (SettingWarning) of settings in `source` that no longer apply because another component replaces theirs, and
+    of keys that two overrides set.
     Raises ExperimentError with one line per problem.
 
     >>> load_experiment("mnist_sync_sgd", ["local.lr=0.5"], rounds=3).rounds
     3
     """
     words = [parse_word(word) for word in overrides]
-    refuse_repeated(words)
+    for key in repeated(words):
+        warnings.warn(f"{key}: is set twice; the last value counts", SettingWarning, stacklevel=2)
     words += changes_in(plain(changes))
     if isinstance(source, Experiment) and not words:
         return source

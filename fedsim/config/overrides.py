@@ -101,9 +101,14 @@ def changes_in(tables: Mapping[str, Any]) -> list[Change]:
 
 def refuse_repeated(changes: Iterable[Change]) -> None:
     """Raise ExperimentError if two changes set the same key."""
-    count = Counter(key_changed(*change) for change in changes)
-    if lines := [f"{key}: is set twice; remove one of the two" for key in count if count[key] > 1]:
+    if lines := [f"{key}: is set twice; remove one of the two" for key in repeated(changes)]:
         raise ExperimentError(*lines)
+
+
+def repeated(changes: Iterable[Change]) -> list[str]:
+    """Return the keys that are set by several changes."""
+    count = Counter(key_changed(*change) for change in changes)
+    return [key for key in count if count[key] > 1]
 
 
 class Removed(NamedTuple):

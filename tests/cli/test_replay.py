@@ -62,9 +62,9 @@ CENTRAL = {"mechanism": "central", "clip": 0.01, "noise": 0.2}
 def test_a_replay_has_the_weights_and_the_result_of_the_run(changes, tables, tmp_path, monkeypatch):
     step, updates = ParameterServer.step, []
 
-    def watched(server, aggregate, moment):
+    def watched(server, aggregate, moment, cluster=0):
         updates.append(torch.cat([update for _, update in aggregate.parts]))
-        step(server, aggregate, moment)
+        step(server, aggregate, moment, cluster)
 
     if "engine" not in changes and "privacy" not in changes:  # the server would add noise
         monkeypatch.setattr(ParameterServer, "step", watched)

@@ -42,6 +42,7 @@ REFUSED = [
     (of_local(nesterov=True), "local.nesterov = true: needs local.momentum > 0"),
     (of_local(nesterov=True, dampening=0.9, momentum=0.9), "local.nesterov = true: needs local.dampening = 0"),
     (of_local(mu=0.1), "local.mu = 0.1: unknown key (the client algorithm is sgd); mu is a parameter of fedprox"),
+    (of_local(algorithm="adam", momentum=0.9), "client algorithm is adam); momentum is a parameter of apfl, ditto, "),
     # kept state
     ({**KEPT, "sync": "gradients"}, "local.keep_state = true: needs local steps"),
     ({**KEPT, **RACE}, "local.keep_state = true: keeps worker state"),

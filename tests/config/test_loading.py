@@ -56,13 +56,13 @@ def test_nan_and_inf_are_names_of_attacks(key, name):
     assert load_experiment(None, [f"{key}={name}", "attack.fraction=0.25"]).attack.name == name
 
 
-def test_overrides_come_after_the_file_and_name_each_key_once(file):
+def test_overrides_come_after_the_file_and_the_last_of_two_counts(file):
     experiment = load_experiment(file, ["rounds=6", "local.lr=0.3"])
     assert (experiment.rounds, experiment.local.params["lr"], experiment.local.epochs) == (6, 0.3, 3)
-    with pytest.raises(ExperimentError, match="^rounds: is set twice; remove one of the two$"):
-        load_experiment(file, ["rounds=5", "rounds=6"])
-    with pytest.raises(ExperimentError, match="^data.name: is set twice; remove one of the two$"):
-        load_experiment(file, ["data=huggingface", "data.name=mnist"])
+    with pytest.warns(SettingWarning, match="^rounds: is set twice; the last value counts$"):
+        assert load_experiment(file, ["rounds=5", "rounds=6"]).rounds == 6
+    with pytest.warns(SettingWarning, match="^data.name: is set twice; the last value counts$"):
+        assert load_experiment(file, ["data=huggingface", "data.name=mnist5k"]).data.name == "mnist5k"
 
 
 @pytest.mark.parametrize("key", ["server", "server.name"])

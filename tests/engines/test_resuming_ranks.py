@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import fedsim
 from fedsim.records.reader import Run
-from tests.commands import ROOT, ended, start_ranks, start_torchrun
+from tests.commands import ROOT, ended, latest, start_ranks, start_torchrun
 
 WORDS = (
     *("engine=distributed", "data=tests.components:tiny", "rounds=5", "checkpoint.every=1", "server=adam"),
@@ -40,8 +40,8 @@ def ranks(count, *words, cwd, start=start_ranks):
 
 def alone(*words, cwd):
     """Run the same experiment in this process and return its folder."""
-    words = [word for word in words if not word.startswith("distributed.")]
-    result = fedsim.run(fedsim.load_experiment(cwd / "tiny.toml", [*words, "engine=serial"]), out=cwd / "alone")
+    words = latest([*(word for word in words if not word.startswith("distributed.")), "engine=serial"])
+    result = fedsim.run(fedsim.load_experiment(cwd / "tiny.toml", words), out=cwd / "alone")
     return result.folder
 
 

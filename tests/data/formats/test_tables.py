@@ -265,6 +265,11 @@ def test_json_files_may_have_a_byte_order_mark_and_must_be_utf_8(tmp_path, encod
         assert load("leaf", path=str(tmp_path))[0].ids["user"].tolist() == ["é"]
 
 
+def test_a_key_in_the_plural_is_answered_with_the_key_of_the_component(cli):
+    line = 'data.splits = "fold": unknown key (the data set is csv); did you mean "split"?'
+    assert line in cli("run", "data=csv", "data.path=t.csv", "data.splits=fold").stderr
+
+
 def test_image_sizes_have_one_name(cli):
     result = cli("run", "data=torchvision:CIFAR10", "data.image_size=64")
     assert "data.image_size = 64: unknown key" in result.stderr
