@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from fedsim.core.input_limits import MAX_DEPTH, problem_with_words, refuse_long_chains
-from fedsim.core.suggestions import has_words, nearest
+from fedsim.core.suggestions import closest, did_you_mean, has_words
 from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, cut, show
 from fedsim.system.files import decoded, is_file, read_bounded
@@ -85,7 +85,8 @@ def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
         if equals:  # in Python, as the command line separates settings from files
             raise ExperimentError(f"{where}: is not a file; pass settings as {{{show(key)}: {cut(value)}}}") from None
         known, is_name = experiments(), path.name == path.stem == str(path)
-        hint = f"; {nearest(path.stem, known)}" if is_name or path.stem in known else ""
+        close = did_you_mean(closest(path.stem, known)) or "see fedsim list experiments"
+        hint = f"; {close}" if is_name or path.stem in known else ""
         raise ExperimentError(f"{where}: no such file; expected an experiment ({kind}) or key=value{hint}") from None
     except IsADirectoryError:
         hint = f"write {where}/experiment.toml, or --resume {where} to continue that run"

@@ -160,6 +160,8 @@ def test_every_number_of_a_round_says_which_value_is_better():
 def test_every_number_of_a_component_says_which_value_is_better():
     sources = {path: path.read_text() for path in Path(fedsim.__file__).parent.rglob("*.py")}
     recorded = {name for text in sources.values() for name in re.findall(r'metrics\["(\w+)"\] = ', text)}
+    of_policies = r'def numbers\(.*?return \{"(\w+)": '
+    recorded |= {name for text in sources.values() for name in re.findall(of_policies, text, re.DOTALL)}
     assert recorded == OF_COMPONENTS.keys()
     # writes to metrics that the pattern above misses
     unseen = r'(?<![.\w])metrics( \|= |\.update\(|\.setdefault\(|\[(?!"\w+"\] = ).*\] = )'
