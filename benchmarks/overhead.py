@@ -38,10 +38,7 @@ EXPERIMENT = {
     "local": {"batch_size": 1, "steps": 1, "lr": 0.01},
 }
 ENGINES = {"batched": {"engine": "batched", "processes": 1}, "serial": {"engine": "serial"}}
-KERNELS = {
-    "batched": ((stacked, "gather"), (stacked.StackStep, "__call__")),
-    "serial": ((sequential, "train_epoch"),),
-}
+KERNELS = {"batched": ((stacked, "gather"), (stacked.StackStep, "__call__")), "serial": ((sequential, "train_epoch"),)}
 TEST = Executor, "test"
 
 

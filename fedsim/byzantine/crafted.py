@@ -187,12 +187,7 @@ def _mean_and_deviation(honest: Tensor, dev: Deviation) -> tuple[Tensor, Tensor]
 
 @attack_strategy("opt_alie")
 def opt_alie(
-    honest: Tensor,
-    aggregate: Aggregate,
-    *,
-    evaluations: Evaluations = 16,
-    sign: Sign = -1,
-    ddof: Ddof = 1,
+    honest: Tensor, aggregate: Aggregate, *, evaluations: Evaluations = 16, sign: Sign = -1, ddof: Ddof = 1
 ) -> Tensor:
     """Return mean + sign z std (`alie`), with z tuned against the rule (after Shejwalkar and Houmansadr 2021).
 
@@ -242,12 +237,7 @@ def opt_ipm(honest: Tensor, aggregate: Aggregate, *, evaluations: Evaluations = 
 
 
 def _farthest(
-    mean: Tensor,
-    start: Tensor,
-    direction: Tensor,
-    honest: Tensor,
-    aggregate: Aggregate,
-    evaluations: int,
+    mean: Tensor, start: Tensor, direction: Tensor, honest: Tensor, aggregate: Aggregate, evaluations: int
 ) -> Tensor:
     """Return the update start + x * direction [d], with x >= 0 tuned against the aggregation rule.
 

@@ -40,8 +40,7 @@ Out = Annotated[
     ),
 ]
 Jobs = Annotated[
-    int | None,
-    typer.Option(help="Number of concurrent runs.", show_default="depends on cores and memory; 1 on a GPU"),
+    int | None, typer.Option(help="Number of concurrent runs.", show_default="depends on cores and memory; 1 on a GPU")
 ]
 Part = Annotated[
     str | None,

@@ -3,11 +3,7 @@
 from fedsim.clients.adapters import KeptState, as_algorithm
 from fedsim.clients.adaptive import Adagrad, Adam, AdamW
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, SampleNoise, WorkerFacts, WorkerRound, exchanges
-from fedsim.clients.base import (
-    OuterProductGrad,
-    State,
-    Stepper,
-)
+from fedsim.clients.base import OuterProductGrad, State, Stepper
 from fedsim.clients.capabilities import (
     CohortGradient,
     FeatureLoss,

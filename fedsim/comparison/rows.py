@@ -456,11 +456,7 @@ def best_of(rows: Sequence[Row], quality: Callable[[Row], float]) -> Row:
 
 
 def _choices(
-    runs: Sequence[Any],
-    compared: Sequence[str],
-    axis: str,
-    value: Callable[[Row], float],
-    by: str | None = None,
+    runs: Sequence[Any], compared: Sequence[str], axis: str, value: Callable[[Row], float], by: str | None = None
 ) -> list[Choice]:
     """Choose a value of the setting `axis` for each combination of the other settings.
 

@@ -295,11 +295,7 @@ def _write(comparison: Comparison, folder: ComparisonFolder, painter: Painter) -
 
 
 def merge(
-    folders: Sequence[Path],
-    out: Path,
-    settings: ComparisonSettings = NO_SETTINGS,
-    *,
-    allow_imports: bool = False,
+    folders: Sequence[Path], out: Path, settings: ComparisonSettings = NO_SETTINGS, *, allow_imports: bool = False
 ) -> Comparison:
     """Copy the runs of several folders into the folder `out`, and compare them. Nothing is trained.
 

@@ -1,15 +1,7 @@
 """Data sets as tensors, each worker's subset of a data set, and partition strategies."""
 
 from fedsim.data import synthetic  # noqa: F401  (registers the data set)
-from fedsim.data.formats import (  # noqa: F401  (registers the data sets)
-    arrays,
-    huggingface,
-    image_folder,
-    images,
-    leaf,
-    tables,
-    text,
-)
+from fedsim.data.formats import arrays, huggingface, image_folder, images, leaf, tables, text  # noqa: F401  (registers the data sets)
 from fedsim.data.heterogeneity import Heterogeneity, label_counts, plot_partition
 from fedsim.data.partitions import (
     ListedShards,

@@ -16,13 +16,7 @@ STARTED = "its processes have been started"  # what has been tried before the fi
 
 
 def retried(
-    attempt: Callable[[], T],
-    retries: int,
-    attempted: str,
-    note: Note | None = None,
-    *,
-    round: int = 0,
-    then: str = "",
+    attempt: Callable[[], T], retries: int, attempted: str, note: Note | None = None, *, round: int = 0, then: str = ""
 ) -> T:
     """Call `attempt`, and repeat the call if a process dies. Return the result of the first successful call.
 

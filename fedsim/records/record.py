@@ -228,8 +228,7 @@ class RoundRecord(Record):
     test_loss: Annotated[Number, Metric("Test loss", "lower", column="test loss", tag="test/loss")] = None
     """Test loss of the global model after the round, averaged over the test samples."""
     validation_accuracy: Annotated[
-        Number,
-        Metric("Validation accuracy", "higher", share=True, column="val accuracy", tag="validation/accuracy"),
+        Number, Metric("Validation accuracy", "higher", share=True, column="val accuracy", tag="validation/accuracy")
     ] = None
     """Accuracy on the samples held out by `data.validation_fraction`, or None without such samples."""
     validation_loss: Annotated[Number, Metric("Validation loss", "lower", column="val loss", tag="validation/loss")] = (

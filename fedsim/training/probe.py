@@ -309,13 +309,7 @@ class Trials:
         return TwoModels(module, layout, rows, buffers, inputs, targets)
 
     def _gradients_of(
-        self,
-        two: TwoModels,
-        dropouts: tuple[Dropout, ...],
-        precision: Precision,
-        *,
-        merged: bool,
-        turns: bool = False,
+        self, two: TwoModels, dropouts: tuple[Dropout, ...], precision: Precision, *, merged: bool, turns: bool = False
     ) -> tuple[list[Tensor], Tensor]:
         """Compute two models together; see `compare_gradients` and `way_for`.
 

@@ -16,12 +16,7 @@ from sklearn.cluster import MeanShift, estimate_bandwidth
 import fedsim
 from fedsim.aggregation import AggregationInputs, Gram, make_pipeline, resolve
 from fedsim.aggregation.mean_shift import ROUNDING, bandwidth_of, mean_shift
-from fedsim.aggregation.numerics.columns import (
-    bad_rows,
-    products_with,
-    squared_distances_to,
-    wide_blocks,
-)
+from fedsim.aggregation.numerics.columns import bad_rows, products_with, squared_distances_to, wide_blocks
 from fedsim.aggregation.numerics.gram import STRIP, stable_order
 from fedsim.aggregation.numerics.lazy_rows import LazyRows
 from fedsim.aggregation.numerics.sorting import map_sorted_columns, middle, middle_places

@@ -105,10 +105,7 @@ def altered(logged, tmp_path, change):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (
-            lambda text: text + "1,2,0,7,0,9999,10000,0,0\n",
-            "at event 9999, there is no worker 7",
-        ),
+        (lambda text: text + "1,2,0,7,0,9999,10000,0,0\n", "at event 9999, there is no worker 7"),
         (
             lambda text: re.sub(r"(\n1,1,0,\d,0,\d+,\d+),(\d+),", r"\1,33,", text, count=1),
             r"at event \d+, worker \d reads version 33 in the log, but version \d+ now",

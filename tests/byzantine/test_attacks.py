@@ -571,12 +571,7 @@ HONEST = torch.zeros(7, 33)
         *((HONEST, bad, {}, "n_byzantine = .*: must be a whole number >= 0") for bad in (-1, 1.0, True, "2")),
         (HONEST, 3, {"own_updates": torch.zeros(2, 33)}, r"own_updates: must be torch.float32 \(3, 33\) .*\(2, 33\)"),
         (HONEST, 3, {"last": torch.zeros(1, 33)}, r"last: must be torch.float32 \(33,\) .*\(1, 33\)"),
-        (
-            HONEST,
-            3,
-            {"aggregate": "krum"},
-            r'aggregate = "krum": must be a .*partial\(.* rule="krum", ...\)',
-        ),
+        (HONEST, 3, {"aggregate": "krum"}, r'aggregate = "krum": must be a .*partial\(.* rule="krum", ...\)'),
         (HONEST, 3, {"name": "aile"}, 'attack.name = "aile": no such attack; did you mean "alie"'),
         (HONEST, 3, {"zz": 1.0}, r"attack.zz = 1.0: unknown key \(the attack is alie\); allowed: name, ddof"),
     ],

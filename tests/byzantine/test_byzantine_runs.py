@@ -235,10 +235,7 @@ def test_a_backdoor_is_learnt_and_its_success_is_measured(tables):
             {"attack": {"name": "ipm", "fraction": 0.3, "resample": True, "by_class": 1}},
             "attack.by_class = 1: does not work",
         ),
-        (
-            {"attack": {"name": "ipm", "workers": [0], "start_round": 9}},
-            "attack.start_round = 9: must be at most ",
-        ),
+        ({"attack": {"name": "ipm", "workers": [0], "start_round": 9}}, "attack.start_round = 9: must be at most "),
         ({"attack": {"name": "ipm", "fraction": 0.3, "epsilon": 1.0}}, "unknown key .*write attack.eps=1.0"),
         ({"aggregate": {"rule": "krum", "f": 3}}, "with a cohort of 7: krum: needs n >= 2f \\+ 3; here f = 3, n = 7"),
         ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": is a pre-aggregator; put a rule after it'),

@@ -126,10 +126,7 @@ WORDS = [
     ("model=./my_model.py:Net", "write my_model:Net (without slashes and .py)"),
     ("model=C:/x/my_model.py:Net", "write my_model:Net, and start fedsim in C:/x or add this folder to PYTHONPATH"),
     ("model=my_model.Net", "write my_model:Net (with a colon)"),
-    (
-        "aggregate=tests.components:misplaced",
-        "fedsim does not pass the argument value, only updates, weights, gram,",
-    ),
+    ("aggregate=tests.components:misplaced", "fedsim does not pass the argument value, only updates, weights, gram,"),
     ("nothere.toml", "no such file"),
     ("a.toml b.toml", '"b.toml": expected key=value, because "a.toml" is already the experiment'),
     (".", "cannot be read: Is a directory"),
@@ -138,10 +135,7 @@ WORDS = [
 FILES = [
     ("[local]\nlr = 0.1\n[local]", "write each key and each [table] once"),
     ("local:\n  lr: 0.1", '(at line 1, column 6): "local:"; write key = value with'),
-    (
-        "rounds = 3\nmodel = 2nn  # small",
-        '(at line 2, column 10): "model = 2nn  # small"; write key = value with text',
-    ),
+    ("rounds = 3\nmodel = 2nn  # small", '(at line 2, column 10): "model = 2nn  # small"; write key = value with text'),
     ("rounds = 3\nrounds = 4", 'Cannot overwrite a value (at end of document): "rounds = 4"'),
     ("[local]\nlr = 0.1\nworkers = 8", "workers is a top-level key; in a file write it above the first [table]"),
 ]

@@ -8,17 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsim.clients import (
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    FedNova,
-    FedProx,
-    Scaffold,
-    WorkerFacts,
-    WorkerRound,
-)
+from fedsim.clients import SGD, Adagrad, Adam, AdamW, FedNova, FedProx, Scaffold, WorkerFacts, WorkerRound
 
 D, STEPS = 1000, 20
 NUMBERS = [torch.float32, torch.float64]

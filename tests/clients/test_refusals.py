@@ -70,10 +70,7 @@ REFUSED = [
     (of_local(lr=[0.1, -0.1]), "local.lr = -0.1: must be greater than or equal to 0"),
     (of_local(lr=-1), "local.lr = -1: must be greater than or equal to 0"),
     (of_local(lr=[0.1, 0.2]), "local.lr = [0.1, 0.2]: must be 4 numbers, one per worker, not 2"),
-    (
-        of_local(lr={"uniform": 0.2}),
-        "local.lr = {uniform = 0.2}: must be a number, a list with one number per worker",
-    ),
+    (of_local(lr={"uniform": 0.2}), "local.lr = {uniform = 0.2}: must be a number, a list with one number per worker"),
     (of_local(lr={"uniform": [1, 2], "choice": [1]}), "must be a number, a list with one number per worker, {uniform"),
     (of_local(lr={}), "local.lr = {}: must be a number, a list with one number per worker, {uniform"),
     (of_local(momentum={"choice": [0.5, 1]}), "local.momentum = 1: must be less than 1"),
@@ -110,14 +107,8 @@ REFUSED = [
     ({"server": {"name": "bmuf", "schedule": "cosine"}}, "server.schedule: needs a learning rate "),
     ({**scheduled("cosine"), **CLOCK, "policy": "fedasync"}, "local.schedule: does not apply to asynchronous"),
     ({**scheduled(BY_STEP, steps=2), "aggregate": "qfedavg"}, 'per = "step": "qfedavg" needs one learning rate'),
-    (
-        scheduled({"name": f"{__name__}:no_scheduler"}),
-        "local.schedule.name: the function must return a scheduler",
-    ),
-    (
-        scheduled("cosine", algorithm=f"{__name__}:Rateless"),
-        "local.schedule: needs a learning rate `lr`, which",
-    ),
+    (scheduled({"name": f"{__name__}:no_scheduler"}), "local.schedule.name: the function must return a scheduler"),
+    (scheduled("cosine", algorithm=f"{__name__}:Rateless"), "local.schedule: needs a learning rate `lr`, which"),
     # algorithms
     *(
         ({**of_local(algorithm=algorithm), **changes}, f'local.algorithm = "{algorithm}": ')

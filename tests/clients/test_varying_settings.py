@@ -82,11 +82,7 @@ def adam_step(row, start, gradient, state, lr, momentum):
     return row - lr * (state["m"] / (1 - 0.9**t)) / ((state["v"] / (1 - 0.999**t)).sqrt() + 1e-8)
 
 
-ALGORITHMS = {
-    "sgd": (sgd_step, {"weight_decay": 0.1}),
-    "fedprox": (fedprox_step, {"mu": 0.5}),
-    "adam": (adam_step, {}),
-}
+ALGORITHMS = {"sgd": (sgd_step, {"weight_decay": 0.1}), "fedprox": (fedprox_step, {"mu": 0.5}), "adam": (adam_step, {})}
 
 
 def trained(step, numbers):

@@ -57,8 +57,7 @@ def test_words_with_commas_become_axes(words, axes, others):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["seed=0,1", "seed=2,3"], ["seed=0,1", "seed=2"], ["seed=2", "seed=0,1"], ["seed=2", "seed=3"]],
+    "words", [["seed=0,1", "seed=2,3"], ["seed=0,1", "seed=2"], ["seed=2", "seed=0,1"], ["seed=2", "seed=3"]]
 )
 def test_a_key_twice_is_refused(words):
     with pytest.raises(ExperimentError, match="^seed: is set twice; remove one of the two$"):

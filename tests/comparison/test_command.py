@@ -82,10 +82,7 @@ def assert_continues(cli, tmp_path, before):
 
 @pytest.mark.parametrize(
     ("number", "code", "word"),
-    [
-        (signal.SIGINT, 130, "interrupted"),
-        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
-    ],
+    [(signal.SIGINT, 130, "interrupted"), pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow)],
 )
 def test_a_signal_ends_everything_and_the_same_command_continues(cli, tmp_path, number, code, word):
     process = start(*LONG, *ENDLESS, cwd=tmp_path)

@@ -96,11 +96,7 @@ def test_a_run_without_its_model_file_is_not_finished(serial, tmp_path):
         ({"local": {"batch_size": 16, "lr": 0.1}}, {}, ["local.lr: 0.05 there, 0.1 here"]),
         ({"records": {"model": True}}, {}, ["records.model: false there, true here"]),
         ({}, {"seed": [1, 2]}, ["seed = 0: is in the stored comparison, but not in the new comparison"]),
-        (
-            {},
-            {"workers": [3, 4]},
-            ["workers: is an axis of the new comparison, but not of the stored comparison"],
-        ),
+        ({}, {"workers": [3, 4]}, ["workers: is an axis of the new comparison, but not of the stored comparison"]),
         ({"cohort": 2}, {}, ["cohort: not set there, 2 here"]),
         ({"aggregate": {"weights": "samples"}}, {}, ['aggregate.weights: not set there, "samples" here']),
     ],

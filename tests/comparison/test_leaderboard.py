@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedsim.comparison.leaderboard import (
-    friedman,
-    leaderboard_csv,
-    leaderboard_text,
-    nemenyi,
-    ranks_of,
-)
+from fedsim.comparison.leaderboard import friedman, leaderboard_csv, leaderboard_text, nemenyi, ranks_of
 from fedsim.comparison.on_paper import draw_leaderboard
 from tests.comparison.made_up import compared, lines_of
 

@@ -156,10 +156,7 @@ def test_a_cell_of_a_small_number_has_as_many_digits_as_the_table():
 @pytest.mark.parametrize(("seeds", "lines", "bands"), [(1, 1, 0), (2, 3, 0), (3, 4, 0), (4, 1, 1)])
 def test_up_to_three_seeds_are_thin_lines_and_four_have_a_band(seeds, lines, bands):
     comparison = compared({"workers": [5, 10, 15], "seed": list(range(seeds))}, rising)
-    for axes in (
-        draw_curves(comparison).axes[0],
-        draw_values(comparison, "workers").axes[0],
-    ):
+    for axes in (draw_curves(comparison).axes[0], draw_values(comparison, "workers").axes[0]):
         count = 3 if axes.get_xlabel() == "round" else 1
         assert (len(axes.lines), len(axes.collections)) == (count * lines, count * bands)
 

@@ -41,10 +41,7 @@ WRONG = [
     ({"data": {"augment": ["flip", {"name": "shift", "pixels": -3}]}}, "data.augment[1].pixels = -3: must be greater"),
     ("local.nesterov=true", "local.nesterov = true: needs local.momentum > 0"),
     ("aggregate.weights=[1.0]", "aggregate.weights = [1.0]: must be 4 numbers, one per worker, not 1"),
-    (
-        "cohort=2 aggregate.weights=[0,0,1,1]",
-        "aggregate.weights = [0.0, 0.0, 1.0, 1.0]: all weights of a cohort of",
-    ),
+    ("cohort=2 aggregate.weights=[0,0,1,1]", "aggregate.weights = [0.0, 0.0, 1.0, 1.0]: all weights of a cohort of"),
     (
         "engine=fedsim.errors:FedsimError",
         'engine = "fedsim.errors:FedsimError": cannot be used: an engine must be a class that derives',

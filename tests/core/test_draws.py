@@ -12,17 +12,7 @@ import torch
 
 import fedsim
 from fedsim.core import philox
-from fedsim.core.philox import (
-    MASK,
-    Stream,
-    bernoulli,
-    blocks,
-    permutations,
-    shuffles,
-    to_integers,
-    to_uniform,
-    words,
-)
+from fedsim.core.philox import MASK, Stream, bernoulli, blocks, permutations, shuffles, to_integers, to_uniform, words
 from fedsim.core.randomness import (
     WORDS_AHEAD,
     Draws,

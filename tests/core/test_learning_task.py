@@ -556,8 +556,5 @@ def squeezed(outputs, targets):
 
 
 def test_a_loss_of_samples_that_squeezes_a_single_sample_is_not_joint(tiny_experiment):
-    with (
-        fedsim.Session() as session,
-        begun(fedsim.Experiment(**tiny_experiment, task=squeezed), session) as (task, _),
-    ):
+    with fedsim.Session() as session, begun(fedsim.Experiment(**tiny_experiment, task=squeezed), session) as (task, _):
         assert not task.learning_task.is_joint(torch.zeros(1, 3), torch.zeros(1, dtype=torch.long))

@@ -67,10 +67,7 @@ def drawn(monkeypatch):
     return figures
 
 
-@pytest.mark.parametrize(
-    ("n_workers", "n_classes", "as_bars"),
-    [(2, 2, True), (31, 10, False), (5, 21, False)],
-)
+@pytest.mark.parametrize(("n_workers", "n_classes", "as_bars"), [(2, 2, True), (31, 10, False), (5, 21, False)])
 def test_few_workers_are_bars_and_many_are_a_heat_map(n_workers, n_classes, as_bars, drawn):
     counts = np.random.default_rng(0).integers(0, 50, (n_workers, n_classes)) + 1
     png = fedsim.plot_partition(counts, "a title")

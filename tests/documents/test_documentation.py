@@ -53,8 +53,7 @@ def run_forked(words, folder, environment):
 
 
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.slow] * (blocks.SLOW in text)) for page, text in PAGES.items()],
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (blocks.SLOW in text)) for page, text in PAGES.items()]
 )
 def test_the_blocks_of_the_page_print_the_outputs_below_them(page, tmp_path):
     results = blocks.run(PAGES[page], tmp_path, run_forked)

@@ -54,7 +54,7 @@ CASES = {
     "adamw": {**by("adamw", epochs=2)},
     "worker state and messages": {**SOME, **by("tests.components:Counting"), "rounds": 4},
     "worker state of rows left out": {
-        **{**ATTACKED, **NAN_LEFT_OUT, "local": {"algorithm": "tests.components:Counting"}, "rounds": 3},
+        **{**ATTACKED, **NAN_LEFT_OUT, "local": {"algorithm": "tests.components:Counting"}, "rounds": 3}
     },
     "adagrad": {"local": {"algorithm": "adagrad", "lr_decay": 0.1, "weight_decay": 0.1}},
     "dropout": {"model": "net", "partition": "tests.components:uneven"},
@@ -70,7 +70,7 @@ CASES = {
     "augmentation": {"data": {"name": "tests.components:tiny", "augment": ["flip", {"name": "shift", "pixels": 1}]}},
     "crop and cutout": {"data": {"name": "tests.components:tiny", "augment": ["crop", {"name": "cutout", "size": 8}]}},
     "transforms of torchvision": {
-        "data": {"name": "tests.components:tiny", "augment": ["torchvision:RandAugment", "torchvision:GaussianNoise"]},
+        "data": {"name": "tests.components:tiny", "augment": ["torchvision:RandAugment", "torchvision:GaussianNoise"]}
     },
     "float64": {"precision": "float64"},
     "bfloat16": {"precision": "bf16", "model": "net"},
@@ -99,7 +99,7 @@ CASES = {
     },
     "an attack that draws": {**ATTACKED, "attack": {"name": "gaussian", "workers": [1, 3]}, "aggregate": "median"},
     "an attack that remembers": {
-        **{**ATTACKED, "rounds": 3, "attack": {"name": "free_rider", "what": "last", "fraction": 0.3}},
+        **{**ATTACKED, "rounds": 3, "attack": {"name": "free_rider", "what": "last", "fraction": 0.3}}
     },
     "groups": {**GROUPED, "top_aggregate": "mean", "server": {"name": "bmuf", "nesterov": True}},
     "groups with states, drawn rules, and attacks on both levels": {
@@ -162,7 +162,7 @@ PROCESSED = {
         "processors": ["clip", {"name": "rand_k", "ratio": 0.1}, "terngrad"],
     },
     "a rule with data of the server's own, and processed updates": {
-        **{"aggregate": {"rule": "fltrust", "root_samples": 20}, "processors": ["sign"]},
+        **{"aggregate": {"rule": "fltrust", "root_samples": 20}, "processors": ["sign"]}
     },
 }
 
@@ -172,7 +172,7 @@ TASKS = {
     "regression": {**REGRESSION, "partition": "tests.components:uneven"},
     "a character LSTM": {**CHAR_LSTM, "partition": "tests.components:uneven"},
     "a transformer with dropout": {
-        **{**GPT, "model": {**GPT["model"], "dropout": 0.3}, "partition": "tests.components:uneven"},
+        **{**GPT, "model": {**GPT["model"], "dropout": 0.3}, "partition": "tests.components:uneven"}
     },
     "a residual network": {**RESNET, "partition": "tests.components:uneven", "local": {"batch_size": 5}},
     "next token": {**NEXT_TOKEN, "partition": "tests.components:uneven", "metrics": ["perplexity"]},
@@ -194,21 +194,19 @@ WORK = {
             **{"momentum": {"choice": [0.0, 0.9]}, "clip_norm": {"choice": [0.1, 0.3, 1.0]}, "epochs": 2},
         },
     },
-    "clipped gradients": {
-        **{**UNEVEN, **NORMALISED, "local": {"clip_norm": 0.5, "momentum": 0.5, "drop_last": True}},
-    },
+    "clipped gradients": {**{**UNEVEN, **NORMALISED, "local": {"clip_norm": 0.5, "momentum": 0.5, "drop_last": True}}},
     "accumulated gradients": {
-        **{**UNEVEN, **NORMALISED, "local": {"accumulation_steps": 3, "epochs": 2, "drop_last": True}},
+        **{**UNEVEN, **NORMALISED, "local": {"accumulation_steps": 3, "epochs": 2, "drop_last": True}}
     },
     "learning rates by round": {
         **{"local": {"algorithm": "adam", "schedule": "cosine"}, "rounds": 3},
         "server": {"name": "momentum", "schedule": {"name": "exponential", "gamma": 0.5}},
     },
     "learning rates by step": {
-        **{**UNEVEN, "local": {"steps": 4, "momentum": 0.5, "schedule": {"name": "one_cycle", "per": "step"}}},
+        **{**UNEVEN, "local": {"steps": 4, "momentum": 0.5, "schedule": {"name": "one_cycle", "per": "step"}}}
     },
     "rows left out in turn": {
-        **{**ATTACKED, **NAN_LEFT_OUT, "attack": {"name": "nan", "fraction": 0.3, "resample": True}, "rounds": 3},
+        **{**ATTACKED, **NAN_LEFT_OUT, "attack": {"name": "nan", "fraction": 0.3, "resample": True}, "rounds": 3}
     },
 }
 ALGORITHMS = {  # with the data that their additional gradients and full gradients must see
@@ -222,20 +220,20 @@ ALGORITHMS = {  # with the data that their additional gradients and full gradien
     "mime": {**SOME, **by("mime"), "model": "net", "rounds": 3},
     "mime with BatchNorm": {**NORMALISED, **by("mime")},
     "ditto with BatchNorm": {
-        **{**SOME, **NORMALISED, **by("ditto", personal_steps=2), "cohort": 2, "rounds": 4, "buffers": "local"},
+        **{**SOME, **NORMALISED, **by("ditto", personal_steps=2), "cohort": 2, "rounds": 4, "buffers": "local"}
     },
     "pfedme": {**SOME, **by("pfedme", inner_steps=2), "model": "net", "cohort": 2, "rounds": 4},
     "apfl": {**UNEVEN, **NORMALISED, **by("apfl", batch_size=15, adaptive=True, momentum=0.5), "rounds": 3},
     "per_fedavg": {**UNEVEN, **NORMALISED, **by("per_fedavg", inner_lr=0.05), "workers": 4},
     "personal parameters": {
-        **{**SOME, "local": {"algorithm": "fedper", "personal": ["*.bias"], "momentum": 0.5}, "rounds": 3},
+        **{**SOME, "local": {"algorithm": "fedper", "personal": ["*.bias"], "momentum": 0.5}, "rounds": 3}
     },
     "personal parameters first": {
         "local": {"algorithm": "fedrep", "personal": ["*.bias"], "momentum": 0.5, "weight_decay": 0.1, "epochs": 3},
         **{**SOME, "rounds": 3},
     },
     "personal normalisation layers": {
-        **{**NORMALISED, **by("fedbn"), "buffers": "local", "workers": 5, "cohort": 3, "rounds": 4},
+        **{**NORMALISED, **by("fedbn"), "buffers": "local", "workers": 5, "cohort": 3, "rounds": 4}
     },
     "several global models": {
         **{**SOME, **NORMALISED, **by("ifca", k=2, momentum=0.5), "rounds": 3, "data.local_test_fraction": 0.3},
@@ -247,7 +245,7 @@ ALGORITHMS = {  # with the data that their additional gradients and full gradien
     },
     "features of three models": {**SOME, **by("moon"), "model": "net", "rounds": 3},
     "features of normalised models": {
-        **{**by("moon"), "model": "tests.models:NormalisedFeatures", "workers": 5, "cohort": 3, "rounds": 3},
+        **{**by("moon"), "model": "tests.models:NormalisedFeatures", "workers": 5, "cohort": 3, "rounds": 3}
     },
 }
 ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK, **ALGORITHMS, **SAMPLED}

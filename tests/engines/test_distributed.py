@@ -49,7 +49,7 @@ FURTHER = {
     "geometric median, weighted": {"workers": 5, "aggregate": {"rule": "geometric_median", "weights": "samples"}},
     "rows of equal workers": {"workers": 6, "attack": {"name": "mimic", "fraction": 0.4}, "aggregate": "medoid"},
     "an attack with a state": {
-        **{"workers": 6, "attack": {"name": "mimic", "workers": [1, 4], "warmup": 2}, "aggregate": "trimmed_mean"},
+        **{"workers": 6, "attack": {"name": "mimic", "workers": [1, 4], "warmup": 2}, "aggregate": "trimmed_mean"}
     },
     "an attack tuned to losses": {
         **{"workers": 6, "model": "logistic", "attack": {"name": "opt_alie", "fraction": 0.3}},

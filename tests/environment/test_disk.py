@@ -150,10 +150,7 @@ def test_an_event_file_that_cannot_be_written_is_a_record_error(tiny_experiment,
     numbers = scalars(fedsim.run(tiny_experiment).history[0])
     (tmp_path / "file").write_text("")
     board = lambda folder: tensorboard(LoggedRun("run", "group", {}, "0" * 32, folder=folder))  # noqa: E731
-    with (
-        board(tmp_path / "file") as log,
-        pytest.raises(RecordError, match=r"events\.out\..*Not a directory; a file"),
-    ):
+    with board(tmp_path / "file") as log, pytest.raises(RecordError, match=r"events\.out\..*Not a directory; a file"):
         log(1, numbers)
     with limited(resource.RLIMIT_FSIZE, 100), board(tmp_path) as log:
         with pytest.raises(RecordError, match=r"events\.out\..*: File too large"):

@@ -46,11 +46,7 @@ NAMES = [
 ]
 TABLES = [
     {"rounds": 2, "workers": 5, "model": {"name": "2nn", "hidden": 8}, "local": {"lr": 0.1, "steps": 3}},
-    {
-        "aggregate": {"rule": ["nnm", {"rule": "multi_krum", "m": 2}], "f": 1},
-        "workers": 6,
-        "server": {"name": "adam"},
-    },
+    {"aggregate": {"rule": ["nnm", {"rule": "multi_krum", "m": 2}], "f": 1}, "workers": 6, "server": {"name": "adam"}},
     {
         "attack": {"name": "alie", "workers": [0, 1]},
         "workers": 7,

@@ -46,11 +46,7 @@ def test_values_beyond_the_limits_are_one_short_line(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        f"aggregate = {{weights = [{'-1,' * 20_000}]}}",
-        "".join(f"k{number} = 1\n" for number in range(2_000)),
-    ],
+    "text", [f"aggregate = {{weights = [{'-1,' * 20_000}]}}", "".join(f"k{number} = 1\n" for number in range(2_000))]
 )
 def test_of_very_many_problems_the_first_are_reported(tmp_path, text):
     (tmp_path / "x.toml").write_text(text)
@@ -73,10 +69,7 @@ def test_words_beyond_the_limits_are_one_short_line(cli):
     ("tables", "message"),
     [
         ({"workers": 10**12}, "workers = 1000000000000: data about the members of a cohort takes 100,000.0 GB"),
-        (
-            {"workers": 10**15, "cohort": 10**13},
-            "cohort = 10000000000000: data about the members of a cohort takes",
-        ),
+        ({"workers": 10**15, "cohort": 10**13}, "cohort = 10000000000000: data about the members of a cohort takes"),
         (
             {"workers": 10**12, "cohort": 10, "attack": {"name": "sign_flipping", "fraction": 0.1}},
             "attack.fraction = 0.1: drawing from 1000000000000 workers takes 100,000.0 GB",

@@ -166,10 +166,7 @@ def test_workers_that_keep_their_buffers_start_from_them(tiny_experiment):
         ({"model": {"name": "tests.models:Complex", "buffer": True}}, "buffer factor is complex"),
         ({"model": "tests.models:Lazy"}, r'model.name = "tests.models:Lazy": the model cannot be created'),
         ({"model": "tests.models:LetsGo"}, "model: replaces the data of linear.weight during training"),
-        (
-            {"model": "tests.models:MovesFrozen"},
-            "model: changes the frozen parameter slow.weight during training",
-        ),
+        ({"model": "tests.models:MovesFrozen"}, "model: changes the frozen parameter slow.weight during training"),
         ({"aggregate": "tests.components:refusing"}, "^aggregate.f = 5: needs more than 10 workers, not 3$"),
         (
             {"engine": "processes", "processes": 1, "aggregate": "tests.components:refusing"},

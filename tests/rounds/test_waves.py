@@ -36,7 +36,7 @@ MORE = {
             "cohort": 3,
             "rounds": 3,
             "processors": [{"name": "top_k", "ratio": 0.1, "error_feedback": True}],
-        },
+        }
     },
 }
 OWN = {**ALL_CASES, **MORE}

@@ -142,11 +142,7 @@ def run_rounds(tables):
     with fedsim.Session() as session, begun(experiment, session) as (task, engine):
         loop = SynchronousLoop(task, engine)
         records = [loop.run_round(round) for round in range(1, experiment.rounds + 1)]
-        return (
-            records,
-            engine.states.tensors(),
-            {n: t.clone() for n, t in engine.shared.server.algorithm.items()},
-        )
+        return (records, engine.states.tensors(), {n: t.clone() for n, t in engine.shared.server.algorithm.items()})
 
 
 @pytest.mark.parametrize("engine", [{"engine": "serial"}, {"engine": "batched", "processes": 1}])

@@ -19,10 +19,7 @@ import fedsim
 from fedsim.errors import DivergedError
 
 CLOCK = {"mode": "clock", "clock": {"slowdown": "lognormal"}}
-SCHEDULES = {
-    "local.schedule": {"name": "step", "step_size": 1},
-    "server.schedule": {"name": "cosine", "warmup": 1},
-}
+SCHEDULES = {"local.schedule": {"name": "step", "step_size": 1}, "server.schedule": {"name": "cosine", "warmup": 1}}
 
 
 def tensors():

@@ -15,11 +15,7 @@ from fedsim.server import ServerStep
 from tests.matrix import in_turn
 
 SWITCH, ROUNDS = 2, 4
-ENGINES = {
-    "serial": {},
-    "processes": {"processes": 2},
-    "batched": {"processes": 1, "batched": {"max_workers": 2}},
-}
+ENGINES = {"serial": {}, "processes": {"processes": 2}, "batched": {"processes": 1, "batched": {"max_workers": 2}}}
 BUFFERED = {"model": "tests.models:Normalised", "workers": 5, "cohort": 3}
 
 

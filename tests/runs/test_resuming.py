@@ -39,7 +39,7 @@ CASES = {
         "processors": [{"name": "powersgd", "rank": 1, "error_feedback": True}, "cast"],
     },
     "rule with a state": {
-        **{"aggregate": {"rule": "foolsgold"}, "workers": 6, "cohort": 4, "partition": {"name": "shards", "s": 2}},
+        **{"aggregate": {"rule": "foolsgold"}, "workers": 6, "cohort": 4, "partition": {"name": "shards", "s": 2}}
     },
     "rule that goes on from the last update": {
         **{"workers": 5, "attack": {"name": "alie", "fraction": 0.2, "z": 1.5}},
@@ -63,7 +63,7 @@ CASES = {
     "scaffold": {"local": {"algorithm": "scaffold", "batch_size": 16}, "workers": 6, "cohort": 3},
     "feddyn": {"local": {"algorithm": "feddyn", "batch_size": 16}, "workers": 6, "cohort": 3, "aggregate": "mean"},
     "personal parameters": {
-        **{"local": {"algorithm": "fedrep", "personal": ["*.bias"], "steps": 3, "head_steps": 1}, "cohort": 2},
+        **{"local": {"algorithm": "fedrep", "personal": ["*.bias"], "steps": 3, "head_steps": 1}, "cohort": 2}
     },
     "several global models": {
         **{"local": {"algorithm": "ifca", "k": 2, "steps": 3}, "workers": 6, "cohort": 3},

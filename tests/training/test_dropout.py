@@ -17,12 +17,7 @@ from fedsim.core.philox import blocks
 from fedsim.core.randomness import draw_key
 from fedsim.training import sequential
 from fedsim.training.batches import BatchSource
-from fedsim.training.forward_functions import (
-    Dropout,
-    FactorsAhead,
-    RowDropout,
-    dropout_factors,
-)
+from fedsim.training.forward_functions import Dropout, FactorsAhead, RowDropout, dropout_factors
 
 SEEN: list[torch.Tensor] = []  # masks that dropout has applied to ones
 

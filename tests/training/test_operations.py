@@ -15,13 +15,7 @@ from torch.func import vmap
 
 from fedsim.clients import OuterProductGrad
 from fedsim.errors import ExperimentError
-from fedsim.training.operations import (
-    DataDependenceCheck,
-    MergedBatch,
-    NotMergeableError,
-    VmapOverrides,
-    in_one_chunk,
-)
+from fedsim.training.operations import DataDependenceCheck, MergedBatch, NotMergeableError, VmapOverrides, in_one_chunk
 from fedsim.training.stacked_module import StackedModule
 
 IMAGES = (3, 4, 6, 5)

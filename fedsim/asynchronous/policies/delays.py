@@ -177,11 +177,7 @@ def geometric(n_workers: int, rng: np.random.Generator, *, ratio: Ratio = 8.0, s
 
 @slowdown("stragglers")
 def stragglers(
-    n_workers: int,
-    rng: np.random.Generator,
-    *,
-    fraction: Fraction = 0.1,
-    factor: PositiveFloat = 10.0,
+    n_workers: int, rng: np.random.Generator, *, fraction: Fraction = 0.1, factor: PositiveFloat = 10.0
 ) -> np.ndarray:
     """Return slowdown factor `factor` for randomly drawn workers (stragglers), and 1 for all other workers.
 

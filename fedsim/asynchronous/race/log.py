@@ -23,7 +23,7 @@ KINDS = TAKEN, CANCELLED, LEFT = range(3)
 
 # Keys that may differ between a race and the experiment that repeats it.
 FREE = {"name", "engine", "processes", "threads_per_process", "timeout", "device", "mode", "rounds", "batched"} | {
-    *("clock", "race", "records", "checkpoint", "cuda_graphs", "process_retries", "worker_state_memory"),
+    *("clock", "race", "records", "checkpoint", "cuda_graphs", "process_retries", "worker_state_memory")
 }
 
 

@@ -1,13 +1,6 @@
 """Partition strategies, which assign a data set's samples to workers."""
 
-from fedsim.data.partitions import (  # noqa: F401  (registers the strategies)
-    dirichlet,
-    features,
-    given,
-    labels,
-    sizes,
-    virtual,
-)
+from fedsim.data.partitions import dirichlet, features, given, labels, sizes, virtual  # noqa: F401  (registers the strategies)
 from fedsim.data.partitions.base import (
     Transform,
     partition,

@@ -67,11 +67,7 @@ class TestTables:
     @pytest.mark.parametrize(
         ("change", "params", "match"),
         [
-            (
-                {"targets": [""] * 20},
-                {"ids": ["user"]},
-                r'"y": has no value in line 2 \(20 such values\); remove',
-            ),
+            ({"targets": [""] * 20}, {"ids": ["user"]}, r'"y": has no value in line 2 \(20 such values\); remove'),
             ({}, {"ids": ["usr"]}, 'has no column "usr"; did you mean "user"'),
             ({}, {"target": "z", "ids": ["user"]}, 'has no column "z"'),
             (
@@ -106,10 +102,7 @@ class TestTables:
                 "a,y\n" + "1e300,0\n1,0\n2,0\n",
                 r'column "a": contains 1e\+300, which float32 cannot hold, in line 2; remove',
             ),
-            (
-                "\u00e4,y\n1,0\n",
-                r'line 1 is not UTF-8 \("ä" in Latin-1\); save the file as UTF-8, .* iconv',
-            ),
+            ("\u00e4,y\n1,0\n", r'line 1 is not UTF-8 \("ä" in Latin-1\); save the file as UTF-8, .* iconv'),
             ("a,y\n\u00e4,0\n", r'line 2 is not UTF-8 \("ä" in Latin-1\); save'),
         ]:
             (tmp_path / "t.csv").write_text(text, encoding="latin-1")
@@ -213,10 +206,7 @@ class TestArrays:
                 {"x_train": INPUTS, "y_train": LABELS, "x_val": INPUTS[:5], "y_val": LABELS[:5]},
                 r'"x_val" has shape \[5, 3\]; must be one of inputs, x_train, x, .*, test_labels, or',
             ),
-            (
-                {"inputs": np.full((2, 2), np.inf), "targets": LABELS[:2]},
-                r"inputs: contains inf, .* in row 0 \(2 such",
-            ),
+            ({"inputs": np.full((2, 2), np.inf), "targets": LABELS[:2]}, r"inputs: contains inf, .* in row 0 \(2 such"),
             ({"inputs": INPUTS, "targets": np.full(20, np.nan)}, "targets: contains NaN or no value in row 0"),
             ({"inputs": INPUTS, "targets": LABELS, "test_inputs": INPUTS}, "has no array test_targets"),
             ({"inputs": INPUTS, "targets": LABELS, "test_targets": LABELS}, "has no array test_inputs"),

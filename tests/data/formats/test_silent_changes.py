@@ -227,10 +227,7 @@ class TestTables:
         line = 'column "index" only numbers the rows'
         assert load("parquet", line, path=str(tmp_path / "c.parquet"), test_fraction=0.5)[0].inputs.shape == (4, 1)
         both = {"inputs": ["x", "number"], "ids": []}
-        assert load("parquet", path=str(tmp_path / "b.parquet"), **both)[0].inputs.shape == (
-            8,
-            2,
-        )
+        assert load("parquet", path=str(tmp_path / "b.parquet"), **both)[0].inputs.shape == (8, 2)
 
     def test_a_data_frame_that_was_read_with_its_index_is_meant_without(self):
         pandas = pytest.importorskip("pandas")

@@ -265,13 +265,7 @@ IMPOSSIBLE = [
         {"k": 2},
         "partition.k = 2: 4 workers with 2 classes each cover only 8 of 10 .* be lost",
     ),
-    (
-        np.array([0, 1, 1, 1, 1]),
-        4,
-        "classes_per_worker",
-        {"k": 1},
-        '.*"classes_per_worker": worker 2 got no samples',
-    ),
+    (np.array([0, 1, 1, 1, 1]), 4, "classes_per_worker", {"k": 1}, '.*"classes_per_worker": worker 2 got no samples'),
     (LABELS, 100, "dirichlet", {"min_size": 31}, "partition.min_size = 31: 100 workers .* each need 3100 .* 3000"),
     (
         *(LABELS, 100, "dirichlet", {"min_size": 29, "alpha": 0.1}),
