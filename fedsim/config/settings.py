@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, field_validator
 
 from fedsim.aggregation import Pipeline
 from fedsim.byzantine.base import draw_attackers
@@ -150,6 +150,15 @@ class Settings(Table):
     def rule(self) -> Pipeline:
         """Aggregation rule with its parameters."""
         return self.aggregate.pipeline(self.f)
+
+    @field_validator("groups", mode="before")
+    @classmethod
+    def _check_groups(cls, value: Any) -> Any:
+        if isinstance(value, (bool, float, dict)) or value == 0:
+            raise ValueError(
+                "must be a number of groups, a list with the group of each worker, or a function module:name"
+            )
+        return value
 
     @cached_property
     def grouping(self) -> np.ndarray:
