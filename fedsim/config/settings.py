@@ -154,10 +154,8 @@ class Settings(Table):
     @field_validator("groups", mode="before")
     @classmethod
     def _check_groups(cls, value: Any) -> Any:
-        if isinstance(value, (bool, float, dict)) or value == 0:
-            raise ValueError(
-                "must be a number of groups, a list with the group of each worker, or a function module:name"
-            )
+        if isinstance(value, (bool, float, dict)) or (isinstance(value, int) and value < 1):
+            raise ValueError("must be a number of groups, a list with the group of each worker, or package.module:name")
         return value
 
     @cached_property

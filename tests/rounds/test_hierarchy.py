@@ -173,12 +173,14 @@ def drawn(workers):
     return np.random.default_rng().permutation(workers)
 
 
+NEEDS_GROUPS = "must be a number of groups, a list with the group of each worker, or package.module:name"
+
+
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
         ({"groups": 8}, "groups = 8: must be at most 7, the number of workers; use more workers"),
-        ({"groups": 2.5}, "groups = 2.5: must be a number of groups, a list with the group of each worker, or"),
-        ({"groups": 0}, "groups = 0: must be a number of groups, a list with the group of each worker, or"),
+        *(({"groups": wrong}, f"groups = {wrong}: {NEEDS_GROUPS}") for wrong in (0, 2.5)),
         (
             {"groups": [0, 1, 3, 0, 0, 0, 0]},
             "groups = [0, 1, 3, 0, 0, 0, 0]: must be the group of each of 7 workers, numbered 0, 1, ... without gaps; "
