@@ -291,8 +291,8 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
         line = f"{place}: {error}"
         raise ExperimentError(*(["; ".join([line, *wrong])] if own else wrong or [line])) from error
     _warn_of_classes(task, train, test, outputs, dataset)
-    attack = experiment.attack.component
-    if task.byzantine and not train.has_labels and (attack.goal is not None or "classes" in attack.poison_accepts):
+    attack, attacked = experiment.attack.component, experiment.attack.count(experiment.workers) > 0
+    if attacked and not train.has_labels and (attack.goal is not None or "classes" in attack.poison_accepts):
         raise ExperimentError(
             f"attack.name = {show(attack.name)}: needs one class label per sample, but the targets are "
             f"{described(train.targets)}; use an attack on updates, such as sign_flipping"

@@ -420,6 +420,11 @@ def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
             "use an attack on upd",
         ),
         (
+            {**REGRESSION, "attack.name": "label_flipping", "attack.fraction": 0.3, "attack.resample": True},
+            ExperimentError,
+            "use an attack on upd",
+        ),
+        (
             {**REGRESSION, "stop.patience": 3, "data.validation_fraction": 0.1},
             ExperimentError,
             "has no accuracy; use stop.m",

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.commands import environment
+from tests.commands import environment, latest
 
 NAMESPACES = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # the second one works without root
 NOBODY = 64_999  # ID of a user without processes
@@ -43,7 +43,7 @@ def outcomes(*commands, mounts, cwd):
         pytest.skip("needs a mount namespace (unshare --mount), which this system does not allow")
     for folder, _ in mounts:
         folder.mkdir(exist_ok=True)
-    command_lines = [each if isinstance(each, str) else list(map(str, each)) for each in commands]
+    command_lines = [each if isinstance(each, str) else list(map(str, latest(each))) for each in commands]
     script = [f"mount -t tmpfs -o {options} none {shlex.quote(str(folder))}" for folder, options in mounts]
     script.append(shlex.join([sys.executable, "-m", "tests.environment.probe", json.dumps(command_lines)]))
     done = subprocess.run(

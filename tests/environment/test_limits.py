@@ -26,7 +26,7 @@ def run(*words, before=(), cwd, **most):
         for name, pair in most.items():
             resource.setrlimit(getattr(resource, name), pair)
 
-    command = [*before, sys.executable, "-m", "fedsim", *words]
+    command = [*before, sys.executable, "-m", "fedsim", *latest(words)]
     options = {"capture_output": True, "text": True, "timeout": 120, "preexec_fn": limit}
     return subprocess.run(command, cwd=cwd, env=environment(PYTHONDONTWRITEBYTECODE="1"), **options)
 
@@ -45,7 +45,7 @@ def test_too_few_files_are_reported_before_any_process_starts(cli, monkeypatch):
 
 @pytest.mark.slow
 def test_as_many_files_as_the_error_asks_for_are_enough_as_a_hard_limit(tmp_path):
-    words = latest([*SPAWN, "workers=12", "processes=12"])
+    words = [*SPAWN, "workers=12", "processes=12"]
     refused = run("run", *words, "--out", "x", cwd=tmp_path, RLIMIT_NOFILE=(30, 30))
     enough = int(re.search(r"ulimit -n (\d+)", refused.stderr)[1])
     for name, further in (("rounds", []), ("race", ["mode=race", "policy=hogwild", "race.runs=2"])):

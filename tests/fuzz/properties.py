@@ -410,6 +410,9 @@ def _decomposes(experiment: Experiment, batch: Any) -> bool:
         return apart < 1e-12
 
 
+PER_WORKER = [f"local.{key}" for key in ("lr", "momentum", "clip_norm", "steps", "epochs")]  # may be lists
+
+
 @named("permuted")
 def permuted(lab: Lab, settings: Settings) -> str | None:
     """Other numbers for the same workers change nothing, if nothing is drawn for each worker."""
@@ -429,7 +432,7 @@ def permuted(lab: Lab, settings: Settings) -> str | None:
         settings["groups"] = experiment.grouping.tolist()
     other = {**settings, "partition.shards": [shards[k] for k in order]}
     for key, value in settings.items():
-        if key in ("aggregate.weights", "groups", "local.steps", "local.epochs") and isinstance(value, list):
+        if key in ("aggregate.weights", "groups", *PER_WORKER) and isinstance(value, list):
             other[key] = [value[k] for k in order]
         if key == "attack.workers":
             other[key] = [order.index(k) for k in value]
@@ -447,9 +450,7 @@ def _without_draws(settings: Settings) -> Settings:
     kept = in_float64({**kept, "local.batch_size": WHOLE_SHARD})
     experiment = with_data(load_experiment(kept))
     require(experiment.in_rounds and experiment.local.component.sample_noise is None)
-    require(
-        all(isinstance(work, (int, list, type(None))) for work in (experiment.local.steps, experiment.local.epochs))
-    )
+    require(all(form == "list" for form, _ in experiment.local.varying.values()))
     components = [*experiment.chain, experiment.attack.component, *experiment.rule.pre, experiment.rule.rule]
     require(not any(DRAWING & set(component.accepts) for component in components))
     with torch.random.fork_rng():
