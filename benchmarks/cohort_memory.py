@@ -1,4 +1,4 @@
-"""Memory of large cohorts: computed before a run, and measured in one round on random tokens.
+"""Memory of large cohorts, computed before a run and measured in one round on random tokens.
 
 The settings are those of pfl-research for StackOverflow and for language models. The computed memory is that of
 fedsim's check before the first round (`fedsim.training.memory.memory_needed`), with two processes and without

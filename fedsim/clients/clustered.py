@@ -1,4 +1,4 @@
-"""Clustered federated learning: several global models, of which each worker trains the one that suits its samples."""
+"""Clustered federated learning: each worker trains the global model with the lowest loss on its samples."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Experiment(Settings):
 
     @model_validator(mode="after")
     def _test_workers_on_own_samples(self) -> Experiment:
-        """Set `data.local_test_fraction` to "own" if it is unset, and the test part contains samples of owners."""
+        """Test each worker on the test samples of its owner by default, if the data has such samples."""
         column_of = getattr(self.partition.component, "column", None)
         if not column_of or self.gradient_hook or "local_test_fraction" in self.data.model_fields_set:
             return self

@@ -487,7 +487,7 @@ class Attack(TopAttack):
 
 
 class TopAggregate(ComponentTable):
-    """How the models of the groups are aggregated into the global model every `group_rounds` rounds. Needs `groups`."""
+    """The rule that aggregates the models of the groups into the global model, if `groups` is set."""
 
     place, named_by, registry = "top_aggregate", "rule", rule
 

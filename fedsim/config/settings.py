@@ -155,7 +155,7 @@ class Settings(Table):
     @classmethod
     def _check_groups(cls, value: Any) -> Any:
         if isinstance(value, (bool, float, dict)) or (isinstance(value, int) and value < 1):
-            raise ValueError("must be a number of groups, a list with the group of each worker, or package.module:name")
+            raise ValueError("must be a number of groups, a list with one group per worker, or a function module:name")
         return value
 
     @cached_property

@@ -202,7 +202,7 @@ def warn(message: str) -> None:
 
 
 def warn_of_unscaled(data: TensorData, place: str, *kinds: str) -> None:
-    """Warn of `kinds` of floating-point numbers, "inputs" or "targets", so large that SGD often diverges."""
+    """Warn if floating-point "inputs" or "targets" (`kinds`) are so large that SGD often diverges."""
     for kind in kinds if data.scale == 1 else ():
         values = getattr(data, kind)
         if values.is_floating_point() and values.norm(dtype=torch.float64) > UNSCALED * values.numel() ** 0.5:

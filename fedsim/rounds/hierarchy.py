@@ -116,7 +116,9 @@ class Hierarchy(Simulation):
         """Do nothing, because the method `step` has averaged the buffers in each group."""
 
     def end_round(self, round: int, stats: AggregationStats | None = None) -> None:
-        """Every `group_rounds` rounds, aggregate the models of the groups that have changed into the global model.
+        """Aggregate the models of the groups into the global model, if `round` is a multiple of `group_rounds`.
+
+        Groups that have received no update since the last time are left out.
 
         `stats` receives the numbers that the rule records, with the prefix `top_`.
         """

@@ -158,7 +158,7 @@ def _way(rounding: Mapping[str, Any]) -> str:
 
 
 def _noise_in(facts: Mapping[str, Any]) -> float | None:
-    """Return the noise multiplier for `privacy.target_epsilon` in a checkpoint or `environment.json`, or None."""
+    """Return the noise multiplier that a checkpoint or `environment.json` contains, or None if it contains none."""
     noise = facts.get("privacy.noise", facts.get("local.noise"))
     return noise if isinstance(noise, float) and 0 < noise < math.inf else None
 

@@ -53,7 +53,7 @@ class AggregationContext:
                 yield replace(part, slots=[self.slots[place] for place in places], cluster=cluster)
 
     def of_wave(self, places: Sequence[int]) -> AggregationContext:
-        """Return the context of a wave: the workers at these positions, with slots of their own."""
+        """Return the context of the workers at the positions `places`, whose slots are 0, 1, ..."""
         weights = None if self.weights is None else self.weights[places]
         workers, samples = ([values[place] for place in places] for values in (self.workers, self.samples))
         return AggregationContext(range(len(places)), workers, samples, weights, self.moment)

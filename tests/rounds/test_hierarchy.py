@@ -38,7 +38,7 @@ def uniform(updates, weights):
 
 
 def hier_favg(every, cohort=WORKERS, edge=weighted, top=weighted, attackers=(), false_groups=()):
-    """Return (global row, rows of the groups) at the end. Attackers and false groups flip the sign of their updates."""
+    """Return (global row, rows of the groups) at the end. Byzantine workers and groups send updates times -1."""
     fed = Federation(partial(models.sized, hidden=(6,)), components.tiny, WORKERS, BATCH, "tests.components:uneven")
     cloud, edges, counted = fed.row, [fed.row] * 3, [0] * 3
     for round in range(1, ROUNDS + 1):
@@ -173,7 +173,7 @@ def drawn(workers):
     return np.random.default_rng().permutation(workers)
 
 
-NEEDS_GROUPS = "must be a number of groups, a list with the group of each worker, or package.module:name"
+NEEDS_GROUPS = "must be a number of groups, a list with one group per worker, or a function module:name"
 
 
 @pytest.mark.parametrize(

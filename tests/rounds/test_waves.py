@@ -208,7 +208,7 @@ def test_a_dry_run_says_which_way_is_taken(cli):
 
 @pytest.mark.parametrize("nonfinite", ["error", "stop"])
 def test_a_round_that_diverges_names_all_workers_and_changes_no_state(nonfinite, tiny_experiment):
-    """The states of the workers of earlier waves stay as they were, too."""
+    """The states of workers in earlier waves do not change either."""
     states = []
 
     class Look(Callback):

@@ -178,7 +178,7 @@ def test_buffers_of_pairs(buffers):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("graph", [*WEIGHTS, "given"])
 def test_d_psgd_matches_a_loop(graph, momentum):
-    """Compare with Algorithm 1 of Lian et al. 2017: gradients at the old models, which are then mixed and moved."""
+    """Compare with Algorithm 1 of Lian et al. 2017: average the models, then step along old gradients."""
     weights, algorithm = WEIGHTS.get(graph, GIVEN), SGD(lr=LR, momentum=momentum)
     topology = GIVEN if graph == "given" else graph
     run = simulate(policy_of("d_psgd"), delays_of([1.0, 2.0, 2.0, 3.0]), topology=topology, algorithm=algorithm)
