@@ -21,6 +21,7 @@ from fedsim.config.components import COMPONENTS, describe_component, list_compon
 from fedsim.config.files import experiments, list_experiments
 from fedsim.core.text_wrapping import hang, terminal_columns
 from fedsim.errors import ExperimentError, SettingWarning, one_line, show
+from fedsim.system.files import user_path
 from fedsim.system.packages import EXTRAS
 from fedsim.version import __version__
 
@@ -210,7 +211,7 @@ def list_command(subject: Subject = None, search: Search = "") -> None:
                 print(experiments()[subject].read_text(encoding="utf-8"), end="")
                 return
             is_file = subject.endswith(".py")
-            print(list_module(Path(subject), columns) if is_file else describe_component(subject, KINDS))
+            print(list_module(user_path(subject), columns) if is_file else describe_component(subject, KINDS))
             return
         if subject is None and not search:
             print(_overview(columns))

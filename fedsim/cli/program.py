@@ -82,7 +82,10 @@ def _print_error(text: str) -> None:
 
 
 def run_program(program: typer.Typer) -> None:
-    """Run a program and exit."""
+    """Run a program and exit. `~` at the start of a path is the home folder, also in `--out=~/x`, unlike in a shell."""
+    for index, word in enumerate(sys.argv[1:], 1):
+        start = word.find("=") + 1 if word.startswith("--") else 0
+        sys.argv[index] = word[:start] + os.path.expanduser(word[start:])
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # as for stderr
     try:

@@ -25,7 +25,7 @@ from fedsim.records.formatting import label
 from fedsim.records.history import not_a_run
 from fedsim.records.run_folder import EXPERIMENT
 from fedsim.rounds.aggregator import inputs_of
-from fedsim.system.files import is_file, require_regular, to_json
+from fedsim.system.files import is_file, require_regular, to_json, user_path
 from fedsim.training.weights import weights_for_rule
 
 FILE = re.compile(r"updates-(\d+)\.safetensors$")
@@ -111,7 +111,7 @@ class StoredRound:
 
 def stored_rounds(folder: str | Path) -> list[int]:
     """Return the numbers of the rounds whose updates are stored in the run folder, in ascending order."""
-    return sorted(int(match.group(1)) for path in Path(folder).iterdir() if (match := FILE.match(path.name)))
+    return sorted(int(match.group(1)) for path in user_path(folder).iterdir() if (match := FILE.match(path.name)))
 
 
 def load_round(folder: str | Path, round: int | None = None, *, allow_imports: bool = False) -> StoredRound:
@@ -124,7 +124,7 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
 
     Raises RecordError if the updates of this round are missing or damaged.
     """
-    folder = Path(folder)
+    folder = user_path(folder)
     if not is_file(folder / EXPERIMENT):
         raise RecordError(not_a_run(folder))
     rounds = stored_rounds(folder)

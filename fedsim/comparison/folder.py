@@ -39,6 +39,7 @@ from fedsim.system.files import (
     os_errors_as_record_errors,
     require_inside,
     to_json,
+    user_path,
     write_atomically,
 )
 
@@ -269,7 +270,7 @@ def load_comparison(folder: str | Path, *, allow_imports: bool = False) -> Compa
     ...     fedsim.load_comparison(folder).table == comparison.table
     True
     """
-    folder = Path(folder)
+    folder = user_path(folder)
     path = folder / COMPARISON
     if not is_file(path):
         shards = f"; to combine its shards, run: fedsim compare {folder}" if (folder / SHARDS).is_dir() else ""

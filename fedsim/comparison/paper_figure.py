@@ -21,6 +21,7 @@ from fedsim.records.numbers import SCALES
 from fedsim.records.reader import Run
 from fedsim.records.record import LARGEST, metric_called, metrics_in
 from fedsim.runs.result import Result
+from fedsim.system.files import user_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -159,7 +160,7 @@ def _records_of(source: Source) -> Run | Comparison:
     if isinstance(source, Result):
         return Run(source.folder, source.experiment.resolved(), source.history)
     if isinstance(source, (str, Path)):
-        return read_records(Path(source))
+        return read_records(user_path(source))
     if not isinstance(source, (Run, Comparison)):
         raise ExperimentError(f"source = {show(source)}: must be a result, a comparison, or the folder of one of them")
     return source

@@ -59,6 +59,7 @@ from fedsim.records.run_folder import ERROR
 from fedsim.runs.launch import check_copies
 from fedsim.runs.session import Session
 from fedsim.runs.setup import check_run
+from fedsim.system.files import user_path
 from fedsim.system.limits import without_inner_frames
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def compare(
     except ExperimentError as error:
         raise without_inner_frames(error) from error.__cause__
     with contextlib.ExitStack() as stack:
-        folder = Path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = user_path(out) if out is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         display = stack.enter_context(display_of(None if out is None else folder, progress))
         return run_comparison(planned, folder, jobs, display, keeps_folder=out is not None)
 

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from fedsim.core.suggestions import answer, closest, did_you_mean, has_words, nearest
 from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, cut, one_line, show
+from fedsim.system.files import read_bounded
 
 if TYPE_CHECKING:
     from fedsim.core.registry import Registration, Registry
 
+MAX_MODULE_BYTES = 2**24  # maximum size of a Python file that is listed
 COMPONENTS = {  # kind: key that names a component, and registry, which is imported on demand
     "tasks": ("task.name", "fedsim.core.learning_task:learning_task"),
     "metrics": ("metrics", "fedsim.core.metrics:metric"),
@@ -180,7 +182,9 @@ def list_module(path: Path, columns: int | None = None) -> str:
     Raises ExperimentError if the file is not valid Python.
     """
     try:
-        body = ast.parse(path.read_bytes()).body
+        body = ast.parse(read_bounded(path, MAX_MODULE_BYTES)).body
+    except OSError as error:
+        raise ExperimentError(f"{path}: cannot be read: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
         raise ExperimentError(f"{path}: cannot be read as Python: {one_line(error)}") from None
     module = ".".join(path.with_suffix("").parts)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -44,7 +43,7 @@ from fedsim.data.sources import (
 )
 from fedsim.data.subsets import validation_positions
 from fedsim.errors import MAX_NAME, DataError, ExperimentError, show
-from fedsim.system.files import is_outside
+from fedsim.system.files import is_outside, user_path
 
 
 class Experiment(Settings):
@@ -229,7 +228,7 @@ def refuse_untrusted_root(data: schema.Data) -> None:
     """Raise ExperimentError if an untrusted file would download data to a folder outside the working directory."""
     if data.root is None or not is_untrusted(data.root):
         return
-    if is_outside(Path(os.path.expanduser(data.root)), Path.cwd()) and lacks_files(data.name, data.root, **data.params):
+    if is_outside(user_path(data.root), Path.cwd()) and lacks_files(data.name, data.root, **data.params):
         raise ExperimentError(
             f"data.root = {show(data.root)}: does not contain {data.name}, and an experiment file must not download "
             "data to a folder outside the working directory; set the key on the command line"

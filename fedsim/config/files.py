@@ -13,7 +13,7 @@ from fedsim.core.input_limits import MAX_DEPTH, problem_with_words, refuse_long_
 from fedsim.core.suggestions import closest, did_you_mean, has_words
 from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, cut, show
-from fedsim.system.files import decoded, is_file, read_bounded
+from fedsim.system.files import decoded, is_file, read_bounded, user_path
 from fedsim.system.packages import import_extra
 
 if sys.version_info >= (3, 11):
@@ -50,7 +50,7 @@ def experiments() -> dict[str, Path]:
 
 def find_experiment(source: str | Path) -> Path:
     """Return the path `source` if it is a file, otherwise the file of the built-in experiment with this name."""
-    path = Path(source)
+    path = user_path(source)
     return path if is_file(path) else experiments().get(str(source), path)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedsim.errors import ExperimentError, show
-from fedsim.system.files import write_atomically
+from fedsim.system.files import user_path, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -149,7 +149,7 @@ def save(figure: Figure, out: str | Path | None, dpi: int = DPI) -> Figure:
         format = Path(out).suffix.removeprefix(".").lower()
         if format not in UNDATED:
             raise ExperimentError(f"out = {show(str(out))}: must end in .{', .'.join(UNDATED)}")
-        write_atomically(Path(out), encode(figure, format, dpi))
+        write_atomically(user_path(out), encode(figure, format, dpi))
     return figure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections import Counter
@@ -16,6 +17,8 @@ import torch
 from fedsim.data.pictures import pixels_of
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, FedsimWarning, cut, one_line, show
+from fedsim.system.devices import free_memory
+from fedsim.system.files import require_regular, user_path
 
 TARGETS = "label", "labels", "target", "targets", "y"  # names of the target column that need not be set
 NAMELESS = re.compile(r"(Unnamed: \d+(\.\d+)?)?")  # names that pandas gives to a column without a name
@@ -211,8 +214,19 @@ def warn_of_unscaled(data: TensorData, place: str, *kinds: str) -> None:
 
 
 def data_path(path: str) -> str:
-    """Return the path of a data file with `~` replaced by the home folder."""
-    return str(Path(path).expanduser())
+    """Return the path of a data file or folder with `~` replaced by the home folder.
+
+    Raises DataError for a pipe or a device, also in a folder, because reading it may never end, and for a file that is
+    larger than the free memory.
+    """
+    top = user_path(path)
+    for file in (top, *top.rglob("*")) if os.path.isdir(top) else (top,):
+        if os.path.exists(file) and not os.path.isdir(file):
+            try:
+                require_regular(file, free_memory())
+            except OSError as error:
+                raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+    return str(top)
 
 
 def unreadable(path: str, error: Exception) -> DataError:

@@ -27,7 +27,7 @@ from fedsim.data.drawn_tests import STRATIFY
 from fedsim.data.shapes import SampleShape
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show
-from fedsim.system.files import is_file
+from fedsim.system.files import is_file, user_path
 
 
 class DatasetRegistry(Registry):
@@ -97,7 +97,7 @@ def _format_of(path: str) -> str | None:
     for suffix, name in {**FORMATS, **dict.fromkeys(PICKLES, "npz")}.items():  # which refuses pickles with a remedy
         if path.lower().endswith(suffix):
             return name
-    file = Path(path).expanduser()
+    file = user_path(path)
     if path in (".", "..") or path.endswith(("/", "\\")) or os.path.isdir(file):
         folder = f"data.path={path}"
         raise ExperimentError(
@@ -131,7 +131,7 @@ def default_root() -> Path:
     For a user without a home folder, as in some containers, the cache folder is .cache in the working folder.
     """
     if os.environ.get("FEDSIM_DATA"):
-        return Path(os.environ["FEDSIM_DATA"]).expanduser()
+        return user_path(os.environ["FEDSIM_DATA"])
     try:
         home = Path.home()
     except RuntimeError:
@@ -171,7 +171,7 @@ def load_dataset(
     params = registration.check(params, "data", beside=["name", "root"])
     token = STRATIFY.set(stratify)
     try:
-        folder = Path(root).expanduser() if root else default_root()
+        folder = user_path(root) if root else default_root()
         loaded = registration.target(**registration.select_inputs(root=folder), **params)
         loaded = tuple(loaded) if isinstance(loaded, list) else loaded  # a function may return [train, test]
         if not (isinstance(loaded, tuple) and all(isinstance(part, TensorData) for part in loaded)):

@@ -108,7 +108,7 @@ def load_weights(
             "safetensors.torch.save_file(model.state_dict(), FILE)"
         )
     try:
-        stored = load(read_bounded(path, int(free_memory() / 2), path.parent))
+        stored = load(read_bounded(path, free_memory() / 2, path.parent))
     except OSError as error:
         raise error_class(f"{place}: cannot be read: {error.strerror}") from None
     except (ValueError, SafetensorError) as error:

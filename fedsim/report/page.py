@@ -20,7 +20,7 @@ from fedsim.records.reader import Run
 from fedsim.report.comparison_page import comparison_page
 from fedsim.report.on_page import CONFIG, TEMPLATES
 from fedsim.report.run_page import run_page
-from fedsim.system.files import write_atomically
+from fedsim.system.files import user_path, write_atomically
 from fedsim.system.packages import import_extra
 from fedsim.version import __version__
 
@@ -45,8 +45,8 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
     >>> write_report(folder).name
     'report.html'
     """
-    folder = Path(folder)
-    path = Path(out) if out is not None else folder / PAGE
+    folder = user_path(folder)
+    path = user_path(out) if out is not None else folder / PAGE
     if path.suffix.lower() in (".pdf", ".png", ".svg"):
         raise ExperimentError(f"out = {show(str(path))}: must end in .html; fedsim plot writes figures")
     html = render(folder)

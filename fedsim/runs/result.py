@@ -32,7 +32,7 @@ from fedsim.records.round_table import columns_of, table_cell
 from fedsim.records.run_folder import EXPERIMENT, MODEL
 from fedsim.runs.personal_models import PersonalModels
 from fedsim.runs.setup import task_of
-from fedsim.system.files import is_file
+from fedsim.system.files import is_file, user_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -213,7 +213,7 @@ def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
     ...     again.history == result.history, torch.equal(again.global_row, result.global_row)
     (True, True)
     """
-    folder = Path(folder)
+    folder = user_path(folder)
     experiment, run = _experiment_in(folder, allow_imports), Run.read(folder)
     if not run.history:
         raise RecordError(f"{folder}: no round is finished yet")
@@ -236,7 +236,8 @@ def load_model(folder: str | Path, *, allow_imports: bool = False) -> nn.Module:
     ...     fedsim.load_model(folder)(torch.zeros(1, 1, 28, 28)).shape
     torch.Size([1, 10])
     """
-    return _stored_model(_experiment_in(Path(folder), allow_imports), Path(folder))
+    folder = user_path(folder)
+    return _stored_model(_experiment_in(folder, allow_imports), folder)
 
 
 def _experiment_in(folder: Path, allow_imports: bool) -> Experiment:

@@ -34,6 +34,7 @@ from fedsim.runs.result import Result
 from fedsim.runs.resume import ResumeState
 from fedsim.runs.session import Session
 from fedsim.runs.setup import begun
+from fedsim.system.files import user_path
 from fedsim.system.limits import without_inner_frames
 
 
@@ -135,7 +136,7 @@ def live_run(
         raise ExperimentError(f"out = {show(out)}: must be a folder; pass settings in one dict, a function as on_round")
     if resume and out is None:
         raise ExperimentError("resume = True: needs `out`; set it to the folder of the run to resume")
-    is_main, path = _is_main(experiment), None if out is None else Path(out)
+    is_main, path = _is_main(experiment), None if out is None else user_path(out)
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(display_of(experiment, path, progress if is_main else False))
         stack.enter_context(engines.get(experiment.engine).target.joined(experiment.resolved()))

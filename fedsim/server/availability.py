@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from io import StringIO
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from fedsim.core.numbers import PositiveFraction
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.errors import ExperimentError, show
 from fedsim.server.cohort import Chosen, sampling_strategy
-from fedsim.system.files import read_bounded
+from fedsim.system.files import read_bounded, user_path
 
 COLUMNS = ["worker", "from", "to"]
 MOST_BYTES = 2**30  # maximum size of a trace file
@@ -66,7 +65,7 @@ class Available:
     def _lines(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Columns of the trace file: worker IDs (int64), start times and end times (float64)."""
         try:
-            text = read_bounded(Path(self.trace), MOST_BYTES).decode("utf-8-sig")
+            text = read_bounded(user_path(self.trace), MOST_BYTES).decode("utf-8-sig")
             lines = list(csv.reader(StringIO(text)))
         except (OSError, ValueError, csv.Error) as error:
             raise ExperimentError(

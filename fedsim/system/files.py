@@ -216,14 +216,19 @@ def _release(handle: int) -> None:
     os.close(handle)
 
 
-def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path that a user wrote, with `~` at its start replaced by the home folder."""
+    return Path(os.path.expanduser(path))
+
+
+def read_bounded(path: Path, most: float, inside: Path | None = None) -> bytes:
     """Return the content of a regular file.
 
     Pipes and devices are refused, because reading them may never end.
 
     Args:
         path: the file.
-        most: maximum size in bytes.
+        most: maximum size in bytes; infinite for no limit.
         inside: folder that must contain the file after links are resolved. None: any folder.
 
     Raises OSError with a `strerror` that names the problem.
@@ -231,7 +236,7 @@ def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:
     try:
         require_regular(path, most, inside)
         with open(path, "rb", opener=_open_without_waiting) as file:
-            content = file.read(most + 1)
+            content = file.read(-1 if most == math.inf else int(most) + 1)
     except ValueError:  # NUL character in the name
         raise OSError(errno.EINVAL, "no file can have this name") from None
     if len(content) > most:  # the file has grown, or reports 0 bytes like files in /proc
@@ -239,7 +244,7 @@ def read_bounded(path: Path, most: int, inside: Path | None = None) -> bytes:
     return content
 
 
-def require_regular(path: Path, most: int, inside: Path | None = None) -> None:
+def require_regular(path: Path, most: float, inside: Path | None = None) -> None:
     """Raise OSError if this is not a regular file, is larger than `most` bytes, or lies outside the folder `inside`."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
@@ -278,8 +283,8 @@ def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
-def _too_large(most: int) -> OSError:
-    return OSError(errno.EFBIG, f"it is larger than {most:,} bytes")
+def _too_large(most: float) -> OSError:
+    return OSError(errno.EFBIG, f"it is larger than {most:,.0f} bytes")
 
 
 def to_csv(rows: Iterable[Iterable[Any]]) -> str:

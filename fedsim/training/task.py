@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -23,6 +22,7 @@ from fedsim.errors import ExperimentError, show, show_bytes
 from fedsim.models.trainable import ADAPTERS, add_adapters, load_weights, share_frozen, train_only
 from fedsim.server import ServerStep
 from fedsim.system.devices import to_device
+from fedsim.system.files import user_path
 from fedsim.system.precision import PRECISIONS, Precision
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class RunTask:
         _require_real(module)
         if model.weights is not None:
             place = f"model.weights = {show(model.weights)}"
-            load_weights(module, Path(model.weights).expanduser(), place, ExperimentError, optional=ADAPTERS)
+            load_weights(module, user_path(model.weights), place, ExperimentError, optional=ADAPTERS)
         if train:
             train_only(module, train)
         module = module.to(self.device, self.dtype)

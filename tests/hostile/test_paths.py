@@ -6,18 +6,23 @@ import contextlib
 import json
 import os
 import re
+import sys
 import threading
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 import fedsim
 from fedsim.asynchronous.race.log import read_log
+from fedsim.cli.program import run_program
 from fedsim.cli.rule_replay import load_round
 from fedsim.comparison import plan_comparison
 from fedsim.comparison.folder import ComparisonFolder
 from fedsim.comparison.results import read_records
 from fedsim.comparison.runner import merge
+from fedsim.config.components import list_module
+from fedsim.core.plotting import save
 from fedsim.errors import ExperimentError, FedsimError, RecordError
 from fedsim.records.history import read_history
 from fedsim.records.run_folder import new_folder
@@ -26,6 +31,7 @@ from fedsim.system.files import read_bounded, write_atomically
 from tests.report.folders import invent_run, write_points
 
 PACKAGE = Path(fedsim.__file__).parent
+DATA_FILES = "x.csv", "x.csv.gz", "x.parquet", "x.npz", "x.safetensors", "x.txt"
 READERS = {
     "x.toml": lambda folder: fedsim.load_experiment(folder / "x.toml"),
     "race.csv": lambda folder: read_log(str(folder / "race.csv"), {}),
@@ -33,6 +39,10 @@ READERS = {
         {"mode": "clock", "engine": "serial", "clock": {"noise": {"name": "trace", "path": str(folder / "trace")}}}
     ),
     "updates-00001.safetensors": load_round,
+    "x.py": lambda folder: list_module(folder / "x.py"),
+    "train/x.json": lambda folder: fedsim.load_dataset("leaf", path=str(folder)),
+    "state.json": lambda folder: fedsim.load_dataset("huggingface", path=str(folder)),
+    **{name: lambda folder, name=name: fedsim.load_dataset(str(folder / name)) for name in DATA_FILES},
 }
 
 
@@ -56,11 +66,53 @@ def in_time(function, *arguments):
 @pytest.mark.parametrize("name", READERS)
 def test_pipes_and_devices_are_not_read(tmp_path, name):
     (tmp_path / "experiment.toml").write_text("")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)
     assert isinstance(in_time(READERS[name], tmp_path), FedsimError)
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
-    assert isinstance(in_time(READERS[name], tmp_path), FedsimError)
+    error = in_time(READERS[name], tmp_path)
+    assert isinstance(error, FedsimError)
+    assert len(str(error).splitlines()) == 1
+
+
+def test_a_data_file_larger_than_the_free_memory_is_not_read(tmp_path, monkeypatch):
+    (tmp_path / "x.csv").write_text("x,y\n1,2\n")
+    monkeypatch.setattr("fedsim.data.columns.free_memory", lambda: 7.0)
+    with pytest.raises(FedsimError, match=r"x\.csv: cannot be read: it is larger than 7 bytes$"):
+        fedsim.load_dataset(str(tmp_path / "x.csv"))
+
+
+def test_the_home_folder_is_found_in_every_path(tmp_path, monkeypatch):
+    for name in ("home", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    small = {
+        "model": "logistic",
+        "workers": 2,
+        "rounds": 1,
+        "engine": "serial",
+        "records": {"updates": [1], "figures": []},
+    }
+    fedsim.run(small, "~/run")
+    fedsim.run("~/run/experiment.toml", model={"weights": "~/run/model.safetensors"})
+    assert fedsim.load_run("~/run").folder == tmp_path / "home" / "run"
+    assert fedsim.load_model("~/run")
+    assert load_round("~/run").round == 1
+    save(Figure(), "~/figure.svg")
+    monkeypatch.setattr("fedsim.comparison.runner.run_comparison", lambda plan, folder, *_, **options: folder)
+    assert fedsim.compare(small, {"seed": [0, 1]}, "~/comparison") == tmp_path / "home" / "comparison"
+    write_points(tmp_path / "home" / "comparison", {"seed": [0, 1]}, lambda path, point: invent_run(path, [0.5]))
+    assert len(fedsim.load_comparison("~/comparison").runs) == 2
+    fedsim.report.write_report("~/run", "~/page.html")
+    monkeypatch.setattr("sys.argv", ["fedsim", "report", "~/run", "--out=~/page.html", "data.path=~/x"])
+    run_program(lambda: None)
+    assert sys.argv[2:] == [f"{tmp_path}/home/run", f"--out={tmp_path}/home/page.html", "data.path=~/x"]
+    (tmp_path / "home" / "lists.json").write_text("[[0, 1], [2, 3]]")
+    assert fedsim.load_experiment({"partition": {"name": "given", "path": "~/lists.json"}}).workers == 2
+    assert not list((tmp_path / "here").iterdir())
+    assert {"run", "figure.svg", "page.html"} <= {path.name for path in (tmp_path / "home").iterdir()}
 
 
 def test_a_link_to_nowhere_in_place_of_runs_is_an_error(tmp_path, monkeypatch):

@@ -22,11 +22,9 @@ start, ..., start + size - 1 of one worker. Its positional parameters may have t
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -36,7 +34,7 @@ from fedsim.core.numbers import Fraction
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.core.registry import Component, Registry
 from fedsim.errors import ExperimentError, plural, show
-from fedsim.system.files import read_bounded
+from fedsim.system.files import read_bounded, user_path
 
 
 def check_factors(place: str, values: Any, size: int, unit: str, first: int = 0) -> np.ndarray:
@@ -349,7 +347,7 @@ def read_numbers(place: str, path: str, contents: str) -> np.ndarray:
     Raises ExperimentError if the file cannot be read.
     """
     try:
-        text = read_bounded(Path(os.path.expanduser(path)), MOST_TRACE_BYTES).decode("utf-8-sig")
+        text = read_bounded(user_path(path), MOST_TRACE_BYTES).decode("utf-8-sig")
         lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # NumPy warns about a file without numbers

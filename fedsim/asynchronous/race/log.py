@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from io import StringIO
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from fedsim.core.input_limits import leaves_of, problem_with_words
 from fedsim.errors import ExperimentError, show
 from fedsim.records.history import RACE_LOG
-from fedsim.system.files import read_bounded
+from fedsim.system.files import read_bounded, user_path
 
 MOST_BYTES = 2**30
 LARGEST = 2**63  # exclusive limit of int64
@@ -79,7 +78,8 @@ def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int
     """
     where = f"clock.replay_log = {show(path)}"
     try:
-        file = Path(path) / RACE_LOG if Path(path).is_dir() else Path(path)
+        given = user_path(path)
+        file = given / RACE_LOG if given.is_dir() else given
         head, names, *lines = read_bounded(file, MOST_BYTES).decode("utf-8").splitlines()
         raced = json.loads(head.removeprefix(MARK))
         if not head.startswith(MARK) or names != ",".join(COLUMNS) or not isinstance(raced, dict):

@@ -11,12 +11,13 @@ from fedsim.data.encoding import Names, table_of, train_and_test
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, one_line, show
+from fedsim.system.files import user_path
 from fedsim.system.packages import import_extra
 
 
 def _lacks_files(root: Path, *, path: str, **params: Any) -> bool:
     """Whether the data set would be downloaded from the hub."""
-    return not Path(data_path(path)).is_dir()
+    return not user_path(path).is_dir()
 
 
 @dataset("huggingface", lacks_files=_lacks_files)

@@ -16,6 +16,7 @@ from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, cut, one_line
+from fedsim.system.files import user_path
 
 Images = Mapping[Path, Sequence[str]]  # names of the class, of the owner if there is one, and of the file, by file
 SUFFIXES = ".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff"
@@ -55,7 +56,7 @@ def image_folder(
     >>> train.inputs.shape, len(test)
     (torch.Size([8, 3, 64, 64]), 2)
     """
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
     entries = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]

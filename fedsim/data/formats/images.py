@@ -26,7 +26,7 @@ from fedsim.data.tensors import COLOURS, TensorData
 from fedsim.errors import DataError, FedsimError, MissingPackageError, one_line, show
 from fedsim.system import packages
 from fedsim.system.devices import require_memory
-from fedsim.system.files import is_file
+from fedsim.system.files import is_file, user_path
 
 CLASS_NAMES = {  # in torchvision
     "mnist": "MNIST",
@@ -70,7 +70,7 @@ def lacks_files(name: str, root: str | Path, **params: Any) -> bool:
     if class_name == name:
         lacks = getattr(dataset.get(name).target, "lacks_files", None) if name in dataset.names() else None
         return lacks is not None and lacks(Path(root), **params)
-    root = Path(os.path.expanduser(root))
+    root = user_path(root)
     arguments = {key: value for key, value in params.items() if key not in PARAMETERS_OF_READING}
     if files := _files(class_name, **arguments):
         return not all(is_file(root / file) for file in files)

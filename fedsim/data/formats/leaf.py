@@ -15,7 +15,8 @@ from fedsim.data.pictures import pixels_of
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, one_line, show
-from fedsim.system.files import decoded
+from fedsim.system.devices import free_memory
+from fedsim.system.files import decoded, read_bounded, require_regular, user_path
 
 # The characters of LEAF's data set Shakespeare, in the order of its labels.
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
@@ -51,7 +52,7 @@ def leaf(
     >>> train.inputs.shape, train.ids["user"].tolist()
     (torch.Size([3, 1, 28, 28]), ['ann', 'bob', 'bob'])
     """
-    folder, parts = Path(path).expanduser(), []
+    folder, parts = user_path(path), []
     names = parts_of([entry.name for entry in folder.iterdir()] if folder.is_dir() else [], path)
     for part in (name or default for name, default in zip(names, ("train", "test"), strict=True)):
         inputs, targets, users = [], [], []
@@ -84,7 +85,7 @@ def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
         raise DataError(f"{folder}: has no .json files; run LEAF's preprocess.sh with -t sample")
     for file in files:
         try:
-            content = json.loads(decoded(file.read_bytes()))
+            content = json.loads(decoded(read_bounded(file, free_memory())))
             users, data = content["users"], content["user_data"]
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise DataError(f"{file}: cannot be read: {one_line(error)}") from None
@@ -115,8 +116,9 @@ def _as_input(value: Any, images: str | None, size: int, place: str) -> Any:
         return [_number_of(character, place) for character in value]
     from PIL import Image  # a requirement of torchvision
 
-    file = Path(images).expanduser() / value
+    file = user_path(images) / value
     try:
+        require_regular(file, free_memory())
         with Image.open(file) as image:
             return pixels_of(image, "RGB", size).transpose(2, 0, 1)
     except Exception as error:

@@ -21,7 +21,8 @@ from fedsim.core.numbers import ProperFraction
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, show
-from fedsim.system.files import decoded
+from fedsim.system.devices import free_memory
+from fedsim.system.files import decoded, read_bounded, user_path
 from fedsim.system.packages import import_extra
 
 SHAKESPEARE_FILE = Path(__file__).parents[1] / "shakespeare.json.xz"  # shakespeare.txt says where the texts come from
@@ -234,7 +235,7 @@ def _files_of(name: str) -> list[Path]:
 
     Hidden files are left out. The ending may be in upper case.
     """
-    path = Path(name).expanduser()
+    path = user_path(name)
     files = [path]
     if path.is_dir():
         visible = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
@@ -248,7 +249,7 @@ def _files_of(name: str) -> list[Path]:
 def _read(file: Path) -> str:
     """Return the text of a file. Raises DataError if the file cannot be read, is empty, or is not UTF-8."""
     try:
-        text = decoded(file.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
+        text = decoded(read_bounded(file, free_memory() / 5)).replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise DataError(f"data.path = {show(str(file))}: cannot be read: {error.strerror}") from None
     except ValueError as error:

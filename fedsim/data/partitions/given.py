@@ -16,7 +16,7 @@ from fedsim.data.partitions.base import partition_strategy
 from fedsim.data.partitions.ids import owners_of
 from fedsim.errors import ExperimentError, one_line, show
 from fedsim.system.devices import free_memory
-from fedsim.system.files import decoded, read_bounded
+from fedsim.system.files import decoded, read_bounded, user_path
 
 
 @partition_strategy("natural", covers=False)
@@ -116,7 +116,7 @@ class Given:
     def _lists(self) -> list[np.ndarray]:
         place = "partition.shards" if self.path is None else f"partition.path = {show(self.path)}"
         try:
-            lists = self.shards if self.path is None else _read(Path(self.path).expanduser())
+            lists = self.shards if self.path is None else _read(user_path(self.path))
             arrays = [np.array(shard, dtype=np.int64) for shard in lists or ()]
         except OSError as error:
             raise ExperimentError(f"{place}: cannot be read: {error.strerror}") from None
@@ -128,7 +128,7 @@ class Given:
 
 
 def _read(path: Path) -> list[list[int]]:
-    text = decoded(read_bounded(path, int(free_memory() / 20)))
+    text = decoded(read_bounded(path, free_memory() / 20))
     return _lists_of_csv(text) if path.suffix == ".csv" else _lists_of_json(text)
 
 
