@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fedsim.data.partitions.ids import NUMBER
 from fedsim.data.pictures import pixels_of
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, FedsimWarning, cut, one_line, show
@@ -26,7 +27,6 @@ NUMBERING = re.compile(r"id|index|level_0|__index_level_\d+__", re.IGNORECASE)  
 TRAIN_PARTS = ("train", "training")
 TEST_PARTS = ("test", "testing"), ("validation", "valid", "val")  # in order of preference
 PART_NAMES = {name for names in (TRAIN_PARTS, *TEST_PARTS) for name in names}
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 Columns = Mapping[str, Any]
 UNSCALED = 10  # root mean square from which a warning recommends to scale numbers
 DIVERGES = "for which SGD often diverges"
@@ -75,8 +75,7 @@ class DataColumn(NamedTuple):
             return array
         if array.dtype.kind not in "OUT":
             return array
-        if len(missing := np.flatnonzero([_is_missing(value) for value in array])):
-            raise self.error("has no value", int(missing[0]), "remove such rows or fill in the values", len(missing))
+        self._require_values(array)
         if all(isinstance(value, str) for value in array):
             return without_spaces(array.astype(str), self.place, self.row)
         try:
@@ -121,11 +120,19 @@ class DataColumn(NamedTuple):
         return texts.astype(float)
 
     def owners(self) -> np.ndarray:
-        """Return the owner of each sample, [n], as integers or text."""
-        array = self.array()
-        if array.dtype.kind == "f" and np.abs(array).max(initial=0) >= 2**53:  # neighbouring integers would be equal
+        """Return the owner of each sample, [n]: numbers of the column's type, otherwise text as it was written.
+
+        Raises DataError for missing values, and floating-point numbers of which several integers may be one.
+        """
+        array = self._stacked()
+        if array.dtype.kind in "iu":
+            return array
+        self._require_values(array)
+        if array.dtype.kind != "f":
+            return without_spaces(array.astype(str), self.place, self.row)
+        if np.abs(array).max(initial=0) >= 2**53:  # neighbouring integers would be equal
             raise DataError(f"{self.place}: contains integers beyond 2^53 as owners; write them as text, such as id_1")
-        return array.astype(str) if array.dtype.kind in "mM" else array
+        return array
 
     def error(self, problem: str, row: int, remedy: str, count: int = 1) -> DataError:
         """Return the error for a bad value, of which the column has `count`, first in row `row`."""
@@ -150,6 +157,11 @@ class DataColumn(NamedTuple):
                 f"{self.place}: its values have different shapes; all values must have the same shape"
             ) from None
         return array
+
+    def _require_values(self, array: np.ndarray) -> None:
+        """Raise DataError if an array [n] contains missing values."""
+        if len(missing := np.flatnonzero([_is_missing(value) for value in array])):
+            raise self.error("has no value", int(missing[0]), "remove such rows or fill in the values", len(missing))
 
     def _require_finite(self, array: np.ndarray) -> None:
         """Raise DataError if floating-point numbers [n, ...] contain NaN or infinity as float32."""

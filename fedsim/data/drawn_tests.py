@@ -11,6 +11,7 @@ import numpy as np
 from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator
 from fedsim.data.partitions.allocation import draw_part
+from fedsim.data.partitions.ids import owners_of
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, plural, show
 
@@ -99,8 +100,9 @@ def drawn_rows(
                 f"samples must remain, one per {kind}; use a smaller data.test_fraction, or give a separate test part"
             )
     chosen[draw_part(order, fraction, held_out, strata)] = True
-    for name, owners in (ids or {}).items():
-        if (untrained := np.setdiff1d(owners[chosen], owners[~chosen])).size:
-            how += f", and all samples of {untrained.size} of {len(np.unique(owners))} owners in {show(name)}"
+    for name in ids or {}:
+        owners, owner_of = owners_of(ids or {}, name)
+        if (untrained := np.setdiff1d(owner_of[chosen], owner_of[~chosen])).size:
+            how += f", and all samples of {untrained.size} of {len(owners)} owners in {show(name)}"
     drawn = f"no test part: {held_out:,} of {n:,} samples are drawn at random for tests{how}"
     return np.flatnonzero(~chosen), np.flatnonzero(chosen), kind, drawn

@@ -27,6 +27,7 @@ from fedsim.data.columns import (
     warn_of_unused,
 )
 from fedsim.data.drawn_tests import drawn_rows
+from fedsim.data.partitions.ids import joined
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, cut, plural, show
 
@@ -131,11 +132,12 @@ def train_and_test(
     if 0 in sizes:
         raise DataError(f"{tables[sizes.index(0)].place}: has no samples")
     for table in tables:
-        require_equal_classes(table, train[0], [target, *inputs])
+        require_equal_classes(table, train[0], [target, *inputs, *owned_by])
     targets, are_names = target_numbers(*([table.column(target) for table in part] for part in (train, test)))
     with_owners = {name: [*train, *(table for table in test if name in table.columns)] for name in owned_by}
     owners = {
-        name: np.concatenate([table.column(name).owners() for table in owned]) for name, owned in with_owners.items()
+        name: joined([table.column(name).owners() for table in owned], f"{place}: column {show(name)}")
+        for name, owned in with_owners.items()
     }
     if of_workers:
         owners[WORKER] = np.repeat([table.worker for table in tables], sizes)

@@ -11,7 +11,7 @@ from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.data import ListedShards, Shards, TensorData, hold_out, partition_shards
 from fedsim.data.partitions.allocation import group
-from fedsim.data.partitions.ids import owners_of
+from fedsim.data.partitions.ids import joined, owners_of
 from fedsim.errors import DataError, ExperimentError, plural, show
 from fedsim.privacy import Releases
 
@@ -80,7 +80,7 @@ def tests_of_owners(
         )
     if column not in test.ids or not setting or (setting != OWN and train.drawn_by is not None):
         return None
-    both = np.concatenate([train.ids[column], test.ids[column]])  # numbers beside text become text
+    both = joined([train.ids[column], test.ids[column]], f"data.ids = {show(column)}")
     owners, owner_of = owners_of({column: both}, column)
     trained, tested = owner_of[: len(train)], owner_of[len(train) :]
     samples, unseen = group(np.arange(len(test)), tested, len(owners)), np.setdiff1d(tested, trained)

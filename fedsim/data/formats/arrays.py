@@ -7,15 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import (
-    DataColumn,
-    data_path,
-    require_finite,
-    samples_of,
-    unreadable,
-    warn_of_unscaled,
-    without_spaces,
-)
+from fedsim.data.columns import DataColumn, data_path, require_finite, samples_of, unreadable, warn_of_unscaled
 from fedsim.data.drawn_tests import split_test
 from fedsim.data.encoding import target_numbers
 from fedsim.data.sources import PICKLES, dataset
@@ -81,7 +73,7 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
                 f"{', '.join(known for names in NAMES.values() for known in names)}, or contain one owner per sample, "
                 f"[{n}]"
             )
-    owners = {name: without_spaces(array, f"{path}: {show(name)}") for name, array in stored.items()}
+    owners = {name: DataColumn(array, f"{path}: {show(name)}").owners() for name, array in stored.items()}
     train = samples_of(values["inputs"], targets[:n], owners, path)
     warn_of_unscaled(train, path, "inputs", "targets")
     if "test_inputs" not in values:

@@ -8,7 +8,7 @@ import gzip
 import io
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -79,17 +79,18 @@ def table(
     """
     if delimiter is not None and len(delimiter) != 1:
         raise DataError(f'data.delimiter = {show(delimiter)}: must be one character, such as ";"')
-    train = _read(path, delimiter)
+    owned_by = [ids] if isinstance(ids, str) else ids or ()
+    train = _read(path, delimiter, [*owned_by, split])
     texts = [name for name, values in train.columns.items() if values.dtype.kind == "O"]
     test = [] if test_path is None else [_read(test_path, delimiter, texts)]
     options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "standardize": standardize}
     return train_and_test([train], test, split=split, test_fraction=test_fraction, **options)
 
 
-def _read(path: str, delimiter: str | None, texts: Sequence[str] = ()) -> DataTable:
+def _read(path: str, delimiter: str | None, texts: Collection[str | None]) -> DataTable:
     """Return a CSV or Parquet file as a table. Raise DataError if the file cannot be read.
 
-    `texts` names columns that are read as text from a CSV file, so that 01 remains 01.
+    `texts` names columns that are read as text from a CSV file, so that 01 remains 01, such as owners.
     """
     path = data_path(path)
     parquet = Path(path).suffix.lower() in (".parquet", ".pq")
@@ -110,7 +111,7 @@ def _parquet(path: str) -> DataTable:
     return DataTable(_columns(content, path), path, named)
 
 
-def _csv(path: str, delimiter: str | None, texts: Sequence[str]) -> DataTable:
+def _csv(path: str, delimiter: str | None, texts: Collection[str | None]) -> DataTable:
     module = import_extra("pyarrow.csv", extra="tables", purpose="reading tables")
     with _opened(path) as file:
         header = (

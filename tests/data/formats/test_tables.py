@@ -12,6 +12,8 @@ import torch
 import fedsim
 from fedsim.data.columns import DataColumn
 from fedsim.data.encoding import DataTable, train_and_test
+from fedsim.data.partitions.ids import owners_of
+from fedsim.errors import DataError, FedsimError
 from tests.data.loading import load, refused
 
 pytest.importorskip("pyarrow")
@@ -85,11 +87,84 @@ def test_text_of_the_training_part_is_text_in_the_test_part(csv, name):
     assert (test.inputs.tolist(), test.targets.tolist()) == ([[1, 0, 0, 0.5]] * 2, [0, 0])
 
 
-def test_owners_that_would_be_rounded_to_one_are_refused(csv):
-    path = csv("a,user,y\n1,12345678901234567890,0\n2,12345678901234567891,1\n3,5,0\n")
-    refused(
-        "csv", r'column "user": contains integers beyond 2\^53 as owners; write them as text', path=path, ids="user"
+OWNERS = ["01", "1", "001", "1e3", "1000", "10e2", "12345678901234567890", "12345678901234567891", "True", "1.0"]
+
+
+def in_leaf(folder, owners):
+    for part in ("train", "test"):
+        (folder / part).mkdir(parents=True)
+        content = {"users": owners, "user_data": {owner: {"x": [[0.5]], "y": [1]} for owner in owners}}
+        (folder / part / "a.json").write_text(json.dumps(content))
+    return {"name": "leaf", "path": str(folder)}, "user"
+
+
+def in_table(folder, owners, kind):
+    table = {"x": [0.5] * len(owners), "user": owners, "y": [k % 2 for k in range(len(owners))]}
+    if kind == "npz":
+        np.savez(folder / "t.npz", inputs=table["x"], targets=table["y"], user=np.array(owners))
+        return {"name": str(folder / "t.npz")}
+    if kind == "tensors":
+        arrays = torch.tensor(table["x"])[:, None], torch.tensor(table["y"])
+        return {"name": fedsim.TensorData(*arrays, ids={"user": owners})}
+    if kind == "csv":
+        quoted = [f'"{owner}"' if k % 2 else owner for k, owner in enumerate(owners)]
+        (folder / "t.csv").write_text(lines(table["x"], quoted, table["y"], names=("x", "user", "y")))
+        return {"name": str(folder / "t.csv"), "ids": "user"}
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(table)
+    if kind == "parquet":
+        frame.to_parquet(folder / "t.parquet")
+    return {"name": str(folder / "t.parquet") if kind == "parquet" else frame, "ids": "user"}
+
+
+class TestOwners:
+    """An owner is the text that was written. Numbers that are written in two ways are two owners."""
+
+    @pytest.mark.parametrize("kind", ["csv", "parquet", "frame", "npz", "tensors"])
+    @pytest.mark.parametrize(
+        ("owners", "expected"), [(OWNERS, OWNERS), ([10, 9, 2**62, 2**62 + 1], None), (["10", "9", "-1"], None)]
     )
+    def test_are_never_converted(self, kind, owners, expected, tmp_path):
+        train, test = load(**in_table(tmp_path, owners * 2, kind), stratify=False)
+        found = np.concatenate([train.ids["user"], test.ids["user"]])
+        assert sorted(map(str, found.tolist())) == sorted(map(str, owners * 2))
+        names, _ = owners_of({"user": found}, None)
+        assert len(names) == len(owners)
+        if expected is None:  # in the order of their values
+            assert names.astype(float).tolist() == sorted(map(float, owners))
+
+    def test_of_json_files_are_never_converted(self, tmp_path):
+        table, column = in_leaf(tmp_path, OWNERS[:6])
+        assert load(**table)[0].ids[column].tolist() == OWNERS[:6]
+
+    def test_meet_in_training_and_test_files(self, csv):
+        train = csv(lines(HALVES, ["01", "2"] * 5, BITS, names=("x", "user", "y")))
+        test = csv(lines([0.5] * 3, ['"01"', "2", "1"], [0, 1, 0], names=("x", "user", "y")), "test.csv")
+        parts = load("csv", path=train, test_path=test, ids="user")
+        assert [np.unique(part.ids["user"]).tolist() for part in parts] == [["01", "2"], ["01", "1", "2"]]
+
+    @pytest.mark.parametrize("train", [[1, 2], ["1", "2"], [1.0, 2.0], np.array([1, 2], np.uint64)])
+    @pytest.mark.parametrize("test", [[1, 2], ["1", "2"], [1.0, 2.0]])
+    def test_of_two_types_are_compared_as_text_or_refused(self, train, test):
+        parts = [DataTable({"x": HALVES[:2], "user": owners, "y": [0, 1]}, "t") for owners in (train, test)]
+        if (type(train[0]) is float) is not (type(test[0]) is float):
+            with pytest.raises(DataError, match='t: column "user": the owners are floating-point numbers in one part'):
+                train_and_test([parts[0]], [parts[1]], ids="user")
+            return
+        first, second = train_and_test([parts[0]], [parts[1]], ids="user")
+        assert first.ids["user"].tolist() == second.ids["user"].tolist()
+
+    @pytest.mark.parametrize("missing", [None, "", float("nan")])
+    @pytest.mark.parametrize("kind", ["csv", "frame", "tensors"])
+    def test_that_are_missing_are_refused(self, missing, kind, tmp_path):
+        owners = ["a", "b", "" if kind == "csv" else missing] * 4
+        match = "has no value in (line 4|row 2)|sample 2 has no owner"
+        refused(match=match, error=FedsimError, **in_table(tmp_path, owners, kind))
+
+    def test_that_would_be_rounded_to_one_are_refused(self):
+        table = DataTable({"x": HALVES[:2], "user": [1e16, 1.0], "y": [0, 1]}, "t")
+        with pytest.raises(DataError, match=r'column "user": contains integers beyond 2\^53 as owners; write them as'):
+            train_and_test([table], [table], ids="user")
 
 
 def test_at_most_100_texts_become_inputs(csv):

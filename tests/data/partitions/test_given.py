@@ -176,7 +176,7 @@ def test_a_bad_file_is_one_line(name, text, line, tmp_path):
 def test_samples_without_owner_are_one_line(owners, data, tiny_experiment):
     ids = np.array(owners * 50, dtype=object if isinstance(owners[0], str) else float)
     train = fedsim.TensorData(data[0].inputs, data[0].targets, ids={"writer": ids})
-    with pytest.raises(ExperimentError, match='partition.by = "writer": sample 1 has no owner') as caught:
+    with pytest.raises(ExperimentError, match='data.ids = "writer": sample 1 has no owner') as caught:
         fedsim.run({**tiny_experiment, "data": (train, data[1]), "partition": "natural"})
     assert len(caught.value.lines) == 1
 
