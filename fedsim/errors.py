@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 MAX_PROBLEMS = 100  # maximum number of error lines per experiment
 MAX_NAME = 100  # maximum number of characters of a name
 MAX_TEXT = 300  # maximum number of characters of a path, or of another library's message, in an error line
 MAX_LINE = 1000  # maximum number of characters of an error line on the terminal
+MAX_WORKER = 40  # maximum number of characters of a worker's name
 MAX_VALUE = 80  # maximum number of characters of a value in an error line
 DEVICE_ASSERT = (
     "often an index is out of range, such as a label or a token of nn.Embedding; run with device=cpu to see which; "
     "this process can no longer use the GPU"
 )
+WORKER_NAMES: ContextVar[Sequence[str | None]] = ContextVar("fedsim_worker_names", default=())  # those of the run
 PLACE = re.compile(r"[A-Za-z_][\w.\[\]-]*(?= = |: )")  # the key at the start of an error line
 
 
@@ -157,6 +161,27 @@ def _as_toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key} = {_as_toml(item)}' for key, item in value.items())}}}"
     return " ".join(repr(value).split())
+
+
+@contextlib.contextmanager
+def workers_named(names: Sequence[str | None] = ()) -> Iterator[None]:
+    """Return a context in which messages name the workers. `names`: name of each worker, until WORKER_NAMES is set."""
+    token = WORKER_NAMES.set(names)
+    try:
+        yield
+    finally:
+        WORKER_NAMES.reset(token)
+
+
+def called(worker: int, names: Sequence[str | None] | None = None) -> str:
+    """Format the ID of a worker, followed by its name if it has one: `3 (hospital_2)`.
+
+    `names`: name of each worker. None: those of the current run.
+    """
+    names = WORKER_NAMES.get() if names is None else names
+    name = printable(names[worker] or "") if worker < len(names) else ""
+    short = name if len(name) <= MAX_WORKER else f"{name[: MAX_WORKER // 2]}...{name[3 - MAX_WORKER // 2 :]}"
+    return f"{worker} ({short})" if short.strip() else str(worker)
 
 
 def show_bytes(count: float) -> str:

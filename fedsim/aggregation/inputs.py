@@ -17,7 +17,7 @@ from fedsim.aggregation.numerics.gram import Gram
 from fedsim.aggregation.numerics.lazy_rows import LazyRows
 from fedsim.aggregation.rule import RuleStage
 from fedsim.core.randomness import Draws, numpy_generator
-from fedsim.errors import DivergedError, ExperimentError
+from fedsim.errors import DivergedError, ExperimentError, called
 from fedsim.system.devices import to_device, wide_dtype
 
 Nonfinite = Literal["error", "exclude", "keep"]
@@ -162,7 +162,7 @@ def screened(
     assert inputs.workers is not None
     weighted = [row for row in bad if inputs.weights is None or inputs.weights[row] > 0]
     if nonfinite == "error" and weighted:
-        named = ", ".join(str(inputs.workers[row]) for row in weighted[:SHOWN]) + ", ..." * (len(weighted) > SHOWN)
+        named = ", ".join(called(inputs.workers[row]) for row in weighted[:SHOWN]) + ", ..." * (len(weighted) > SHOWN)
         raise DivergedError(
             f"{len(weighted)} of {len(inputs.updates)} updates contain NaN or infinity (from workers {named})",
             'nonfinite = "exclude" ignores these updates',

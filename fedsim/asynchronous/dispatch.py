@@ -19,7 +19,7 @@ from fedsim.clients import ClientAlgorithm
 from fedsim.clients.schedule import Schedule
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.snapshot import CheckpointModel, Counts, Number
-from fedsim.errors import DivergedError
+from fedsim.errors import DivergedError, called
 from fedsim.training.batches import WorkItem
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
@@ -319,7 +319,9 @@ class Dispatcher:
     def _exclude(self, item: WorkItem) -> None:
         self._nonfinite.discard(item.slot)
         if self.server.nonfinite == "error":
-            raise nonfinite_error(self.round, f"the result of worker {item.worker} (the worker's round {item.round})")
+            raise nonfinite_error(
+                self.round, f"the result of worker {called(item.worker)} (the worker's round {item.round})"
+            )
         self.stats.excluded.append(item.worker)
         self.policy.on_exclusion(self.server, item.slot)
 

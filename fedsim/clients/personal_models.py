@@ -17,7 +17,7 @@ from fedsim.clients.schedule import Schedule
 from fedsim.clients.sgd import LocalSGD
 from fedsim.core.numbers import Fraction
 from fedsim.core.rows import Layout
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, called
 
 
 @client_algorithm("apfl")
@@ -171,7 +171,7 @@ class PerFedAvg(ClientAlgorithm):
         if steps < 2:
             raise ExperimentError(
                 'local.algorithm = "per_fedavg": needs two local steps per round, but worker '
-                f"{worker} has {steps}; use local.steps = 2 or more, or a smaller local.batch_size"
+                f"{called(worker)} has {steps}; use local.steps = 2 or more, or a smaller local.batch_size"
             )
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:

@@ -40,7 +40,7 @@ from fedsim.core.validation_errors import explain
 from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
 from fedsim.data.sources import data_table
-from fedsim.errors import ExperimentError, one_line, show
+from fedsim.errors import ExperimentError, called, one_line, show
 from fedsim.loggers import logger
 from fedsim.models import model
 from fedsim.models.base import dimensions_of
@@ -301,7 +301,7 @@ def _computed(key: str, function: Component, worker: int, round: int) -> Any:
 
     A second call must return the same number, because every process and a resumed run call the function again.
     """
-    where = f"local.{key} = {show(function.name)}: worker {worker} in round {round}"
+    where = f"local.{key} = {show(function.name)}: worker {called(worker)} in round {round}"
     try:
         returned = (plain(function.on({"worker": worker, "round": round})) for _ in range(2))
         first, second = (getattr(Numbers(**{key: number}), key) for number in returned)

@@ -36,7 +36,7 @@ from fedsim.errors import ExperimentError, one_line, show
 Value = TypeVar("Value")
 
 AT_START = ("__init__", "__post_init__", "__new__", "__setstate__")  # methods that run before the first call
-DATA = "data", "data.name", "name"  # keys whose value may be a tuple (inputs, targets) of arrays
+DATA = "data", "data.name", "name"  # keys whose value may consist of data sets
 LONGEST_NOTE = 60  # maximum number of characters
 NUMBER = re.compile(r" \d+(?=>$)")
 
@@ -78,25 +78,24 @@ def name_of(target: Any) -> ObjectName:
     """
     if path := _import_path(target):
         return ObjectName(path, target)
-    parts = tuple(target.values()) if isinstance(target, dict) else target
-    parts = tuple(parts) if isinstance(parts, (tuple, list)) else (target,)
-    key = (id(type(target)), *map(id, parts))
+    marks: list[Any] = []
+    leaves = list(_leaves(target, marks))
+    key = (*marks, *map(id, leaves))
     note = _notes.get(key)
     if note is None:
-        words = list(map(_word_for, parts))
-        text = f"{len(words)} {words[0]}" if isinstance(target, list) and words else ", ".join(words)[:LONGEST_NOTE]
+        text = _word_for(target)[:LONGEST_NOTE]
         number = next(_numbers[text])
         note = f"<{text}>" if number == 1 else f"<{text} {number}>"
         with contextlib.suppress(TypeError):  # no weak references (a list, for example): a new name for each call
-            for part in parts:
-                weakref.finalize(part, _notes.pop, key, None).atexit = False
+            for leaf in leaves:
+                weakref.finalize(leaf, _notes.pop, key, None).atexit = False
             _notes[key] = note
     if isinstance(target, nn.Module):
         return ObjectName(note, lambda: copy.deepcopy(target))  # keeps the parameters of the instance
     return ObjectName(note, target)
 
 
-_notes: dict[tuple[int, ...], str] = {}  # by the ids of a type and of living objects
+_notes: dict[tuple[Any, ...], str] = {}  # by the structure and the ids of living objects
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 
 
@@ -113,17 +112,26 @@ def plain(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray, Tensor)):
         return value.tolist()
     if isinstance(value, Mapping):
-        if type(value) is not dict and value and all(map(_is_data, value.values())):  # such as a DatasetDict
+        if type(value) is not dict and _holds_data(value):  # such as a DatasetDict
             return name_of(dict(value))
-        return {key: name_of(item) if key in DATA and _is_pair(item) else plain(item) for key, item in value.items()}
-    given = [part for part in value if part is not None] if isinstance(value, tuple) else []
-    if given and len(value) == 2 and all(map(_is_data, given)):
+        return {key: _plain_data(item) if key in DATA else plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and len(value) == 2 and not is_pair(value) and _holds_data(value):
         return name_of(value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [plain(item) for item in value]
     if isinstance(value, torch.device):
         return str(value)
     return name_of(value) if _is_object(value) else value
+
+
+def _plain_data(value: Any) -> Any:
+    """Convert a value that may consist of data sets, perhaps beside settings (see `plain`)."""
+    if _holds_data(value) and not is_samples(value):
+        return name_of(value)
+    if isinstance(value, Mapping) and "name" not in value:
+        named = {key: _holds_data(item) and not is_samples(item) for key, item in value.items()}
+        return {key: name_of(item) if named[key] else plain(item) for key, item in value.items()}
+    return plain(value)
 
 
 def names_in(value: Any) -> Iterator[ObjectName]:
@@ -240,21 +248,51 @@ def _is_object(value: Any) -> bool:
     )
 
 
-def _is_data(value: Any) -> bool:
-    """Whether a value may be a data set: a pair (inputs, targets), a list of samples, or another uncallable object."""
-    if not isinstance(value, (tuple, list)):
+def _holds_data(value: Any) -> bool:
+    """Whether a value is a data set, or a tuple, list or dict of data sets (see `fedsim.data.brought`)."""
+    if not isinstance(value, (tuple, list, Mapping)):
         return _is_object(value) and not callable(value)
-    arrays = all(isinstance(part, (Tensor, np.ndarray)) or (_is_object(part) and not callable(part)) for part in value)
-    return (arrays and len(value) == 2) or (
-        isinstance(value, list) and isinstance(next(iter(value), None), (tuple, dict))
-    )
+    if isinstance(value, Mapping):  # lists of tables may be settings, such as augmentations
+        return all(map(_holds_data, value.values())) and not any(map(is_samples, value.values())) and bool(value)
+    parts = [part for part in value if part is not None]
+    return is_pair(value) or is_samples(value) or (bool(parts) and all(map(_holds_data, parts)))
 
 
-def _is_pair(value: Any) -> bool:
-    """Whether a value is a tuple (inputs, targets) of arrays."""
+def is_samples(value: Any) -> bool:
+    """Whether a value is one data set: a list of samples such as (input, target), or a list [inputs, targets]."""
+    if not isinstance(value, list) or not value:
+        return False
+    if isinstance(value[0], tuple) and is_pair(value[0]):
+        return not _are_data_sets(value)
+    return is_pair(value) or (isinstance(value[0], (tuple, dict)) and not _holds_data(value[0]))
+
+
+def _are_data_sets(pairs: list[Any]) -> bool:
+    """Whether pairs of arrays are data sets (inputs [n, ...], targets [n, ...]), and not samples (input, target)."""
+    shapes = [tuple(tuple(np.shape(part)) for part in pair) if is_pair(pair) else ((), ()) for pair in pairs]
+    if not all(len(first) > 1 and second and first[0] == second[0] for first, second in shapes):
+        return False
+    return len(shapes[0][1]) == 1 or len(set(shapes)) > 1
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a value is a tuple (inputs, targets) of arrays, or a list of them."""
     return (
-        isinstance(value, tuple) and len(value) == 2 and all(isinstance(item, (Tensor, np.ndarray)) for item in value)
+        isinstance(value, (tuple, list))
+        and len(value) == 2
+        and all(isinstance(item, (Tensor, np.ndarray)) for item in value)
     )
+
+
+def _leaves(value: Any, marks: list[Any]) -> Iterator[Any]:
+    """Yield the objects in nested tuples, lists and dicts, and append a description of the structure to `marks`."""
+    marks.append(None if value is None else type(value))
+    if not isinstance(value, (tuple, list, dict)) or is_samples(value):
+        yield from () if value is None else (value,)
+        return
+    marks += value if isinstance(value, dict) else [len(value)]
+    for part in value.values() if isinstance(value, dict) else value:
+        yield from _leaves(part, marks)
 
 
 def _import_path(target: Any) -> str | None:
@@ -269,8 +307,12 @@ def _import_path(target: Any) -> str | None:
 
 
 def _word_for(target: Any) -> str:
-    if isinstance(target, (tuple, list)):
+    if is_pair(target) or is_samples(target):
         return "samples"
+    if isinstance(target, (tuple, list, dict)) and target:
+        words = [_word_for(part) for part in (target.values() if isinstance(target, dict) else target)]
+        many = isinstance(target, list) or len(words) > 2 or ", " in words[0]
+        return f"{len(words)} {words[0]}" if many else ", ".join(words)
     target = target.func if isinstance(target, functools.partial) else target
     word = getattr(target, "__name__", None) or type(target).__name__
     return re.sub(r"\W+", "_", str(word)).strip("_") or "object"

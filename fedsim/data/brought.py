@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from fedsim.core.learning_task import described
-from fedsim.data.columns import parts_of, warn_of_unscaled, warn_of_unused
+from fedsim.core.objects import is_pair, is_samples
+from fedsim.data.columns import PART_NAMES, TRAIN_PARTS, parts_of, warn_of_unscaled, warn_of_unused
 from fedsim.data.drawn_tests import split_test
-from fedsim.data.encoding import WORKER, table_of, train_and_test
+from fedsim.data.encoding import NOBODY, WORKER, table_of, train_and_test
 from fedsim.data.tensors import TensorData, as_tensor_data
-from fedsim.errors import DataError
+from fedsim.errors import DataError, called, show
 
 ACCEPTED = (
     "a name, a path, a function, a data set, a data frame or a tuple (inputs, targets), a tuple (train, test) of them, "
-    "or a list with one data set per worker, such as fedsim.TensorData(inputs, targets)"
+    'or one of these for each worker: a list, or a dict such as {"A": (train, test), "B": (train, test)}'
 )
 TRAIN, TEST = "the training data", "the test data"
 Parts = tuple[Any, ...]  # the training part, or the training part and the test part, of which one may be None
@@ -32,7 +33,7 @@ class Part(NamedTuple):
     Attributes:
         data: the samples.
         place: name of the part in error messages.
-        worker: number of the worker, if there is one data set for each worker.
+        worker: number of the worker, if there is one data set for each worker. NOBODY: a test part for all workers.
     """
 
     data: Any
@@ -44,41 +45,86 @@ def source_of(target: Any) -> Callable[..., tuple[TensorData, TensorData]]:
     """Return a data set function for a Python object. Its parameters are those that the object needs.
 
     Args:
-        target: one data set, a tuple (train, test), a dict of parts such as {"train": ..., "test": ...}, or a list of
-            these with one for each worker. Each data set is a table (data frame, Hugging Face data set), a map-style
-            data set of (input, target) samples, or a tuple (inputs, targets) of arrays.
+        target: one data set, a tuple (train, test), a dict of parts such as {"train": ..., "test": ...}, or one of
+            these for each worker: a list, or a dict by name. A training part may also be a list or a dict with one data
+            set for each worker. Each data set is a table (data frame, Hugging Face data set), a map-style data set of
+            (input, target) samples, or a tuple (inputs, targets) of arrays.
 
     Raises DataError if the object cannot be used.
     """
-    shares = isinstance(target, list)
-    workers = [_parts(one, of_worker=shares) for one in (target if shares else [target])]
-    workers = sorted(workers, key=lambda parts: parts[0] is None)  # workers without training samples are last
+    clients, for_all = _clients(target), None
+    if clients is None:
+        parts = _parts(target, of_worker=False)
+        if (clients := _clients(parts[0])) is not None and len(parts) == 2:
+            own = _clients(parts[1])
+            clients, for_all = (clients, parts[1]) if own is None else (_with_own_tests(clients, own), None)
+    shares = clients is not None
+    workers = [(name, _parts(one, of_worker=True)) for name, one in clients] if clients else [("", parts)]
+    workers.sort(key=lambda worker: worker[1][0] is None)  # workers without training samples are last
+    names = tuple(name for name, _ in workers)
     train, test = (
         [
-            Part(parts[part], f"{place} of worker {worker}" if shares else place, worker)
-            for worker, parts in enumerate(workers)
+            Part(parts[part], f"{place} of worker {called(worker, names)}" if shares else place, worker)
+            for worker, (_, parts) in enumerate(workers)
             if part < len(parts) and parts[part] is not None
         ]
         for part, place in enumerate((TRAIN, TEST))
     )
+    lacks_test = bool(test) and any(len(parts) == 1 for _, parts in workers)
+    test += [] if for_all is None else [Part(for_all, TEST, NOBODY)]
     tables = {is_table(part.data) for part in [*train, *test]}
     if not train:
         raise DataError("there is no training data; at least one worker must have training samples")
-    if (test and any(len(parts) == 1 for parts in workers)) or len(tables) > 1:
+    if lacks_test or len(tables) > 1:
         raise DataError(
             "either all data sets or none must be tables, and either all or none must have a test part, which may be "
             "None; for inputs and targets, pass one table with both, such as inputs.assign(target=targets)"
         )
     (of_tables,), has_test = tables, bool(test)
+    are_pairs = shares and not any(names) and is_pair(train[0].data)
+    pairs = ("each tuple (inputs, targets) in the list is the data of one worker",) * are_pairs
 
     def read(**options: Any) -> tuple[TensorData, TensorData]:
-        return (_from_tables if of_tables else _from_samples)(train, test, shares, **options)
+        first, second = (_from_tables if of_tables else _from_samples)(train, test, shares, **options)
+        return replace(first, assumed=(*pairs, *first.assumed), worker_names=names if any(names) else ()), second
 
-    names = ("target", "inputs", "ids", "standardize") * of_tables + ("split",) * (of_tables and not has_test)
-    names += ("test_fraction",) * (not has_test)
+    of_split = ("split",) * of_tables + ("test_fraction",)
+    options = ("target", "inputs", "ids", "standardize") * of_tables + of_split * (not has_test)
     known = inspect.signature(train_and_test, eval_str=True).parameters
-    read.__signature__ = inspect.Signature([known[name] for name in names])  # type: ignore[attr-defined]
+    read.__signature__ = inspect.Signature([known[name] for name in options])  # type: ignore[attr-defined]
     return read
+
+
+def has_clients(target: Any) -> bool:
+    """Whether an object for `source_of` has one data set for each worker."""
+    if isinstance(target, Mapping) and (train := [key for key in target if str(key).casefold() in TRAIN_PARTS]):
+        target = target[train[0]]
+    return _clients(target[0] if isinstance(target, tuple) and target else target) is not None
+
+
+def _clients(data: Any) -> list[tuple[str, Any]] | None:
+    """Return pairs (name, data) if there is one data set for each worker, otherwise None. A list has no names."""
+    if isinstance(data, list) and data and not is_samples(data):
+        return [("", one) for one in data]
+    if not isinstance(data, Mapping) or PART_NAMES.intersection(str(key).casefold() for key in data):
+        return None
+    names = list(map(str, data))
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"two workers are called {show(repeated[0])}; give each worker another name")
+    return list(zip(names, data.values(), strict=True))
+
+
+def _with_own_tests(train: list[tuple[str, Any]], test: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return pairs (name, (training part, test part)) from the training parts and the test parts of all workers."""
+    if not train[0][0] and not test[0][0] and len(train) == len(test):
+        return [("", (first, second)) for (_, first), (_, second) in zip(train, test, strict=True)]
+    if not (train[0][0] and test[0][0]):
+        raise DataError(
+            f"there are {len(train)} training parts and {len(test)} test parts of workers; pass two lists of equal "
+            "length, two dicts, or one test set for all workers"
+        )
+    first, second = dict(train), dict(test)
+    return [(name, (first.get(name), second.get(name))) for name in {**first, **second}]
 
 
 def is_table(data: Any) -> bool:
@@ -97,7 +143,7 @@ def _parts(data: Any, *, of_worker: bool) -> Parts:
         if train is None and (test is None or not of_worker):
             raise DataError(
                 f"has the parts {', '.join(map(str, data))}; one of them must be called train; for one data set per "
-                "worker, pass a list"
+                "worker, use the names of workers only"
             )
         parts = tuple(None if name is None else data[name] for name in (train, test))
         parts = parts if test is not None else parts[:1]
@@ -152,12 +198,12 @@ def _joined(parts: Sequence[Part], shares: bool) -> TensorData:
     for place, one in data.items():
         if _kind(one) != _kind(first) or one.rows is not None:
             raise DataError(
-                f"{place}: its inputs, {described(one.inputs)}, differ from those of worker 0, "
+                f"{place}: its inputs, {described(one.inputs)}, differ from those of {parts[0].place}, "
                 f"{described(first.inputs)}; use one type, shape and normalisation, without `rows`"
             )
     inputs, targets = (torch.cat([getattr(one, name) for one in data.values()]) for name in ("inputs", "targets"))
     owners = np.repeat([part.worker for part in parts], [len(one) for one in data.values()])
-    return replace(first, inputs=inputs, targets=targets, ids={WORKER: owners})
+    return replace(first, inputs=inputs, targets=targets, ids={WORKER: owners} if (owners != NOBODY).any() else {})
 
 
 def _kind(data: TensorData) -> tuple[Any, ...]:

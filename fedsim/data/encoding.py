@@ -35,6 +35,7 @@ Names = str | list[str]  # one column, or several
 Rows = slice | np.ndarray  # positions of samples
 MOST_TEXTS = 100  # maximum number of different texts in a column that becomes one-hot inputs
 WORKER = "worker"  # column of owners if each worker has its own data set
+NOBODY = -1  # owner of test samples that belong to no worker
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class DataTable:
         row: function from the index of a row to its name in error messages, such as "line 9".
         assumed: what was assumed when the table was read.
         classes: names of the classes 0, 1, ... of columns that contain numbers of classes.
-        worker: number of the worker that owns the table, if each table belongs to one worker.
+        worker: number of the worker that owns the table, or NOBODY, if each table belongs to one worker.
     """
 
     columns: Columns
@@ -107,9 +108,9 @@ def train_and_test(
         raise DataError(f"data.split = {show(split)}: there is a test part already; omit one of the two")
     for table in train:
         if different := sorted(map(str, set(table.columns) ^ set(train[0].columns))):
-            raise DataError(f"{table.place}: has other columns than worker 0, such as {show(different[0])}")
+            raise DataError(f"{table.place}: has other columns than {train[0].place}, such as {show(different[0])}")
         if of_workers and WORKER in table.columns:
-            raise DataError(f"{table.place}: has a column {show(WORKER)}, but the list defines the workers; rename it")
+            raise DataError(f"{table.place}: has a column {show(WORKER)}, but each table is a worker; rename it")
     if split is None and not test:
         named = [name for name in train[0].columns if str(name).casefold() == "split" and name not in (inputs or ())]
         texts = [{str(value).casefold() for table in train for value in table.columns[name]} for name in named]
@@ -140,7 +141,8 @@ def train_and_test(
         for name, owned in with_owners.items()
     }
     if of_workers:
-        owners[WORKER] = np.repeat([table.worker for table in tables], sizes)
+        owned = tables if any(table.worker != NOBODY for table in test) else train
+        owners[WORKER] = np.repeat([table.worker for table in owned], sizes[: len(owned)])
     n, drawn, drawn_by = sum(sizes[: len(train)]), list[str](), None
     parts: list[Rows] = [slice(n), slice(n, None)] if test else []
     if split is not None and (parts := _split_of(train, split, place)):

@@ -22,7 +22,7 @@ import torch
 from fedsim.core.import_policy import IMPORT_PATH
 from fedsim.core.objects import ObjectName, name_of, plain
 from fedsim.core.registry import Registration, Registry
-from fedsim.data.brought import ACCEPTED, source_of
+from fedsim.data.brought import ACCEPTED, has_clients, source_of
 from fedsim.data.drawn_tests import STRATIFY
 from fedsim.data.shapes import SampleShape
 from fedsim.data.tensors import TensorData
@@ -50,8 +50,8 @@ dataset = DatasetRegistry(
 def data_table(value: Any) -> dict[str, Any]:
     """Return a data set as a table of its name and parameters, which may also be written in shorter ways.
 
-    A path of a file in a known format becomes the name of the format and the parameter `path`. A dict of parts and a
-    list of data sets (one per worker) become one object.
+    A path of a file in a known format becomes the name of the format and the parameter `path`. A dict or a list of data
+    sets becomes one object.
 
     Raises ExperimentError if the value is none of these.
 
@@ -59,7 +59,7 @@ def data_table(value: Any) -> dict[str, Any]:
     {'name': 'csv', 'path': 'points.csv'}
     """
     table = dict(value) if isinstance(value, Mapping) else {"name": value}
-    parts = {key: part for key, part in table.items() if isinstance(part, ObjectName)}
+    parts = {key: part for key, part in table.items() if isinstance(part, ObjectName) and not callable(part.target)}
     if parts and "name" not in table:
         table = {"name": parts, **{key: item for key, item in table.items() if key not in parts}}
     name = str(table["name"]) if isinstance(table.get("name"), Path) else table.get("name")
@@ -82,9 +82,11 @@ def data_table(value: Any) -> dict[str, Any]:
 
 
 def one_per_worker(value: Any) -> bool:
-    """Whether the setting `data` is a list of data sets, of which each belongs to one worker."""
-    name = value.get("name") if isinstance(value, Mapping) else value
-    return isinstance(name.target if isinstance(name, ObjectName) else name, list)
+    """Whether the setting `data` has one data set for each worker."""
+    with contextlib.suppress(ExperimentError):  # reported together with the errors of the other tables
+        name = data_table(value)["name"]
+        return isinstance(name, ObjectName) and has_clients(name.target)
+    return False
 
 
 def _format_of(path: str) -> str | None:

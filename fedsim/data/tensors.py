@@ -42,6 +42,7 @@ class TensorData(Dataset):
         assumed: what was assumed when the data was read, such as how test samples were drawn. A run prints it first.
         drawn_by: if test samples were drawn from the same data set, the strata, such as "class", or "" without strata.
             None: the data set has a test part.
+        worker_names: name of each worker, if each has its own data set with a name, such as a file.
 
     >>> data = fedsim.TensorData(torch.tensor([[0], [255]], dtype=torch.uint8), torch.tensor([0, 1]), scale=1 / 255)
     >>> data.gather(torch.tensor([1]))
@@ -57,6 +58,7 @@ class TensorData(Dataset):
     rows: Tensor | None = None
     assumed: tuple[str, ...] = ()
     drawn_by: str | None = None
+    worker_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", id_columns(self.ids))

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fedsim.errors import called
 from fedsim.processes.shared_memory import share
 
 LINE = 16  # int64 counters per process: 128 bytes, so that no two processes write to the same cache line
@@ -108,7 +109,7 @@ class HeartbeatTable:
             return None
         if worker == SEVERAL_WORKERS:
             return f"a stack of workers in round {round}"
-        return f"worker {worker} in round {round}" if round else f"worker {worker}"
+        return f"worker {called(worker)}" + f" in round {round}" * (round > 0)
 
     def activity(self, index: int) -> str:
         """Return what process `index` is doing, for an error message, such as "working on worker 3 in round 2"."""

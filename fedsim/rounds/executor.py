@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from fedsim.core.rows import new_rows, require_finite, require_finite_buffers
+from fedsim.errors import workers_named
 from fedsim.processes.group import Group
 from fedsim.processes.process_context import ProcessContext
 from fedsim.rounds.evaluation import Evaluation, EvaluationResult, WorkerTests
@@ -68,7 +69,8 @@ class Executor:
 
         In this context, TF32 is off, and out-of-memory errors name the settings to reduce.
         """
-        with explain_oom(self.task, self.process.count, self.trainer.width), full_precision(self.task.device):
+        named, task = workers_named(self.task.worker_names), self.task
+        with explain_oom(task, self.process.count, self.trainer.width), full_precision(task.device), named:
             yield
 
     def in_precision(self) -> contextlib.AbstractContextManager[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from fedsim.byzantine import Attackers
@@ -10,6 +12,7 @@ from fedsim.config.schema import OWN
 from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.data import ListedShards, Shards, TensorData, hold_out, partition_shards
+from fedsim.data.encoding import NOBODY, WORKER
 from fedsim.data.partitions.allocation import group
 from fedsim.data.partitions.ids import joined, owners_of
 from fedsim.errors import DataError, ExperimentError, plural, show
@@ -80,15 +83,60 @@ def tests_of_owners(
         )
     if column not in test.ids or not setting or (setting != OWN and train.drawn_by is not None):
         return None
-    both = joined([train.ids[column], test.ids[column]], f"data.ids = {show(column)}")
-    owners, owner_of = owners_of({column: both}, column)
-    trained, tested = owner_of[: len(train)], owner_of[len(train) :]
-    samples, unseen = group(np.arange(len(test)), tested, len(owners)), np.setdiff1d(tested, trained)
-    chosen = [samples[owner] for owner in [*(trained[shards.of(k)[0]] for k in range(len(shards))), *unseen]]
+    owners = _owners_in(column, train, test)
+    samples, unseen = group(np.arange(len(test)), owners.tested, len(owners.names)), owners.unseen
+    chosen = [samples[owner] for owner in [*(owners.trained[shards.of(k)[0]] for k in range(len(shards))), *unseen]]
     found = f"{plural(sum(map(bool, map(len, chosen))), 'client')} with their own test samples"
     found += f", {len(unseen)} of them only for tests" * bool(len(unseen))
-    found += f"; {'the global test set has all test samples' if setting == OWN else USE_OWN.format(setting)}"
+    whole = "all" if (of_all := len(global_tests(test))) == len(test) else f"{of_all:,} other"
+    found += f"; {f'the global test set has {whole} test samples' if setting == OWN else USE_OWN.format(setting)}"
     return ListedShards.of_arrays(chosen), found
+
+
+def names_of_workers(experiment: Experiment, train: TensorData, test: TensorData, shards: Shards) -> tuple[str, ...]:
+    """Return the name of each worker, followed by those of the owners who have only test samples.
+
+    A worker of a partition by owners has the name of its owner. There are no names if they only repeat the numbers.
+    The arguments are those of `tests_of_owners`.
+    """
+    partition = experiment.partition.component
+    names = getattr(partition, "worker_names", ())
+    if column_of := getattr(partition, "column", None):
+        owners = _owners_in(column := column_of(train.ids), train, test)
+        names = owners.names[[*(owners.trained[shards.of(k)[0]] for k in range(len(shards))), *owners.unseen]].tolist()
+        names = [train.worker_names[owner] for owner in names] if column == WORKER and train.worker_names else names
+    names = tuple(map(str, names))
+    return () if names == tuple(map(str, range(len(names)))) else names
+
+
+class _Owners(NamedTuple):
+    """Owners of the samples in a column of ids.
+
+    Attributes:
+        names: all owners, sorted.
+        trained, tested: index of the owner of each training sample and of each test sample.
+        unseen: indices of the owners who have only test samples.
+    """
+
+    names: np.ndarray
+    trained: np.ndarray
+    tested: np.ndarray
+    unseen: np.ndarray
+
+
+def _owners_in(column: str, train: TensorData, test: TensorData) -> _Owners:
+    owners = train.ids[column]
+    both = joined([owners, test.ids.get(column, owners[:0])], f"data.ids = {show(column)}")
+    names, owner_of = owners_of({column: both}, column)
+    trained, tested = owner_of[: len(train)], owner_of[len(train) :]
+    unseen = np.setdiff1d(tested, trained)
+    return _Owners(names, trained, tested, unseen[names[unseen] != NOBODY] if column == WORKER else unseen)
+
+
+def global_tests(test: TensorData) -> TensorData:
+    """Return the test samples of the global test set: those that belong to no worker, or all if there are none."""
+    of_nobody = np.flatnonzero(test.ids.get(WORKER, ()) == NOBODY)
+    return test.take(of_nobody) if len(of_nobody) else test
 
 
 def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> Attackers:

@@ -28,7 +28,7 @@ from fedsim.core.training import check_outputs
 from fedsim.data import Shards, TensorData
 from fedsim.data.shapes import SampleShape
 from fedsim.engines import Engine, RunTask
-from fedsim.errors import DataError, ExperimentError, FedsimError, SettingWarning, one_line, show, show_bytes
+from fedsim.errors import DataError, ExperimentError, FedsimError, SettingWarning, called, one_line, show, show_bytes
 from fedsim.processing import initial_states
 from fedsim.system.devices import free_memory
 from fedsim.training.memory import memory_needed
@@ -465,7 +465,7 @@ def check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, i
     if worker is None:
         return
     batch_size = experiment.local.batch_size
-    holder = f"worker {worker}" if worker < experiment.workers else "the server"
+    holder = f"worker {called(worker)}" if worker < experiment.workers else "the server"
     if holder == "the server" and sizes[worker] == 1:
         subject, remedy = "aggregate.root_samples = 1: the server has", "set it to 2 or more"
     elif sizes[worker] == 1:

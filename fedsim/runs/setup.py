@@ -28,12 +28,14 @@ from fedsim.data.sources import default_root
 from fedsim.data.subsets import split_validation
 from fedsim.engines import Engine, RunTask
 from fedsim.engines import engine as engines
-from fedsim.errors import ExperimentError, FedsimWarning, show
+from fedsim.errors import WORKER_NAMES, ExperimentError, FedsimWarning, show, workers_named
 from fedsim.privacy import Releases
 from fedsim.processes.retry import STARTED, retried
 from fedsim.records.run_folder import RunFolder
 from fedsim.rounds.participants import (
     attackers_of,
+    global_tests,
+    names_of_workers,
     releases_of,
     server_samples,
     shards_of,
@@ -78,6 +80,7 @@ def begun(
     with (
         torch.inference_mode(False),  # a caller may have disabled gradients
         preserve_random_state(device),
+        workers_named(),
         session.engine(engine_name, device, processes, threads, experiment.timeout, experiment.start_method) as engine,
     ):
         engine.prepare(device)
@@ -127,7 +130,7 @@ def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> RunT
         device = engines.get(experiment.engine).target.device_for(experiment.device)
     task = task_of(experiment, device)
     if to_run or not lacks_files(data.name, data.root or default_root(), **data.params):
-        with preserve_random_state(device), full_precision(device):
+        with preserve_random_state(device), full_precision(device), workers_named():
             task, *_ = _with_data(experiment, task, session, device, lambda step: None)
     return task
 
@@ -141,18 +144,19 @@ def releases_before(experiment: Experiment) -> Releases | None:
     if experiment.protects != "sample" or not may_overlap:
         return experiment.releases(holders=1)
     cpu = torch.device("cpu")
-    with Session() as session:
+    with Session() as session, workers_named():
         _, _, _, shards, root, *_ = _with_data(experiment, task_of(experiment, cpu), session, cpu, lambda step: None)
     return releases_of(experiment, shards, root)
 
 
 def _with_data(
     experiment: Experiment, task: RunTask, session: Session, device: torch.device, on_setup: Callable[[str], object]
-) -> tuple[RunTask, TensorData, TensorData, Shards, np.ndarray, Shards | None, TensorData]:
+) -> tuple[RunTask, TensorData, TensorData, Shards, np.ndarray, Shards | None, TensorData, TensorData]:
     """Load the data of a run, divide it among the workers, and check it.
 
-    Returns (task with its Byzantine workers, training samples, test samples, shards, indices of the server's samples,
-    local test samples of the workers, validation samples).
+    Returns (task with its Byzantine workers and the names of workers, training samples, test samples, shards, indices
+    of the server's samples, local test samples of the workers, validation samples, data set of the workers' own test
+    samples). Error messages name the workers from now on, until the end of `workers_named`.
     """
     data = experiment.data
     on_setup(f"loading the data set {show(data.name)}")
@@ -169,6 +173,8 @@ def _with_data(
 
     on_setup(f"partitioning the data among {experiment.workers:,} workers")
     shards, worker_tests = shards_of(experiment, train, index_of, strata)
+    task = replace(task, worker_names=names_of_workers(experiment, train, test, shards))
+    WORKER_NAMES.set(task.worker_names)
     checks.warn_of_held_out_classes(experiment, train, validation, shards, worker_tests)
     weights = class_weights_of(task.learning_task, lambda: _trained_targets(train, shards), classes)
     checks.check_sample_gradients(replace(checked, class_weights=weights), train)
@@ -184,10 +190,11 @@ def _with_data(
         by_owner, found = owned
         train = replace(train, assumed=(*train.assumed, found))
         worker_tests = by_owner if data.local_test_fraction == OWN else worker_tests
+    own_tests, test = test, global_tests(test)
     if releases and releases.holders > 1 and experiment.privacy.target_epsilon is not None:
         private = task_of(experiment.with_noise(releases), device)
         task = replace(task, experiment=private.experiment, algorithm=private.algorithm)
-    return task, train, test, shards, root, worker_tests, validation
+    return task, train, test, shards, root, worker_tests, validation, own_tests
 
 
 def _trained_targets(train: TensorData, shards: Shards) -> Tensor:

@@ -330,7 +330,7 @@ class BatchSource:
     def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
         """Yield batches of a worker's local test samples, or of an owner's who has no training samples."""
         data, own = self._shared.data, self._task.experiment.data.local_test_fraction == OWN
-        samples = CustomSubset(data.test if own else data.train, data.worker_tests.of(worker))
+        samples = CustomSubset(data.own_tests if own else data.train, data.worker_tests.of(worker))
         return _altered(samples.batches(batch_size), self.alteration(worker, round, "local_test_fraction"))
 
     def alterations(self, work: WorkItems, purpose: str | None = None) -> list[Alteration | None]:

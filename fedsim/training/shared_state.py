@@ -40,6 +40,7 @@ class RunData:
         shards: training samples of each worker.
         worker_tests: local test samples of each worker, if workers are tested.
         root: indices of the server's own training samples, int64, on the CPU; empty if the server has none.
+        own_tests: dataset that contains the local test samples, if these belong to the test part.
     """
 
     train: TensorData
@@ -49,6 +50,7 @@ class RunData:
     shards: Shards
     worker_tests: Shards
     root: Tensor
+    own_tests: TensorData
 
     @classmethod
     def on(
@@ -61,6 +63,7 @@ class RunData:
         root: np.ndarray | None = None,
         worker_tests: Shards | None = None,
         validation: TensorData | None = None,
+        own_tests: TensorData | None = None,
     ) -> RunData:
         """Move the data of a run to `device`, convert floating-point values to `dtype`, and return them as a RunData.
 
@@ -68,7 +71,9 @@ class RunData:
         """
         nothing = np.zeros(0, dtype=np.int64)
         validation = test.take(nothing) if validation is None else validation
-        train, test, validation = (replace(data, ids={}).to(device, dtype) for data in (train, test, validation))
+        parts = train, test, validation, test if own_tests is None else own_tests
+        moved = {id(data): replace(data, ids={}, worker_names=()).to(device, dtype) for data in parts}
+        train, test, validation, own_tests = (moved[id(data)] for data in parts)
         return cls(
             train=train,
             test=test,
@@ -77,6 +82,7 @@ class RunData:
             shards=shards,
             worker_tests=worker_tests or ListedShards.of_arrays([nothing]),
             root=torch.from_numpy(nothing if root is None else root),
+            own_tests=own_tests,
         )
 
 
@@ -319,7 +325,8 @@ class SharedState:
         """
         data = self.data
         # The datasets have a block of their own, because a session reuses them for later runs.
-        share([tensor for part in (data.train, data.test, data.validation) for tensor in part.tensors])
+        parts = data.train, data.test, data.validation, data.own_tests
+        share([tensor for part in parts for tensor in part.tensors])
         shards = [*data.shards.tensors, *data.worker_tests.tensors, data.root]
         share([*shards, *_tensors_in(self.server), *_tensors_in(self.cohort), *_tensors_in(self.tests)])
         return self

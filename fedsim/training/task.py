@@ -45,6 +45,8 @@ class RunTask:
         scratch_folder: folder for temporary files; None for the system's folder.
         class_weights: weight of each class in the training loss; None for equal weights.
         row_bytes: size of an update in memory.
+        worker_names: name of each worker, followed by the owners who have only test samples, None for a worker without
+            a name; empty if the data has no names.
         streams: whether a round trains its cohort in waves, and only sums of updates are kept after a wave. Sums are
             then rounded differently, so this depends only on the experiment (see `that_streams`).
     """
@@ -57,6 +59,7 @@ class RunTask:
     scratch_folder: str | None = None
     class_weights: tuple[float, ...] | None = None
     row_bytes: int = 0
+    worker_names: tuple[str | None, ...] = ()
     streams: bool = False
 
     @property

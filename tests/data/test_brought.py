@@ -17,6 +17,7 @@ RNG = np.random.default_rng(0)
 INPUTS, LABELS = RNG.normal(size=(60, 2)).astype(np.float32), np.arange(60) % 3
 PAIRS = TensorDataset(torch.from_numpy(INPUTS), torch.from_numpy(LABELS))
 QUARTERS = [Subset(PAIRS, range(15 * k, 15 * k + 15)) for k in range(4)]
+HALVES = (INPUTS[:36], LABELS[:36]), (INPUTS[36:], LABELS[36:])  # data sets of two workers
 COLUMNS = {"a": INPUTS[:, 0], "b": INPUTS[:, 1], "client": [f"c{k % 5}" for k in range(60)], "label": LABELS}
 TINY_RUN = {"rounds": 1, "engine": "serial", "model": {"name": "logistic", "inputs": 2, "classes": 3}}
 
@@ -85,6 +86,29 @@ class TestOneDataSetPerWorker:
         assert (len(train), len(test)) == (40, 20)
         assert fedsim.Experiment(data=parts).workers == 4
 
+    @pytest.mark.parametrize(
+        ("data", "names", "held"),
+        [
+            ([HALVES[0], HALVES[1]], (), 0),
+            ({"B": HALVES[0], "a": HALVES[1]}, ("B", "a"), 0),
+            ({"train": {"B": HALVES[0], "a": HALVES[1]}, "test": PAIRS}, ("B", "a"), 60),
+            ((list(HALVES), (INPUTS[:7], LABELS[:7])), (), 7),
+            ({"B": (HALVES[0], HALVES[1]), "a": (HALVES[1], None)}, ("B", "a"), 24),
+            (({"B": HALVES[0], "a": HALVES[1]}, {"new": PAIRS, "a": HALVES[0]}), ("B", "a", "new"), 96),
+            (([(HALVES[0], HALVES[1]), (HALVES[1], HALVES[0])], QUARTERS[0]), (), 15),
+        ],
+        ids=["pairs", "dict", "one test part", "list and test", "parts of each", "two dicts", "own and common tests"],
+    )
+    def test_forms(self, data, names, held):
+        result = fedsim.run(data=data, **TINY_RUN)
+        train, test = load(fedsim.Experiment(data=data).data.name)
+        assert result.experiment.partition.name == "natural"
+        drawn = [9, 5] if not held else [0, 0]
+        assert result.history[0].samples == [36 - drawn[0] + 2 * (not held), 24 - drawn[1]]
+        assert (train.worker_names, len(test) if held != 15 else 15) == (names, held or 12)
+        first = train.inputs[train.ids["worker"] == 0].tolist()
+        assert all(row in HALVES[0][0].tolist() for row in first)
+
     def test_another_partition_may_be_set(self):
         experiment = fedsim.Experiment(data=QUARTERS, partition="iid", workers=3)
         assert (experiment.workers, experiment.partition.name) == (3, "iid")
@@ -107,7 +131,7 @@ class TestOneDataSetPerWorker:
             ([PAIRS, Subset(PAIRS, [])], "the training data of worker 1: has no samples"),
             (
                 [PAIRS, TensorDataset(torch.zeros(3, 5), torch.zeros(3).long())],
-                r"worker 1: its inputs, .*3, 5.*, differ from those of worker 0, .*60, 2",
+                r"worker 1: its inputs, .*3, 5.*, differ from those of .* of worker 0, .*60, 2",
             ),
             (
                 [(PAIRS, PAIRS), PAIRS],
@@ -125,7 +149,7 @@ class TestOneDataSetPerWorker:
     @pytest.mark.parametrize(
         ("columns", "match"),
         [
-            ({"worker": LABELS}, '^worker 0: has a column "worker", but the list defines the workers; rename it$'),
+            ({"worker": LABELS}, '^worker 0: has a column "worker", but each table is a worker; rename it$'),
             ({"b": None}, '^worker 1: has other columns than worker 0, such as "b"$'),
         ],
     )
@@ -140,11 +164,16 @@ class TestOneDataSetPerWorker:
     ("data", "match"),
     [
         (DataLoader(PAIRS), r"a DataLoader is not a map-style .* pass data=\(train.dataset, test.dataset\)"),
-        ((PAIRS for _ in range(2)), r"data: must be a name, .* tuple \(train, test\) of them, or a list with one data"),
-        (torch.zeros(3, 2), r"data: must be a name, .* a tuple \(inputs, targets\)"),
         (
-            [(INPUTS, LABELS), (INPUTS, LABELS)],
-            r"one data set per worker, such as fedsim.TensorData\(inputs, targets\)",
+            (PAIRS for _ in range(2)),
+            r"data: must be a name, .* tuple \(train, test\) of them, or one of these for each",
+        ),
+        (torch.zeros(3, 2), r"data: must be a name, .* a tuple \(inputs, targets\)"),
+        ([INPUTS, LABELS], r"one of these for each worker: a list, or a dict such as \{\"A\": \(train, test\)"),
+        ({1: PAIRS, "1": PAIRS}, 'two workers are called "1"; give each worker another name'),
+        (
+            ([PAIRS, PAIRS], {"A": PAIRS}),
+            "2 training parts and 1 test parts of workers; pass two lists of equal length",
         ),
         ([(torch.zeros(2), 1), (torch.ones(2), 0)], "data: must be a name, "),
         ((INPUTS, LABELS, INPUTS, LABELS), "data: must be a name, "),
@@ -229,7 +258,7 @@ class TestTables:
         bad = table({**columns, "a": [*INPUTS[:19, 0], float("nan")]})
         refused([data[0], bad], 'the training data of worker 1: column "a": contains NaN or no value in row 19')
         other = table({"a": INPUTS[:, 0], "label": LABELS})
-        refused([data[0], other], 'training data of worker 1: has other columns than worker 0, such as "b"')
+        refused([data[0], other], 'data of worker 1: has other columns than the training data of worker 0, such as "b"')
 
     def test_text_of_one_worker_may_look_like_numbers(self, table):
         workers = [table({**COLUMNS, "zip": [text] * 60}) for text in ("01", "K1", "K2")]

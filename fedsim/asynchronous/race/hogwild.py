@@ -10,6 +10,7 @@ from fedsim.asynchronous.policies.policy import Arrival
 from fedsim.asynchronous.race.state import WRITES_BEGUN
 from fedsim.asynchronous.race.worker import ProcessResult, RaceWorker
 from fedsim.core.randomness import global_states
+from fedsim.errors import called
 from fedsim.processes.process_context import SHARED_ROW
 from fedsim.system.devices import synchronize
 from fedsim.training.batches import WorkItem
@@ -80,7 +81,7 @@ class HogwildWorker(RaceWorker):
         stats.samples[slot] += participant.batch_size
         if server.nonfinite != "keep" and not math.isfinite(gradient.sum()) and not bool(gradient.isfinite().all()):
             if server.nonfinite == "error":
-                raise nonfinite_error(member.round, f"the gradient of worker {slot}")
+                raise nonfinite_error(member.round, f"the gradient of worker {called(slot)}")
             stats.excluded.append(slot)
             return
         self._writes_begun[slot] += 1

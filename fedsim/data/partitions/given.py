@@ -112,11 +112,20 @@ class Given:
         """Return the number of workers if `workers` is unset: one for each given list of samples. `ids` is not used."""
         return len(self._lists)
 
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        """Name of each worker in the file, or its number if the file has no names."""
+        return () if self.path is None else tuple(self._by_name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[int]]:
+        return _read(user_path(self.path or ""))
+
     @cached_property
     def _lists(self) -> list[np.ndarray]:
         place = "partition.shards" if self.path is None else f"partition.path = {show(self.path)}"
         try:
-            lists = self.shards if self.path is None else _read(user_path(self.path))
+            lists = self.shards if self.path is None else self._by_name.values()
             arrays = [np.array(shard, dtype=np.int64) for shard in lists or ()]
         except OSError as error:
             raise ExperimentError(f"{place}: cannot be read: {error.strerror}") from None
@@ -127,22 +136,22 @@ class Given:
         return arrays
 
 
-def _read(path: Path) -> list[list[int]]:
+def _read(path: Path) -> dict[str, list[int]]:
     text = decoded(read_bounded(path, free_memory() / 20))
     return _lists_of_csv(text) if path.suffix == ".csv" else _lists_of_json(text)
 
 
-def _lists_of_json(text: str) -> list[list[int]]:
+def _lists_of_json(text: str) -> dict[str, list[int]]:
     content = json.loads(text)
-    lists = list(content.values()) if isinstance(content, dict) else content
-    if not isinstance(lists, list) or not all(
-        isinstance(shard, list) and all(type(index) is int for index in shard) for shard in lists
+    lists = {str(worker): shard for worker, shard in enumerate(content)} if isinstance(content, list) else content
+    if not isinstance(lists, dict) or not all(
+        isinstance(shard, list) and all(type(index) is int for index in shard) for shard in lists.values()
     ):
         raise ValueError("the file must contain a list (or an object) of lists of integers, one list per worker")
     return lists
 
 
-def _lists_of_csv(text: str) -> list[list[int]]:
+def _lists_of_csv(text: str) -> dict[str, list[int]]:
     reader = csv.DictReader(text.splitlines())
     if not {"sample", "worker"} <= set(reader.fieldnames or ()):
         raise ValueError(
@@ -157,4 +166,4 @@ def _lists_of_csv(text: str) -> list[list[int]]:
         except (TypeError, ValueError):
             raise ValueError(f"line {reader.line_num}: {show(row['sample'])} is not the index of a sample") from None
     numbered = all(name.isdecimal() for name in lists)
-    return [lists[name] for name in (sorted(lists, key=int) if numbered else lists)]
+    return {name: lists[name] for name in (sorted(lists, key=int) if numbered else lists)}
