@@ -67,6 +67,7 @@ def run(
         if resume and out:
             raise ExperimentError("--resume and --out: --resume already sets the output folder; omit --out")
         source, overrides = source_and_overrides(words or [], context)
+        is_stored = bool(resume and not source)
         if resume and not source:
             from fedsim.records.history import experiment_of_run
 
@@ -74,12 +75,15 @@ def run(
     with errors_as_lines(), contextlib.ExitStack() as stack:
         import fedsim
         from fedsim.config.load import load_experiment, with_data
+        from fedsim.core.import_policy import reading_stored_run
         from fedsim.data.sources import data_loaded_once
         from fedsim.engines import engine as engines
         from fedsim.records.run_folder import new_folder
         from fedsim.runs.launch import under_launcher
 
         stack.enter_context(data_loaded_once())
+        if is_stored:
+            stack.enter_context(reading_stored_run())
         experiment = under_launcher(load_experiment(source, overrides, allow_imports=allow_imports))
         if dry_run:
             _check(experiment)

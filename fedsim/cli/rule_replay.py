@@ -19,6 +19,7 @@ from fedsim.aggregation import AggregationInputs, Gram, Pipeline, make_pipeline,
 from fedsim.aggregation import rule as rules_by_name
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
+from fedsim.core.import_policy import reading_stored_run
 from fedsim.core.text_wrapping import hang
 from fedsim.errors import ExperimentError, RecordError, cut, show
 from fedsim.records.formatting import label
@@ -138,7 +139,8 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
         stored = ", ".join(map(str, rounds))
         raise RecordError(f"{folder}: has no updates of round {round}; stored rounds: {stored}")
     path = folder / f"updates-{round:05d}.safetensors"
-    experiment = load_experiment(folder / EXPERIMENT, allow_imports=allow_imports)
+    with reading_stored_run():
+        experiment = load_experiment(folder / EXPERIMENT, allow_imports=allow_imports)
     try:
         require_regular(path, MOST_BYTES, inside=folder)
         tensors = load_file(path)

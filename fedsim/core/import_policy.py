@@ -4,10 +4,12 @@ Import paths in Python code and on the command line come from the user and are a
 `untrusted_config(file)`, an import path in the file that the user has not also passed is imported only if
 
 - the user allows it (`--allow-imports`, `allow_imports=True`), or
-- the file lies directly in the working directory, and the path leads to a function or class that a module in the
-  working directory defines. Running such a file is like running a script there.
+- the file lies directly in the working directory, which is not a run folder, and the path leads to a function or class
+  that a module in the working directory defines. Running such a file is like running a script there.
 
-These conditions are checked before the import, and again before an imported object is called.
+These conditions are checked before the import, and again before an imported object is called. fedsim never adds the
+working directory to `sys.path`, where every package would look for its optional modules. Instead, a finder finds there
+only the modules that `import_object` imports, and the modules that these import.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +33,7 @@ from fedsim.errors import ExperimentError, show
 from fedsim.system.packages import import_torchvision
 
 REMEDY = "a file may import this only with --allow-imports (in Python: allow_imports=True), because importing runs code"
+RUN_FILES = ("metrics.jsonl", "comparison.json")  # written to the folder of each run or comparison
 IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
@@ -50,7 +54,50 @@ class UntrustedSource:
     trusted: frozenset[str]
 
 
+class LocalModules:
+    """Finder of modules in working directories, the last in `sys.meta_path`.
+
+    Attributes:
+        folders: working directory of each top-level module that was found there.
+    """
+
+    def __init__(self) -> None:
+        self.folders: dict[str, str] = {}
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Find a top-level module that may be imported, or that a module found here imports."""
+        if path is not None:  # in a package, which knows its folders
+            return None
+        frame = sys._getframe(1)
+        while frame.f_back and frame.f_globals.get("__name__", "").startswith("importlib"):
+            frame = frame.f_back
+        importer = str(frame.f_globals.get("__name__")).partition(".")[0]
+        folder = self.folders.get(name) or self.folders.get(importer)
+        spec = PathFinder.find_spec(name, [folder]) if folder else None
+        if folder and spec:
+            self.folders[name] = folder
+        return spec
+
+    def admit(self, folders: dict[str, str]) -> None:
+        """Find these top-level modules in these folders from now on."""
+        if folders and self not in sys.meta_path:
+            sys.meta_path.append(self)
+        self.folders.update(folders)
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[dict[str, str]]]:
+        return _admit_here, (dict(self.folders),)  # unpickled in another process, whose finder finds the same modules
+
+
+local_modules = LocalModules()
+
+
+def _admit_here(folders: dict[str, str]) -> LocalModules:
+    local_modules.admit(folders)
+    return local_modules
+
+
 _source: ContextVar[UntrustedSource | None] = ContextVar("fedsim_untrusted_source", default=None)
+_is_stored: ContextVar[bool] = ContextVar("fedsim_reads_stored_run", default=False)
 
 
 @contextlib.contextmanager
@@ -70,6 +117,16 @@ def untrusted_config(file: Path | None, trusted: Iterable[Any] = (), *, allowed:
         _source.reset(token)
 
 
+@contextlib.contextmanager
+def reading_stored_run() -> Iterator[None]:
+    """Let experiment files import nothing inside the `with` block, because they lie in a run or comparison folder."""
+    token = _is_stored.set(True)
+    try:
+        yield
+    finally:
+        _is_stored.reset(token)
+
+
 def is_untrusted(value: str) -> bool:
     """Whether the setting `value` comes from an experiment file, and not from the user."""
     source = _source.get()
@@ -84,12 +141,13 @@ def import_object(path: str) -> Callable[..., Any]:
     if isinstance(path, ObjectName):
         return path.target
     module, _, attribute = path.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # missing in console scripts, unlike in `python script.py`
     untrusted = is_untrusted(path)
     if untrusted and not (IMPORT_PATH.fullmatch(path) and _file_is_here() and _is_local(module)):
         raise ImportRefusedError(REMEDY)
-    if module.partition(".")[0] in ("torchvision", "torchmetrics"):  # torchmetrics may load torchvision
+    top = module.partition(".")[0]
+    if _spec_of(top) is None:  # not found by Python, which searches the working directory in `python script.py` only
+        local_modules.admit({top: os.getcwd()})
+    if top in ("torchvision", "torchmetrics"):  # torchmetrics may load torchvision
         with contextlib.suppress(ImportError):
             import_torchvision()
     target: Any = importlib.import_module(module)
@@ -110,21 +168,28 @@ def _require_local(target: Any) -> None:
 
 
 def _file_is_here() -> bool:
-    """Whether the untrusted experiment file lies directly in the working directory, and not in a subfolder."""
-    source = _source.get()
-    return source is not None and source.file.resolve().parent == Path.cwd().resolve()
+    """Whether the untrusted experiment file lies directly in the working directory, which is not a run folder."""
+    source, here = _source.get(), Path.cwd().resolve()
+    if source is None or _is_stored.get() or source.file.resolve().parent != here:
+        return False
+    return not any((here / name).exists() for name in RUN_FILES)
 
 
 def _is_local(module: str) -> bool:
-    """Whether a module, or the package that contains it, lies in the working directory."""
+    """Whether a module, or the package that contains it, lies in the working directory. Nothing is imported."""
     top, here = module.partition(".")[0], Path.cwd().resolve()
-    try:
-        spec = find_spec(top)
-    except (ImportError, ValueError, AttributeError):  # a module without a spec, such as __main__
-        return False
+    spec = _spec_of(top) or PathFinder.find_spec(top, [str(here)])
     if spec is None or spec.origin is None:  # not found, or a folder without an __init__.py
         return False
     return Path(spec.origin).resolve() in (here / f"{top}.py", here / top / "__init__.py")
+
+
+def _spec_of(top: str) -> ModuleSpec | None:
+    """Find a top-level module as Python does, without importing it. A module without a spec gets an empty one."""
+    try:
+        return find_spec(top)
+    except (ImportError, ValueError, AttributeError):  # such as __main__
+        return ModuleSpec(top, None)
 
 
 def _strings(values: Iterable[Any]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from fedsim.system.limits import limit_hint
 
 GRACE = 2.0  # seconds that a process has to end before it is killed
 HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # delayed while processes start or are closed
+SAFE_PATH = "-P" if sys.version_info >= (3, 11) else "-I"  # option of Python: no working directory in sys.path
 PR_SET_PDEATHSIG = 1  # prctl(2): set the signal that a process receives when its parent ends
 
 
@@ -77,7 +78,8 @@ def start_process(serve: Callable[..., object], *arguments: Any, name: str, daem
         with theirs, warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about idle NumPy threads too
             process = context.Process(target=serve, args=(theirs, *arguments), name=name, daemon=daemon)  # type: ignore[attr-defined]
-            process.start()
+            with _safe_path():
+                process.start()
     except OSError as error:
         raise WorkerError(
             f"a process cannot be started: {error.strerror or error}{limit_hint(error)}; use fewer processes"
@@ -158,7 +160,8 @@ def signals_deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # starting it later would unblock the signals
+    with _safe_path():
+        resource_tracker.ensure_running()  # starting it later would unblock the signals
     received: list[int] = []  # signals received by other threads, which do not block them
     handlers = {number: signal.getsignal(number) for number in HELD_SIGNALS}
     for number in HELD_SIGNALS:
@@ -172,6 +175,20 @@ def signals_deferred() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if received:
             signal.raise_signal(received[0])
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Let the Pythons that multiprocessing starts in the block import nothing from the working directory by themselves.
+
+    A spawned process then gets the `sys.path` of its parent.
+    """
+    options = util._args_from_interpreter_flags  # type: ignore[attr-defined]
+    util._args_from_interpreter_flags = lambda: [*options(), SAFE_PATH]  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        util._args_from_interpreter_flags = options  # type: ignore[attr-defined]
 
 
 def _end_with_parent() -> None:

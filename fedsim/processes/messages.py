@@ -32,6 +32,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from fedsim.core.import_policy import local_modules
+
 PASSES_FILES = hasattr(socket, "send_fds")  # false on Windows, where multiprocessing passes handles itself
 COUNT_BYTES = 4  # a message starts with the number of files, in this many bytes
 MAX_FILES = 200  # in one system call; Linux allows 253
@@ -50,7 +52,7 @@ class Message:
     def __init__(self, content: Any) -> None:
         self.content, self.descriptors, self.lent = content, list[int](), list[torch.UntypedStorage]()
         with _collecting(self), io.BytesIO() as file:
-            _Pickler(file, self._reduce).dump(content)
+            _Pickler(file, self._reduce).dump((local_modules, content))  # unpickled in this order
             self.data = file.getvalue()
 
     def _reduce(self, tensor: Tensor) -> tuple[Any, ...]:
@@ -104,7 +106,7 @@ class ReceivedMessage:
         """Unpickle and return the object that was sent, and close the message's file descriptors."""
         token = _received.set(self._descriptors)
         try:
-            return pickle.loads(self._data)
+            return pickle.loads(self._data)[1]
         finally:
             _received.reset(token)
             while self._descriptors:

@@ -16,6 +16,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.files import read_toml
 from fedsim.config.load import load_experiment
 from fedsim.core.attributes import HintingAttributes, hinting
+from fedsim.core.import_policy import reading_stored_run
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.notebook import figure_html
 from fedsim.core.plotting import save
@@ -245,7 +246,8 @@ def _experiment_in(folder: Path, allow_imports: bool) -> Experiment:
     if not is_file(path):
         raise RecordError(not_a_run(folder))
     read_toml(path, inside=folder)  # raises an error for a link that leads out of the folder
-    return load_experiment(path, allow_imports=allow_imports)
+    with reading_stored_run():
+        return load_experiment(path, allow_imports=allow_imports)
 
 
 def _stored_model(experiment: Experiment, folder: Path | None) -> nn.Module:

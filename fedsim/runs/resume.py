@@ -15,7 +15,7 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.load import describe, experiment_of
 from fedsim.config.schema import Stop
 from fedsim.config.tables import component_tables
-from fedsim.core.import_policy import untrusted_config
+from fedsim.core.import_policy import reading_stored_run, untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.core.snapshot import Snapshot
@@ -170,7 +170,7 @@ def _is_count(value: Any) -> bool:
 def _require_same_experiment(folder: RunFolder, experiment: Experiment, rounds: int) -> int:
     """Raise ExperimentError if a folder contains another experiment. Returns its number of rounds."""
     file, settings = folder.path / EXPERIMENT, experiment.resolved()
-    with untrusted_config(file, [settings]):
+    with reading_stored_run(), untrusted_config(file, [settings]):
         there = experiment_of(with_objects(describe(file), names_in(experiment.model_dump())))
     lines = differences_of(there.resolved(), settings, (*NO_EFFECT, *LENGTH))
     if experiment.rounds < max(rounds, there.rounds):

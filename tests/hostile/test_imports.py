@@ -13,8 +13,11 @@ from fedsim.cli.rule_replay import load_round
 from fedsim.comparison import plan_comparison
 from fedsim.comparison.runner import merge
 from fedsim.config.components import COMPONENTS
+from fedsim.core import import_policy
 from fedsim.data.formats.images import MNIST_FILES as FILES
-from fedsim.errors import ExperimentError, SettingWarning
+from fedsim.errors import ExperimentError, MissingPackageError, SettingWarning
+from fedsim.system.packages import import_extra
+from tests.commands import run_python
 
 
 def naming(kind):
@@ -138,6 +141,73 @@ def test_a_local_module_gives_no_access_to_other_modules(here, name):
     (here / "json.py").write_text("def loads(): ...")  # Python's own json module takes precedence
     with pytest.raises(ExperimentError, match=r"--allow-imports|no such model"):
         fedsim.load_experiment(write(here / "x.toml", NAMED["models"], name))
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """Yield a working directory outside `sys.path`, with modules that other modules try to import by name."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("canary", "optional_package", "multiprocessing", "types", "resource"):
+        (tmp_path / f"{name}.py").write_text("open('executed', 'a').write(__name__)")
+    (tmp_path / "own_late.py").write_text("from own_later import CLASSES")
+    (tmp_path / "own_later.py").write_text("CLASSES = 10")
+    late = "def late(*, hidden: int = 3):\n    import own_late\n    return perceptron(hidden=own_late.CLASSES)"
+    (tmp_path / "own_components.py").write_text(f"{LOCAL_COMPONENTS}\n{late}")
+    path = list(sys.path)
+    yield tmp_path
+    assert sys.path == path
+    assert not (tmp_path / "executed").exists()
+    import_policy.local_modules.folders.clear()
+    for name in ("own_components", "own_late", "own_later"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("words", [[], ["aggregate=mean"], ["model=own_components:late"]])
+def test_other_modules_find_nothing_in_the_working_directory(planted, words):
+    """Neither after a refused import path, nor after a path that the user passed."""
+    file = write(planted / "sub" / "x.toml", {"workers": 2, "aggregate": "canary:rule"})
+    if "aggregate=mean" in words:
+        assert fedsim.load_experiment(file, words).workers == 2
+    else:
+        with pytest.raises(ExperimentError, match="--allow-imports"):
+            fedsim.load_experiment(file, words)
+    write(file, {"comparison": {"local.algorithm": ["canary:rule", "sgd"], "skip_invalid": True}})
+    assert plan_comparison(file, None, words).left_out
+    with pytest.raises(MissingPackageError):
+        import_extra("optional_package", extra="wandb", purpose="this test")
+
+
+@pytest.mark.slow
+def test_a_local_module_imports_others_when_it_is_used(planted):
+    """Also in a spawned process, in which `multiprocessing` is imported first."""
+    program = "import sys; sys.path.remove(''); from fedsim_main import main; main()"
+    words = ["run", "model=own_components:late", "workers=2", "rounds=1", "engine=spawn", "processes=1", "-q"]
+    done = run_python("-c", program, *words, cwd=planted)
+    assert done.returncode == 0, done.stderr
+
+
+RUN_FOLDERS = {
+    "load_run": fedsim.load_run,
+    "load_model": fedsim.load_model,
+    "load_round": load_round,
+    "file": lambda folder: fedsim.load_experiment("experiment.toml"),
+    "resume": lambda folder: fedsim.run(LINES | {"model": "logistic"}, folder, resume=True),
+    "comparison": fedsim.load_comparison,
+}
+
+
+@pytest.mark.parametrize("read", RUN_FOLDERS)
+def test_a_run_folder_that_is_the_working_directory_imports_nothing(planted, read):
+    point = {"id": "a", "point": {"seed": 0}, "folder": "runs/a"}
+    stored = {"name": "x", "axes": {"seed": [0]}, "base": LINES | {"model": "canary:net"}, "runs": [point]}
+    (planted / "comparison.json").write_text(json.dumps(stored))
+    fedsim.run(LINES | {"model": "logistic", "engine": "serial", "records": {"updates": [1]}}, planted / "run")
+    text = (planted / "run" / "experiment.toml").read_text()
+    for path in (planted / "run").iterdir():
+        path.rename(planted / path.name)
+    (planted / "experiment.toml").write_text(text.replace('"logistic"', '"canary:net"'))
+    with pytest.raises(ExperimentError, match="--allow-imports"):
+        RUN_FOLDERS[read](".")
 
 
 @pytest.mark.parametrize("place", ["sub/x.toml", "runs/one/experiment.toml", "../elsewhere/x.toml"])

@@ -280,7 +280,8 @@ def test_a_process_prepares_by_importing_all_that_a_task_needs_and_nothing_of_th
     prepared = []
     monkeypatch.setattr(InProcessPool, "prepare", lambda self, *work: prepared.append(Message(work).data))
     fedsim.run({**tiny_experiment, "engine": "processes", "processes": 2})
-    program = f"import fedsim.processes.process_pool, pickle, sys; f, *a = pickle.loads({prepared[0]!r}); f(None, *a)"
+    call = f"_, (f, *a) = pickle.loads({prepared[0]!r}); f(None, *a)"
+    program = f"import fedsim.processes.process_pool, pickle, sys; {call}"
     imported = set(run_python("-c", f"{program}; print(*sys.modules)").stdout.split())
     assert needed
     assert needed <= imported
