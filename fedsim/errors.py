@@ -104,7 +104,8 @@ class MissingPackageError(FedsimError, ImportError):
 class StopRun(Exception):  # noqa: N818  # not an error, like StopIteration
     """Exception that a user's `on_round` function raises to end the run after the current round.
 
-    `fedsim.run` then returns the result so far. The exception's message becomes `Result.stopped`.
+    `fedsim.run` then returns the result so far. The exception's message becomes `Result.stopped`. With groups, the run
+    ends after the next round in which the groups are aggregated.
 
     >>> import fedsim
     >>> def on_round(record):

@@ -17,6 +17,7 @@ class Callback:
 
     An exception in a method ends the run without a result. Finished rounds are already recorded, and a run with a
     folder can be resumed. With several ranks, every rank calls its callbacks, and rank 0 decides whether the run ends.
+    With groups, a run that is asked to end goes on to the next aggregation of the groups, so that nothing is lost.
 
     >>> import fedsim
     >>> class Patience(fedsim.Callback):
@@ -85,6 +86,7 @@ class UserCallbacks(Callback):
         if not isinstance(callbacks, Iterable):
             raise ExperimentError(f"callbacks = {show(callbacks)}: must be a list; pass a function as on_round")
         self._callbacks = [first, *callbacks]
+        self._reason: str | None = None  # of the first request to end the run
         for callback in self._callbacks:
             if not isinstance(callback, Callback):
                 raise ExperimentError(
@@ -103,7 +105,9 @@ class UserCallbacks(Callback):
 
     def on_round(self, record: RoundRecord) -> str | None:
         reasons = [reason for callback in self._callbacks if (reason := _reason(callback, record))]
-        reason = self._run.engine.broadcast(reasons[0] if reasons else None)
+        self._reason = next(iter(reasons), None) if self._reason is None else self._reason
+        between = record.round % self._run.experiment.stopping[1]  # the global model lacks the groups' latest rounds
+        reason = self._run.engine.broadcast(None if between else self._reason)
         self._run.on_request = reason is not None
         return reason
 

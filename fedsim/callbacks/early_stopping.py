@@ -18,7 +18,7 @@ class StopEarly(Callback):
     """Callback that ends a run early if it diverges or if a criterion of the settings `stop` is met."""
 
     def __init__(self, run: LiveRun) -> None:
-        self._run, self._stopping = run, EarlyStopping(run.experiment.stop)
+        self._run, self._stopping = run, EarlyStopping(*run.experiment.stopping)
 
     def on_start(self, run: LiveRun) -> None:
         for record in run.history:

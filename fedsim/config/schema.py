@@ -777,7 +777,8 @@ class Stop(Table):
     """Early stopping.
 
     A run ends after the round in which `metric` reaches `target`, or has not improved for `patience` rounds. The result
-    is the model after this round.
+    is the model after this round. Only rounds in which the metric was measured and the global model can have changed
+    count. With groups, these are the rounds in which the groups are aggregated.
     """
 
     metric: str = "validation_accuracy"

@@ -372,6 +372,11 @@ class Settings(Table):
         return "gradients" if round <= self.rounds_of_gradients else "parameters"
 
     @property
+    def stopping(self) -> tuple[schema.Stop, int, int]:
+        """Arguments of `EarlyStopping`: the settings, and the rounds between changes of the model and worker tests."""
+        return self.stop, 1 if self.groups is None else self.group_rounds, self.worker_evaluation.every
+
+    @property
     def cohort_size(self) -> int:
         """Number of workers in a cohort: `cohort`, or all workers if `cohort` is unset."""
         return self.cohort or self.workers

@@ -117,7 +117,7 @@ class Run(HintingAttributes):
     @cached_property
     def stopped(self) -> str | None:
         """Return the reason why the run ended before its last round, or None if it did not."""
-        reason = stop_reason(self.history, stored_stop(self.experiment))
+        reason = stop_reason(self.history, *stored_stop(self.experiment))
         return reason if reason or self.id or not self.folder else noted_stop(self.folder, len(self.history))
 
     @cached_property

@@ -153,10 +153,10 @@ def live_run(
         task, engine = stack.enter_context(begun(past.as_before(experiment), session, folder, on_setup))
         run = LiveRun(experiment, task, engine, folder, recorded=out is not None)
         stack.callback(run.release)
-        run.ended = stop_reason(past.records, experiment.stop)  # an earlier session may have ended the run
+        run.ended = stop_reason(past.records, *experiment.stopping)  # an earlier session may have ended the run
         done = past.restore(run) if resume else 0
         run.facts, run.history = replace(run.facts, done=done), past.records
-        run.stopped = stop_reason(past.records, experiment.stop)
+        run.stopped = stop_reason(past.records, *experiment.stopping)
         if folder and (table := newest_table(folder.path, done)):
             run.loop.tests = read_csv(table)
         loggers = [stack.enter_context(Loggers(experiment, folder, done))] if is_main else []

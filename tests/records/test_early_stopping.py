@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 
@@ -14,6 +15,7 @@ from fedsim.config.schema import Stop
 from fedsim.records.early_stopping import stop_reason
 from fedsim.records.reader import Run
 from fedsim.records.record import RoundRecord
+from tests.waves import in_waves
 
 SMALL = {"rounds": 8, "workers": 2, "model": "logistic", "engine": "serial", "records.figures": []}
 # A step of this size changes no float32 parameter, so the result does not improve after round 1.
@@ -21,7 +23,7 @@ STANDING = {**SMALL, "model": "2nn", "local": {"lr": 1e-30}, "data.validation_fr
 
 
 def history_of(*losses):
-    return [RoundRecord(round=round, test_loss=loss) for round, loss in enumerate(losses, start=1)]
+    return [RoundRecord(round=round, test_loss=loss, cohort=[0]) for round, loss in enumerate(losses, start=1)]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,62 @@ def test_rounds_without_a_cohort_have_no_train_loss_and_do_not_count(nothing):
     history = [RoundRecord(round=k, train_loss=loss, cohort=cohort) for k, (loss, cohort) in enumerate(rounds, start=1)]
     stop = Stop(metric="train_loss", patience=2)
     assert [len(history[:k]) for k in range(1, 7) if stop_reason(history[:k], stop)] == [6]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "intervals", "ends"),
+    [
+        ([{"cohort": [0]}] * 6, (3,), 6),
+        ([{"cohort": [0]}, {}, {}, {"cohort": [0]}], (), 4),
+        ([{"cohort": [0]}, {}, {}, {}], (2,), None),
+        ([{"cohort": [0]}, {"metrics": {"epsilon": 1.0}}], (), 2),  # the server has added noise
+        ([{"asynchronous": {"updates": updates}} for updates in (1, 1, 1, 2)], (), 4),
+    ],
+)
+def test_rounds_in_which_the_global_model_cannot_change_do_not_count(rounds, intervals, ends):
+    history = [RoundRecord(round=k, test_loss=1.0, **values) for k, values in enumerate(rounds, start=1)]
+    stop = Stop(metric="test_loss", patience=1)
+    stops = [k for k in range(1, len(history) + 1) if stop_reason(history[:k], stop, *intervals)]
+    assert stops == ([] if ends is None else [ends])
+
+
+IN_GROUPS = {"workers": 4, "groups": 2, "group_rounds": 3, "rounds": 9}
+STOPPED = {
+    "loss with groups": ({**IN_GROUPS, "stop": {"metric": "test_loss", "patience": 1, "min_delta": 9.0}}, 6),
+    "train loss with groups": ({**IN_GROUPS, "stop": {"metric": "train_loss", "target": 9.0}}, 3),
+    "workers with groups": ({**IN_GROUPS, "stop": {"metric": "worker_loss", "target": 9.0}}, 6),
+    "request with groups": (IN_GROUPS, 6),
+    "several global models": ({"local": {"algorithm": "ifca", "k": 2}, "cohort": 2}, 4),
+    "gradients, then parameters": ({"sync": "post_local", "gradient_rounds": 4}, 4),
+    "clock": ({"mode": "clock", "stop": {"metric": "train_loss", "target": 9.0}}, 1),
+    "buffered updates": (
+        {
+            **{"mode": "clock", "policy": {"name": "fedbuff", "k": 7}},
+            "stop": {"metric": "test_loss", "patience": 1, "min_delta": 9.0},
+        },
+        5,
+    ),
+    "waves": ({"stop": {"metric": "test_loss", "target": 9.0}}, 1),
+}
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_run_that_stops_returns_the_model_of_its_last_record(case, tiny_experiment):
+    tables, ends = STOPPED[case]
+    tables = {**tiny_experiment, "rounds": 8, **tables}
+    if "workers" in case:
+        data = {"name": "tests.components:tiny", "local_test_fraction": 0.2}
+        tables |= {"data": data, "worker_evaluation.every": 2}
+    with in_waves() if case == "waves" else contextlib.nullcontext():
+        result = fedsim.run(tables, on_round=None if "stop" in tables else stop_after(4))
+    assert (len(result.history), result.stopped is None) == (ends, False)
+    test = fedsim.load_dataset("tests.components:tiny")[1].to(torch.device("cpu"), torch.float32)
+    inputs, targets = test.gather(torch.arange(len(test)))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(result.model(inputs), targets)
+    assert loss.item() == pytest.approx(result.test_loss, rel=1e-5)
+    if case != "waves":
+        assert torch.equal(result.global_row, fedsim.run({**tables, "rounds": ends, "stop": {}}).global_row)
 
 
 @pytest.mark.parametrize("mode", [{}, {"mode": "clock"}, {"mode": "clock", "policy": "asgd"}])

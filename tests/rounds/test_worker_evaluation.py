@@ -192,7 +192,7 @@ def test_records_of_an_earlier_version_are_read_with_the_present_names():
     assert record.metrics["worker_accuracy_std"] == 0.2
     assert read_record(json.dumps(record)) == record
     stop = Stop(metric="metrics.personal_worker_accuracy_mean", mode="max", target=0.7)
-    assert stop_reason([record], stop).endswith("has reached the target 0.7")
+    assert stop_reason([replace(record, cohort=[0])], stop).endswith("has reached the target 0.7")
 
 
 def test_personal_models_are_tested_with_the_buffers_of_their_workers(tables, tmp_path):
