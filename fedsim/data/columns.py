@@ -27,6 +27,10 @@ NUMBERING = re.compile(r"id|index|level_0|__index_level_\d+__", re.IGNORECASE)  
 TRAIN_PARTS = ("train", "training")
 TEST_PARTS = ("test", "testing"), ("validation", "valid", "val")  # in order of preference
 PART_NAMES = {name for names in (TRAIN_PARTS, *TEST_PARTS) for name in names}
+SIGNED = re.compile(  # a number with a currency, a percent sign, a sign between thousands, or a decimal comma
+    r"[-+]?\s*([$€£¥]?)\s*[-+]?(?:[1-9]\d{0,2}(?:(?P<sign>[.,' \xa0\u2019\u202f])\d{3})(?:(?P=sign)\d{3})*|\d+)"
+    r"(?:([.,])\d+)?\s*([$€£¥%]?)"
+)
 Columns = Mapping[str, Any]
 UNSCALED = 10  # root mean square from which a warning recommends to scale numbers
 DIVERGES = "for which SGD often diverges"
@@ -56,11 +60,13 @@ class DataColumn(NamedTuple):
         values: array or list [n, ...].
         place: name of the column in error messages, with the name of the table.
         row: function from the index of a row to its name in error messages, such as "row 7".
+        signs: remedy for numbers with a sign such as a comma, in the place of {}. "": such values are text.
     """
 
     values: Any
     place: str
     row: Callable[[int], str] = "row {}".format
+    signs: str = "convert the column to numbers"
 
     def array(self) -> np.ndarray:
         """Return the column as finite numbers [n, ...] or text [n]. PIL images become uint8 [n, channels, h, w].
@@ -110,6 +116,7 @@ class DataColumn(NamedTuple):
         """Return text [n] as numbers. Raise DataError with the first text that is not a number."""
         bad = np.flatnonzero([NUMBER.fullmatch(text) is None for text in texts.tolist()])
         if len(bad):
+            self.require_text(np.unique(texts))
             value = show(str(texts[bad[0]]))
             raise self.error(
                 f"contains {value}, which is not a number,",
@@ -118,6 +125,28 @@ class DataColumn(NamedTuple):
                 len(bad),
             )
         return texts.astype(float)
+
+    def require_text(self, texts: np.ndarray) -> None:
+        """Raise DataError if at least half of the column's different texts are numbers and one has a sign, as 1,011."""
+        signed = [found for text in texts.tolist() if not NUMBER.fullmatch(text) and (found := SIGNED.fullmatch(text))]
+        plain = sum(NUMBER.fullmatch(text) is not None for text in texts.tolist())
+        if not signed or 2 * (len(signed) + plain) <= len(texts):
+            return
+        first = signed[0]
+        before, _, decimal, after = first.groups()
+        between, unit = first["sign"], before or after
+        if not (unit or self.signs) or (between == " " and len({len(found[0]) for found in signed}) == 1):
+            return  # spaces at equal places are those of telephone numbers
+        sign = unit or between or decimal
+        remedy = self.signs.format(f"data.decimal={show(sign)} or " * (sign == ",") + f"data.thousands={show(sign)}")
+        if between and (decimal or between == "."):
+            remedy = self.signs.format(f"data.thousands={show(between)} and data.decimal={show(decimal or ',')}")
+        if unit:
+            remedy = f"remove {show(unit)} from all values"
+        raise DataError(
+            f"{self.place}: contains {show(first[0])}, which is a number except for {show(sign)}; {remedy}, or leave "
+            "the column out with `inputs`"
+        )
 
     def owners(self) -> np.ndarray:
         """Return the owner of each sample, [n]: numbers of the column's type, otherwise text as it was written.

@@ -50,6 +50,7 @@ class DataTable:
         assumed: what was assumed when the table was read.
         classes: names of the classes 0, 1, ... of columns that contain numbers of classes.
         worker: number of the worker that owns the table, or NOBODY, if each table belongs to one worker.
+        signs: remedy for numbers with signs such as commas (see `DataColumn`).
     """
 
     columns: Columns
@@ -59,12 +60,13 @@ class DataTable:
     assumed: tuple[str, ...] = ()
     classes: Mapping[str, list[str]] = field(default_factory=dict)
     worker: int = 0
+    signs: str = DataColumn._field_defaults["signs"]
 
     def column(self, name: str) -> DataColumn:
         """Return a column. Raise DataError if the table does not have it."""
         if name not in self.columns:
             raise DataError(f"{self.place}: has no column {show(name)}; {nearest(str(name), map(str, self.columns))}")
-        return DataColumn(self.columns[name], f"{self.place}: column {show(name)}", self.row)
+        return DataColumn(self.columns[name], f"{self.place}: column {show(name)}", self.row, self.signs)
 
 
 def train_and_test(
@@ -228,6 +230,7 @@ def target_numbers(train: Sequence[DataColumn], test: Sequence[DataColumn]) -> t
         if (numbers % 1).any():
             return numbers, False
     classes = np.unique(known)
+    train[0].require_text(classes)
     for column, text in zip(columns, texts, strict=True):
         if len(unknown := text[~np.isin(text, classes)]):
             raise DataError(f"{column.place}: the class {show(str(unknown[0]))} has no training samples")
@@ -265,6 +268,7 @@ def _joined(
                 f"other columns to one input; set `inputs` to one of the columns {cut(', '.join(map(str, names)))}"
             )
         if values.dtype.kind == "U":
+            tables[0].column(name).require_text(np.unique(values[parts[0]]))
             values, text = _one_hot(values, parts, column)
         elif standardize:
             values = standardized(values, parts[0])

@@ -8,17 +8,21 @@ import gzip
 import io
 import itertools
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import NUMBERING, data_path, require_different_names, unreadable
+from fedsim.data.columns import NUMBERING, SIGNED, TARGETS, DataColumn, data_path, require_different_names, unreadable
 from fedsim.data.encoding import DataTable, Names, train_and_test
+from fedsim.data.partitions.ids import NUMBER
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
-from fedsim.errors import DataError, MissingPackageError, show
+from fedsim.errors import DataError, MissingPackageError, cut, plural, show
 from fedsim.system.files import decoded
 from fedsim.system.packages import import_extra
 
@@ -37,6 +41,8 @@ def table(
     ids: Names | None = None,
     standardize: bool = False,
     delimiter: str | None = None,
+    decimal: Literal[".", ","] | None = None,
+    thousands: Literal[",", ".", " ", "'"] | None = None,
     split: str | None = None,
     test_fraction: ProperFraction = 0.2,
 ) -> tuple[TensorData, TensorData]:
@@ -62,8 +68,12 @@ def table(
         standardize: whether to subtract the mean of each column of numbers and to divide by its standard deviation,
             both computed from the training samples. Columns that are constant in the training samples are not divided.
             Columns of text and targets are unchanged.
-        delimiter: character between columns of a CSV file. Unset: detected (comma, semicolon, tab or |). If the
-            delimiter is not a comma, numbers such as 1,5 are read with a decimal comma.
+        delimiter: character between columns of a CSV file. Unset: detected (comma, semicolon, tab or |), or taken from
+            a first line such as `sep=;`. Lines above the column names that start with # are skipped.
+        decimal: sign before the decimals of numbers in a CSV file. Unset: a point. If the delimiter is not a comma,
+            columns such as 1,5 and 2,25 are read with a decimal comma. Columns that may mean two things are errors.
+        thousands: sign between the thousands of numbers in a CSV file. If it is a point, `decimal` is a comma unless
+            it is set. Unset: none.
         test_fraction: fraction of test samples, 0 < test_fraction < 1.
 
     Raises DataError, with the file and the column, for a file that cannot be read, missing columns, NaN, missing
@@ -79,25 +89,48 @@ def table(
     """
     if delimiter is not None and len(delimiter) != 1:
         raise DataError(f'data.delimiter = {show(delimiter)}: must be one character, such as ";"')
-    owned_by = [ids] if isinstance(ids, str) else ids or ()
-    train = _read(path, delimiter, [*owned_by, split])
-    texts = [name for name, values in train.columns.items() if values.dtype.kind == "O"]
-    test = [] if test_path is None else [_read(test_path, delimiter, texts)]
+    if thousands is not None and thousands == decimal:
+        raise DataError(f"data.thousands = {show(thousands)}: is data.decimal too; the two signs must differ")
+    signs = _Signs(delimiter, decimal, thousands)
+    no_inputs = [*([ids] if isinstance(ids, str) else ids or ()), split]
+
+    def is_text(name: str) -> bool:
+        if inputs is None or _is_target(name, target):
+            return name in no_inputs
+        return name not in ([inputs] if isinstance(inputs, str) else inputs)
+
+    train = _read(path, signs, is_text, target)
+    texts = {name for name, values in train.columns.items() if values.dtype.kind == "O"}
+    test = [] if test_path is None else [_read(test_path, signs, texts.__contains__, target)]
     options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "standardize": standardize}
     return train_and_test([train], test, split=split, test_fraction=test_fraction, **options)
 
 
-def _read(path: str, delimiter: str | None, texts: Collection[str | None]) -> DataTable:
+class _Signs(NamedTuple):
+    """Parameters of a CSV file, as they are set."""
+
+    delimiter: str | None
+    decimal: str | None
+    thousands: str | None
+
+
+def _is_target(name: str, target: str | None) -> bool:
+    """Whether a column may contain the targets, which are in the column `target` if it is set."""
+    return name.casefold() in TARGETS if target is None else name == target
+
+
+def _read(path: str, signs: _Signs, is_text: Callable[[str], bool], target: str | None) -> DataTable:
     """Return a CSV or Parquet file as a table. Raise DataError if the file cannot be read.
 
-    `texts` names columns that are read as text from a CSV file, so that 01 remains 01, such as owners.
+    `is_text`: whether the column with a name is read as text from a CSV file, so that 01 remains 01, such as owners.
     """
     path = data_path(path)
     parquet = Path(path).suffix.lower() in (".parquet", ".pq")
-    if parquet and delimiter is not None:
-        raise DataError(f"data.delimiter = {show(delimiter)}: is only used for CSV files; remove it")
+    for key, sign in signs._asdict().items() if parquet else ():
+        if sign is not None:
+            raise DataError(f"data.{key} = {show(sign)}: is only used for CSV files; remove it")
     try:
-        return _parquet(path) if parquet else _csv(path, delimiter, texts)
+        return _parquet(path) if parquet else _csv(path, signs, is_text, target)
     except (DataError, MissingPackageError):
         raise
     except Exception as error:  # the errors of PyArrow have no common base class
@@ -111,24 +144,23 @@ def _parquet(path: str) -> DataTable:
     return DataTable(_columns(content, path), path, named)
 
 
-def _csv(path: str, delimiter: str | None, texts: Collection[str | None]) -> DataTable:
+def _csv(path: str, signs: _Signs, is_text: Callable[[str], bool], target: str | None) -> DataTable:
     module = import_extra("pyarrow.csv", extra="tables", purpose="reading tables")
-    with _opened(path) as file:
-        header = (
-            file.read(SAMPLE).lstrip(b"\r\n").partition(b"\n")[0].decode("utf-8-sig", errors="replace").rstrip("\r")
-        )
-    found = delimiter or max(DELIMITERS, key=re.sub('"[^"]*"', "", header).count)
-    names = next(csv.reader([header], delimiter=found), [])
-    try:
-        content = module.read_csv(
+    compute = import_module("pyarrow.compute")
+    found, names, skipped = _header(path, signs.delimiter)
+
+    def read(texts: Collection[str], **options: Any) -> Any:
+        return module.read_csv(
             path,
+            read_options=module.ReadOptions(skip_rows=len(skipped)),
             parse_options=module.ParseOptions(delimiter=found, newlines_in_values=True),
             convert_options=module.ConvertOptions(
-                null_values=[""],
-                strings_can_be_null=True,
-                column_types={name: "string" for name in names if name.strip() in texts},
+                null_values=[""], strings_can_be_null=True, column_types=dict.fromkeys(texts, "string"), **options
             ),
         )
+
+    try:
+        content = read([name for name in names if is_text(name.strip())])
         columns = _columns(content, path)
         if any(column.type == "binary" for column in content.columns):
             raise UnicodeError
@@ -136,17 +168,133 @@ def _csv(path: str, delimiter: str | None, texts: Collection[str | None]) -> Dat
         with _opened(path) as file:
             decoded(file.read())  # an error that names the line, if the file is not UTF-8
         raise
-    assumed = [f"delimiter {show(found)}"] if delimiter is None and found != "," else []
+    assumed = [f"delimiter {show(found)}"] if signs.delimiter is None and found != "," else []
+    if comments := [line for line in skipped if line.startswith("#")]:
+        assumed.append(f"{plural(len(comments), 'line')} above the column names skipped, such as {show(comments[0])}")
     if len(columns) == 1:
         only = f"has only one column, {show(next(iter(columns)))} (delimiter {show(found)})"
-        raise DataError(f"{path}: {only}; set `delimiter`, or add columns of inputs")
-    for name, column in zip(columns, content.columns, strict=True):
-        if found != "," and column.type == "string" and name not in texts:
-            with contextlib.suppress(ValueError):  # other text
-                points = import_module("pyarrow.compute").replace_substring(column, ",", ".")
-                columns[name] = points.cast("float64").to_numpy()
-                assumed.append(f"column {name} has decimal commas, such as {column[0]}")
-    return DataTable(columns, path, (), lambda row: f"line {_line_of(path, found, row)}", tuple(assumed))
+        spaces = ', for example with pandas.read_csv(FILE, sep=r"\\s+").to_csv(FILE, index=False)'
+        remedy = f"separate the columns by commas{spaces}" if " " in names[0].strip() else "set `delimiter`"
+        raise DataError(f"{path}: {only}; {remedy}, or add columns of inputs")
+    keys = "set {}" if signs.decimal is None and signs.thousands is None else ""
+    table = DataTable(columns, path, (), lambda row: f"line {_line_of(path, found, row, len(skipped))}", signs=keys)
+    kinds = {name: str(column.type) for name, column in zip(columns, content.columns, strict=True)}
+    labels = [name for name in columns if kinds[name] == "int64" and _is_target(name, target)]
+    doubles = [name for name in columns if kinds[name] == "double"]
+    strings = {
+        name: column
+        for name, column in zip(columns, content.columns, strict=True)
+        if kinds[name] == "string" and not is_text(name)
+    }
+    commas = _decimal_commas(strings, compute) if keys and found != "," else []
+    if keys and not commas:
+        doubles = [name for name in doubles if _may_be_thousands(columns[name])]
+    elif signs.decimal == "." and signs.thousands is None:
+        doubles = []
+    raw = dict(zip(map(str.strip, names), names, strict=True))
+    again = {name: raw[name] for name in [*labels, *doubles]}
+    written = read(again.values(), include_columns=[*again.values()]) if again else {}
+    for name in labels:
+        _require_one_text_per_number(table.column(name), compute.utf8_trim_whitespace(written[again[name]]))
+    for name in doubles if keys else ():
+        _require_points(table.column(name), written[again[name]].to_pylist(), commas, found)
+    strings |= {name: written[again[name]] for name in doubles if not keys}
+    decimal = signs.decimal or ("," if commas or signs.thousands == "." else ".")
+    for name in commas if keys else strings:
+        numbers = _numbers(table.column(name), strings[name], decimal, signs.thousands, compute)
+        columns[name] = columns[name] if numbers is None else numbers
+    assumed += [f"column {name} has decimal commas, such as {strings[name][0]}" for name in commas]
+    return replace(table, assumed=tuple(assumed))
+
+
+def _header(path: str, delimiter: str | None) -> tuple[str, list[str], list[str]]:
+    """Return the delimiter of a CSV file, the names of its columns, and the lines above them.
+
+    Above the names may be empty lines, a line such as `sep=;`, and lines that start with #. The last line that starts
+    with # has the names if the next line has as many columns and contains a number.
+    """
+    with _opened(path) as file:
+        lines = file.read(SAMPLE).decode("utf-8-sig", errors="replace").splitlines()
+    first = next((number for number, line in enumerate(lines) if line), 0)
+    named = re.fullmatch('"?sep=(.)"?', lines[first]) if lines else None
+    first += named is not None
+    header = next((number for number in range(first, len(lines)) if lines[number][:1] not in ("", "#")), first)
+    line = lines[header] if lines else ""
+    found = delimiter or (named and named[1]) or max(DELIMITERS, key=re.sub('"[^"]*"', "", line).count)
+    if header > first and lines[header - 1].count(found) == line.count(found) > 0:
+        header -= any(NUMBER.fullmatch(cell.strip()) for cell in line.split(found))
+    return found, next(csv.reader(lines[header : header + 1], delimiter=found), []), lines[:header]
+
+
+def _decimal_commas(columns: Mapping[str, Any], compute: Any) -> list[str]:
+    """Return the names of the columns of text, arrays of PyArrow, that contain numbers with decimal commas.
+
+    If each could also have commas between thousands, as in 54,031, there are none.
+    """
+    numbers = {name: text for name, text in columns.items() if _all_match(text, r"\d*,\d+|\d+,?", compute)}
+    clear = [name for name, text in numbers.items() if not _all_match(text, r"[1-9]\d{0,2},\d{3}|\d{1,3}", compute)]
+    return list(numbers) if clear else []
+
+
+def _all_match(text: Any, pattern: str, compute: Any) -> bool:
+    """Whether all values of an array of PyArrow match a pattern after a sign, before an exponent."""
+    return bool(compute.all(compute.match_substring_regex(text, rf"^\s*[-+]?({pattern})([eE][-+]?\d+)?\s*$")).as_py())
+
+
+def _may_be_thousands(numbers: np.ndarray) -> bool:
+    """Whether numbers [n] with decimals may be whole numbers with points between thousands, such as 5.840 and 966."""
+    if not (abs(numbers) < 1000).all():
+        return False
+    thousandths, whole = numbers * 1000, numbers % 1 == 0
+    return 0 < whole.sum() < len(whole) and np.allclose(thousandths, thousandths.round())
+
+
+def _require_points(column: DataColumn, texts: Sequence[str | None], commas: Sequence[str], delimiter: str) -> None:
+    """Raise DataError if points in the texts of numbers may separate thousands: beside columns of decimal commas,
+
+    or if all numbers have groups of three digits, as 5.840 and 966. In a file with commas, one of them must end in 0.
+    """
+    row = next((row for row, text in enumerate(texts) if text and "." in text), None)
+    if row is None:
+        return
+    value, why = texts[row], f"beside decimal commas in column {cut(commas[0])}" if commas else "beside whole numbers"
+    groups = all(re.fullmatch(r"[-+]?([1-9]\d{0,2}\.\d{3}|\d{1,3})", text) for text in texts if text)
+    if commas or (groups and (delimiter != "," or any(re.search(r"\.\d\d0", text) for text in texts if text))):
+        remedy = f'set data.thousands="." {"and" if commas else "or"} data.decimal={show("," if commas else ".")}'
+        raise column.error(f"contains {show(value)} {why}, so the point may separate thousands,", row, remedy)
+
+
+def _require_one_text_per_number(column: DataColumn, text: Any) -> None:
+    """Raise DataError if two texts of a column of class labels, an array of PyArrow, are one number, as 01 and 1."""
+    names = dict[int, str]()
+    for name in text.unique().drop_null().to_pylist() if len(text.unique()) > len(np.unique(column.values)) else ():
+        if (other := names.setdefault(int(name), name)) != name:
+            raise DataError(
+                f"{column.place}: contains {show(other)} and {show(name)}, which may be one class or two; write each "
+                "class in one way"
+            )
+
+
+def _numbers(column: DataColumn, text: Any, decimal: str, thousands: str | None, compute: Any) -> np.ndarray | None:
+    """Return a column of text, an array of PyArrow, as numbers with these signs. None: less than half are numbers.
+
+    Raises DataError with the first value that is not such a number.
+    """
+    point, groups = re.escape(decimal), rf"|[1-9]\d{{0,2}}({re.escape(thousands)}\d{{3}})+" if thousands else ""
+    pattern = rf"^\s*[-+]?((\d+{groups})({point}\d*)?|{point}\d+)([eE][-+]?\d+)?\s*$"
+    matching = compute.match_substring_regex(text, pattern).to_numpy(zero_copy_only=False)
+    if len(wrong := np.flatnonzero(matching == False)):  # noqa: E712  # None has no value
+        found = [SIGNED.fullmatch(value.strip()) for value in text.to_pylist() if value]
+        if 2 * sum(one is not None and one["sign"] in (None, ".", ",", thousands) for one in found) < len(found):
+            return None
+        said = f"decimal {show(decimal)}" + f" and thousands {show(thousands)}" * (thousands is not None)
+        problem = f"contains {show(text[int(wrong[0])].as_py())}, which is not a number with {said},"
+        raise column.error(problem, int(wrong[0]), "correct it, or leave the column out with `inputs`", len(wrong))
+    plain = compute.utf8_trim_whitespace(compute.replace_substring(text, thousands, "") if thousands else text)
+    plain = compute.replace_substring(plain, decimal, ".")
+    with contextlib.suppress(ValueError):  # other than integers
+        return plain.cast("int64").to_numpy()
+    return plain.cast("float64").to_numpy()
 
 
 def _columns(content: Any, path: str) -> dict[str, Any]:
@@ -160,8 +308,12 @@ def _opened(path: str) -> Any:
     return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")
 
 
-def _line_of(path: str, delimiter: str, row: int) -> int:
-    """Return the number of the last line with the sample `row` of a CSV file. The first line has number 1."""
+def _line_of(path: str, delimiter: str, row: int, skipped: int) -> int:
+    """Return the number of the last line with the sample `row` of a CSV file. The first line has number 1.
+
+    `skipped`: number of lines above the column names.
+    """
     with _opened(path) as file:
-        reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline=""), delimiter=delimiter)
-        return next(itertools.islice((reader.line_num for values in reader if values), row + 1, None))
+        lines = itertools.islice(io.TextIOWrapper(file, "utf-8-sig", errors="replace", newline=""), skipped, None)
+        reader = csv.reader(lines, delimiter=delimiter)
+        return skipped + next(itertools.islice((reader.line_num for values in reader if values), row + 1, None))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import warnings
 
 import numpy as np
 import pytest
@@ -12,8 +14,8 @@ import torch
 import fedsim
 from fedsim.data.columns import DataColumn
 from fedsim.data.encoding import DataTable, train_and_test
-from fedsim.data.partitions.ids import owners_of
-from fedsim.errors import DataError, FedsimError
+from fedsim.data.partitions.ids import NUMBER, owners_of
+from fedsim.errors import DataError, FedsimError, FedsimWarning
 from tests.data.loading import load, refused
 
 pytest.importorskip("pyarrow")
@@ -234,6 +236,110 @@ def test_exports_of_excel_with_decimal_commas(csv):
     train, test = load("csv", path=csv(text.replace("\n", "\r\n")))
     assert sorted(torch.cat([train.inputs, test.inputs])[:, 0].tolist()) == HALVES
     assert "column x has decimal commas, such as 0,0" in train.assumed
+
+
+SIGNED = [  # values, the sign that is named, and keys with which the values are numbers, with these numbers
+    (["5,84", "6"], ",", {"decimal": ","}, [5.84, 6]),
+    (["1,011,682", "54,031", "7"], ",", {"thousands": ","}, [1011682, 54031, 7]),
+    (["54.031,00", "1.000"], ".", {"decimal": ",", "thousands": "."}, [54031, 1000]),
+    (["1.011.682", "5.840"], ".", {"thousands": "."}, [1011682, 5840]),
+    (["5.840", "966"], ".", {"thousands": "."}, [5840, 966]),
+    (["5.840", "966"], ".", {"decimal": "."}, [5.84, 966]),
+    (["1,011.5", "-5"], ",", {"thousands": ","}, [1011.5, -5]),
+    (["1 011 682", "12 000", "5"], " ", {"thousands": " "}, [1011682, 12000, 5]),
+    (["1'011,5", "12,25"], "'", {"thousands": "'", "decimal": ","}, [1011.5, 12.25]),
+    (["$12.00", "$1,000"], "$", {}, None),
+    (["-5 %", "3 %"], "%", {}, None),
+]
+TEXTS = [
+    ["2024-01", "2024-02"],
+    ["01.02.2024", "31.12.2023"],
+    ["555 123 456", "555 765 432"],
+    ["1.2.3", "1.10.0"],
+    ["10-20", "20-30"],
+    ["12345-6789", "54321-0001"],
+    ["192.168.0.1", "10.0.0.1"],
+    ["3,5", "red", "blue"],
+    ["5 kg", "7 kg"],
+    ["1/2", "1/4"],
+]
+
+
+class TestSigns:
+    """Numbers with signs between thousands, decimal commas, currencies and percents are never texts in silence."""
+
+    @staticmethod
+    def inputs(**options):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FedsimWarning)  # of large values
+            return fedsim.load_dataset("csv", **options)[0].inputs[:, 0].tolist()
+
+    @pytest.mark.parametrize(("values", "sign", "keys", "expected"), SIGNED)
+    def test_are_read_as_the_keys_say_or_named(self, csv, values, sign, keys, expected):
+        column = [f'"{value}"' for value in values]
+        path = csv(lines([0.5] * len(values), column, BITS[: len(values)], names=("x", "z", "y")))
+        options = {"path": path, "test_path": path, "inputs": "z"}
+        shown = f'{sign}" from all' if expected is None else f'data.thousands="{sign}"|data.decimal="{sign}"'
+        refused("csv", rf'column "z": contains .*({re.escape(shown) if expected is None else shown})', **options)
+        if expected is not None:
+            assert self.inputs(**options, **keys) == pytest.approx(expected)
+        options["inputs"] = "x"
+        assert self.inputs(**options) == [0.5] * len(values)
+        frame = DataTable({"z": values, "y": BITS[: len(values)]}, "frame")
+        if not all(NUMBER.fullmatch(value) for value in values):
+            with pytest.raises(DataError, match='frame: column "z": .*(convert the column to numbers|from all values)'):
+                train_and_test([frame], [frame])
+            with pytest.raises(DataError, match='frame: column "z": .*(convert the column to numbers|from all values)'):
+                train_and_test([frame], [frame], target="z", inputs="y")
+
+    @pytest.mark.parametrize("values", TEXTS, ids=lambda values: values[0])
+    def test_of_texts_are_no_false_alarm(self, csv, values):
+        path = csv(lines([f'"{value}"' for value in values], BITS[: len(values)], names=("z", "y")))
+        for keys in ({}, {"thousands": ","}, {"decimal": ","}):
+            assert load("csv", path=path, test_path=path, **keys)[0].inputs.shape[1] == len(values)
+
+    def test_that_contradict_the_keys_are_named(self, csv):
+        path = csv("x;y\n1,5;0\n2.5;1\n3,25;0\n")
+        problem = r'column "x": contains "2.5", which is not a number with decimal ",", in line 3; correct it'
+        refused("csv", problem, path=path, test_path=path, decimal=",")
+        refused("csv", 'column "x": contains "1,5", which is a number except for ","', path=path, test_path=path)
+        mixed = csv("x;z;y\n1,5;5.840;0\n2,25;966;1\n")
+        line = 'contains "5.840" beside decimal commas in column x, .* set data.thousands="." and data.decimal=","'
+        refused("csv", line, path=mixed, test_path=mixed)
+        assert self.inputs(path=mixed, test_path=mixed, thousands=".", inputs="z") == [5840, 966]
+        refused("csv", 'data.thousands = ",": is data.decimal too', path=mixed, decimal=",", thousands=",")
+        refused("parquet", 'data.decimal = ",": is only used for CSV files', path="t.parquet", decimal=",")
+
+    def test_of_classes_that_may_be_one_are_asked_about(self, csv):
+        path = csv("x,y\n0.5,01\n1.5,1\n2.5,2\n")
+        refused("csv", 'column "y": contains "01" and "1", which may be one class or two', path=path, test_path=path)
+        path = csv("x,y\n0.5,00\n1.5,01\n2.5, 1\n".replace(", ", ",0"))
+        assert load("csv", path=path, test_path=path)[0].targets.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("above", "said"),
+    [
+        ("sep=;\n", []),
+        ('"sep=;"\r\n', []),
+        ("# exported, 2024\n", ['1 line above the column names skipped, such as "# exported, 2024"']),
+        ("\n# a\n\n#b;c\n", ['2 lines above the column names skipped, such as "# a"']),
+    ],
+)
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte-order mark"])
+def test_lines_above_the_column_names(csv, above, said, mark):
+    path = csv(f"{mark}{above}x;y\n0.5;0\n1.5;1\n2.5;?\n")
+    refused("csv", f'"y": contains "\\?", .* in line {above.count(chr(10)) + 4}', path=path, test_path=path)
+    path = csv(f"{mark}{above}x;y\n0.5;0\n1.5;1\n")
+    train, _ = load("csv", path=path, test_path=path)
+    assert train.inputs.tolist() == [[0.5], [1.5]]
+    assert [*train.assumed] == ["target y, inputs x", 'delimiter ";"', *said]
+
+
+def test_column_names_may_start_with_a_number_sign(csv):
+    path = csv("#x,y\n0.5,0\n1.5,1\n")
+    assert load("csv", path=path, test_path=path)[0].assumed == ("target y, inputs #x",)
+    refused("csv", "separate the columns by commas, for example with pandas.read_csv", path=csv("x y\n1  0\n2  1\n"))
 
 
 def test_columns_of_large_numbers_are_named(csv):
