@@ -9,7 +9,8 @@ workers are processed therefore does not matter, and a worker can be repeated wi
 in one setting have the same cohorts, batches and initial model, unless that setting changes them.
 
 Models, however, draw from the global generators of PyTorch, NumPy and Python, which fedsim seeds before it builds or
-trains a model. Only one thread at a time may do so (see `sole_use_of_generators`).
+trains a model. Only one thread at a time may do so (see `sole_use_of_generators`), and the other global settings of
+PyTorch and NumPy then have their values in a run (see `fedsim.system.global_settings`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fedsim.core import philox
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import with_index
+from fedsim.system.global_settings import run_settings
 
 STEPS_AHEAD = 32  # steps per call, because drawing a few words takes as long as drawing 2^15
 WORDS_AHEAD = 1 << 15  # maximum number of words drawn ahead per call
@@ -41,6 +43,7 @@ CPU = torch.device("cpu")
 CHECK_SECONDS = 0.05  # how often a thread that waits for the global generators checks whether it waits for a run
 
 _global_generators = threading.RLock()  # held by the thread that uses the global generators
+_is_held = False
 _holder_runs = False  # whether this thread runs an experiment
 
 
@@ -179,14 +182,14 @@ def batch_order(seed: int, round: int, worker: int, epoch: int, size: int) -> Te
 
 @contextlib.contextmanager
 def sole_use_of_generators(*, for_run: bool = False) -> Iterator[None]:
-    """Let only this thread use the global random generators inside the `with` block. Blocks may be nested.
+    """Let only this thread use the global random generators inside the `with` block, with the settings of a run.
 
-    A block waits until blocks of other threads end. `for_run` is whether the block runs an experiment, for which no
-    other thread waits.
+    Blocks may be nested. A block waits until blocks of other threads end. `for_run` is whether the block runs an
+    experiment, for which no other thread waits.
 
     Raises ExperimentError if another thread runs an experiment.
     """
-    global _holder_runs
+    global _holder_runs, _is_held
     while not _global_generators.acquire(timeout=CHECK_SECONDS):
         if _holder_runs:
             raise ExperimentError(
@@ -194,12 +197,13 @@ def sole_use_of_generators(*, for_run: bool = False) -> Iterator[None]:
                 "generators; wait until it has ended, use another process, or run experiments side by side with "
                 "fedsim.compare(jobs=2)"
             )
-    before = _holder_runs
+    before = _holder_runs, _is_held
     try:
-        _holder_runs = before or for_run
-        yield
+        _holder_runs, _is_held = _holder_runs or for_run, True
+        with contextlib.nullcontext() if before[1] else run_settings():
+            yield
     finally:
-        _holder_runs = before
+        _holder_runs, _is_held = before
         _global_generators.release()
 
 

@@ -26,6 +26,7 @@ from fedsim.rounds.hierarchy import Hierarchy
 from fedsim.rounds.simulation import Simulation
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.system.devices import release_memory, resolve_device, synchronize
+from fedsim.system.global_settings import run_settings
 from fedsim.system.limits import format_failure
 from fedsim.training.sequential import RowTrainer
 from fedsim.training.shared_state import SharedState
@@ -42,8 +43,7 @@ class Engine:
 
     Args:
         processes: number of processes in the pool.
-        threads: number of threads that PyTorch uses in each process. Without a pool, this process uses them from now
-            on, and `close` restores the previous number.
+        threads: number of threads that PyTorch uses in each process.
         timeout, start_method: see `ProcessPool`.
 
     Attributes:
@@ -83,9 +83,7 @@ class Engine:
         self._new_pool = partial(ProcessPool, processes, threads, timeout, start_method)
         self._in_pool = self.traits.may_lose_processes(processes) and not self.traits.chooses
         self._pool = self._new_pool() if self._in_pool else None
-        self._threads, self._threads_before = threads, None if self._in_pool else torch.get_num_threads()
-        if not self._in_pool:
-            torch.set_num_threads(threads)
+        self._threads = threads
         self._executor: Executor | None = None  # of this process, if there is no pool
         self._work: tuple[Any, ...] = ()  # arguments with which the processes of a pool begin the task
         self._began = False
@@ -269,8 +267,6 @@ class Engine:
         finally:
             if self._pool:
                 self._pool.close()
-            if self._threads_before:
-                torch.set_num_threads(self._threads_before)
 
 
 class EngineRegistry(Registry):
@@ -306,6 +302,8 @@ def _initialise(process: ProcessContext, device: torch.device) -> None:
 def _make_executor(process: ProcessContext, mailbox: Tensor, task: RunTask, *arguments: Any) -> None:
     if task.device.type != "cpu":
         torch.get_device_module(task.device).set_device(task.device)
+    settings = process.state["settings"] = contextlib.ExitStack()
+    settings.enter_context(run_settings(task.experiment.threads_per_process))
     process.state["executor"] = _new_executor(Group(process, task.device, mailbox), task, *arguments)
 
 
@@ -321,5 +319,6 @@ def _run(
 
 
 def _drop_executor(process: ProcessContext) -> None:
+    process.state["settings"].close()
     process.state.clear()
     gc.collect()

@@ -47,6 +47,7 @@ from fedsim.runs import checks
 from fedsim.runs.session import Session
 from fedsim.system.c_libraries import warn_if_threads_spin
 from fedsim.system.devices import shares_memory
+from fedsim.system.global_settings import run_settings
 from fedsim.system.precision import PRECISIONS, full_precision
 from fedsim.training.memory import explain_oom
 
@@ -78,7 +79,7 @@ def begun(
     warn_if_threads_spin(threads)
     on_setup(f"starting the engine {experiment.engine}")  # its processes start while the data loads
     with (
-        torch.inference_mode(False),  # a caller may have disabled gradients
+        run_settings(threads),  # the user's modules may have changed settings when they were imported
         preserve_random_state(device),
         workers_named(),
         session.engine(engine_name, device, processes, threads, experiment.timeout, experiment.start_method) as engine,

@@ -22,7 +22,6 @@ from fedsim.rounds.evaluation import EvaluationResult
 from fedsim.rounds.executor import Executor
 from fedsim.rounds.round_clock import delays_of
 from fedsim.runs.loops.loop import Loop
-from fedsim.system.precision import full_precision
 from fedsim.training.batches import WorkItem
 from fedsim.training.memory import buffer_bytes, personal_bytes
 from fedsim.training.shared_state import message_bytes
@@ -66,7 +65,7 @@ class ClockLoop(Loop):
         dispatcher = source.dispatcher
         timer.reset()
         dispatcher.start_round(round)
-        with timer("aggregate"), full_precision(self._task.device):
+        with timer("aggregate"):
             source.run_round(round)
             policy.publish(self._server)
         timer.seconds["aggregate"] -= timer.seconds["train"]

@@ -33,7 +33,6 @@ from fedsim.rounds.executor import Executor
 from fedsim.runs.loops.clock_loop import async_record, work_of
 from fedsim.runs.loops.loop import Loop
 from fedsim.system.devices import synchronize
-from fedsim.system.precision import full_precision
 from fedsim.training.memory import buffer_bytes
 
 KeepLog = Callable[[bytes], object]
@@ -149,7 +148,7 @@ class RaceLoop(Loop):
                 "worker start"
             )
         self._arrivals[run] += work.measures.updates
-        with timer("aggregate"), full_precision(self._shared.server.row.device):
+        with timer("aggregate"):
             server.revive_all()
             if self._policy.locking != "server":  # without a lock, processes overwrite each other's version
                 server.version = self._arrivals[run]
