@@ -51,7 +51,7 @@ def shards_of_mnist(cores: int) -> list[tuple[Tensor, Tensor]]:
     """Return the preloaded, normalised images and the labels of each of `cores` contiguous MNIST shards."""
     train, _ = load_dataset("mnist")
     inputs, targets = train.gather(torch.arange(len(train)))
-    shards = partition(train.targets.numpy(), cores, "contiguous")
+    shards = partition(train.targets.numpy(), "contiguous", cores)
     return [(inputs[torch.from_numpy(shard)], targets[torch.from_numpy(shard)]) for shard in shards]
 
 

@@ -73,7 +73,7 @@ class Work(NamedTuple):
         train_data, test_data = load_dataset(experiment.data.name, experiment.data.root, **experiment.data.params)
         inputs, targets = preloaded(train_data, device, dtype)
         tests = [batches.split(TEST_BATCH) for batches in preloaded(test_data, device, dtype)]
-        shards = partition(train_data.targets.numpy(), experiment.workers, split.name, seed, **split.params)
+        shards = partition(train_data.targets.numpy(), split.name, experiment.workers, seed, **split.params)
         seed_everything(CPU, seed, "model")
         model = (make_model or experiment.model.component)().to(device, dtype)
         loss = loss or _loss_for(model, inputs[:8])

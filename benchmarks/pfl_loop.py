@@ -47,7 +47,7 @@ def pfl_loop(
     inputs, targets = preloaded(train_data, device, dtype)
     tests = list(zip(*(part.split(TEST_BATCH) for part in preloaded(test_data, device, dtype)), strict=True))
     split = experiment.partition
-    shards = partition(train_data.targets.numpy(), experiment.workers, split.name, seed, **split.params)
+    shards = partition(train_data.targets.numpy(), split.name, experiment.workers, seed, **split.params)
     seed_everything(CPU, seed, "model")
     model = experiment.model.component().to(device, dtype)
     users = (

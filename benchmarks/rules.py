@@ -55,7 +55,7 @@ def ours(name: str, updates: Tensor, f: int) -> Callable[[], Tensor]:
         parameters["root"] = updates[0].clone()
     if "losses" in registration.takes:
         parameters["losses"] = torch.ones(len(updates))
-    return lambda: fedsim.aggregate(updates, rule=name, **parameters)
+    return lambda: fedsim.aggregate(updates, name, **parameters)
 
 
 def theirs(f: int) -> dict[str, Any]:

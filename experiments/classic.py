@@ -22,7 +22,7 @@ def work(worker, rows, train, shards, test, barrier, options):
         loss = fedsim.train_epoch(model, shard.batches(10, order), optimizer).loss  # waits for the GPU
         barrier.wait()  # every worker has trained
         if worker == 0:
-            fedsim.pull_down(fedsim.aggregate(rows, rule=options.rule), rows)  # every row becomes the aggregate
+            fedsim.pull_down(fedsim.aggregate(rows, options.rule), rows)  # every row becomes the aggregate
             accuracy = fedsim.test(model, [test]).accuracy  # waits for the GPU
             print(f"round {round}: test accuracy {accuracy:.4f}, train loss of worker 0 {loss:.4f}", flush=True)
 
@@ -30,7 +30,7 @@ def work(worker, rows, train, shards, test, barrier, options):
 def main(options):
     train, test = (data.to(torch.device(options.device), torch.float32) for data in fedsim.load_dataset("mnist5k"))
     test = test.gather(torch.arange(len(test)))  # all test images as one batch
-    shards = fedsim.partition(train.targets, options.workers, "iid", seed=0)
+    shards = fedsim.partition(train.targets, "iid", options.workers, seed=0)
     torch.manual_seed(fedsim.Draws.of(0, "model").key)
     model = fedsim.models.two_nn()
     layout = fedsim.Layout.of(model)

@@ -28,7 +28,7 @@ def work(worker, rows, train, shards, test, barrier, options):
 def main(options):
     train, test = (data.to(torch.device(options.device), torch.float32) for data in fedsim.load_dataset("mnist5k"))
     test = test.gather(torch.arange(len(test)))  # all test images as one batch
-    shards = fedsim.partition(train.targets, options.workers, "iid", seed=0)
+    shards = fedsim.partition(train.targets, "iid", options.workers, seed=0)
     torch.manual_seed(fedsim.Draws.of(0, "model").key)
     model = fedsim.models.two_nn()
     layout = fedsim.Layout.of(model)

@@ -14,17 +14,17 @@ import fedsim
 
 def test_softmedian_ignores_a_distant_row():
     updates = torch.tensor([[1.0, 0.0], [1.1, 0.0], [0.9, 0.0], [100.0, 100.0]])
-    update = fedsim.aggregate(updates, rule=my_project.softmedian, temperature=0.1)
+    update = fedsim.aggregate(updates, my_project.softmedian, temperature=0.1)
     torch.testing.assert_close(update, torch.tensor([1.0, 0.0]), atol=0.1, rtol=0)
 
 
 def test_opposite_median_sends_a_row_for_each_attacker():
-    rows = fedsim.attack(torch.tensor([[1.0], [2.0], [3.0]]), 2, my_project.opposite_median, scale=2.0)
+    rows = fedsim.attack(torch.tensor([[1.0], [2.0], [3.0]]), my_project.opposite_median, 2, scale=2.0)
     assert rows.tolist() == [[-4.0], [-4.0]]
 
 
 def test_growing_gives_each_sample_to_one_worker():
-    shards = fedsim.partition(np.zeros(700, int), 3, my_project.growing, ratio=2.0)
+    shards = fedsim.partition(np.zeros(700, int), my_project.growing, 3, ratio=2.0)
     assert [len(shard) for shard in shards] == [100, 200, 400]
     assert sorted(np.concatenate(shards)) == list(range(700))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -90,18 +91,15 @@ def undefined(updates):
     return updates.mean(0) * float("nan")
 
 
+LABELS_OF_9 = np.arange(9) % 3
 LABELS = r"labels: must be one label per sample, \[n\], not a TensorDataset; for a data set, use fedsim.dataset_split\("
 MISTAKES = {
-    "rule as weights": (
-        lambda: fedsim.aggregate(UPDATES, "krum", f=1),
-        'weights = "krum": must be one number per update; for a rule write rule="krum"',
-    ),
     "constraint": (
-        lambda: fedsim.aggregate(UPDATES, rule="krum", f=2),
+        lambda: fedsim.aggregate(UPDATES, "krum", f=2),
         r"krum: needs n >= 2f \+ 3; here f = 2, n = 6; use a smaller f or a larger n \(number of updates\)",
     ),
     "rule in place": (
-        lambda: fedsim.aggregate(UPDATES.clone(), rule=doubled),
+        lambda: fedsim.aggregate(UPDATES.clone(), doubled),
         "tests.test_answers:doubled: changes `updates` in place, .*; compute a new tensor",
     ),
     "rule in place in a run": (
@@ -109,14 +107,14 @@ MISTAKES = {
         "tests.test_answers:doubled: changes `updates` in place",
     ),
     "NaN": (
-        lambda: fedsim.aggregate(UPDATES, rule=undefined),
+        lambda: fedsim.aggregate(UPDATES, undefined),
         "tests.test_answers:undefined: returned NaN .*; correct the rule",
     ),
     "NaN in a run": (
         lambda: fedsim.run(TABLES, aggregate=undefined),
         "round 1: tests.test_answers:undefined: returned NaN .*; correct the rule",
     ),
-    "partition": (lambda: fedsim.partition(DATA, 2), LABELS),
+    "partition": (lambda: fedsim.partition(DATA, "contiguous", 2), LABELS),
     "label_counts": (lambda: fedsim.label_counts(DATA, [np.arange(4)]), LABELS),
     "a function as callbacks": (
         lambda: fedsim.run(TABLES, callbacks=print),
@@ -148,16 +146,60 @@ MISTAKES = {
         "rounds=1 model=logistic: is not a file; pass a dict with one item for each setting",
     ),
     "the number of attackers of a rule": (
-        lambda: fedsim.aggregate(UPDATES, rule="krum", num_byzantine=1),
+        lambda: fedsim.aggregate(UPDATES, "krum", num_byzantine=1),
         r"num_byzantine = 1: unknown key \(the aggregation rule is krum\); write f=1$",
     ),
-    "another word for rule": (
-        lambda: fedsim.aggregate(UPDATES, aggregator="median"),
-        r"aggregator = \"median\": unknown key \(the aggregation rule is mean\); write rule=median$",
+    **{
+        f"the name as {word}": (
+            partial(call, **{word: name}),
+            f'{word} = "{name}": no such argument; write name="{name}"$',
+        )
+        for call, word, name in (
+            (partial(fedsim.aggregate, UPDATES, f=1), "rule", "krum"),
+            (partial(fedsim.aggregate, UPDATES), "aggregator", "median"),
+            (partial(fedsim.pre_aggregate, UPDATES, f=1), "rule", "nnm"),
+            (partial(fedsim.partition, LABELS_OF_9, n_workers=3, alpha=0.1), "strategy", "dirichlet"),
+            (partial(fedsim.attack, UPDATES, n_byzantine=1), "attack", "alie"),
+            (partial(fedsim.compress, UPDATES, k=1), "compressor", "top_k"),
+            (partial(fedsim.ServerOptimizer, lr=1.0), "optimizer", "adam"),
+        )
+    },
+    "weights in place of the name": (
+        lambda: fedsim.aggregate(UPDATES, [1.0] * 6),
+        r"name\[0\] = 1.0: must be a name, .*; the arguments of aggregate are updates, name, weights, ",
+    ),
+    "the number of workers in place of the name": (
+        lambda: fedsim.partition(LABELS_OF_9, 3, "dirichlet"),
+        "name = 3: must be the name of .*; the arguments of partition are labels, name, n_workers, ",
+    ),
+    "no number of workers": (lambda: fedsim.partition(LABELS_OF_9, "iid"), "n_workers = None: must be a whole number$"),
+    "another word for n_workers": (
+        lambda: fedsim.partition(LABELS_OF_9, "iid", num_clients=3),
+        r"num_clients = 3: unknown key \(.*\); write n_workers=3$",
+    ),
+    "another word for n_byzantine": (
+        lambda: fedsim.attack(UPDATES, "ipm", f=2),
+        "f = 2: no such argument; write n_byzantine=2$",
+    ),
+    "a parameter of another strategy": (
+        lambda: fedsim.partition(LABELS_OF_9, "iid", 3, alpha=0.1),
+        r'alpha = 0.1: unknown key \(.*\); write name="dirichlet", alpha=0.1$',
+    ),
+    "a name of another library": (
+        lambda: fedsim.attack(UPDATES, "SignFlipping"),
+        'name = "SignFlipping": no such attack; did you mean "sign_flipping"',
+    ),
+    "another word for a parameter": (
+        lambda: fedsim.compress(UPDATES, "top_k", fraction=0.1),
+        r'fraction = 0.1: unknown key \(.*\); did you mean "ratio"\?$',
+    ),
+    "a setting": (
+        lambda: fedsim.compress(UPDATES, "top_k", rounds=3),
+        r"rounds = 3: unknown key \(.*\); rounds is a setting of fedsim.run$",
     ),
     "FedAvg as a rule": (
-        lambda: fedsim.aggregate(UPDATES, rule="fedavg"),
-        'rule = "fedavg": no such aggregation rule; did you mean "weighted_mean"',
+        lambda: fedsim.aggregate(UPDATES, "fedavg"),
+        'name = "fedavg": no such aggregation rule; did you mean "weighted_mean"',
     ),
     "a word of the command line": (
         lambda: fedsim.run("local.lr=0.1"),
@@ -201,7 +243,7 @@ def test_a_folder_that_is_not_a_run_is_answered_with_what_it_is(tmp_path):
 
 def test_poisoned_data_needs_trained_updates():
     with pytest.warns(fedsim.errors.SettingWarning, match="label_flipping: poisons data, not updates; train with"):
-        assert torch.equal(fedsim.attack(UPDATES, 1, "label_flipping"), UPDATES[:1])
+        assert torch.equal(fedsim.attack(UPDATES, "label_flipping", 1), UPDATES[:1])
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])

@@ -66,7 +66,7 @@ def _rule(registration: Registration, axes: Any, parameters: dict[str, Any]) -> 
     inputs = {"root": honest.mean(0) + 0.1} if "root" in registration.takes else {}
     inputs |= {"losses": torch.ones(len(rows))} if "losses" in registration.takes else {}
     aggregate = fedsim.pre_aggregate if registration.kind == "pre-aggregator" else fedsim.aggregate
-    result = aggregate(rows, rule=registration.name, **inputs, **parameters).reshape(-1, 2)
+    result = aggregate(rows, registration.name, **inputs, **parameters).reshape(-1, 2)
     _scatter(axes, honest, byzantine)
     axes.scatter(*result.T, s=70 if len(result) == 1 else 14, color=GREEN, marker="*", label="result", linewidths=0)
     axes.legend(frameon=False, fontsize=6, loc="lower left", handletextpad=0, borderaxespad=0)
@@ -77,7 +77,7 @@ def _attack(registration: Registration, axes: Any, parameters: dict[str, Any]) -
     inputs = {"aggregate": fedsim.aggregate} if "aggregate" in registration.takes else {}
     if not {"honest"} & set(registration.takes):
         return False
-    byzantine = fedsim.attack(honest, BYZANTINE, registration.name, **inputs, **parameters)
+    byzantine = fedsim.attack(honest, registration.name, BYZANTINE, **inputs, **parameters)
     if not byzantine.isfinite().all():
         return False
     _scatter(axes, honest, byzantine)
@@ -90,7 +90,7 @@ def _partition(registration: Registration, axes: Any, parameters: dict[str, Any]
         return False
     labels = np.asarray(fedsim.load_dataset("mnist5k")[0].targets)
     ids = {"ids": np.arange(len(labels)) // 150} if "ids" in registration.takes else {}
-    shards = fedsim.partition(labels, WORKERS, registration.name, seed=1, **ids)
+    shards = fedsim.partition(labels, registration.name, WORKERS, seed=1, **ids)
     image = axes.imshow([np.bincount(labels[shard], minlength=10) for shard in shards], cmap="cividis", vmin=0)
     axes.set(xlabel="class", ylabel="worker", xticks=range(0, 10, 3), yticks=range(0, 10, 3))
     axes.figure.colorbar(image, ax=axes, shrink=0.8)

@@ -24,6 +24,7 @@ from fedsim.aggregation.numerics.columns import NonfiniteError, all_finite, read
 from fedsim.aggregation.numerics.threads import alone_if_small
 from fedsim.aggregation.pipeline import AggregationResult, Pipeline
 from fedsim.aggregation.resolve import Stage, as_list, make_pipeline, resolve
+from fedsim.core.attributes import takes_component
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
 from fedsim.system.precision import full_precision
@@ -32,11 +33,12 @@ POLICIES = get_args(Nonfinite)
 PLAIN = {int, float, str, bool, type(None)}  # types of immutable parameters, for which pipelines are cached
 
 
+@takes_component("aggregate", "rule")
 def aggregate(
     updates: Any,
-    weights: Tensor | Sequence[float] | None = None,
-    rule: Stage | Sequence[Stage] = "mean",
+    name: Stage | Sequence[Stage] = "mean",
     *,
+    weights: Tensor | Sequence[float] | None = None,
     root: Any = None,
     losses: Tensor | Sequence[float] | None = None,
     last: Any = None,
@@ -44,7 +46,7 @@ def aggregate(
     nonfinite: Nonfinite = "error",
     **params: Any,
 ) -> Any:
-    """Aggregate n updates to one with a rule, for example `aggregate(updates, rule="krum", f=2)`.
+    """Aggregate n updates to one with a rule, for example `aggregate(updates, "krum", f=2)`.
 
     Args:
         updates: a tensor or NumPy array [n, d] of any floating-point dtype and device, or n lists of d numbers; a list
@@ -54,11 +56,11 @@ def aggregate(
             the same entries, in any order. Entries that are not floating-point, such as BatchNorm's
             num_batches_tracked, are taken from the first update. Entries of a dict that share memory in all updates,
             such as tied weights, count once and share memory in the result.
+        name: the rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
+            pre-aggregators followed by a rule, such as `["nnm", "trimmed_mean"]`. An element of the list may also be a
+            dict with its own parameters: `[{"name": "bucketing", "s": 3}, "krum"]`.
         weights: weight of each update, [n], finite, >= 0 and not all zero, with any sum. None: equal weights, or those
             in the pairs. Rules that do not support weights raise an error.
-        rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
-            pre-aggregators followed by a rule, such as `["nnm", "trimmed_mean"]`. An element of the list may also be a
-            dict with its own parameters: `[{"rule": "bucketing", "s": 3}, "krum"]`.
         root: update computed on the server's own data (for fltrust), [d] or with the structure of one update.
         losses: loss of each worker (for qfedavg), [n].
         last: previous aggregate, where centered_clipping starts, [d] or with the structure of one update.
@@ -79,23 +81,19 @@ def aggregate(
     In a run: `fedsim.rounds.aggregator.RuleByColumns.aggregate` applies the rule.
 
     >>> updates = torch.tensor([[1.0, 2.0], [2.0, 3.0], [3.0, 1.0], [90.0, -90.0]])
-    >>> fedsim.aggregate(updates, rule="median")
+    >>> fedsim.aggregate(updates, "median")
     tensor([2.5000, 1.5000])
-    >>> fedsim.aggregate(updates, rule=["nnm", "trimmed_mean"], f=1)
+    >>> fedsim.aggregate(updates, ["nnm", "trimmed_mean"], f=1)
     tensor([2., 2.])
     >>> fedsim.aggregate([{"w": row} for row in updates], weights=[1, 1, 2, 0])
     {'w': tensor([2.2500, 1.7500])}
     >>> fedsim.aggregate([({"w": torch.zeros(1)}, 10), ({"w": torch.ones(1)}, 30)])  # (update, number of samples)
     {'w': tensor([0.7500])}
-    >>> fedsim.aggregate({"w": updates, "b": updates[:, 0]}, rule="median")
+    >>> fedsim.aggregate({"w": updates, "b": updates[:, 0]}, "median")
     {'w': tensor([2.5000, 1.5000]), 'b': tensor(2.5000)}
     """
     checked_nonfinite(nonfinite)
-    if isinstance(weights, str) or callable(weights):
-        raise ExperimentError(
-            f"weights = {show(weights)}: must be one number per update; for a rule write rule={show(weights)}"
-        )
-    pipeline = _pipeline(rule, params)
+    pipeline = _pipeline(name, params)
     form: Form = MatrixForm(is_array=False)
     if not isinstance(updates, Tensor):
         updates, in_pairs = without_weights(updates, "updates")
@@ -121,16 +119,16 @@ def aggregate(
     return form.rebuild(aggregate_inputs(inputs, pipeline, nonfinite).update)
 
 
-def _pipeline(rule: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:
+def _pipeline(name: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:
     """Return a pipeline that applies the rule with these parameters."""
-    if type(rule) is str and ":" not in rule and all(type(value) in PLAIN for value in params.values()):
-        return _registered(rule, **params)
-    return make_pipeline(resolve(rule, params))
+    if type(name) is str and ":" not in name and all(type(value) in PLAIN for value in params.values()):
+        return _registered(name, **params)
+    return make_pipeline(resolve(name, params))
 
 
 @functools.lru_cache(maxsize=256, typed=True)  # typed, because f = True is an error although True == 1
-def _registered(rule: str, /, **params: Any) -> Pipeline:
-    return make_pipeline(resolve(rule, params))
+def _registered(name: str, /, **params: Any) -> Pipeline:
+    return make_pipeline(resolve(name, params))
 
 
 def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> AggregationResult:
@@ -197,7 +195,8 @@ def checked_nonfinite(nonfinite: Any) -> Nonfinite:
     return cast(Nonfinite, nonfinite)
 
 
-def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0, **params: Any) -> Any:
+@takes_component("aggregate", "rule")
+def pre_aggregate(updates: Any, name: Stage | Sequence[Stage], *, seed: int = 0, **params: Any) -> Any:
     """Apply one or more pre-aggregators to `updates` [n, d]. Returns the transformed updates [m, d].
 
     Arguments and errors are the same as for `aggregate`. For a list of n updates, the result is a list of m updates.
@@ -208,7 +207,7 @@ def pre_aggregate(updates: Any, rule: Stage | Sequence[Stage], *, seed: int = 0,
             [0.5000],
             [5.0000]])
     """
-    pipeline = make_pipeline(resolve([*as_list(rule), "mean"], params))
+    pipeline = make_pipeline(resolve([*as_list(name), "mean"], params))
     refuse_unclear_pairs(updates, "updates")
     updates, form = as_rows(updates, "updates")
     inputs = AggregationInputs(checked_matrix(updates, "updates"), seed=seed)

@@ -19,7 +19,7 @@ Stage = str | dict[str, Any]
 def resolve(
     stages: Stage | Sequence[Stage],
     params: dict[str, Any],
-    place: str = "rule",
+    place: str = "aggregate",
     beside: Sequence[str] = (),
     background: dict[str, Any] | None = None,
 ) -> list[tuple[Registration, dict[str, Any]]]:
@@ -42,7 +42,7 @@ def resolve(
     [('nnm', {'f': 1}), ('krum', {'f': 1})]
     """
     stages = plain(stages)
-    key = place if place == "rule" else f"{place}.rule"
+    key = f"{place}.rule"
     if not isinstance(stages, (str, dict, list)):
         raise ExperimentError(f"{key} = {show(stages)}: must be a name, or a list of names and tables")
     if stages == []:
@@ -54,8 +54,7 @@ def resolve(
         _registration(name, where, pre_aggregator) for name, where in zip(names[:-1], wheres[:-1], strict=True)
     ]
     components.append(_registration(names[-1], wheres[-1], rule))
-    table, beside = ("", ["rule"]) if place == "rule" else (place, beside)
-    if lines := parameter_errors(params, components, rule.kind, [*rule, *pre_aggregator], table, beside):
+    if lines := parameter_errors(params, components, rule.kind, [*rule, *pre_aggregator], place, beside):
         raise ExperimentError(*lines)
     resolved = []
     for registration, parameters, where in zip(components, tables, wheres, strict=True):
@@ -64,7 +63,7 @@ def resolve(
             resolved.append((registration, registration.check({**shared, **parameters}, beside=["rule"])))
         except ExperimentError as error:  # each line begins with the name of a parameter
             is_own = [re.split(r"\W", line, maxsplit=1)[0] in parameters for line in error.lines]
-            places = [f"{where}." if parameters else f"{table}." if table else "" for parameters in is_own]
+            places = [f"{where}." if parameters else f"{place}." for parameters in is_own]
             raise ExperimentError(*map("".join, zip(places, error.lines, strict=True))) from None
     if len(components) > 1 and components[-1].takes.get("weights"):
         raise ExperimentError(

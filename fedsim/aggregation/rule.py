@@ -77,7 +77,7 @@ class LinearCombination:
 
     >>> def first_two(updates):
     ...     return fedsim.aggregation.LinearCombination(torch.tensor([0.5, 0.5, 0.0]).double())
-    >>> fedsim.aggregate(torch.tensor([[1.0], [3.0], [8.0]]), rule=first_two)
+    >>> fedsim.aggregate(torch.tensor([[1.0], [3.0], [8.0]]), first_two)
     tensor([2.])
     """
 

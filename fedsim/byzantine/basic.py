@@ -23,7 +23,7 @@ def none(own_updates: Tensor) -> Tensor:
 
     Returns `own_updates` [b, d]. Cost: none.
 
-    >>> fedsim.attack(torch.ones(2, 2), 1, "none", own_updates=torch.zeros(1, 2))
+    >>> fedsim.attack(torch.ones(2, 2), "none", 1, own_updates=torch.zeros(1, 2))
     tensor([[0., 0.]])
     """
     return own_updates
@@ -44,7 +44,7 @@ class SignFlipping:
 
     Cost: one pass over the updates.
 
-    >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 2, "sign_flipping", of="mean")
+    >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), "sign_flipping", 2, of="mean")
     tensor([[-2.],
             [-2.]])
     """
@@ -76,7 +76,7 @@ def gaussian(own_updates: Tensor, draws: Draws, *, std: NonNegativeFloat = 1.0) 
 
     Returns the noise [b, d]. Cost: b d draws.
 
-    >>> fedsim.attack(torch.ones(3, 2), 1, "gaussian", std=0.0)
+    >>> fedsim.attack(torch.ones(3, 2), "gaussian", 1, std=0.0)
     tensor([[0., 0.]])
     """
     return draws.normal(*own_updates.shape, dtype=own_updates.dtype).mul_(std)
@@ -88,7 +88,7 @@ def nan(own_updates: Tensor) -> Tensor:
 
     Returns a tensor of the shape of `own_updates` [b, d]. Cost: one pass over the result.
 
-    >>> fedsim.attack(torch.ones(2, 2), 1, "nan")
+    >>> fedsim.attack(torch.ones(2, 2), "nan", 1)
     tensor([[nan, nan]])
     """
     return torch.full_like(own_updates, torch.nan)
@@ -100,7 +100,7 @@ def inf(own_updates: Tensor) -> Tensor:
 
     Returns a tensor of the shape of `own_updates` [b, d]. Cost: one pass over the result.
 
-    >>> fedsim.attack(torch.ones(2, 2), 1, "inf")
+    >>> fedsim.attack(torch.ones(2, 2), "inf", 1)
     tensor([[inf, inf]])
     """
     return torch.full_like(own_updates, torch.inf)
@@ -117,7 +117,7 @@ def free_rider(own_updates: Tensor, last: Tensor | None, *, what: Literal["zero"
 
     Returns the update [d] that all attackers send. Cost: a copy for each attacker.
 
-    >>> fedsim.attack(torch.ones(2, 2), 1, "free_rider", last=torch.tensor([3.0, 4.0]), what="last")
+    >>> fedsim.attack(torch.ones(2, 2), "free_rider", 1, last=torch.tensor([3.0, 4.0]), what="last")
     tensor([[3., 4.]])
     """
     return last if what == "last" and last is not None else own_updates.new_zeros(own_updates.shape[1])

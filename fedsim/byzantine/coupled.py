@@ -49,7 +49,7 @@ def mimic(
     Returns the update [d] that all attackers send, and the next state. Raises ExperimentError if epsilon >= h. Cost: a
     copy for each attacker, and four passes over the honest updates in each aggregation of the warm-up.
 
-    >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 2, "mimic", epsilon=1)
+    >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), "mimic", 2, epsilon=1)
     tensor([[3.],
             [3.]])
     """
@@ -108,7 +108,7 @@ def time_coupled(
     Returns the update [d] that all attackers send, and the next state. Raises ExperimentError if h < 2, or if z is None
     and the z of `alie` is undefined. Cost: one pass over the honest updates.
 
-    >>> fedsim.attack(torch.tensor([[1.0], [2.0], [3.0]]), 1, "time_coupled", z=2.0)
+    >>> fedsim.attack(torch.tensor([[1.0], [2.0], [3.0]]), "time_coupled", 1, z=2.0)
     tensor([[0.]])
     """
     mean, std = mean_and_std(honest, ddof=1)

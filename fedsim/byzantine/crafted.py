@@ -44,7 +44,7 @@ class ALittleIsEnough:
     Returns the update [d] that all attackers send, for honest updates [h, d]. Raises ExperimentError unless h > ddof,
     or if z_max is undefined for n and f. Cost: one pass over the honest updates.
 
-    >>> fedsim.attack(torch.tensor([[1.0], [2.0], [3.0]]), 1, "alie", z=2.0)
+    >>> fedsim.attack(torch.tensor([[1.0], [2.0], [3.0]]), "alie", 1, z=2.0)
     tensor([[0.]])
     """
 
@@ -100,7 +100,7 @@ def ipm(honest: Tensor, *, eps: NonNegativeFloat = 0.1) -> Tensor:
 
     Returns the update [d] that all attackers send. Cost: one pass over the honest updates.
 
-    >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 2, "ipm", eps=0.5)
+    >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), "ipm", 2, eps=0.5)
     tensor([[-1.],
             [-1.]])
     """
@@ -125,7 +125,7 @@ def min_max(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
 
     Returns the update [d] that all attackers send. Cost: one matrix product [h, d] x [d, h] in float64.
 
-    >>> fedsim.attack(torch.tensor([[0.0], [2.0]]), 1, "min_max")
+    >>> fedsim.attack(torch.tensor([[0.0], [2.0]]), "min_max", 1)
     tensor([[0.]])
     """
     mean, deviation = _mean_and_deviation(honest, dev)
@@ -163,7 +163,7 @@ def min_sum(honest: Tensor, *, dev: Deviation = "unit", bound: Bound = "max") ->
 
     Returns the update [d] that all attackers send. Cost: two passes over the honest updates.
 
-    >>> fedsim.attack(torch.tensor([[0.0], [2.0]]), 1, "min_sum")
+    >>> fedsim.attack(torch.tensor([[0.0], [2.0]]), "min_sum", 1)
     tensor([[0.]])
     """
     mean, deviation = _mean_and_deviation(honest, dev)
@@ -206,7 +206,7 @@ def opt_alie(
     updates [h + b, d] of h honest workers and b attackers.
 
     >>> honest = torch.tensor([[1.0], [2.0], [3.0]])
-    >>> fedsim.attack(honest, 1, "opt_alie", aggregate=lambda rows: fedsim.aggregate(rows, rule="median"))
+    >>> fedsim.attack(honest, "opt_alie", 1, aggregate=lambda rows: fedsim.aggregate(rows, "median"))
     tensor([[1.]])
     """
     mean, std = mean_and_std(honest, ddof)
@@ -229,7 +229,7 @@ def opt_ipm(honest: Tensor, aggregate: Aggregate, *, evaluations: Evaluations = 
     `aggregate`. Cost: one pass over the honest updates, and `evaluations` calls of the rule on the updates [h + b, d]
     of h honest workers and b attackers.
 
-    >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), 1, "opt_ipm", aggregate=fedsim.aggregate, evaluations=4)
+    >>> fedsim.attack(torch.tensor([[1.0], [3.0]]), "opt_ipm", 1, aggregate=fedsim.aggregate, evaluations=4)
     tensor([[-8.]])
     """
     mean = mean_of(honest)

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from fedsim.aggregation.containers import as_rows, checked_matrix, refuse_unclear_pairs
 from fedsim.byzantine.base import Aggregate, attack_strategy
+from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError, SettingWarning, show
 from fedsim.system.precision import full_precision
 
 
+@takes_component("attack", n_byzantine="attack.f")
 def attack(
     honest: Any,
+    name: str | Callable[..., Tensor],
     n_byzantine: int,
-    name: str | Callable[..., Tensor] = "alie",
     *,
     own_updates: Any = None,
     last: Any = None,
@@ -27,14 +29,14 @@ def attack(
     seed: int = 0,
     **params: Any,
 ) -> Any:
-    """Return the updates that Byzantine workers send, for example `attack(honest, 4, "min_max", dev="std")`.
+    """Return the updates that Byzantine workers send, for example `attack(honest, "min_max", 4, dev="std")`.
 
     Args:
         honest: updates of the h honest workers, [h, d], h >= 1, of any floating-point dtype and device. `honest` is not
             changed. It may also be a list of updates or a dict of stacked tensors, as for `aggregate`. Then
             `own_updates`, `last` and the result have the same structure.
+        name: the attack: a registered name (see `fedsim.attacks()`), "package.module:function", or a function.
         n_byzantine: number b of Byzantine workers, >= 0.
-        name: a registered attack, "package.module:function", or a function.
         own_updates: updates that the b Byzantine workers computed by training, [b, d]. None: copies of the first b
             honest updates (starting again with the first if b > h).
         last: aggregated update of the previous round (for free_rider), [d].
@@ -49,7 +51,7 @@ def attack(
     updates. Warns (SettingWarning) if the attack has no effect for h and b.
 
     >>> honest = torch.tensor([[1.0, 2.0], [3.0, 2.0]])
-    >>> fedsim.attack(honest, 2, "ipm", eps=0.5)
+    >>> fedsim.attack(honest, "ipm", 2, eps=0.5)
     tensor([[-1., -1.],
             [-1., -1.]])
     """
@@ -63,7 +65,7 @@ def attack(
         raise ExperimentError(f"n_byzantine = {show(n_byzantine)}: must be a whole number >= 0")
     (h, d), b = honest.shape, int(n_byzantine)
     if aggregate is not None and not callable(aggregate):
-        example = f"functools.partial(fedsim.aggregate, rule={show(aggregate)}, ...)"
+        example = f"functools.partial(fedsim.aggregate, name={show(aggregate)}, ...)"
         raise ExperimentError(
             f"aggregate = {show(aggregate)}: must be a function of the updates [n, d] of all workers, such as {example}"
         )

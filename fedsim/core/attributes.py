@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from fedsim.core.suggestions import nearest
+from fedsim.core.suggestions import is_kind, nearest
 from fedsim.errors import ExperimentError, show
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,6 +47,56 @@ def hinting(function: F) -> F:
         return function(*arguments, **keywords)
 
     return cast(F, checked)
+
+
+def takes_component(table: str, key: str = "name", **settings: str) -> Callable[[F], F]:
+    """Decorate a public function that takes a component by `name`: its errors show arguments instead of settings.
+
+    Args:
+        table: table of the component in an experiment, such as `partition`.
+        key: key of the component's name in this table.
+        settings: setting of each further argument, such as n_workers="workers".
+    """
+    names = {f"{table}.{key}": "name", table: "name"} | {setting: name for name, setting in settings.items()}
+
+    def decorate(function: F) -> F:
+        parameters = [each for each in inspect.signature(function).parameters.values() if each.kind != each.VAR_KEYWORD]
+        known = [each.name for each in parameters if each.name != "self"]
+        required = [each.name for each in parameters if each.default is each.empty]
+
+        @functools.wraps(function)
+        def checked(*given: Any, **keywords: Any) -> Any:
+            missing = dict.fromkeys(name for name in required[len(given) :] if name not in keywords)
+            try:
+                return function(*given, **missing, **keywords)
+            except ExperimentError as error:
+                lines = [_with_arguments(line, table, names) for line in error.lines]
+                if error.key.startswith(f"{table}.{key}") and " name" in lines[0].partition(": must be")[2]:
+                    lines = [f"{lines[0]}; the arguments of {function.__name__} are {', '.join(known)}"]
+                unknown = [line.partition(" = ")[0] for line in error.lines if ": unknown key" in line]
+                for word, value in keywords.items():
+                    name = names.get(f"{table}.{word}") or names.get(word) or ("name" if is_kind(word) else "")
+                    if name and (f"{table}.{word}" in unknown or ("name" in missing and word not in known)):
+                        lines = [f"{word} = {show(value)}: no such argument; write {name}={show(value)}"]
+                raise (error if lines == [*error.lines] else ExperimentError(*lines)) from error.__cause__
+
+        return cast(F, checked)
+
+    return decorate
+
+
+def _with_arguments(line: str, table: str, names: dict[str, str]) -> str:
+    """Return an error line with arguments instead of settings: `name="iid"` for `partition=iid`."""
+    line, separator, hint = re.sub(" is a top-level key; .*", " is a setting of fedsim.run", line).partition("; ")
+    keys = re.findall(r"(?<![\w.])([a-z_]+(?:\.\w+)*)=", hint)
+    if all(key in names or key.startswith(f"{table}.") for key in keys):
+        line, separator, hint = f"{line}{separator}{hint}", "", ""
+    elif hint.startswith("write"):
+        hint = f"in the settings of fedsim.run, {hint}"
+    for setting, name in {**names, f"{table}.": ""}.items():
+        line = re.sub(rf"(?<![\w.]){re.escape(setting)}(?=\w*(?:=| = |: |\[))", name, line)
+    line = re.sub(r"(=[^\s,;]+) (?=\w+=)", r"\1, ", re.sub(r"\bname=(\w+)", r'name="\1"', line))
+    return f"{line}{separator}{hint}"
 
 
 class HintingAttributes:

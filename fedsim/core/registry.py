@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from fedsim.core.import_policy import ImportRefusedError, import_object
 from fedsim.core.objects import ObjectName, holds_objects, name_of, names_in, plain
-from fedsim.core.suggestions import answer, component_name_error, did_you_mean, nearest_key
+from fedsim.core.suggestions import answer, component_name_error, did_you_mean, nearest_key, with_words
 from fedsim.core.validation_errors import explain
 from fedsim.errors import MAX_PROBLEMS, DataError, ExperimentError, cut, one_line, show
 
@@ -160,7 +160,7 @@ def parameter_errors(
         hint = next(filter(None, (_of_table(text, place, known, beside) for text in (hint, general))), hint)
         if hint.startswith(f"write {place}.{name}="):  # the key of another component
             hint = ""
-        hint = did_you_mean([key for key in keys if key.rstrip("s") == name.rstrip("s")]) or hint
+        hint = did_you_mean(with_words(name, keys)) or hint
         if not hint and owners:
             others = f"; {names} has {', '.join(sorted(known))}" if known else ""
             hint = f"{name} is a parameter of {', '.join(owners)}{others}"

@@ -173,6 +173,11 @@ def named(name: str, components: Iterable[str]) -> list[str]:
     return [each for each in components if squeezed(each) in forms][:1]
 
 
+def is_kind(name: str) -> bool:
+    """Whether a name ends with a kind of component, such as `rule` and `partition_strategy`."""
+    return normalized(name).rpartition("_")[2] in synonyms("kinds")
+
+
 def closest(name: str, allowed: Iterable[str]) -> list[str]:
     """Return at most two allowed names that are similar to `name`.
 

@@ -138,8 +138,8 @@ class WorkerTransform:
 
 def dataset_split(
     dataset: Dataset,
+    name: str,
     n_workers: int,
-    strategy: str = "contiguous",
     seed: int = 0,
     subset_transform: Callable[[Any], Any] | None = None,
     *,
@@ -150,8 +150,8 @@ def dataset_split(
 
     Args:
         dataset: map-style data set of (input, target) samples.
+        name: partition strategy, as in `partition`: a registered name, "package.module:function", or a function.
         n_workers: number of workers.
-        strategy: partition strategy: a registered name, "package.module:function", or a function.
         seed: seed for all random draws.
         ids: the owner of each sample, [n], for strategies that need owners (see `partition`).
         params: parameters of the strategy.
@@ -162,15 +162,15 @@ def dataset_split(
     numeric.
 
     >>> data = torch.utils.data.TensorDataset(torch.arange(4.0), torch.tensor([0, 1, 0, 1]))
-    >>> [len(subset) for subset in fedsim.dataset_split(data, 2, "iid")]
+    >>> [len(subset) for subset in fedsim.dataset_split(data, "iid", 2)]
     [2, 2]
     """
-    shards = partition(targets_of(dataset), n_workers, strategy, seed, ids=ids, **params)
+    shards = partition(targets_of(dataset), name, n_workers, seed, ids=ids, **params)
     if subset_transform is not None:
         return [CustomSubset(dataset, shard, subset_transform) for shard in shards]
     transforms = [
         None if transform is None else WorkerTransform(transform, seed, worker)
-        for worker, transform in enumerate(partition_transforms(n_workers, strategy, **params))
+        for worker, transform in enumerate(partition_transforms(name, n_workers, **params))
     ]
     return [CustomSubset(dataset, shard, transform) for shard, transform in zip(shards, transforms, strict=True)]
 

@@ -22,6 +22,7 @@ from fedsim.aggregation import aggregate
 from fedsim.aggregation.containers import as_rows
 from fedsim.aggregation.inputs import Nonfinite
 from fedsim.aggregation.resolve import Stage
+from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError
 from fedsim.integrations.rounds import RuleOverRounds
 
@@ -57,7 +58,7 @@ class RobustState:
     Create a separate RobustState for each model. It is not saved in the model's checkpoint.
 
     Args:
-        rule: aggregation rule, as in `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends
+        name: aggregation rule, as in `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends
             with a rule. Rules that need `root` or `losses` are not supported.
         process_group: process group of the model; None: all ranks.
         seed: seed for the rule's random draws; must be equal on all ranks.
@@ -71,9 +72,10 @@ class RobustState:
     >>> state = RobustState(["nnm", "trimmed_mean"], f=1)  # then model.register_comm_hook(state, robust_hook)
     """
 
+    @takes_component("aggregate", "rule")
     def __init__(
         self,
-        rule: Stage | Sequence[Stage],
+        name: Stage | Sequence[Stage],
         *,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
@@ -81,7 +83,7 @@ class RobustState:
         **params: Any,
     ) -> None:
         self.process_group = process_group
-        self.rule = RuleOverRounds(rule, params, seed=seed, nonfinite=nonfinite, sync="gradients")
+        self.rule = RuleOverRounds(name, params, seed=seed, nonfinite=nonfinite, sync="gradients")
         self._step = 0
         # Buckets of the current or last step. They are kept until the next step to avoid a deadlock at exit: gloo's
         # thread needs the GIL to free sent tensors, and PyTorch may hold the GIL while it waits for that thread.
@@ -131,8 +133,7 @@ def robust_hook(state: RobustState, bucket: dist.GradBucket) -> GradientFuture:
 def set_gradients(
     parameters: Iterable[nn.Parameter],
     gradients: Sequence[Sequence[Tensor | None]],
-    weights: Tensor | Sequence[float] | None = None,
-    rule: Stage | Sequence[Stage] = "mean",
+    name: Stage | Sequence[Stage] = "mean",
     **options: Any,
 ) -> None:
     """Aggregate the gradients of several workers in one process, and store the result in the parameters' `.grad`.
@@ -140,10 +141,9 @@ def set_gradients(
     Args:
         parameters: parameters of the model.
         gradients: for each worker, one gradient per parameter, as returned by `torch.autograd.grad`; None means zero.
-        weights: weight of each worker, for rules that use weights.
-        rule: aggregation rule, as in `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends
+        name: aggregation rule, as in `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends
             with a rule.
-        options: parameters of the rule and other options of `fedsim.aggregate`.
+        options: parameters of the rule and other options of `fedsim.aggregate`, such as `weights`.
 
     Raises ExperimentError (a ValueError) like `fedsim.aggregate`, or if a worker's number of gradients is not the
     number of parameters.
@@ -151,7 +151,7 @@ def set_gradients(
     >>> from fedsim.integrations.ddp import set_gradients
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> gradients = [torch.autograd.grad((weight * x).sum(), [weight]) for x in (1.0, 2.0, 90.0)]
-    >>> set_gradients([weight], gradients, rule="median")
+    >>> set_gradients([weight], gradients, "median")
     >>> weight.grad
     tensor([2., 2.])
     """
@@ -166,5 +166,5 @@ def set_gradients(
         updates.append([torch.zeros_like(like) if gradient is None else gradient for like, gradient in pairs])
     _, form = as_rows([parameters], "parameters")
     rows, _ = as_rows(updates, "gradients", form)
-    for parameter, gradient in zip(parameters, form.rebuild(aggregate(rows, weights, rule, **options)), strict=True):
+    for parameter, gradient in zip(parameters, form.rebuild(aggregate(rows, name, **options)), strict=True):
         parameter.grad = gradient

@@ -17,6 +17,7 @@ from fedsim.aggregation.containers import as_rows
 from fedsim.aggregation.functional import checked_weights
 from fedsim.aggregation.inputs import Nonfinite
 from fedsim.aggregation.resolve import Stage
+from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError, show
 from fedsim.integrations.rounds import RuleOverRounds
 from fedsim.server import ServerOptimizer
@@ -44,7 +45,7 @@ class Strategy(FedAvg):
     kept from round to round.
 
     Args:
-        rule: aggregation rule, as in `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends
+        name: aggregation rule, as in `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends
             with a rule. The weights for rules such as weighted_mean are the metric `weighted_by_key`, by default
             "num-examples".
         server: server optimizer that updates the global arrays; None: the aggregate is added to them.
@@ -62,9 +63,10 @@ class Strategy(FedAvg):
     replies.
     """
 
+    @takes_component("aggregate", "rule")
     def __init__(
         self,
-        rule: Stage | Sequence[Stage],
+        name: Stage | Sequence[Stage],
         *,
         server: ServerOptimizer | None = None,
         root: Callable[[int, ArrayRecord], ArrayRecord] | None = None,
@@ -75,7 +77,7 @@ class Strategy(FedAvg):
     ) -> None:
         params = {name: value for name, value in options.items() if name not in OF_FEDAVG}
         super().__init__(**{name: value for name, value in options.items() if name in OF_FEDAVG})
-        self.rule = RuleOverRounds(rule, params, seed=seed, nonfinite=nonfinite)
+        self.rule = RuleOverRounds(name, params, seed=seed, nonfinite=nonfinite)
         for key, name, argument in (("root", "root", root), ("loss_key", "losses", loss_key)):
             if argument is None and self.rule.pipeline.accepts(name):
                 raise ExperimentError(

@@ -34,7 +34,7 @@ def flower_partition(
 ) -> list[np.ndarray]:
     """Partition samples with a partitioner of Flower Datasets.
 
-        fedsim.partition(labels, 10, flower_partition, partitioner="DirichletPartitioner", alpha=0.5)
+        fedsim.partition(labels, flower_partition, 10, partitioner="DirichletPartitioner", alpha=0.5)
         fedsim run partition=fedsim.integrations.flower_datasets:flower_partition \\
             partition.partitioner=DirichletPartitioner partition.alpha=0.5
 
@@ -82,11 +82,11 @@ class FedsimPartitioner(Partitioner):
         partitioner = FedsimPartitioner(10, "dirichlet", alpha=0.3)
         FederatedDataset(dataset="mnist", partitioners={"train": partitioner}).load_partition(0)
 
-    The partitions are those of `fedsim.partition(labels, num_partitions, strategy, seed, **params)`.
+    The partitions are those of `fedsim.partition(labels, name, num_partitions, seed, **params)`.
 
     Args:
         num_partitions: number of partitions (workers).
-        strategy: name of a partition strategy, as in `fedsim.partition`.
+        name: partition strategy, as in `fedsim.partition`.
         seed: seed for the strategy's random draws.
         params: parameters of the strategy.
         partition_by: name of the label column; None for strategies that need no labels.
@@ -100,7 +100,7 @@ class FedsimPartitioner(Partitioner):
     def __init__(
         self,
         num_partitions: int,
-        strategy: str = "iid",
+        name: str = "iid",
         *,
         partition_by: str | None = "label",
         ids_by: str | None = None,
@@ -108,12 +108,12 @@ class FedsimPartitioner(Partitioner):
         **params: Any,
     ) -> None:
         super().__init__()
-        partition_strategy.get(strategy, "strategy").check(params)
-        self._num_partitions, self._strategy, self._seed, self._params = num_partitions, strategy, seed, params
+        partition_strategy.get(name, "name").check(params)
+        self._num_partitions, self._name, self._seed, self._params = num_partitions, name, seed, params
         self._partition_by, self._ids_by = partition_by, ids_by
-        self._transforms = transforms_of_workers(num_partitions, strategy, **params)
+        self._transforms = transforms_of_workers(name, num_partitions, **params)
         if self._transforms is not None:
-            line = f"{strategy} also changes samples; apply transform(partition_id) to the images of each partition"
+            line = f"{name} also changes samples; apply transform(partition_id) to the images of each partition"
             warnings.warn(line, SettingWarning, stacklevel=2)
 
     @property
@@ -142,7 +142,7 @@ class FedsimPartitioner(Partitioner):
         labels = np.zeros(self.dataset.num_rows) if self._partition_by is None else self._column(self._partition_by)
         if labels.dtype.kind in "OU":  # class names, as Python objects or strings
             labels = np.unique(labels, return_inverse=True)[1]
-        return partition_shards(labels, self._num_partitions, self._strategy, self._seed, ids=ids, **self._params)
+        return partition_shards(labels, self._name, self._num_partitions, self._seed, ids=ids, **self._params)
 
     def _column(self, name: str) -> np.ndarray:
         if name not in self.dataset.column_names:

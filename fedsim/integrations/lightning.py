@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fedsim.aggregation.inputs import Nonfinite
 from fedsim.aggregation.resolve import Stage
+from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError
 from fedsim.integrations.ddp import RobustState, robust_hook
 from fedsim.system.packages import import_extra
@@ -29,7 +30,7 @@ class RobustGradients(Callback):
     DDPStrategy's argument `ddp_comm_hook`, which Lightning ignores on CPUs, the callback works on every device.
 
     Args:
-        rule: aggregation rule, as in `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends
+        name: aggregation rule, as in `fedsim.aggregate`: a name, a function, or a list of pre-aggregators that ends
             with a rule.
         seed: seed for the rule's random draws.
         nonfinite: what to do with gradients that contain NaN or infinity: "error", "exclude" or "keep".
@@ -39,10 +40,11 @@ class RobustGradients(Callback):
     strategy that is not based on DistributedDataParallel.
     """
 
+    @takes_component("aggregate", "rule")
     def __init__(
-        self, rule: Stage | Sequence[Stage], *, seed: int = 0, nonfinite: Nonfinite = "error", **params: Any
+        self, name: Stage | Sequence[Stage], *, seed: int = 0, nonfinite: Nonfinite = "error", **params: Any
     ) -> None:
-        self._new_state = lambda: RobustState(rule, seed=seed, nonfinite=nonfinite, **params)
+        self._new_state = lambda: RobustState(name, seed=seed, nonfinite=nonfinite, **params)
         self._new_state()  # raises an error now if a parameter is invalid
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -17,7 +17,7 @@ class RuleOverRounds:
     """An aggregation rule with its state, which it keeps from round to round.
 
     Args:
-        rule: aggregation rule, or a list of pre-aggregators that ends with a rule, as in `fedsim.aggregate`.
+        name: aggregation rule, or a list of pre-aggregators that ends with a rule, as in `fedsim.aggregate`.
         params: parameters of the rule by name.
         seed: seed for the rule's random draws.
         nonfinite: what to do with updates that contain NaN or infinity: "error", "exclude" or "keep",
@@ -31,14 +31,14 @@ class RuleOverRounds:
 
     def __init__(
         self,
-        rule: Stage | Sequence[Stage],
+        name: Stage | Sequence[Stage],
         params: dict[str, Any],
         *,
         seed: int = 0,
         nonfinite: Nonfinite = "error",
         sync: Literal["parameters", "gradients"] = "parameters",
     ) -> None:
-        self.pipeline = make_pipeline(resolve(rule, params))
+        self.pipeline = make_pipeline(resolve(name, params))
         self.nonfinite = checked_nonfinite(nonfinite)
         self._seed, self._sync = seed, sync
         self._state: dict[str, Tensor] = {}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fedsim.aggregation.containers import NestedForm, as_rows, checked_matrix
+from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError
 from fedsim.processing.processors import apply_chain, check_order, processor
 from fedsim.system.precision import full_precision
@@ -15,14 +16,15 @@ from fedsim.system.precision import full_precision
 Step = str | Callable[..., Any] | Mapping[str, Any]
 
 
+@takes_component("processors")
 def compress(update: Any, name: Step | Sequence[Step], *, seed: int = 0, **params: Any) -> tuple[Any, int]:
     """Compress an update as in a run, for example `compress(update, "top_k", ratio=0.01)`.
 
     Args:
         update: a floating-point tensor or NumPy array of any shape, or a dict (such as a state_dict) or list of these.
             `update` is not changed. Numbers of 2 bytes are compressed as float32. Add `cast` to send 2 bytes each.
-        name: a registered processor (see `fedsim.processors()`), "package.module:function", a function, or a list of
-            these. An element of the list may also be a dict with its own parameters: `{"name": "top_k", "k": 9}`.
+        name: the processor: a registered name (see `fedsim.processors()`), "package.module:function", a function, or a
+            list of these. An element of the list may also be a dict with its parameters: `{"name": "top_k", "k": 9}`.
         seed: seed of random draws.
         params: parameters of the processor `name`.
 
@@ -46,8 +48,8 @@ def compress(update: Any, name: Step | Sequence[Step], *, seed: int = 0, **param
     chain = []
     for step in steps:
         table = {**(step if isinstance(step, Mapping) else {"name": step}), **params}
-        registration = processor.get(table.pop("name", None), "name")
-        chain.append(processor.bind(registration, registration.check(table, "compress")))
+        registration = processor.get(table.pop("name", None), "processors.name")
+        chain.append(processor.bind(registration, registration.check(table, "processors")))
     check_order(chain, "name")
     rows, form = as_rows([update], "update")
     row = checked_matrix(rows, "update")[0]

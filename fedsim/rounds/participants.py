@@ -53,7 +53,7 @@ def shards_of(
     """
     chosen, labels = experiment.partition, train.sample_targets.cpu()
     shards = partition_shards(
-        labels, experiment.workers, chosen.name, experiment.seed, ids=train.ids, index_of=index_of, **chosen.params
+        labels, chosen.name, experiment.workers, experiment.seed, ids=train.ids, index_of=index_of, **chosen.params
     )
     fraction = experiment.data.local_test_fraction
     held_out = fraction and fraction != OWN

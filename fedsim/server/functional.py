@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedsim.aggregation.containers import as_rows, has_tensors
 from fedsim.clients import State
+from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError
 from fedsim.server.optimizer import ServerStep, server_optimizer
 
@@ -22,7 +23,7 @@ class ServerOptimizer:
     not floating-point are not changed.
 
     Args:
-        optimizer: a registered name, or "package.module:Class".
+        name: server optimizer: a registered name, or "package.module:Class".
         params: parameters of the optimizer.
 
     Raises ExperimentError (a ValueError) for an unknown optimizer or an invalid parameter.
@@ -35,9 +36,10 @@ class ServerOptimizer:
     tensor([2.9000, 2.9000])
     """
 
-    def __init__(self, optimizer: str, **params: Any) -> None:
-        registration = server_optimizer.get(optimizer, "optimizer")
-        self._optimizer: ServerStep = registration.bind(registration.check(params))
+    @takes_component("server")
+    def __init__(self, name: str, **params: Any) -> None:
+        registration = server_optimizer.get(name, "server.name")
+        self._optimizer: ServerStep = registration.bind(registration.check(params, "server", beside=["name"]))
         self._state: State | None = None
         self._kind = ""  # dtype, shape and device of the model in the first step
 

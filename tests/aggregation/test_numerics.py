@@ -146,7 +146,7 @@ def test_the_shorter_of_two_rows_is_the_central_row(outlier):
     updates[outlier] *= 1e12
     for steps in (1, 2, 3):
         params = {"start": "zeros", "iterations": steps, "tol": 0.0}
-        result = fedsim.aggregate(updates, rule="geometric_median", **params)
+        result = fedsim.aggregate(updates, "geometric_median", **params)
         assert np.allclose(result, reference.geometric_median(updates, **params), rtol=1e-9)
 
 
@@ -181,7 +181,7 @@ def test_nan_sorts_last(n):
     expected = np.sort(block.numpy(), axis=0)
     assert np.array_equal(sort(block, tuple(range(n))).numpy(), expected, equal_nan=True)
     assert np.array_equal(
-        fedsim.aggregate(block, rule="median", nonfinite="keep").numpy(),
+        fedsim.aggregate(block, "median", nonfinite="keep").numpy(),
         (expected[(n - 1) // 2] + expected[n // 2]) / 2,
         equal_nan=True,
     )

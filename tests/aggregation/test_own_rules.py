@@ -63,7 +63,7 @@ UPDATES = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 def test_a_result_of_a_wrong_shape_is_an_error(stages, wanted, returned):
     names = [name if name == "median" else f"{__name__}:{name}" for name in stages]
     with pytest.raises(fedsim.ExperimentError) as caught:
-        fedsim.aggregate(UPDATES, rule=names)
+        fedsim.aggregate(UPDATES, names)
     (line,) = caught.value.lines
     assert line.startswith(f"{names[0]}: must return ")
     assert "for updates [n, d] = [5, 4]; it returned " in line
@@ -76,10 +76,10 @@ def test_a_result_of_a_wrong_shape_is_an_error(stages, wanted, returned):
 def test_a_pre_aggregator_may_return_rows(stage, rows, rule):
     path = f"{__name__}:{stage}"
     assert torch.equal(fedsim.pre_aggregate(UPDATES, path), rows)
-    assert torch.equal(fedsim.aggregate(UPDATES, rule=[path, rule]), fedsim.aggregate(rows, rule=rule))
-    mixed = fedsim.aggregate(UPDATES, rule=["nnm", path, rule], f=1)
+    assert torch.equal(fedsim.aggregate(UPDATES, [path, rule]), fedsim.aggregate(rows, rule))
+    mixed = fedsim.aggregate(UPDATES, ["nnm", path, rule], f=1)
     replaced = halved if stage == "halved" else first_three
-    assert torch.allclose(mixed, fedsim.aggregate(replaced(fedsim.pre_aggregate(UPDATES, "nnm", f=1)), rule=rule))
+    assert torch.allclose(mixed, fedsim.aggregate(replaced(fedsim.pre_aggregate(UPDATES, "nnm", f=1)), rule))
 
 
 def test_a_columnwise_rule_that_returns_a_number_is_an_error(tiny_experiment):
@@ -112,7 +112,7 @@ def test_rules_use_one_thread_for_small_updates():
     pipeline = make_pipeline(resolve(counts_threads, {}))
     for n, d in ((2, 5), (4, WORTH_SHARING // 4)):
         updates = torch.ones(n, d)
-        fedsim.aggregate(updates, rule=counts_threads)
+        fedsim.aggregate(updates, counts_threads)
         pipeline(AggregationInputs(updates))
     assert seen == [1, 1, 2, 2]
 
@@ -131,7 +131,7 @@ def test_blocks_of_few_rows_use_one_thread():
 
 def test_a_plain_parameter_is_checked_in_each_call():
     updates = torch.arange(5.0)[:, None]
-    assert fedsim.aggregate(updates, rule="trimmed_mean", f=1).item() == 2
+    assert fedsim.aggregate(updates, "trimmed_mean", f=1).item() == 2
     for wrong in (1.0, True, "1", None):  # some of these compare equal to 1
         with pytest.raises(ExperimentError):
-            fedsim.aggregate(updates, rule="trimmed_mean", f=wrong)
+            fedsim.aggregate(updates, "trimmed_mean", f=wrong)

@@ -37,12 +37,12 @@ def updates():
 def test_weights_are_normalised(updates, name, as_type):
     weights = [1.0, 2.0, 3.0, 0.0, 4.0]
     expected = sum(w / 10 * row for w, row in zip(weights, updates, strict=True))
-    assert torch.allclose(fedsim.aggregate(updates, as_type(weights), name), expected, rtol=0, atol=1e-12)
-    assert torch.allclose(fedsim.aggregate(updates, rule=name), updates.mean(0), rtol=0, atol=1e-12)
+    assert torch.allclose(fedsim.aggregate(updates, name, weights=as_type(weights)), expected, rtol=0, atol=1e-12)
+    assert torch.allclose(fedsim.aggregate(updates, name), updates.mean(0), rtol=0, atol=1e-12)
 
 
 def apply(registration, updates, f=1, **more):
-    return fedsim.aggregate(updates, rule=registration.name, **{**parameters_of(registration, updates, f), **more})
+    return fedsim.aggregate(updates, registration.name, **{**parameters_of(registration, updates, f), **more})
 
 
 COLUMNWISE = [registration for registration in rule if getattr(registration.target, "columnwise", False)]
@@ -117,10 +117,10 @@ def test_rows_that_are_not_finite_are_an_error_or_excluded(registration, updates
 
 
 def test_a_rule_can_be_an_import_path(updates):
-    result = fedsim.aggregate(updates, rule="tests.components:clipped_mean", c=0.5)
+    result = fedsim.aggregate(updates, "tests.components:clipped_mean", c=0.5)
     assert result.norm() <= 0.5
     with pytest.raises(ExperimentError, match="the rule tests.components:clipped_mean does not support weights"):
-        fedsim.aggregate(updates, [1.0] * 5, rule="tests.components:clipped_mean")
+        fedsim.aggregate(updates, "tests.components:clipped_mean", weights=[1.0] * 5)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_rule_can_be_an_import_path(updates):
 )
 def test_wrong_weights_are_an_error(updates, weights, message):
     with pytest.raises(ExperimentError, match=message):
-        fedsim.aggregate(updates, weights)
+        fedsim.aggregate(updates, weights=weights)
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(3), torch.zeros(0, 3), np.zeros((2, 3), int), [1.0], None])
@@ -214,7 +214,7 @@ def test_huge_rows_in_float32_give_the_result_of_float64(registration):
 def test_geometric_median_is_exact_beside_distant_outliers(size, shift):
     x = rows(size) + shift
     exact = reference.geometric_median(np.array(x.tolist(), dtype=np.longdouble)).astype(float)
-    assert np.allclose(fedsim.aggregate(x, rule="geometric_median"), exact, rtol=0, atol=1e-9)
+    assert np.allclose(fedsim.aggregate(x, "geometric_median"), exact, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("size", [1e6, 1e12])
@@ -226,7 +226,7 @@ def test_medoid_distinguishes_rows_beside_an_outlier(n, size):
         exact = [[Decimal(float(value)) for value in row] for row in x]
         sums = [sum(sum((p - q) ** 2 for p, q in zip(a, b, strict=True)).sqrt() for b in exact) for a in exact]
         if sorted(sums)[1] - min(sums) > 1e-3:  # otherwise too few digits of the distance to the outlier are correct
-            assert torch.equal(fedsim.aggregate(x, rule="medoid"), x[sums.index(min(sums))])
+            assert torch.equal(fedsim.aggregate(x, "medoid"), x[sums.index(min(sums))])
 
 
 @pytest.mark.parametrize("size", [1e6, 1e12])
@@ -241,7 +241,7 @@ def test_dnc_distinguishes_rows_beside_an_outlier(f, size):
         kept_rows, gap = np.argsort(along)[: 6 - f], np.diff(np.sort(along))[5 - f]
         if gap < 0.01:  # below the precision that the outlier leaves
             continue
-        result = fedsim.aggregate(torch.from_numpy(x), rule="dnc", f=f)
+        result = fedsim.aggregate(torch.from_numpy(x), "dnc", f=f)
         assert np.allclose(result, x[np.sort(kept_rows)].mean(0), rtol=0, atol=1e-9 * np.abs(x[kept_rows]).max())
         compared += 1
     assert compared
@@ -249,7 +249,7 @@ def test_dnc_distinguishes_rows_beside_an_outlier(f, size):
 
 def test_dnc_keeps_the_first_of_rows_with_equal_projections():
     x = torch.tensor([[1.0, 0.1], [-1.0, -0.1], [1.0, -0.1], [-1.0, 0.1]], dtype=torch.double)
-    assert torch.equal(fedsim.aggregate(x, rule="dnc", f=2), x[:2].mean(0))
+    assert torch.equal(fedsim.aggregate(x, "dnc", f=2), x[:2].mean(0))
 
 
 @pytest.mark.parametrize(

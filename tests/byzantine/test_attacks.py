@@ -33,31 +33,31 @@ def own_updates():
 
 
 def test_none_sends_the_trained_rows(honest, own_updates):
-    assert torch.equal(attack(honest, 3, "none", own_updates=own_updates), own_updates)
-    assert torch.equal(attack(honest[:3], 5, "none"), honest[[0, 1, 2, 0, 1]])  # own_updates defaults to honest rows
+    assert torch.equal(attack(honest, "none", 3, own_updates=own_updates), own_updates)
+    assert torch.equal(attack(honest[:3], "none", 5), honest[[0, 1, 2, 0, 1]])  # own_updates defaults to honest rows
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 def test_sign_flipping_negates_own_rows_or_the_mean(scale, honest, own_updates):
-    rows = attack(honest, 3, "sign_flipping", own_updates=own_updates, scale=scale)
+    rows = attack(honest, "sign_flipping", 3, own_updates=own_updates, scale=scale)
     assert torch.equal(rows, -scale * own_updates)
-    rows = attack(honest, 3, "sign_flipping", own_updates=own_updates, of="mean", scale=scale)
+    rows = attack(honest, "sign_flipping", 3, own_updates=own_updates, of="mean", scale=scale)
     assert torch.allclose(rows, (-scale * sum(honest) / 7).expand(3, -1), rtol=0, atol=1e-12)
 
 
 def test_gaussian_draws_rows_with_the_given_standard_deviation(honest):
-    rows = attack(honest, 3, "gaussian", std=2.5, seed=5)
+    rows = attack(honest, "gaussian", 3, std=2.5, seed=5)
     assert torch.equal(rows, 2.5 * Draws.of(5, "attack").normal(3, 33, dtype=torch.double))
-    assert not attack(honest, 3, "gaussian", std=0.0).any()
+    assert not attack(honest, "gaussian", 3, std=0.0).any()
 
 
 def test_free_rider_sends_zero_or_the_last_update(honest, own_updates):
     zero = torch.zeros(3, 33, dtype=torch.double)
     last = honest[2] * 5
-    assert torch.equal(attack(honest, 3, "free_rider", last=last), zero)
-    assert torch.equal(attack(honest, 3, "free_rider", last=last, what="last"), last.expand(3, -1))
-    assert torch.equal(attack(honest, 3, "free_rider", what="last"), zero)
-    assert torch.equal(attack(honest, 3, "free_rider", own_updates=own_updates * torch.nan), zero)
+    assert torch.equal(attack(honest, "free_rider", 3, last=last), zero)
+    assert torch.equal(attack(honest, "free_rider", 3, last=last, what="last"), last.expand(3, -1))
+    assert torch.equal(attack(honest, "free_rider", 3, what="last"), zero)
+    assert torch.equal(attack(honest, "free_rider", 3, own_updates=own_updates * torch.nan), zero)
 
 
 def bound(name, **params):
@@ -85,10 +85,10 @@ def rows_in_turn(attack_of, rounds, workers=None):
 
 
 def test_mimic_copies_one_honest_row(honest):
-    assert torch.equal(attack(honest, 3, "mimic"), honest[[0, 0, 0]])
-    assert torch.equal(attack(honest, 2, "mimic", epsilon=6), honest[[6, 6]])
-    with pytest.raises(ExperimentError, match="attack.epsilon = 7: must be less than 7, the number of honest workers"):
-        attack(honest, 3, "mimic", epsilon=7)
+    assert torch.equal(attack(honest, "mimic", 3), honest[[0, 0, 0]])
+    assert torch.equal(attack(honest, "mimic", 2, epsilon=6), honest[[6, 6]])
+    with pytest.raises(ExperimentError, match="^epsilon = 7: must be less than 7, the number of honest workers"):
+        attack(honest, "mimic", 3, epsilon=7)
 
 
 def test_mimic_chooses_the_worker_by_its_definition():
@@ -127,7 +127,7 @@ def test_time_coupled_deviates_against_the_sum_of_all_means(honest):
         path += rows.mean(0)
         assert torch.allclose(row, rows.mean(0) - 1.5 * path.sign() * rows.std(0), rtol=0, atol=1e-12)
     assert torch.allclose(state["path"], path, rtol=0, atol=1e-12)
-    assert torch.equal(attack(honest, 3, "time_coupled"), attack(honest, 3, "time_coupled", z=z_max(10, 3)))
+    assert torch.equal(attack(honest, "time_coupled", 3), attack(honest, "time_coupled", 3, z=z_max(10, 3)))
 
 
 DEVIATIONS = ["unit", "sign", "std"]
@@ -195,7 +195,7 @@ def test_alie_is_z_standard_deviations_from_the_mean(honest, ddof, sign, z):
     mean, std = column_moments(honest, ddof)
     factor = z_max(10, 3) if z is None else z
     expected = torch.from_numpy(mean + sign * factor * std).expand(3, -1)
-    assert torch.allclose(attack(honest, 3, "alie", z=z, sign=sign, ddof=ddof), expected, rtol=0, atol=1e-11)
+    assert torch.allclose(attack(honest, "alie", 3, z=z, sign=sign, ddof=ddof), expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(("n", "f"), [(10, 2), (8, 2), (5, 1)])
@@ -203,23 +203,23 @@ def test_alie_warns_if_z_is_0(n, f):
     honest = torch.randn(n - f, 4, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     line = f"^alie: z = 0 for n = {n}, f = {f}: this attack does nothing; set attack.z, e.g. 1.5$"
     with pytest.warns(SettingWarning, match=line):
-        rows = attack(honest, f, "alie")
+        rows = attack(honest, "alie", f)
     assert torch.allclose(rows, honest.mean(0).expand(f, -1))
-    attack(honest, f, "alie", z=1.5)  # raises no warning (a warning is an error in these tests)
+    attack(honest, "alie", f, z=1.5)  # raises no warning (a warning is an error in these tests)
 
 
 def test_one_honest_row_has_no_standard_deviation(honest):
-    with pytest.raises(ExperimentError, match="attack.ddof = 1: .* needs at least 2 honest workers, not 1"):
-        attack(honest[:1], 1, "alie", z=1.0)
-    assert torch.allclose(attack(honest[:1], 1, "alie", z=1.0, ddof=0), honest[:1])
+    with pytest.raises(ExperimentError, match="^ddof = 1: .* needs at least 2 honest workers, not 1"):
+        attack(honest[:1], "alie", 1, z=1.0)
+    assert torch.allclose(attack(honest[:1], "alie", 1, z=1.0, ddof=0), honest[:1])
 
 
 def test_ipm_is_the_mean_times_minus_eps(honest):
     mean, _ = column_moments(honest)
     for eps in (0.0, 0.5, 10):
         expected = torch.from_numpy(-eps * mean).expand(2, -1)
-        assert torch.allclose(attack(honest, 2, "ipm", eps=eps), expected, rtol=0, atol=1e-11)
-    assert torch.equal(attack(honest, 2, "ipm"), attack(honest, 2, "ipm", eps=0.1))
+        assert torch.allclose(attack(honest, "ipm", 2, eps=eps), expected, rtol=0, atol=1e-11)
+    assert torch.equal(attack(honest, "ipm", 2), attack(honest, "ipm", 2, eps=0.1))
 
 
 @pytest.mark.parametrize("bound", ["max", "min"])
@@ -232,14 +232,14 @@ def test_min_max_and_min_sum_find_the_largest_factor(name, dev, bound, seed, h, 
     honest = torch.randn(h, d, dtype=torch.double, generator=generator) + torch.randn(d, generator=generator)
     honest[0] *= 1 + seed  # rows at different distances from their mean
     for rows in (honest, honest / 1024 + 1000):  # a large common offset costs no digits
-        row = attack(rows, 1, name, dev=dev, bound=bound)[0]
+        row = attack(rows, name, 1, dev=dev, bound=bound)[0]
         assert torch.allclose(row, bisected(name, rows, dev, bound), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("dev", DEVIATIONS)
 def test_min_max_sends_the_mean_if_that_is_farther_than_the_least_bound(dev):
     honest = rows_of([0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [-1.0, 1.0])
-    assert torch.equal(attack(honest, 1, "min_max", dev=dev, bound="min"), honest.mean(0, keepdim=True))
+    assert torch.equal(attack(honest, "min_max", 1, dev=dev, bound="min"), honest.mean(0, keepdim=True))
 
 
 @pytest.mark.parametrize(
@@ -248,13 +248,13 @@ def test_min_max_sends_the_mean_if_that_is_farther_than_the_least_bound(dev):
 )
 def test_float32_rows_give_the_rounded_float64_result(name, params):
     honest = torch.randn(4, 2 * BLOCK + 5, generator=torch.Generator().manual_seed(0)) + 1
-    rounded = attack(honest.double(), 1, name, **params).float()
-    assert torch.equal(attack(honest, 1, name, **params), rounded)
+    rounded = attack(honest.double(), name, 1, **params).float()
+    assert torch.equal(attack(honest, name, 1, **params), rounded)
     if name in BOUNDED:
         assert torch.allclose(rounded[0], bisected(name, honest, params["dev"]).float(), rtol=0, atol=1e-6)
     else:
         columns = honest[:, -7:]  # columns from two blocks
-        assert torch.allclose(rounded[:, -7:], attack(columns, 1, name, **params), rtol=0, atol=1e-6)
+        assert torch.allclose(rounded[:, -7:], attack(columns, name, 1, **params), rtol=0, atol=1e-6)
 
 
 OPTIMAL = ["opt_alie", "opt_ipm"]
@@ -296,18 +296,18 @@ def most_damage_on_a_grid(name, honest, aggregate, limit):
 @pytest.mark.parametrize("name", OPTIMAL)
 @pytest.mark.parametrize("aggregate", [trimmed, nearest_to_all, filtered])
 def test_no_factor_on_a_grid_does_more_damage(name, aggregate, honest):
-    rows = attack(honest, 3, name, aggregate=aggregate, evaluations=40)
+    rows = attack(honest, name, 3, aggregate=aggregate, evaluations=40)
     assert damage(honest, rows, aggregate) >= 0.95 * most_damage_on_a_grid(name, honest, aggregate, 8.0)
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("ddof", [0, 1])
 def test_opt_alie_lies_on_the_line_of_alie(sign, ddof, honest):
-    rows = attack(honest, 3, "opt_alie", aggregate=trimmed, sign=sign, ddof=ddof)
+    rows = attack(honest, "opt_alie", 3, aggregate=trimmed, sign=sign, ddof=ddof)
     steps = (rows[0] - honest.mean(0)) / (sign * honest.std(0, correction=ddof))
     assert steps[0] > 0
     assert torch.allclose(steps, steps[0].expand(33), rtol=1e-9)
-    assert torch.allclose(rows, attack(honest, 3, "alie", z=steps[0].item(), sign=sign, ddof=ddof), atol=1e-9)
+    assert torch.allclose(rows, attack(honest, "alie", 3, z=steps[0].item(), sign=sign, ddof=ddof), atol=1e-9)
 
 
 @pytest.mark.parametrize("name", OPTIMAL)
@@ -319,7 +319,7 @@ def test_the_rule_is_called_evaluations_times(name, evaluations, honest):
         asked.append(matrix.clone())
         return matrix.median(0).values
 
-    rows = attack(honest, 3, name, aggregate=counting, evaluations=evaluations)
+    rows = attack(honest, name, 3, aggregate=counting, evaluations=evaluations)
     assert len(asked) == evaluations
     assert all(torch.equal(matrix[:7], honest) and matrix.shape == (10, 33) for matrix in asked)
     assert any(torch.equal(matrix[7:], rows) for matrix in asked)
@@ -328,13 +328,13 @@ def test_the_rule_is_called_evaluations_times(name, evaluations, honest):
 
 @pytest.mark.parametrize("name", OPTIMAL)
 def test_the_largest_factor_is_used_against_the_mean(name, honest):
-    rows = attack(honest, 3, name, aggregate=fedsim.aggregate, evaluations=11)
+    rows = attack(honest, name, 3, aggregate=fedsim.aggregate, evaluations=11)
     assert torch.allclose(rows[0], row_at(name, 2.0**9, honest), rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", OPTIMAL)
 def test_half_precision_never_ends_in_infinity(name, honest):
-    rows = attack(honest.half(), 3, name, aggregate=partial(fedsim.aggregate, nonfinite="keep"), evaluations=30)
+    rows = attack(honest.half(), name, 3, aggregate=partial(fedsim.aggregate, nonfinite="keep"), evaluations=30)
     assert rows.dtype == torch.half
     assert rows.isfinite().all()
 
@@ -349,7 +349,7 @@ def test_half_precision_never_ends_in_infinity(name, honest):
 )
 def test_a_rule_and_two_evaluations_are_required(arguments, message, honest):
     with pytest.raises(ExperimentError, match=message):
-        attack(honest, 3, "opt_ipm", **arguments)
+        attack(honest, "opt_ipm", 3, **arguments)
 
 
 @pytest.mark.parametrize("top", [0.01, 0.3, 0.999, 1.0, 1.5, 2.0, 7.3, 100.0])
@@ -441,7 +441,7 @@ def test_poisoning_keeps_the_batch_and_its_memory_format(name, memory_format, ba
     ("name", "params", "scale"), [("label_flipping", {}, 1), ("backdoor", {}, 1), ("backdoor", {"gamma": 2.5}, 2.5)]
 )
 def test_a_backdoor_scales_its_rows_and_label_flipping_does_not(name, params, scale, honest, own_updates):
-    assert torch.equal(attack(honest, 3, name, own_updates=own_updates, **params), scale * own_updates)
+    assert torch.equal(attack(honest, name, 3, own_updates=own_updates, **params), scale * own_updates)
     assert bound(name, **params).alters_rows == (scale != 1)
 
 
@@ -503,7 +503,7 @@ class Blank:
 def test_every_attack_returns_a_new_tensor(name, dtype, honest, own_updates):
     honest, own_updates, last = honest.to(dtype), own_updates.to(dtype), honest[1].to(dtype)
     before = honest.clone(), own_updates.clone(), last.clone()
-    rows = attack(honest, 3, name, own_updates=own_updates, last=last, aggregate=median)
+    rows = attack(honest, name, 3, own_updates=own_updates, last=last, aggregate=median)
     assert rows.dtype == dtype
     assert rows.shape == (3, 33)
     rows.zero_()
@@ -515,7 +515,7 @@ def test_every_attack_returns_a_new_tensor(name, dtype, honest, own_updates):
 @EVERY
 def test_every_attack_is_a_pure_function(name, honest):
     global_state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    first, again = (attack(honest, 4, name, aggregate=median, seed=3) for _ in range(2))
+    first, again = (attack(honest, name, 4, aggregate=median, seed=3) for _ in range(2))
     assert torch.equal(first.nan_to_num(1.5), again.nan_to_num(1.5))
     assert torch.equal(torch.get_rng_state(), global_state[0])
     assert np.array_equal(np.random.get_state()[1], global_state[1])
@@ -524,17 +524,17 @@ def test_every_attack_is_a_pure_function(name, honest):
 @pytest.mark.filterwarnings("ignore:.*poisons data")
 @EVERY
 def test_every_attack_accepts_any_number_of_columns(name, honest):
-    assert attack(honest[:, :1], 2, name, aggregate=median).shape == (2, 1)
-    assert attack(honest[:, :0], 2, name, aggregate=median).shape == (2, 0)
+    assert attack(honest[:, :1], name, 2, aggregate=median).shape == (2, 1)
+    assert attack(honest[:, :0], name, 2, aggregate=median).shape == (2, 0)
     strided = new_rows(7, 33, torch.double).copy_(honest)
     assert not strided.is_contiguous()
-    plain, from_strided = (attack(h, 2, name, aggregate=median).nan_to_num(1.5) for h in (honest, strided))
+    plain, from_strided = (attack(h, name, 2, aggregate=median).nan_to_num(1.5) for h in (honest, strided))
     assert torch.allclose(plain, from_strided, rtol=0, atol=1e-12)
 
 
 @EVERY
 def test_without_attackers_or_honest_rows(name, honest, own_updates):
-    assert attack(honest[:1], 0, name).shape == (0, 33)
+    assert attack(honest[:1], name, 0).shape == (0, 33)
     registration = attack_strategy.get(name)
     bound = attack_strategy.bind(registration, registration.check({}))
     arguments = {"aggregate": lambda rows: rows[0]}
@@ -546,10 +546,10 @@ def test_without_attackers_or_honest_rows(name, honest, own_updates):
 
 
 def test_an_attack_can_be_an_import_path(honest, own_updates):
-    rows = attack(honest, 3, "tests.byzantine.test_attacks:backwards", own_updates=own_updates, scale=2.0)
+    rows = attack(honest, "tests.byzantine.test_attacks:backwards", 3, own_updates=own_updates, scale=2.0)
     assert torch.equal(rows, own_updates.flip(1) * 2)
     with pytest.raises(ExperimentError, match=r"must return a tensor of shape \(3, 33\) or \(33,\), not \(7, 33\)"):
-        attack(honest, 3, "tests.byzantine.test_attacks:misshapen")
+        attack(honest, "tests.byzantine.test_attacks:misshapen", 3)
 
 
 def test_a_dataclass_with_poison_is_an_attack_on_data(honest, own_updates):
@@ -571,12 +571,12 @@ HONEST = torch.zeros(7, 33)
         *((HONEST, bad, {}, "n_byzantine = .*: must be a whole number >= 0") for bad in (-1, 1.0, True, "2")),
         (HONEST, 3, {"own_updates": torch.zeros(2, 33)}, r"own_updates: must be torch.float32 \(3, 33\) .*\(2, 33\)"),
         (HONEST, 3, {"last": torch.zeros(1, 33)}, r"last: must be torch.float32 \(33,\) .*\(1, 33\)"),
-        (HONEST, 3, {"aggregate": "krum"}, r'aggregate = "krum": must be a .*partial\(.* rule="krum", ...\)'),
-        (HONEST, 3, {"name": "aile"}, 'attack.name = "aile": no such attack; did you mean "alie"'),
-        (HONEST, 3, {"zz": 1.0}, r"attack.zz = 1.0: unknown key \(the attack is alie\); allowed: name, ddof"),
+        (HONEST, 3, {"aggregate": "krum"}, r'aggregate = "krum": must be a .*partial\(.* name="krum", ...\)'),
+        (HONEST, 3, {"name": "aile"}, 'name = "aile": no such attack; did you mean "alie"'),
+        (HONEST, 3, {"zz": 1.0}, r"zz = 1.0: unknown key \(the attack is alie\); allowed: name, ddof"),
     ],
 )
 def test_a_wrong_argument_is_an_error(honest, n_byzantine, arguments, message):
     with pytest.raises(ExperimentError, match=f"^{message}") as caught:
-        attack(honest, n_byzantine, **arguments)
+        attack(honest, **{"name": "alie", "n_byzantine": n_byzantine, **arguments})
     assert len(caught.value.lines) == 1

@@ -133,10 +133,10 @@ def test_each_rule_does_what_aggregate_does_with_the_stored_rows(run):
     updates = stored.tensors["updates"]
     rules = ["median", "krum", ["nnm", "trimmed_mean"], {"rule": "norm_clipping", "c": 0.1}]
     median, krum, mixed, clipped = replay(stored, rules)
-    assert torch.equal(median.update, fedsim.aggregate(updates, rule="median"))
-    assert torch.equal(krum.update, fedsim.aggregate(updates, rule="krum", f=2))
-    assert torch.equal(mixed.update, fedsim.aggregate(updates, rule=["nnm", "trimmed_mean"], f=2))
-    assert torch.equal(clipped.update, fedsim.aggregate(updates, rule="norm_clipping", c=0.1))
+    assert torch.equal(median.update, fedsim.aggregate(updates, "median"))
+    assert torch.equal(krum.update, fedsim.aggregate(updates, "krum", f=2))
+    assert torch.equal(mixed.update, fedsim.aggregate(updates, ["nnm", "trimmed_mean"], f=2))
+    assert torch.equal(clipped.update, fedsim.aggregate(updates, "norm_clipping", c=0.1))
 
 
 def test_distance_angle_and_shares_by_hand(run):

@@ -129,7 +129,7 @@ def test_the_rule_and_the_weights_are_those_of_each_model():
     for k in set(record.clusters):
         updates = run.updates[[slot for slot, cluster in enumerate(record.clusters) if cluster == k]]
         mine = run.models[k][0] - initial_row(k)
-        torch.testing.assert_close(mine, fedsim.aggregate(updates, rule="median"), rtol=0, atol=1e-12)
+        torch.testing.assert_close(mine, fedsim.aggregate(updates, "median"), rtol=0, atol=1e-12)
     record = finished(tables_of(rounds=1, cohort=None)).records[0]
     for k in set(record.clusters):
         own = [share for share, c in zip(record.coefficients, record.clusters, strict=True) if c == k]

@@ -255,10 +255,10 @@ def test_an_object_that_cannot_be_copied_gives_a_one_line_error(short):
 
 def test_functions_that_work_without_an_experiment_take_objects():
     updates = torch.randn(7, 5)
-    assert torch.equal(fedsim.aggregate(updates, rule=lambda updates: updates.median(0).values), updates.median(0)[0])
-    rows = fedsim.attack(updates, 2, lambda honest, *, by=2.0: by * honest[0], by=3.0)
+    assert torch.equal(fedsim.aggregate(updates, lambda updates: updates.median(0).values), updates.median(0)[0])
+    rows = fedsim.attack(updates, lambda honest, *, by=2.0: by * honest[0], 2, by=3.0)
     assert torch.equal(rows, 3 * updates[:1].expand(2, 5))
-    shards = fedsim.partition([0, 1, 0, 1], 2, lambda labels, n_workers: [[0, 1], [2, 3]])
+    shards = fedsim.partition([0, 1, 0, 1], lambda labels, n_workers: [[0, 1], [2, 3]], 2)
     assert [shard.tolist() for shard in shards] == [[0, 1], [2, 3]]
     assert torch.equal(fedsim.ServerOptimizer(HalfStep).step(torch.zeros(5), torch.ones(5)), torch.full((5,), 0.5))
 

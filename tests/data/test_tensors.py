@@ -231,7 +231,7 @@ def test_batches_do_not_depend_on_chunks():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dataset_split_gives_one_subset_per_worker(kind):
-    shards = fedsim.dataset_split(make(kind), 3)
+    shards = fedsim.dataset_split(make(kind), "contiguous", 3)
     assert [len(shard) for shard in shards] == [3, 3, 4]
     assert all(isinstance(shard, CustomSubset) for shard in shards)
     assert [x[0].item() for x, _ in shards[2]] == [6, 7, 8, 9]
@@ -243,25 +243,25 @@ def labelled_images():
 
 def test_dataset_split_uses_the_transforms_of_the_strategy():
     data = labelled_images()
-    shards = fedsim.dataset_split(data, 4, "feature_rotation", seed=1)
+    shards = fedsim.dataset_split(data, "feature_rotation", 4, seed=1)
     for quarters, shard in enumerate(shards):
         inputs, _ = shard.gather(torch.arange(10))
         assert torch.equal(inputs, data.inputs[shard.indices].rot90(quarters, (2, 3)))
         assert torch.equal(shard[3][0], inputs[3])
-    plain = fedsim.dataset_split(data, 4, "feature_rotation", seed=1, subset_transform=lambda x: x)
+    plain = fedsim.dataset_split(data, "feature_rotation", 4, seed=1, subset_transform=lambda x: x)
     assert torch.equal(plain[1].gather(torch.arange(10))[0], data.inputs[plain[1].indices])
 
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_data_loader_applies_the_transforms(processes):
     data = labelled_images()
-    shard = fedsim.dataset_split(data, 2, "feature_rotation", groups=2)[1]
+    shard = fedsim.dataset_split(data, "feature_rotation", 2, groups=2)[1]
     (inputs, _), *_ = DataLoader(shard, batch_size=20, num_workers=processes)
     assert torch.equal(inputs, data.inputs[shard.indices].rot90(2, (2, 3)))
 
 
 def test_a_subset_with_a_transform_can_be_pickled():
-    shard = fedsim.dataset_split(labelled_images(), 2, "feature_noise")[1]
+    shard = fedsim.dataset_split(labelled_images(), "feature_noise", 2)[1]
     again = pickle.loads(pickle.dumps(shard))
     assert torch.equal(again.gather(torch.arange(20))[0], shard.gather(torch.arange(20))[0])
 
@@ -278,14 +278,14 @@ def test_labels_are_found_whatever_the_data_set(kind):
 def test_targets_without_classes_are_divided_by_strategies_that_need_none(targets):
     for data in (TensorDataset(torch.zeros(10, 2), targets), [(torch.zeros(2), target) for target in targets]):
         assert torch.equal(torch.as_tensor(targets_of(data)), targets)
-        assert [len(part) for part in fedsim.dataset_split(data, 2, "iid")] == [5, 5]
+        assert [len(part) for part in fedsim.dataset_split(data, "iid", 2)] == [5, 5]
         with pytest.raises(fedsim.ExperimentError, match='"dirichlet": needs one class label per sample.*such as iid'):
-            fedsim.dataset_split(data, 2, "dirichlet")
+            fedsim.dataset_split(data, "dirichlet", 2)
 
 
 def test_samples_may_be_dicts_of_an_input_and_a_target():
     samples = [{"label": n % 2, "x": torch.tensor([float(n)])} for n in range(4)]
-    subsets = fedsim.dataset_split(samples, 2, "contiguous", subset_transform=lambda x: x + 1)
+    subsets = fedsim.dataset_split(samples, "contiguous", 2, subset_transform=lambda x: x + 1)
     assert [target for _, target in subsets[1]] == [0, 1]
     inputs, targets = subsets[1].gather(torch.tensor([1, 0]))
     assert (inputs.tolist(), targets.tolist()) == ([[4.0], [3.0]], [1, 0])

@@ -94,7 +94,7 @@ def aggregated(name, updates, **inputs):
     if name == "qfedavg without q":
         name, params = "qfedavg", {"q": 0.0}
     stages = ["bucketing", "median"] if name == "bucketing and median" else name
-    return fedsim.aggregate(updates, rule=stages, **params, **inputs)
+    return fedsim.aggregate(updates, stages, **params, **inputs)
 
 
 def refusal_or(function, *tensors):
@@ -172,7 +172,7 @@ def test_a_pre_aggregator(registration, dtype):
     name = settings.pop("name")
     for last in ("median", {"rule": "krum", "f": 1}):
         chain = [{"rule": name, **settings}, last]
-        assert_same_on_gpu(lambda x, chain=chain: fedsim.aggregate(x, rule=chain), updates, rounding=ROUNDING[dtype])
+        assert_same_on_gpu(lambda x, chain=chain: fedsim.aggregate(x, chain), updates, rounding=ROUNDING[dtype])
     assert_same_on_gpu(lambda x: fedsim.pre_aggregate(x, name, **settings), updates, rounding=ROUNDING[dtype])
 
 
@@ -180,7 +180,7 @@ def attacked(registration, honest, last, own_updates=None):
     """Return three Byzantine rows."""
     settings = settings_of(registration)
     inputs = {"own_updates": own_updates, "last": last, "aggregate": lambda x: x.median(0).values}
-    return fedsim.attack(honest, 3, settings.pop("name"), **inputs, **settings)
+    return fedsim.attack(honest, settings.pop("name"), 3, **inputs, **settings)
 
 
 @pytest.mark.gpu
@@ -209,7 +209,7 @@ def test_an_attack_makes_its_rows_on_the_gpu_in_one_block_of_columns(registratio
 def test_updates_in_which_tensors_of_the_gpu_lie_beside_arrays():
     def aggregated_entries(x):
         updates = [{"a": row[:150], "b": np.array([float(index)])} for index, row in enumerate(x)]
-        result = fedsim.aggregate(updates, rule="median")
+        result = fedsim.aggregate(updates, "median")
         assert result["b"].tolist() == [(N - 1) / 2]
         return result["a"]
 
@@ -220,7 +220,7 @@ def test_updates_in_which_tensors_of_the_gpu_lie_beside_arrays():
 def test_updates_in_which_parameters_lie_on_two_devices():
     with some_gpu():
         updates = [{"a": torch.ones(2), "b": torch.ones(3, device="cuda") * index} for index in range(4)]
-        result = fedsim.aggregate(updates, rule="mean")
+        result = fedsim.aggregate(updates, "mean")
         assert not result["a"].is_cuda
         assert result["b"].is_cuda
 
@@ -306,7 +306,7 @@ def test_an_update_that_is_not_finite_is_excluded_as_on_a_cpu(name):
 def test_a_constraint_on_n_and_f_applies_to_the_updates_that_are_not_excluded(stages, params):
     updates = normal(4, 5)
     updates[1] = torch.nan
-    expected = assert_same_on_gpu(lambda x: fedsim.aggregate(x, rule=stages, nonfinite="exclude", **params), updates)
+    expected = assert_same_on_gpu(lambda x: fedsim.aggregate(x, stages, nonfinite="exclude", **params), updates)
     assert expected.isfinite().all()
 
 
@@ -314,12 +314,12 @@ def test_a_constraint_on_n_and_f_applies_to_the_updates_that_are_not_excluded(st
 @pytest.mark.parametrize("nonfinite", ["error", "exclude"])
 def test_draws_on_a_gpu_are_those_of_a_cpu_after_a_second_attempt(nonfinite):
     large = (0.1 * normal(12, 70_000) + 1.5).half()  # the sum of an update exceeds the maximum of float16
-    for inputs in ({"rule": ["bucketing", "median"]}, {"rule": "dnc", "f": 1}):
+    for inputs in ({"name": ["bucketing", "median"]}, {"name": "dnc", "f": 1}):
         result = assert_same_on_gpu(lambda x, inputs=inputs: fedsim.aggregate(x, nonfinite=nonfinite, **inputs), large)
         assert result.isfinite().all()
     for seed in (4, 5, 6, 21, 28, 29):  # with these draws, dnc keeps no update
         with some_gpu(), pytest.raises(fedsim.ExperimentError, match="no update is kept by all 4 iterations"):
-            fedsim.aggregate(to_gpu(normal(6, 40)), rule="dnc", f=2, b=2, iterations=4, seed=seed, nonfinite=nonfinite)
+            fedsim.aggregate(to_gpu(normal(6, 40)), "dnc", f=2, b=2, iterations=4, seed=seed, nonfinite=nonfinite)
 
 
 @pytest.mark.gpu
@@ -363,13 +363,13 @@ def test_large_finite_updates_are_not_taken_for_infinity(name):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"rule": "fltrust", "root": spoilt(torch.nan)[4]}, "root: must be finite; 1 of its values"),
-        ({"rule": "centered_clipping", "last": spoilt(torch.nan)[4]}, "last: must be finite; 1 of its values"),
-        ({"rule": "dnc", "f": 1, "b": 1}, "1 of 11 updates contain NaN"),  # in a column that it does not draw
+        ({"name": "fltrust", "root": spoilt(torch.nan)[4]}, "root: must be finite; 1 of its values"),
+        ({"name": "centered_clipping", "last": spoilt(torch.nan)[4]}, "last: must be finite; 1 of its values"),
+        ({"name": "dnc", "f": 1, "b": 1}, "1 of 11 updates contain NaN"),  # in a column that it does not draw
     ],
 )
 def test_an_input_that_is_not_finite_is_an_error(inputs, message):
-    updates = spoilt(torch.nan) if inputs["rule"] == "dnc" else normal().float()
+    updates = spoilt(torch.nan) if inputs["name"] == "dnc" else normal().float()
     with some_gpu():
         on_gpu = {key: to_gpu(value) if key in ("root", "last") else value for key, value in inputs.items()}
         with pytest.raises(fedsim.ExperimentError, match=message):
@@ -390,10 +390,10 @@ def own_doubling(updates):
 def test_an_own_rule_receives_finite_updates_only():
     with some_gpu():
         updates = to_gpu(spoilt(torch.nan))
-        assert fedsim.aggregate(updates, rule=own_median, nonfinite="exclude").isfinite().all()
+        assert fedsim.aggregate(updates, own_median, nonfinite="exclude").isfinite().all()
         for call, stage in ((fedsim.aggregate, own_median), (fedsim.pre_aggregate, own_doubling)):
             with pytest.raises(fedsim.ExperimentError, match="1 of 11 updates contain NaN"):
-                call(updates, rule=stage)
+                call(updates, stage)
 
 
 @pytest.mark.skipif(not REAL, reason="needs a real GPU")

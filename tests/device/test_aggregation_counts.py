@@ -73,7 +73,7 @@ def call_of(name, updates):
     names = name.split(" + ")
     inputs = {"root": updates[0].clone()} if name == "fltrust" else {}
     inputs |= {"losses": torch.ones(len(updates))} if name == "qfedavg" else {}
-    return lambda: fedsim.aggregate(updates, rule=names, **parameters_of(names), **inputs)
+    return lambda: fedsim.aggregate(updates, names, **parameters_of(names), **inputs)
 
 
 def assert_at_most(bounds, counts):
@@ -121,9 +121,9 @@ def test_the_number_of_updates_changes_no_launches(name, gpu):
 def test_a_mean_on_a_gpu_waits_for_nothing(weights, counted, gpu):
     updates = rows(3)
     updates[1] = torch.nan if weights else updates[1]  # its weight is zero, so NaN is allowed
-    expected, on_gpu = fedsim.aggregate(updates, weights), upload(updates)
+    expected, on_gpu = fedsim.aggregate(updates, weights=weights), upload(updates)
     with gpu.counting() as counts:
-        result = fedsim.aggregate(on_gpu, weights)
+        result = fedsim.aggregate(on_gpu, weights=weights)
     assert torch.allclose(download(result), expected, rtol=0, atol=1e-6)
     assert (counts.launches, counts.waits, counts.uploads) == counted, counts.table()
 
@@ -135,8 +135,8 @@ def test_a_rule_that_exceeds_the_memory_of_a_gpu_works_in_blocks(name, gpu, monk
     updates = rows()
     on_gpu = upload(updates)
     assert [block.stop - block.start for block in small_blocks(on_gpu)] == [960] * 41 + [640]
-    result = download(fedsim.aggregate(on_gpu, rule=name, **params))
-    assert torch.allclose(result, fedsim.aggregate(updates, rule=name, **params), rtol=0, atol=1e-5)
+    result = download(fedsim.aggregate(on_gpu, name, **params))
+    assert torch.allclose(result, fedsim.aggregate(updates, name, **params), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
@@ -164,9 +164,9 @@ drawn_mean.columnwise = drawn_mean.linear = True
 def test_a_linear_rule_draws_the_same_coefficients_on_a_gpu():
     updates = rows().double()
     for rules in (drawn_mean, ["bucketing", drawn_mean]):
-        expected = fedsim.aggregate(updates, rule=rules, seed=3)
+        expected = fedsim.aggregate(updates, rules, seed=3)
         with some_gpu():
-            result = fedsim.aggregate(to_gpu(updates), rule=rules, seed=3)
+            result = fedsim.aggregate(to_gpu(updates), rules, seed=3)
         assert torch.allclose(result.cpu(), expected, rtol=0, atol=1e-12)
 
 
@@ -174,4 +174,4 @@ def test_a_rule_may_return_coefficients_that_are_on_the_gpu(gpu):
     def halves(updates):
         return fedsim.aggregation.LinearCombination(updates.new_full((len(updates),), 0.5))
 
-    assert torch.equal(download(fedsim.aggregate(upload(torch.ones(3, 2)), rule=halves)), torch.full((2,), 1.5))
+    assert torch.equal(download(fedsim.aggregate(upload(torch.ones(3, 2)), halves)), torch.full((2,), 1.5))

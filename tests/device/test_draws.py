@@ -74,7 +74,7 @@ def test_a_subset_on_a_gpu_sees_the_noise_of_the_cpu(gpu):
     images, labels = torch.zeros(6, 1, 4, 4), torch.arange(6)
 
     def noisy(place):
-        shards = fedsim.dataset_split(TensorDataset(place(images), place(labels)), 2, "feature_noise", sigma=1.0)
+        shards = fedsim.dataset_split(TensorDataset(place(images), place(labels)), "feature_noise", 2, sigma=1.0)
         return shards[1].gather(torch.arange(3))[0]
 
     assert torch.equal(download(noisy(upload)), noisy(lambda tensor: tensor))

@@ -49,10 +49,10 @@ def test_policies_work_in_full_precision(mode, gpu, seen, tiny_experiment, monke
 @pytest.mark.parametrize(
     "call",
     [
-        lambda rows, noted: fedsim.aggregate(rows, rule=noted),
+        lambda rows, noted: fedsim.aggregate(rows, noted),
         lambda rows, noted: fedsim.pre_aggregate(rows, lambda updates: noted(updates).expand(2, -1)),
-        lambda rows, noted: fedsim.attack(rows, 1, "opt_alie", aggregate=noted),
-        lambda rows, noted: fedsim.attack(rows, 1, lambda own_updates: noted(own_updates)[None]),
+        lambda rows, noted: fedsim.attack(rows, "opt_alie", 1, aggregate=noted),
+        lambda rows, noted: fedsim.attack(rows, lambda own_updates: noted(own_updates)[None], 1),
     ],
     ids=["aggregate", "pre_aggregate", "attack with a rule", "an own attack"],
 )
@@ -70,5 +70,5 @@ def test_functions_by_hand_work_in_full_precision(call, gpu, seen):
 def test_built_in_rules_multiply_in_full_precision(gpu, seen, monkeypatch):
     combine = lazy_rows.combine
     monkeypatch.setattr(lazy_rows, "combine", lambda *arguments: seen.append(allowed()) or combine(*arguments))
-    fedsim.aggregate(upload(torch.rand(6, 5)), rule=["nnm", "multi_krum"], f=1)
+    fedsim.aggregate(upload(torch.rand(6, 5)), ["nnm", "multi_krum"], f=1)
     assert seen == [False]

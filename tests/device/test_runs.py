@@ -250,7 +250,7 @@ def test_training_and_testing_by_hand():
         row.copy_(fedsim.Layout.of(module).read(module))
         fedsim.bind(module, row, grad_row)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        shards = fedsim.dataset_split(data, 2)
+        shards = fedsim.dataset_split(data, "contiguous", 2)
         fedsim.train_epoch(module, shards[0].batches(8), optimizer)
         return row.cpu(), fedsim.test(module, shards[1].batches(8)).loss
 
@@ -265,15 +265,15 @@ def test_training_and_testing_by_hand():
 def test_labels_on_the_gpu_are_split_as_labels_on_the_host(shape):
     labels = torch.arange(12) % 3
     pairs = list(zip(labels, labels, strict=True))
-    expected = [shard.indices for shard in fedsim.dataset_split(pairs, 3, "classes_per_worker", k=1)]
+    expected = [shard.indices for shard in fedsim.dataset_split(pairs, "classes_per_worker", 3, k=1)]
     with some_gpu():
         on_gpu = [(label, label.view(shape)) for label in to_gpu(labels)]
         for data in (on_gpu, TensorDataset(to_gpu(labels), to_gpu(labels))):
-            shards = fedsim.dataset_split(data, 3, "classes_per_worker", k=1)
+            shards = fedsim.dataset_split(data, "classes_per_worker", 3, k=1)
             assert all(torch.equal(shard.indices, one) for shard, one in zip(shards, expected, strict=True))
         for strategy, parameters in {"iid": {}, "classes_per_worker": {"k": 1}, "virtual": {"samples": 4}}.items():
-            shards = fedsim.partition(to_gpu(labels), 3, strategy, **parameters)
-            of_host = fedsim.partition(labels, 3, strategy, **parameters)
+            shards = fedsim.partition(to_gpu(labels), strategy, 3, **parameters)
+            of_host = fedsim.partition(labels, strategy, 3, **parameters)
             assert [shard.tolist() for shard in shards] == [shard.tolist() for shard in of_host]
             counts = fedsim.label_counts(to_gpu(labels), shards)
             assert counts.tolist() == fedsim.label_counts(labels, shards).tolist()

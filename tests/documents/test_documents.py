@@ -16,7 +16,7 @@ GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 def test_the_component_of_the_guide_ignores_a_distant_row(tmp_path):
     (example,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     script = tmp_path / "example.py"  # a separate process, because the component is registered there
-    script.write_text(f"{example}\nprint(*fedsim.aggregate(updates, rule='softmedian', temperature=0.1).tolist())\n")
+    script.write_text(f"{example}\nprint(*fedsim.aggregate(updates, 'softmedian', temperature=0.1).tolist())\n")
     _, [out], _ = ended([start(script, cwd=tmp_path)])
     numbers = [float(word) for word in out.splitlines()[-1].split()]
     assert numbers == pytest.approx([0.0, 1.0], abs=0.15)

@@ -30,7 +30,7 @@ def post_local_row() -> torch.Tensor:
 
     rank, count = dist.get_rank(), dist.get_world_size()
     train = components.tiny(None, train=SAMPLES)[0].to(torch.device("cpu"), torch.float64)
-    shard = fedsim.dataset_split(train, count, "iid", seed=0)[rank]
+    shard = fedsim.dataset_split(train, "iid", count, seed=0)[rank]
     steps = SAMPLES // count // BATCH  # per round
     model = DistributedDataParallel(start_of(two_nn))
     state = PostLocalSGDState(None, None, SWITCH * steps, post_local_gradient_allreduce=False)

@@ -34,7 +34,7 @@ def in_one_process(rule, params, ranks=RANKS):
     parameters, steps, last = list(model.parameters()), [], None
     for step in range(STEPS):
         gradients = [torch.autograd.grad(loss(model, rank, step), parameters) for rank in range(ranks)]
-        set_gradients(parameters, gradients, rule=rule, last=last, **params)
+        set_gradients(parameters, gradients, rule, last=last, **params)
         last = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
         torch.optim.SGD(parameters, lr=0.1).step()
         steps.append(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]))

@@ -72,7 +72,7 @@ def test_the_rules_that_depend_on_the_origin_are_listed():
             updates[0] if "root" in registration.takes else None,
             torch.ones(11) if "losses" in registration.takes else None,
         )
-        return fedsim.aggregate(updates, rule=registration.name, root=root, losses=losses, **params)
+        return fedsim.aggregate(updates, registration.name, root=root, losses=losses, **params)
 
     updates = UPDATES.double()
     moved = [

@@ -86,7 +86,7 @@ def expected_rows(rule, *, rounds=ROUNDS, **inputs):
     row = flat(START)
     for round in range(1, rounds + 1):
         rows = torch.stack([flat(update(node, round)) for node in reversed(range(NODES))])  # ordered by node ID
-        row = row + fedsim.aggregate(rows, rule=rule, **inputs)
+        row = row + fedsim.aggregate(rows, rule, **inputs)
     return row
 
 
@@ -131,7 +131,7 @@ def test_a_rule_keeps_its_state_from_round_to_round():
     row, last = flat(START), None
     for round in range(1, ROUNDS + 1):
         rows = torch.stack([flat(update(node, round)) for node in range(NODES)])
-        last = fedsim.aggregate(rows, rule="centered_clipping", tau=0.5, last=last)
+        last = fedsim.aggregate(rows, "centered_clipping", tau=0.5, last=last)
         row = row + last
     assert torch.allclose(flat(result), row, atol=1e-4)
     foolsgold = Strategy("foolsgold", **WITHOUT_EVALUATION)
@@ -145,7 +145,7 @@ def test_a_server_optimizer_moves_the_global_arrays():
     for round in range(1, ROUNDS + 1):
         rows = torch.stack([flat(update(node, round)) for node in range(NODES)])
         optimizer.broadcast(row)
-        row = optimizer.step(row, fedsim.aggregate(rows, rule="median"))
+        row = optimizer.step(row, fedsim.aggregate(rows, "median"))
     assert torch.allclose(flat(result), row, atol=1e-4)
 
 
@@ -155,7 +155,7 @@ def test_updates_that_are_not_finite_are_excluded_and_logged(caplog):
 
     result = result_of(Strategy("median", **WITHOUT_EVALUATION), lambda m, n: replying(m, n, broken), rounds=1)
     rows = torch.stack([flat(update(node, 1)) for node in range(NODES) if node != 3])
-    assert torch.allclose(flat(numpy(result.arrays)), flat(START) + fedsim.aggregate(rows, rule="median"), atol=1e-5)
+    assert torch.allclose(flat(numpy(result.arrays)), flat(START) + fedsim.aggregate(rows, "median"), atol=1e-5)
     assert f"excluded the updates of nodes {IDS[3]}" in caplog.text
     with pytest.raises(fedsim.ExperimentError, match=f"^the updates of nodes {IDS[3]} contain NaN"):
         result_of(Strategy("median", nonfinite="error", **WITHOUT_EVALUATION), lambda m, n: replying(m, n, broken))
@@ -164,8 +164,8 @@ def test_updates_that_are_not_finite_are_excluded_and_logged(caplog):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"rule": "fltrust"}, r"^root: the rule fltrust requires this argument; pass"),
-        ({"rule": "qfedavg"}, r"^loss_key: the rule qfedavg requires this argument; pass"),
+        ({"name": "fltrust"}, r"^root: the rule fltrust requires this argument; pass"),
+        ({"name": "qfedavg"}, r"^loss_key: the rule qfedavg requires this argument; pass"),
     ],
 )
 def test_a_wrong_option_is_an_error_before_the_first_round(options, line):

@@ -45,7 +45,7 @@ def dataset(labels=LABELS):
 )
 def test_partitioners_are_partitions(name, arguments):
     def shards(seed):
-        return fedsim.partition(LABELS, WORKERS, flower_partition, seed, ids=IDS, partitioner=name, **arguments)
+        return fedsim.partition(LABELS, flower_partition, WORKERS, seed, ids=IDS, partitioner=name, **arguments)
 
     assert sorted(np.concatenate(shards(0))) == list(range(N))
     assert all(map(np.array_equal, shards(0), shards(0)))
@@ -55,7 +55,7 @@ def test_partitioners_are_partitions(name, arguments):
 
 def test_a_partition_has_the_samples_of_its_partitioner():
     arguments = {"alpha": 0.5, "min_partition_size": 2}
-    shards = fedsim.partition(LABELS, WORKERS, flower_partition, 7, partitioner="DirichletPartitioner", **arguments)
+    shards = fedsim.partition(LABELS, flower_partition, WORKERS, 7, partitioner="DirichletPartitioner", **arguments)
     seed = int(numpy_generator(7, "partition").integers(2**31))
     partitioner = DirichletPartitioner(WORKERS, "label", seed=seed, **arguments)
     partitioner.dataset = dataset()
@@ -78,20 +78,14 @@ def test_an_experiment_takes_a_partitioner_by_its_import_path(tiny_experiment):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (
-            {"partitioner": "Dirichlet"},
-            'partition.partitioner = "Dirichlet": no such class in flwr_datasets.partitioner; did',
-        ),
-        (
-            {"partitioner": "NaturalIdPartitioner"},
-            "partition.partitioner = .*: returned 6 partitions for 5 workers; must be",
-        ),
-        ({"partitioner": "SizePartitioner", "partition_sizes": [9] * 5}, "partition.name = .* exactly one worker"),
+        ({"partitioner": "Dirichlet"}, 'partitioner = "Dirichlet": no such class in flwr_datasets.partitioner; did'),
+        ({"partitioner": "NaturalIdPartitioner"}, "partitioner = .*: returned 6 partitions for 5 workers; must be"),
+        ({"partitioner": "SizePartitioner", "partition_sizes": [9] * 5}, "name = .* exactly one worker"),
     ],
 )
 def test_a_wrong_partitioner_is_an_error_of_one_line(options, line):
     with pytest.raises(ExperimentError, match=line) as caught:
-        fedsim.partition(LABELS, WORKERS, flower_partition, **options)
+        fedsim.partition(LABELS, flower_partition, WORKERS, **options)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -100,7 +94,7 @@ def test_every_partition_is_a_partitioner(strategy):
     params = PARAMS.get(strategy, {})
     partitioner = FedsimPartitioner(WORKERS, strategy, ids_by="writer", seed=3, **params)
     partitioner.dataset = dataset()
-    expected = fedsim.partition(LABELS, WORKERS, strategy, 3, ids=IDS, **params)
+    expected = fedsim.partition(LABELS, strategy, WORKERS, 3, ids=IDS, **params)
     assert partitioner.num_partitions == WORKERS
     for worker, shard in enumerate(expected):
         assert partitioner.load_partition(worker)["number"][:] == shard.tolist()
@@ -110,13 +104,13 @@ def test_a_partitioner_has_the_transforms_of_its_partition():
     with pytest.warns(SettingWarning, match=r"^feature_rotation also changes samples; apply transform"):
         partitioner = FedsimPartitioner(2, "feature_rotation", groups=2)
     assert [partitioner.transform(0), partitioner.transform(1)] == fedsim.partition_transforms(
-        2, "feature_rotation", groups=2
+        "feature_rotation", 2, groups=2
     )
     assert FedsimPartitioner(2, "iid").transform(1) is None
 
 
 def test_a_wrong_partition_is_an_error():
-    with pytest.raises(ExperimentError, match=r"^strategy = \"dirichle\": no such partition strategy; did you mean"):
+    with pytest.raises(ExperimentError, match=r"^name = \"dirichle\": no such partition strategy; did you mean"):
         FedsimPartitioner(2, "dirichle")
     with pytest.raises(ExperimentError, match=r"^alfa = 1: "):
         FedsimPartitioner(2, "dirichlet", alfa=1)

@@ -128,7 +128,7 @@ def test_epsilon_counts_every_worker_that_holds_a_sample(name, params, holders, 
     partition = {"name": name, **params}
     tables = {**tables_of(tiny_experiment, noise=2.0, epochs=epochs), "workers": 4, "partition": partition}
     result = fedsim.run(tables)
-    shards = fedsim.partition(components.tiny(None)[0].targets, 4, name, **params)
+    shards = fedsim.partition(components.tiny(None)[0].targets, name, 4, **params)
     count = most_releases(shards, [record.cohort for record in result.history], epochs)
     assert count == 2 * epochs * holders
     assert result.history[-1].metrics["epsilon"] == pytest.approx(epsilon_of_sums(count, 2.0), rel=1e-9)
@@ -142,7 +142,7 @@ def test_epsilon_counts_at_most_the_workers_of_a_cohort(sampling, tiny_experimen
     tables = {**tables_of(tiny_experiment, noise=2.0), "workers": 30, "cohort": 2, "sampling": sampling, "rounds": 3}
     experiment = fedsim.Experiment(**tables, partition={"name": "virtual", "samples": 190})
     history = fedsim.run(experiment).history
-    shards = fedsim.partition(components.tiny(None)[0].targets, 30, "virtual", samples=190)
+    shards = fedsim.partition(components.tiny(None)[0].targets, "virtual", 30, samples=190)
     count = most_releases(shards, [record.cohort for record in history], 1)
     epsilon = history[-1].metrics["epsilon"]
     assert epsilon == pytest.approx(epsilon_of_sums(3 * experiment.largest_cohort, 2.0), rel=1e-9)

@@ -26,7 +26,7 @@ def test_a_run_on_virtual_shards_matches_the_textbook_loop(tiny_experiment):
     skewed = {"name": "virtual", "samples": 30, "alpha": 0.5}
     result = fedsim.run({**tiny_experiment, **MILLION, "partition": skewed, "precision": "float64"})
     train = components.tiny(None)[0].to(torch.device("cpu"), torch.float64)
-    shards = partition_shards(train.targets, 10**6, "virtual", 0, samples=30, alpha=0.5)
+    shards = partition_shards(train.targets, "virtual", 10**6, 0, samples=30, alpha=0.5)
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(draw_key(0, "model"))
         model = small_two_nn().double()
@@ -65,7 +65,7 @@ def test_only_shards_of_the_cohorts_are_drawn_and_each_once(engine, tiny_experim
 def test_what_every_process_gets_does_not_grow_with_the_population():
     def size(workers):
         task = task_of(fedsim.Experiment(**{**MILLION, "workers": workers}), torch.device("cpu"))
-        shards = partition_shards(torch.arange(10), workers, "virtual", samples=3)
+        shards = partition_shards(torch.arange(10), "virtual", workers, samples=3)
         return len(pickle.dumps(task)) + len(pickle.dumps(shards))
 
     assert size(10**9) < size(100) + 50

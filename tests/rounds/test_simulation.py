@@ -34,7 +34,7 @@ worker_accuracy worker_loss
 @pytest.fixture
 def shards():
     train, _ = components.tiny(None)
-    return fedsim.dataset_split(train.to(torch.device("cpu"), torch.float64), 3, "iid", seed=0)
+    return fedsim.dataset_split(train.to(torch.device("cpu"), torch.float64), "iid", 3, seed=0)
 
 
 def test_model_averaging_matches_the_textbook_loop(tiny_experiment, shards):
@@ -61,7 +61,7 @@ def test_gradient_averaging_is_single_process_sgd_on_the_joint_batch(tiny_experi
     tables = {**tiny_experiment, "precision": "float64", "partition": "tests.components:uneven", "local": local}
     result = fedsim.run({**tables, "sync": "gradients"})
     train = components.tiny(None)[0].to(torch.device("cpu"), torch.float64)
-    shards = fedsim.dataset_split(train, 3, "tests.components:uneven", seed=0)
+    shards = fedsim.dataset_split(train, "tests.components:uneven", 3, seed=0)
     assert len({len(shard) for shard in shards}) == 3
     model = start_of(small_two_nn)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
@@ -212,7 +212,7 @@ def test_a_model_may_have_extra_state(tiny_experiment, tmp_path):
 
 def test_a_diverged_worker_of_weight_zero_has_no_effect():
     updates = torch.tensor([[1.0, 2.0], [float("nan"), float("-inf")], [3.0, 4.0]])
-    assert fedsim.aggregate(updates, [1.0, 0.0, 1.0]).tolist() == [2.0, 3.0]
+    assert fedsim.aggregate(updates, weights=[1.0, 0.0, 1.0]).tolist() == [2.0, 3.0]
 
 
 def test_callbacks_get_the_facts_and_every_round(tiny_experiment):

@@ -61,7 +61,7 @@ def test_probabilities_by_size_are_proportional_up_to_one():
 
 @pytest.mark.parametrize("weights", [False, True])
 def test_sizes_that_are_not_known_are_refused(weights):
-    shards = partition_shards(np.arange(100) % 10, 50, "tests.components:some")
+    shards = partition_shards(np.arange(100) % 10, "tests.components:some", 50)
     with pytest.raises(ExperimentError, match="needs the number of samples of every worker"):
         sampler(3, shards=shards, name="uniform" if weights else "by_size", weighted=weights)
 

@@ -110,7 +110,7 @@ def autocast_run(tables):
     """Return the row of `tiny_experiment` with one worker: autocast and SGD with momentum in plain PyTorch."""
     train, _ = tiny(None)
     inputs, targets = train.to(CPU, torch.float32).gather(torch.arange(len(train)))
-    shard = fedsim.dataset_split(train, 1, "iid", seed=0)[0].indices
+    shard = fedsim.dataset_split(train, "iid", 1, seed=0)[0].indices
     model = fedsim.run({**tables, "local": {**tables["local"], "lr": 0.0}, "precision": "float32"}).model.train()
     for round in range(1, tables["rounds"] + 1):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)

@@ -26,7 +26,7 @@ def mean(updates: Tensor, weights: Tensor | None = None, weight_total: float | N
 
     Returns the mean [d]. Cost: one pass over the updates.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), rule="mean")
+    >>> fedsim.aggregate(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "mean")
     tensor([2., 3.])
     """
     if weights is not None:
@@ -52,7 +52,7 @@ def weighted_mean(updates: Tensor, weights: Tensor, weight_total: float | None =
 
     Returns the weighted mean [d]. Raises ExperimentError if all weights are zero. Cost: one pass over the updates.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [3, 1], "weighted_mean")
+    >>> fedsim.aggregate(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "weighted_mean", weights=[3, 1])
     tensor([1.5000, 2.5000])
     """
     total = weights.sum() if weight_total is None else weight_total
@@ -94,7 +94,7 @@ def qfedavg(
     over the updates.
 
     >>> updates = torch.tensor([[1.0], [2.0]])
-    >>> fedsim.aggregate(updates, rule="qfedavg", losses=[0.1, 5.0])
+    >>> fedsim.aggregate(updates, "qfedavg", losses=[0.1, 5.0])
     tensor([0.1833])
     """
     lr = local_lr if lr is None else lr

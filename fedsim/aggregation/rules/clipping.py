@@ -53,7 +53,7 @@ def norm_clipping(
     >>> fedsim.pre_aggregate(updates, "norm_clipping", c=1.0)
     tensor([[0.6000, 0.8000],
             [0.0000, 0.0000]])
-    >>> fedsim.aggregate(updates, rule="norm_clipping", c=1.0)
+    >>> fedsim.aggregate(updates, "norm_clipping", c=1.0)
     tensor([0.3000, 0.4000])
     """
     factors = clip_factors(norms(updates), c)
@@ -112,7 +112,7 @@ def centered_clipping(
 
     Returns the last centre v [d]. Cost: two passes over the updates for each iteration.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [90.0]]), rule="centered_clipping", tau=3.0)
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [90.0]]), "centered_clipping", tau=3.0)
     tensor([2.])
     """
     n, centre = len(updates), last  # None: zero
@@ -157,7 +157,7 @@ def geometric_median(
     Returns the geometric median [d]. Raises ExperimentError if all weights are zero. Cost: one n x n x d matrix
     product, because all iterates are linear combinations of the updates.
 
-    >>> fedsim.aggregate(torch.tensor([[0.0, 0.0], [1.0, 0.0], [9.0, 0.0]]).double(), rule="geometric_median").round()
+    >>> fedsim.aggregate(torch.tensor([[0.0, 0.0], [1.0, 0.0], [9.0, 0.0]]).double(), "geometric_median").round()
     tensor([1., 0.], dtype=torch.float64)
     """
     n = len(gram)

@@ -18,7 +18,7 @@ def median(updates: Tensor) -> Tensor:
 
     Returns the median [d]. Cost: n log n comparisons per coordinate.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0, 9.0], [2.0, 8.0], [99.0, -99.0]]), rule="median")
+    >>> fedsim.aggregate(torch.tensor([[1.0, 9.0], [2.0, 8.0], [99.0, -99.0]]), "median")
     tensor([2., 8.])
     """
     return map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_places(len(updates)))
@@ -34,7 +34,7 @@ def trimmed_mean(updates: Tensor, *, f: ByzantineCount) -> Tensor:
 
     Returns the trimmed mean [d]. Cost: n log n comparisons per coordinate.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="trimmed_mean", f=1)
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), "trimmed_mean", f=1)
     tensor([2.5000])
     """
     n = len(updates)
@@ -54,7 +54,7 @@ def meamed(updates: Tensor, *, f: ByzantineCount) -> Tensor:
 
     Returns the mean around the median [d]. Cost: n log n comparisons per coordinate.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="meamed", f=1)
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), "meamed", f=1)
     tensor([2.])
     """
     n = len(updates)
@@ -76,7 +76,7 @@ def phocas(updates: Tensor, *, f: ByzantineCount) -> Tensor:
 
     Returns the mean around the trimmed mean [d]. Cost: n log n comparisons per coordinate.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="phocas", f=1)
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), "phocas", f=1)
     tensor([2.])
     """
     n = len(updates)
@@ -97,7 +97,7 @@ def sign_vote(updates: Tensor) -> Tensor:
 
     Returns the majority signs [d]. Cost: one pass over the updates.
 
-    >>> fedsim.aggregate(torch.tensor([[0.1, 0.1], [0.2, -0.2], [-90.0, 0.0]]), rule="sign_vote")
+    >>> fedsim.aggregate(torch.tensor([[0.1, 0.1], [0.2, -0.2], [-90.0, 0.0]]), "sign_vote")
     tensor([1., 0.])
     """
     return map_columns(updates, lambda block: block.sign().sum(0).sign())

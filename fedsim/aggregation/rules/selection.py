@@ -31,7 +31,7 @@ def krum(gram: Gram, *, f: ByzantineCount) -> LinearCombination:
 
     Returns the selected update [d]. Cost: one n x n x d matrix product.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0], [1.1], [1.3], [1.6], [99.0]]), rule="krum", f=1)
+    >>> fedsim.aggregate(torch.tensor([[1.0], [1.1], [1.3], [1.6], [99.0]]), "krum", f=1)
     tensor([1.1000])
     """
     n = len(gram)
@@ -52,7 +52,7 @@ def multi_krum(gram: Gram, *, f: ByzantineCount, m: PositiveInt | None = None) -
 
     Returns the mean [d]. Cost: one n x n x d matrix product.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0], [1.1], [1.3], [1.6], [99.0]]), rule="multi_krum", f=1)
+    >>> fedsim.aggregate(torch.tensor([[1.0], [1.1], [1.3], [1.6], [99.0]]), "multi_krum", f=1)
     tensor([1.2500])
     """
     n = len(gram)
@@ -92,7 +92,7 @@ def bulyan(gram: Gram, *, f: ByzantineCount) -> LinearCombination:
     comparisons per coordinate.
 
     >>> updates = torch.tensor([[1.0], [1.1], [1.2], [1.3], [1.4], [1.5], [99.0]])
-    >>> fedsim.aggregate(updates, rule="bulyan", f=1)
+    >>> fedsim.aggregate(updates, "bulyan", f=1)
     tensor([1.2000])
     """
     n = len(gram)
@@ -135,7 +135,7 @@ def mda(gram: Gram, *, f: ByzantineCount) -> LinearCombination:
     Returns the mean [d]. Raises ExperimentError if the search could need more than 2^20 branches. Cost: one n x n x d
     matrix product, and a search of at most 2^f branches.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="mda", f=1)
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), "mda", f=1)
     tensor([2.])
     """
     n = len(gram)
@@ -158,7 +158,7 @@ def smea(gram: Gram, *, f: ByzantineCount) -> LinearCombination:
     Returns the mean [d]. Raises ExperimentError for more than 2^17 sets. Cost: one n x n x d matrix product, and the
     eigenvalues of an [n - f, n - f] matrix for each of the C(n, f) sets.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="smea", f=1)
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), "smea", f=1)
     tensor([2.])
     """
     n = len(gram)
@@ -177,7 +177,7 @@ def medoid(gram: Gram) -> LinearCombination:
 
     Returns the selected update [d]. Cost: one n x n x d matrix product.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [4.0], [99.0]]), rule="medoid")
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [4.0], [99.0]]), "medoid")
     tensor([2.])
     """
     distances = gram.distances.numpy()
@@ -203,7 +203,7 @@ def cge(updates: Tensor, *, f: ByzantineCount) -> LinearCombination:
 
     Returns the mean [d]. Cost: two passes over the updates.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [99.0]]), rule="cge", f=1)
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [99.0]]), "cge", f=1)
     tensor([1.5000])
     """
     n = len(updates)
@@ -223,7 +223,7 @@ def aksel(updates: Tensor, *, f: ByzantineCount) -> LinearCombination:
 
     Returns the mean [d]. Cost: the median, and one more pass over the updates.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [99.0]]), rule="aksel", f=1)
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [99.0]]), "aksel", f=1)
     tensor([1.5000])
     """
     n = len(updates)
@@ -246,7 +246,7 @@ def monna(updates: Tensor, workers: list[int], *, f: ByzantineCount, row: NonNeg
     Returns the mean [d]. Raises ExperimentError if the trusted worker is not in the cohort. Cost: two passes over the
     updates.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [99.0]]), rule="monna", f=1)
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [99.0]]), "monna", f=1)
     tensor([1.5000])
     """
     n = len(updates)

@@ -41,7 +41,7 @@ def caf(gram: Gram, *, f: ByzantineCount) -> LinearCombination:
 
     Returns the weighted mean [d]. Cost: one n x n x d matrix product, then at most n eigenvectors of [n, n] matrices.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), rule="caf", f=1)
+    >>> fedsim.aggregate(torch.tensor([[1.0], [2.0], [3.0], [99.0]]), "caf", f=1)
     tensor([2.0069])
     """
     n = len(gram)
@@ -97,7 +97,7 @@ def dnc(
     Returns the mean [d]. Raises ExperimentError if no update is kept by all iterations. Cost: singular vectors of an
     [n, b] matrix per iteration.
 
-    >>> fedsim.aggregate(torch.tensor([[1.0, 0.0], [2.0, 1.0], [3.0, 0.0], [99.0, 9.0]]), rule="dnc", f=1)
+    >>> fedsim.aggregate(torch.tensor([[1.0, 0.0], [2.0, 1.0], [3.0, 0.0], [99.0, 9.0]]), "dnc", f=1)
     tensor([2.0000, 0.3333])
     """
     n, d = updates.shape
@@ -169,7 +169,7 @@ def signguard(updates: Tensor, draws: Draws, *, fraction: PositiveFraction = 0.1
     Returns the mean [d]. Raises ExperimentError if no update passes both filters. Cost: two passes over the updates.
 
     >>> updates = torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.5, 1.5], [-99.0, -99.0]])
-    >>> fedsim.aggregate(updates, rule="signguard", fraction=1.0).round(decimals=1)
+    >>> fedsim.aggregate(updates, "signguard", fraction=1.0).round(decimals=1)
     tensor([1.5000, 1.5000])
     """
     n, d = updates.shape

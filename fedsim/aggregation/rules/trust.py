@@ -25,7 +25,7 @@ def fltrust(updates: Tensor, root: Tensor) -> LinearCombination:
     Returns the weighted mean [d]. Cost: three passes over the updates.
 
     >>> updates = torch.tensor([[2.0, 0.0], [-9.0, 0.0]])
-    >>> fedsim.aggregate(updates, rule="fltrust", root=torch.tensor([1.0, 0.0]))
+    >>> fedsim.aggregate(updates, "fltrust", root=torch.tensor([1.0, 0.0]))
     tensor([1., 0.])
     """
     of_root = distances_on_device(root.unsqueeze(0), None)
@@ -57,7 +57,7 @@ def foolsgold(
     Returns the weighted mean [d] and the next state. Cost: an [n, d] history, and one n x n x d matrix product.
 
     >>> updates = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0], [-1.0, -1.0]])
-    >>> fedsim.aggregate(updates, rule="foolsgold")
+    >>> fedsim.aggregate(updates, "foolsgold")
     tensor([0.5000, 0.5000])
     """
     require(len(updates) >= 2, "foolsgold", "n >= 2", n=len(updates))

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from fedsim.core.attributes import takes_component
 from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.registry import Registry
@@ -44,10 +45,11 @@ partition_strategy = Registry(
 Transform = Callable[..., Tensor]  # maps `images` [batch, ...] to the same shape; may accept `draws` or `generator`
 
 
+@takes_component("partition", n_workers="workers")
 def partition(
     labels: Sequence[int] | np.ndarray | Tensor,
+    name: str,
     n_workers: int,
-    strategy: str = "contiguous",
     seed: int = 0,
     *,
     ids: Ids = None,
@@ -58,8 +60,8 @@ def partition(
     Args:
         labels: class label of every sample, [n], on any device. Strategies that do not need classes accept any targets
             [n, ...].
+        name: the strategy: a registered name (see `fedsim.partitions()`), "package.module:function", or a function.
         n_workers: number of shards, 1 <= n_workers <= n (no upper limit for a virtual strategy).
-        strategy: a registered name, "package.module:function", or a function.
         seed: seed for all random draws.
         ids: the owner (writer or user) of each sample, [n], numbers or strings, for strategies that need owners.
             Several columns of owners are passed as a dict by name.
@@ -75,19 +77,19 @@ def partition(
     In a run: `fedsim.rounds.participants.shards_of` calls `partition_shards`.
 
     >>> labels = np.arange(8) % 4
-    >>> fedsim.partition(labels, 2, "contiguous")
+    >>> fedsim.partition(labels, "contiguous", 2)
     [array([0, 1, 2, 3]), array([4, 5, 6, 7])]
-    >>> [len(shard) for shard in fedsim.partition(labels, 2, "dirichlet", seed=1, alpha=1.0)]
+    >>> [len(shard) for shard in fedsim.partition(labels, "dirichlet", 2, seed=1, alpha=1.0)]
     [2, 6]
     """
-    shards = partition_shards(labels, n_workers, strategy, seed, ids=ids, **params)
+    shards = partition_shards(labels, name, n_workers, seed, ids=ids, **params)
     return [shards.of(worker).numpy() for worker in range(len(shards))]
 
 
 def partition_shards(
     labels: Sequence[int] | np.ndarray | Tensor,
+    name: str,
     n_workers: int,
-    strategy: str = "contiguous",
     seed: int = 0,
     *,
     ids: Ids = None,
@@ -101,29 +103,29 @@ def partition_shards(
     If samples of the data set are held out, `labels` contains only the labels of the other samples. `index_of` [N] then
     maps each index in the whole data set, as a strategy such as `given` uses, to an index in `labels`, or to -1.
 
-    >>> shards = fedsim.data.partition_shards(np.arange(100) % 10, 10**6, "virtual", samples=5)
+    >>> shards = fedsim.data.partition_shards(np.arange(100) % 10, "virtual", 10**6, samples=5)
     >>> len(shards), shards.size(999_999)
     (1000000, 5)
     """
-    registration = partition_strategy.get(strategy, "partition.name")
+    registration = partition_strategy.get(name, "partition.name")
     params = registration.check(params, "partition", beside=["name"])
     virtual = "worker" in registration.takes
     labels = labels.cpu() if isinstance(labels, Tensor) else label_array(labels)
     targets, ids = np.asarray(labels), id_columns(ids)
     _check_input(targets, n_workers, virtual)
-    _check_needs(strategy, registration.takes, targets, ids)
+    _check_needs(name, registration.takes, targets, ids)
     if virtual:
-        return DrawnShards(strategy, registration.bind(params), registration.takes, n_workers, seed, labels, ids)
+        return DrawnShards(name, registration.bind(params), registration.takes, n_workers, seed, labels, ids)
     values = {"labels": targets, "n_workers": n_workers, "rng": numpy_generator(seed, "partition"), "ids": ids}
     if "by_class" in registration.takes:
         values["by_class"] = samples_by_class(targets) if has_classes(targets) else None
     shards = registration.bind(params)(**registration.select_inputs(**values))
-    shards = [as_indices(shard, worker, strategy) for worker, shard in enumerate(shards)]
+    shards = [as_indices(shard, worker, name) for worker, shard in enumerate(shards)]
     if not getattr(registration.target, "whole", False):
         index_of = None
     n = len(targets) if index_of is None else len(index_of)
-    _check_shards(shards, n, n_workers, strategy, covers=getattr(registration.target, "covers", True))
-    return ListedShards.of_arrays(shards if index_of is None else _without_held_out(shards, index_of, strategy))
+    _check_shards(shards, n, n_workers, name, covers=getattr(registration.target, "covers", True))
+    return ListedShards.of_arrays(shards if index_of is None else _without_held_out(shards, index_of, name))
 
 
 def _without_held_out(shards: list[np.ndarray], index_of: np.ndarray, strategy: str) -> list[np.ndarray]:
@@ -140,7 +142,8 @@ def _without_held_out(shards: list[np.ndarray], index_of: np.ndarray, strategy: 
     return kept
 
 
-def partition_transforms(n_workers: int, strategy: str, **params: Any) -> list[Transform | None]:
+@takes_component("partition", n_workers="workers")
+def partition_transforms(name: str, n_workers: int, **params: Any) -> list[Transform | None]:
     """Return the input transform that a partition strategy defines for each worker (None: inputs are unchanged).
 
     A transform maps `images` [batch, ...] to images of the same shape, like an augmentation. A random transform has a
@@ -148,16 +151,16 @@ def partition_transforms(n_workers: int, strategy: str, **params: Any) -> list[T
 
     Raises ExperimentError for an unknown strategy or an invalid parameter.
 
-    >>> fedsim.partition_transforms(2, "feature_rotation", groups=2)
+    >>> fedsim.partition_transforms("feature_rotation", 2, groups=2)
     [None, Rotation(degrees=180.0)]
     """
-    transforms = transforms_of_workers(n_workers, strategy, **params)
+    transforms = transforms_of_workers(name, n_workers, **params)
     return [None] * n_workers if transforms is None else list(transforms)
 
 
-def transforms_of_workers(n_workers: int, strategy: str, **params: Any) -> Sequence[Transform | None] | None:
+def transforms_of_workers(name: str, n_workers: int, **params: Any) -> Sequence[Transform | None] | None:
     """Return a partition strategy's input transforms, one per worker, or None if the strategy defines no transforms."""
-    registration = partition_strategy.get(strategy, "partition.name")
+    registration = partition_strategy.get(name, "partition.name")
     bound = registration.bind(registration.check(params, "partition", beside=["name"]))
     transforms = getattr(bound, "transforms", None)
     return None if transforms is None else transforms(n_workers)

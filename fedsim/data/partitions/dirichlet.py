@@ -50,7 +50,7 @@ def dirichlet(
     Returns one index array per worker. Raises ExperimentError if min_size is not reached. Cost: O(n log n), plus O(C
     n_workers) for each try.
 
-    >>> fedsim.partition(np.arange(8) % 2, 2, "dirichlet", seed=1)
+    >>> fedsim.partition(np.arange(8) % 2, "dirichlet", 2, seed=1)
     [array([2, 0]), array([6, 4, 5, 1, 7, 3])]
     """
     class_sizes, alphas = [len(samples) for samples in by_class], np.full(n_workers, alpha)
@@ -97,7 +97,7 @@ def dirichlet_workers(
 
     Returns one index array per worker. Cost: O(n log n + C n_workers).
 
-    >>> fedsim.partition(np.arange(8) % 2, 2, "dirichlet_workers", seed=1)
+    >>> fedsim.partition(np.arange(8) % 2, "dirichlet_workers", 2, seed=1)
     [array([6, 0, 2, 1]), array([4, 7, 5, 3])]
     """
     left = np.array([len(samples) for samples in by_class])

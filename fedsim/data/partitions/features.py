@@ -77,7 +77,7 @@ class FeatureNoise:
 
     Returns one index array per worker for labels [n]. Cost: O(n), and in training one draw for each input element.
 
-    >>> fedsim.partition_transforms(2, "feature_noise", sigma=0.5)
+    >>> fedsim.partition_transforms("feature_noise", 2, sigma=0.5)
     [GaussianNoise(variance=0.25), GaussianNoise(variance=0.5)]
     """
 
@@ -105,7 +105,7 @@ class FeatureRotation:
     Returns one index array per worker for labels [n]. Raises ExperimentError if there are more groups than workers, or
     if the number of angles differs from the number of groups. Cost: O(n), and in training one rotation of each image.
 
-    >>> fedsim.partition_transforms(2, "feature_rotation", groups=2, angles=[0, 45])
+    >>> fedsim.partition_transforms("feature_rotation", 2, groups=2, angles=[0, 45])
     [None, Rotation(degrees=45.0)]
     """
 

@@ -37,7 +37,7 @@ class Natural:
 
     Cost: O(n log n).
 
-    >>> fedsim.partition(np.zeros(4), 3, "natural", ids=["ann", "bob", "ann", "cy"])
+    >>> fedsim.partition(np.zeros(4), "natural", 3, ids=["ann", "bob", "ann", "cy"])
     [array([0, 2]), array([1]), array([3])]
     """
 
@@ -90,7 +90,7 @@ class Given:
     Returns one index array [size] per worker. Raises ExperimentError if the file cannot be read, or if a sample has two
     workers, or if all samples of a worker are held out. Cost: O(n).
 
-    >>> fedsim.partition(np.zeros(4), 2, "given", shards=[[3, 0], [1]])
+    >>> fedsim.partition(np.zeros(4), "given", 2, shards=[[3, 0], [1]])
     [array([3, 0]), array([1])]
     """
 

@@ -30,7 +30,7 @@ def shards(labels: np.ndarray, n_workers: int, rng: np.random.Generator, *, s: P
 
     Returns one index array per worker. Raises ExperimentError if there are more pieces than samples. Cost: O(n log n).
 
-    >>> fedsim.partition([0, 1, 2, 3, 0, 1, 2, 3], 2, "shards")
+    >>> fedsim.partition([0, 1, 2, 3, 0, 1, 2, 3], "shards", 2)
     [array([0, 4, 2, 6]), array([3, 7, 1, 5])]
     """
     if s * n_workers > len(labels):
@@ -68,7 +68,7 @@ def classes_per_worker(
     Returns one index array per worker. Raises ExperimentError if k > C or k * n_workers < C. Cost: O(n log n + C
     n_workers).
 
-    >>> fedsim.partition([0, 1, 2, 3, 0, 1, 2, 3], 2, "classes_per_worker", k=2)
+    >>> fedsim.partition([0, 1, 2, 3, 0, 1, 2, 3], "classes_per_worker", 2, k=2)
     [array([0, 4, 2, 6]), array([1, 5, 3, 7])]
     """
     n_classes = len(by_class)
@@ -124,7 +124,7 @@ def similarity(
 
     Returns one index array per worker. Cost: O(n log n).
 
-    >>> fedsim.partition([0, 1, 0, 1], 2, "similarity", gamma=0.0)
+    >>> fedsim.partition([0, 1, 0, 1], "similarity", 2, gamma=0.0)
     [array([0, 2]), array([1, 3])]
     """
     n = len(labels)

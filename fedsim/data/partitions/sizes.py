@@ -21,7 +21,7 @@ def contiguous(labels: np.ndarray, n_workers: int) -> list[np.ndarray]:
 
     Returns one index array per worker. Cost: O(n).
 
-    >>> fedsim.partition(np.zeros(5), 2, "contiguous")
+    >>> fedsim.partition(np.zeros(5), "contiguous", 2)
     [array([0, 1]), array([2, 3, 4])]
     """
     size = len(labels) // n_workers
@@ -41,7 +41,7 @@ def iid(labels: np.ndarray, n_workers: int, rng: np.random.Generator) -> list[np
 
     Returns one index array per worker. Cost: O(n).
 
-    >>> fedsim.partition(np.zeros(5), 2, "iid")
+    >>> fedsim.partition(np.zeros(5), "iid", 2)
     [array([0, 4, 2]), array([3, 1])]
     """
     return np.array_split(rng.permutation(len(labels)), n_workers)
@@ -78,7 +78,7 @@ def quantity(
     Returns one index array per worker. Raises ExperimentError if min_size is not reached. Cost: O(n), plus O(n_workers)
     for each try.
 
-    >>> [len(shard) for shard in fedsim.partition(np.zeros(100), 3, "quantity", beta=1.0)]
+    >>> [len(shard) for shard in fedsim.partition(np.zeros(100), "quantity", 3, beta=1.0)]
     [86, 8, 6]
     """
     n = len(labels)

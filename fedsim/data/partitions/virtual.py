@@ -45,7 +45,7 @@ class Virtual:
     and memory for a shard, independent of n. Exception: O(n) if more than 5 percent of the samples of a data set or
     class with over 10,000 samples are drawn.
 
-    >>> fedsim.partition(np.arange(100) % 10, 2, "virtual", samples=3)
+    >>> fedsim.partition(np.arange(100) % 10, "virtual", 2, samples=3)
     [array([85,  5, 48]), array([82, 66,  3])]
     """
 

@@ -77,8 +77,8 @@ def test_windows_of_each_role_are_cut_in_time(plays, params):
 
 def test_roles_and_plays_are_owners():
     train, _ = fedsim.load_dataset("shakespeare")
-    assert len(fedsim.partition(targets_of(train), 622, "natural", ids=train.ids)) == 622
-    shards = fedsim.partition(targets_of(train), 37, "natural", ids=train.ids, by="play")
+    assert len(fedsim.partition(targets_of(train), "natural", 622, ids=train.ids)) == 622
+    shards = fedsim.partition(targets_of(train), "natural", 37, ids=train.ids, by="play")
     assert sum(map(len, shards)) == len(train)
     assert all(len(set(train.ids["play"][shard])) == 1 for shard in shards)
     assert fedsim.Experiment(data="shakespeare", partition={"name": "natural", "by": "play"}).workers == 37

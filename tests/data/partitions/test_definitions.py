@@ -20,13 +20,13 @@ def sizes_of(*args, **params):
 
 
 def test_contiguous_gives_equal_runs_and_the_remainder_to_the_last():
-    shards = fedsim.partition(np.zeros(11), 3)
+    shards = fedsim.partition(np.zeros(11), "contiguous", 3)
     assert [shard.tolist() for shard in shards] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9, 10]]
-    assert sizes_of(np.zeros(60_000), 4) == [15_000] * 4
+    assert sizes_of(np.zeros(60_000), "contiguous", 4) == [15_000] * 4
 
 
 def test_quantity_cuts_a_shuffled_whole_by_dirichlet_shares():
-    shards = fedsim.partition(np.zeros(1000), 5, "quantity", seed=4, beta=0.7)
+    shards = fedsim.partition(np.zeros(1000), "quantity", 5, seed=4, beta=0.7)
     rng = numpy_generator(4, "partition")
     while True:
         shares, ends = rng.dirichlet([0.7] * 5), [0]
@@ -41,22 +41,22 @@ def test_quantity_cuts_a_shuffled_whole_by_dirichlet_shares():
 
 
 def test_quantity_in_proportion_to_lognormal_draws():
-    sizes = sizes_of(np.zeros(1000), 4, "quantity", 2, distribution="lognormal", sigma=0.5)
+    sizes = sizes_of(np.zeros(1000), "quantity", 4, 2, distribution="lognormal", sigma=0.5)
     draws = numpy_generator(2, "partition").lognormal(0, 0.5, 4)
     ends = [int(sum(draws[: worker + 1]) / sum(draws) * 1000) for worker in range(3)]
     assert sizes == [ends[0], ends[1] - ends[0], ends[2] - ends[1], 1000 - ends[2]]
-    assert sizes_of(np.zeros(1000), 8, "quantity", distribution="lognormal", sigma=0) == [125] * 8
+    assert sizes_of(np.zeros(1000), "quantity", 8, distribution="lognormal", sigma=0) == [125] * 8
 
 
 def test_natural_gives_each_worker_the_samples_of_one_owner():
     owners = np.array([30, 10, 20, 30, 10, 50, 40, 30])
-    shards = fedsim.partition(np.zeros(8), 5, "natural", ids={"session": np.arange(8), "writer": owners}, by="writer")
+    shards = fedsim.partition(np.zeros(8), "natural", 5, ids={"session": np.arange(8), "writer": owners}, by="writer")
     assert [shard.tolist() for shard in shards] == [[1, 4], [2], [0, 3, 7], [6], [5]]
 
 
 def test_natural_draws_owners_for_fewer_workers():
     owners = np.repeat([30, 10, 20, 50, 40], [4, 3, 3, 2, 1])
-    shards = fedsim.partition(np.zeros(13), 2, "natural", seed=3, ids=owners)
+    shards = fedsim.partition(np.zeros(13), "natural", 2, seed=3, ids=owners)
     drawn = np.sort(numpy_generator(3, "partition").choice(5, 2, replace=False))
     assert [shard.tolist() for shard in shards] == [
         np.flatnonzero(owners == [10, 20, 30, 40, 50][k]).tolist() for k in drawn
@@ -65,7 +65,7 @@ def test_natural_draws_owners_for_fewer_workers():
 
 def test_shards_matches_its_definition():
     labels = np.array([2, 0, 1, 0, 2, 1, 0, 1, 2, 0, 1, 2, 0])
-    shards = fedsim.partition(labels, 3, "shards", seed=6)
+    shards = fedsim.partition(labels, "shards", 3, seed=6)
     order = sorted(range(13), key=lambda index: labels[index])  # Python's sort is stable
     runs = [order[:3], order[3:5], order[5:7], order[7:9], order[9:11], order[11:]]  # 13 = 3 + 5 times 2
     numbers = numpy_generator(6, "partition").permutation(6)
@@ -76,7 +76,7 @@ def test_shards_matches_its_definition():
 @pytest.mark.parametrize("workers", [12, 3])
 def test_label_k_matches_its_definition(workers):
     labels, classes, k = np.arange(200) % 5, 5, 3
-    shards = fedsim.partition(labels, workers, "classes_per_worker", seed=8, k=k)
+    shards = fedsim.partition(labels, "classes_per_worker", workers, seed=8, k=k)
     rng = numpy_generator(8, "partition")
     held = [{worker % classes} for worker in range(workers)]
     if workers < classes:
@@ -101,7 +101,7 @@ def test_label_k_matches_its_definition(workers):
 @pytest.mark.parametrize(("n", "workers"), [(100, 10), (103, 7), (10, 10)])
 def test_similarity_matches_its_definition(gamma, n, workers):
     labels = np.random.default_rng(1).integers(0, 5, n)
-    shards = fedsim.partition(labels, workers, "similarity", seed=3, gamma=gamma)
+    shards = fedsim.partition(labels, "similarity", workers, seed=3, gamma=gamma)
     drawn = numpy_generator(3, "partition").permutation(n).tolist()
     at_random = drawn[: round(gamma * n)]
     rest = sorted((index for index in range(n) if index not in at_random), key=lambda index: labels[index])
@@ -116,7 +116,7 @@ LABELS = np.random.default_rng(5).choice(6, 3000, p=[0.3, 0.25, 0.2, 0.15, 0.07,
 
 
 def counts_of(labels, workers, strategy, seed=0, **params):
-    return fedsim.label_counts(labels, fedsim.partition(labels, workers, strategy, seed, **params))
+    return fedsim.label_counts(labels, fedsim.partition(labels, strategy, workers, seed, **params))
 
 
 def plain_dirichlet(labels, workers, rng, alpha, min_size, balanced):
@@ -149,7 +149,7 @@ def plain_dirichlet(labels, workers, rng, alpha, min_size, balanced):
 def test_dirichlet_matches_its_definition(alpha, min_size, balanced):
     for seed in range(2):
         params = {"alpha": alpha, "min_size": min_size, "balanced": balanced}
-        shards = fedsim.partition(LABELS, 8, "dirichlet", seed, **params)
+        shards = fedsim.partition(LABELS, "dirichlet", 8, seed, **params)
         expected = plain_dirichlet(LABELS, 8, numpy_generator(seed, "partition"), **params)
         assert [shard.tolist() for shard in shards] == expected
 
@@ -180,7 +180,7 @@ def one_at_a_time(mixture, left, wanted, rng):
 @pytest.mark.parametrize("workers", [1, 7, 50])
 def test_dirichlet_workers_matches_its_definition(alpha, workers):
     for seed in range(2):
-        shards = fedsim.partition(LABELS, workers, "dirichlet_workers", seed, alpha=alpha)
+        shards = fedsim.partition(LABELS, "dirichlet_workers", workers, seed, alpha=alpha)
         rng = numpy_generator(seed, "partition")
         counts, left = np.zeros((workers, 6), int), np.bincount(LABELS).tolist()
         for worker in range(workers):
@@ -223,7 +223,7 @@ def plain_shard(labels, worker, seed, samples, alpha):
 def test_virtual_matches_its_definition(alpha, samples):
     """With 500 of 500 samples, classes run out. The number of workers and the order of the calls do not matter."""
     parameters = {} if alpha is None else {"alpha": alpha}
-    shards = partition_shards(FEW_LABELS, 10**6, "virtual", seed=3, samples=samples, **parameters)
+    shards = partition_shards(FEW_LABELS, "virtual", 10**6, seed=3, samples=samples, **parameters)
     for worker in (999_999, *reversed(range(4))):
         shard = shards.of(worker).numpy()
         assert np.array_equal(shard, plain_shard(FEW_LABELS, worker, 3, samples, alpha))
@@ -232,7 +232,7 @@ def test_virtual_matches_its_definition(alpha, samples):
 
 
 def test_an_infinite_alpha_means_no_skew():
-    first, second = (fedsim.partition(FEW_LABELS, 3, "virtual", **skew) for skew in ({}, {"alpha": float("inf")}))
+    first, second = (fedsim.partition(FEW_LABELS, "virtual", 3, **skew) for skew in ({}, {"alpha": float("inf")}))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     experiment = fedsim.Experiment(workers=10**6, cohort=2, partition={"name": "virtual", "alpha": float("inf")})
     assert experiment.resolved()["partition"] == {"name": "virtual", "samples": 60}
@@ -240,45 +240,33 @@ def test_an_infinite_alpha_means_no_skew():
 
 TEN = np.arange(100) % 10
 IMPOSSIBLE = [
-    (np.zeros(10), 0, "iid", {}, "workers = 0: must be between 1 and the number of samples, 10"),
-    (np.zeros(10), 11, "iid", {}, "workers = 11: must be between 1 and the number of samples, 10"),
-    (
-        TEN,
-        4,
-        "quantity",
-        {"min_size": 25},
-        "partition.min_size = 25: could not be reached in 1000 draws with beta = 0.5, 4 ",
-    ),
+    (np.zeros(10), 0, "iid", {}, "n_workers = 0: must be between 1 and the number of samples, 10"),
+    (np.zeros(10), 11, "iid", {}, "n_workers = 11: must be between 1 and the number of samples, 10"),
+    (TEN, 4, "quantity", {"min_size": 25}, "min_size = 25: could not be reached in 1000 draws with beta = 0.5, 4 "),
     (TEN, 4, "quantity", {"distribution": "lognormal", "sigma": 1e12}, ".* had at most .*; use .* a smaller sigma or"),
     (
         np.zeros(49),
         10,
         "shards",
         {"s": 5},
-        "partition.s = 5: 10 workers with 5 pieces of the sorted samples per worker need at least 50 .* 49",
+        "s = 5: 10 workers with 5 pieces of the sorted samples per worker need at least 50 .* 49",
     ),
-    (TEN, 20, "classes_per_worker", {"k": 11}, "partition.k = 11: must be at most the number of classes, 10"),
-    (
-        TEN,
-        4,
-        "classes_per_worker",
-        {"k": 2},
-        "partition.k = 2: 4 workers with 2 classes each cover only 8 of 10 .* be lost",
-    ),
+    (TEN, 20, "classes_per_worker", {"k": 11}, "k = 11: must be at most the number of classes, 10"),
+    (TEN, 4, "classes_per_worker", {"k": 2}, "k = 2: 4 workers with 2 classes each cover only 8 of 10 .* be lost"),
     (np.array([0, 1, 1, 1, 1]), 4, "classes_per_worker", {"k": 1}, '.*"classes_per_worker": worker 2 got no samples'),
-    (LABELS, 100, "dirichlet", {"min_size": 31}, "partition.min_size = 31: 100 workers .* each need 3100 .* 3000"),
+    (LABELS, 100, "dirichlet", {"min_size": 31}, "min_size = 31: 100 workers .* each need 3100 .* 3000"),
     (
         *(LABELS, 100, "dirichlet", {"min_size": 29, "alpha": 0.1}),
-        "partition.min_size = 29: could not be reached in 1000 draws with alpha = 0.1, 100 workers and 3000 samples "
+        "min_size = 29: could not be reached in 1000 draws with alpha = 0.1, 100 workers and 3000 samples "
         r"\(the smallest shard had at most 0 samples\); use a smaller min_size, a larger alpha or fewer workers",
     ),
-    (FEW_LABELS, 3, "virtual", {"samples": 501}, "partition.samples = 501: must be at most the data set's size, 500$"),
-    *((FEW_LABELS, 3, "virtual", {"alpha": alpha}, "partition.alpha = ") for alpha in (0.0, -1.0, float("nan"))),
-    (FEW_LABELS, 0, "virtual", {}, "workers = 0: must be at least 1$"),
-    (np.zeros(10), 3, "feature_rotation", {"groups": 4}, "partition.groups = 4: must be at most .* workers, 3"),
+    (FEW_LABELS, 3, "virtual", {"samples": 501}, "samples = 501: must be at most the data set's size, 500$"),
+    *((FEW_LABELS, 3, "virtual", {"alpha": alpha}, "alpha = ") for alpha in (0.0, -1.0, float("nan"))),
+    (FEW_LABELS, 0, "virtual", {}, "n_workers = 0: must be at least 1$"),
+    (np.zeros(10), 3, "feature_rotation", {"groups": 4}, "groups = 4: must be at most .* workers, 3"),
     (
         *(np.zeros(10), 3, "feature_rotation", {"groups": 3, "angles": [0.0, 90.0]}),
-        r"partition.angles = \[0.0, 90.0\]: must contain one angle for each of the 3 groups .*, not 2",
+        r"angles = \[0.0, 90.0\]: must contain one angle for each of the 3 groups .*, not 2",
     ),
 ]
 
@@ -286,7 +274,7 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize(("labels", "workers", "strategy", "params", "message"), IMPOSSIBLE)
 def test_what_is_impossible_is_an_error(labels, workers, strategy, params, message):
     with pytest.raises(ExperimentError, match=f"^{message}"):
-        fedsim.partition(labels, workers, strategy, **params)
+        fedsim.partition(labels, strategy, workers, **params)
     if strategy == "feature_rotation":
         with pytest.raises(ExperimentError, match=f"^{message}"):
-            fedsim.partition_transforms(workers, strategy, **params)
+            fedsim.partition_transforms(strategy, workers, **params)

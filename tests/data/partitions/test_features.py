@@ -46,7 +46,7 @@ def rotated(image, degrees):
 @pytest.mark.parametrize("strategy", FEATURES)
 def test_transforms_are_deterministic_and_keep_the_shape(strategy, images):
     before = images.clone()
-    for transform in filter(None, fedsim.partition_transforms(8, strategy)):
+    for transform in filter(None, fedsim.partition_transforms(strategy, 8)):
         again = pickle.loads(pickle.dumps(transform))
         assert again == transform
         for dtype in (torch.float32, torch.float64):
@@ -58,7 +58,7 @@ def test_transforms_are_deterministic_and_keep_the_shape(strategy, images):
 
 
 def test_noise_has_its_variance():
-    transforms = fedsim.partition_transforms(4, "feature_noise", sigma=0.8)
+    transforms = fedsim.partition_transforms("feature_noise", 4, sigma=0.8)
     assert transforms == [GaussianNoise(v) for v in (0.8 * 1 / 4, 0.8 * 2 / 4, 0.8 * 3 / 4, 0.8 * 4 / 4)]
     draws, zeros = Draws.of(0, "x"), torch.zeros(1000, 1, 10, 10, dtype=torch.double)
     for number, transform in enumerate(transforms, start=1):
@@ -70,12 +70,12 @@ def test_noise_has_its_variance():
 
 
 def test_groups_have_their_angles():
-    assert fedsim.partition_transforms(8, "feature_rotation") == [
+    assert fedsim.partition_transforms("feature_rotation", 8) == [
         None, None, Rotation(90), Rotation(90), Rotation(180), Rotation(180), Rotation(270), Rotation(270),
     ]  # fmt: skip
-    angles = [t.degrees if t else 0 for t in fedsim.partition_transforms(10, "feature_rotation", groups=3)]
+    angles = [t.degrees if t else 0 for t in fedsim.partition_transforms("feature_rotation", 10, groups=3)]
     assert angles == [0] * 4 + [120] * 3 + [240] * 3
-    assert fedsim.partition_transforms(3, "feature_rotation", groups=3, angles=[-30, 0, 720]) == [
+    assert fedsim.partition_transforms("feature_rotation", 3, groups=3, angles=[-30, 0, 720]) == [
         Rotation(-30), None, None,
     ]  # fmt: skip
 

@@ -141,7 +141,7 @@ def test_owners_of_another_number_of_samples_are_an_error():
 )
 def test_files_hold_one_list_for_each_worker(name, text, tmp_path):
     (tmp_path / name).write_text(text)
-    shards = fedsim.partition(np.zeros(4), 2, "given", path=str(tmp_path / name))
+    shards = fedsim.partition(np.zeros(4), "given", 2, path=str(tmp_path / name))
     assert [shard.tolist() for shard in shards] == [[3, 0], [1]]
 
 
@@ -168,7 +168,7 @@ def test_a_bad_file_is_one_line(name, text, line, tmp_path):
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ExperimentError, match=line) as caught:
-        fedsim.partition(np.zeros(4), 2, "given", path=str(tmp_path / name))
+        fedsim.partition(np.zeros(4), "given", 2, path=str(tmp_path / name))
     assert len(caught.value.lines) == 1
 
 
@@ -183,9 +183,9 @@ def test_samples_without_owner_are_one_line(owners, data, tiny_experiment):
 
 def test_the_number_of_lists_is_the_number_of_workers():
     with pytest.raises(ExperimentError, match="workers = 3: the partition has 2 lists, one per worker; omit `workers`"):
-        fedsim.partition(np.zeros(4), 3, "given", shards=[[0], [1]])
+        fedsim.partition(np.zeros(4), "given", 3, shards=[[0], [1]])
     with pytest.raises(ExperimentError, match="needs either `shards` or `path`"):
-        fedsim.partition(np.zeros(4), 3, "given")
+        fedsim.partition(np.zeros(4), "given", 3)
 
 
 def test_owners_that_do_not_exist_are_one_line(tiny_experiment, data):
@@ -252,4 +252,4 @@ def mask_of_worker(worker, labels):
 def test_shards_of_an_own_strategy_must_be_indices(strategy, values):
     line = f"returned {values} values for worker 0; must return indices, for example np.flatnonzero"
     with pytest.raises(ExperimentError, match=line):
-        fedsim.data.partition_shards(np.arange(10), 2, f"tests.data.partitions.test_given:{strategy}").of(0)
+        fedsim.data.partition_shards(np.arange(10), f"tests.data.partitions.test_given:{strategy}", 2).of(0)

@@ -23,7 +23,7 @@ def test_listed_shards_are_their_arrays():
 
 
 def test_a_strategy_that_accepts_a_worker_is_virtual():
-    shards = partition_shards(LABELS, 10**6, "tests.components:neighbours", seed=1, most=5, ids=np.arange(203))
+    shards = partition_shards(LABELS, "tests.components:neighbours", 10**6, seed=1, most=5, ids=np.arange(203))
     assert not shards.listed
     for worker in (0, 77, 999_999):
         positions = shards.of(worker)
@@ -32,7 +32,7 @@ def test_a_strategy_that_accepts_a_worker_is_virtual():
 
 
 def test_drawn_shards_are_pickled_without_their_cache():
-    shards = partition_shards(LABELS, 10**6, "virtual", seed=1, alpha=0.5)
+    shards = partition_shards(LABELS, "virtual", 10**6, seed=1, alpha=0.5)
     before = len(pickle.dumps(shards))
     drawn = [shards.of(worker) for worker in range(50)]
     again = pickle.loads(pickle.dumps(shards))
@@ -42,7 +42,7 @@ def test_drawn_shards_are_pickled_without_their_cache():
 
 def test_the_cache_of_drawn_shards_is_bounded(monkeypatch):
     monkeypatch.setattr(population, "KEPT", 3)
-    shards = partition_shards(LABELS, 10**6, "virtual", samples=20)
+    shards = partition_shards(LABELS, "virtual", 10**6, samples=20)
     first = [shards.of(worker).clone() for worker in range(10)]
     assert sorted(shards._kept) == [7, 8, 9]
     assert shards.of(9) is shards.of(9)
@@ -51,7 +51,7 @@ def test_the_cache_of_drawn_shards_is_bounded(monkeypatch):
 
 def test_shards_can_be_drawn_before_and_after_labels_move_to_shared_memory():
     labels = LABELS.clone()
-    shards = partition_shards(labels, 100, "virtual", alpha=0.5)
+    shards = partition_shards(labels, "virtual", 100, alpha=0.5)
     before = shards.of(3).clone()
     assert any(tensor is labels for tensor in shards.tensors)  # no copy was made
     for tensor in shards.tensors:
@@ -73,7 +73,7 @@ def test_shards_can_be_drawn_before_and_after_labels_move_to_shared_memory():
 )
 def test_errors_of_virtual_strategies_give_a_one_line_error(strategy, message):
     with pytest.raises(ExperimentError, match=f'^partition.name = "{strategy}": {message}'):
-        partition_shards(LABELS, 10**6, strategy).of(4)
+        partition_shards(LABELS, strategy, 10**6).of(4)
 
 
 def test_shards_are_split_into_training_and_test_samples():
@@ -86,7 +86,7 @@ def test_shards_are_split_into_training_and_test_samples():
         both = [*train.of(worker).tolist(), *test.of(worker).tolist()]
         assert sorted(both) == listed.of(worker).tolist()
     assert hold_out(listed, 0.9, seed=3)[1].size(1) == 1
-    drawn = partition_shards(LABELS, 10**6, "virtual", samples=10)
+    drawn = partition_shards(LABELS, "virtual", 10**6, samples=10)
     parts = hold_out(drawn, 0.2, seed=3)
     assert [len(part.of(999)) for part in parts] == [8, 2]
     assert {*parts[0].of(999).tolist(), *parts[1].of(999).tolist()} == set(drawn.of(999).tolist())

@@ -4,7 +4,7 @@
         result = fedsim.run({..., "device": "cuda"})
 
     with pretend_gpu() as gpu, gpu.counting() as counts:
-        fedsim.aggregate(upload(rows), rule="median")
+        fedsim.aggregate(upload(rows), "median")
     assert counts.launches <= 7
     print(counts.table())  # every launch, upload, download and host read, by operation and source line
 
