@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedsim.cli.program import FAILED, errors_as_lines
-from fedsim.cli.words import AllowImports, Quiet, Words, complete_metrics, is_folder, source_and_overrides
+from fedsim.cli.words import AllowImports, Labels, Quiet, Words, complete_metrics, is_folder, source_and_overrides
 from fedsim.config.components import COMPONENTS, describe_component, list_components, list_module, registry_of
 from fedsim.config.files import experiments, list_experiments
 from fedsim.core.text_wrapping import hang, terminal_columns
@@ -296,11 +296,14 @@ def plot(
     height: Height = None,
     x_range: XRange = None,
     y_range: YRange = None,
+    label: Labels = None,
     out: FigureFile = Path("figure.pdf"),
 ) -> None:
     """Draw a figure of runs or of a comparison for a paper, and print a caption for the figure."""
     with errors_as_lines():
         from fedsim.comparison.axes import split_at_commas
+        from fedsim.comparison.labels import labels_of
+        from fedsim.comparison.paper_figure import comparison_of_sources
         from fedsim.comparison.paper_figure import plot as draw
 
         keys = {word: word.partition("=") for word in words if "=" in word and not is_folder(word)}
@@ -309,8 +312,9 @@ def plot(
             raise ExperimentError(
                 f"{show(words[0])}: is not a folder; put the folder of a run or of a comparison first"
             )
+        source = comparison_of_sources(folders)
         figure = draw(
-            folders,
+            source,
             metric=metric,
             x=x,
             kind=kind,  # type: ignore[arg-type]  # checked there
@@ -320,6 +324,7 @@ def plot(
             height=height,
             x_range=x_range,
             y_range=y_range,
+            labels=labels_of(label or [], source.axes),
             out=out,
         )
         print(figure.get_label())

@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedsim.cli.program import FAILED, errors_as_lines
-from fedsim.cli.words import AllowImports, Quiet, complete_metrics, complete_words, is_folder, source_and_overrides
+from fedsim.cli.words import (
+    AllowImports,
+    Labels,
+    Quiet,
+    complete_metrics,
+    complete_words,
+    is_folder,
+    source_and_overrides,
+)
 from fedsim.config.files import experiments
+from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
 
 if TYPE_CHECKING:
@@ -98,6 +107,7 @@ HeatMap = Annotated[
         show_default="the first two",
     ),
 ]
+Table = Annotated[str, typer.Option(metavar="FORM", help="Form of the printed table: text, markdown or latex.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check all runs, list them, and stop.")]
 
 
@@ -113,6 +123,8 @@ def compare(
     metric: ComparedNumber = None,
     skip_invalid: SkipInvalid = False,
     heatmap: HeatMap = None,
+    table: Table = "text",
+    label: Labels = None,
     dry_run: DryRun = False,
     quiet: Quiet = False,
     allow_imports: AllowImports = False,
@@ -129,8 +141,12 @@ def compare(
     with errors_as_lines():
         from fedsim.comparison import plan_comparison
         from fedsim.comparison.folder import Shard
+        from fedsim.comparison.labels import labels_of
         from fedsim.comparison.rows import ComparisonSettings
+        from fedsim.comparison.typeset import TABLES
 
+        if table not in TABLES:
+            raise ExperimentError(f"--table {show(table)}: is not an allowed value; {nearest(table, TABLES)}")
         settings = ComparisonSettings(
             target=target,
             tune=key or None,
@@ -143,11 +159,13 @@ def compare(
             if len(folders) < len(all_words) or shard or dry_run:
                 raise ExperimentError(
                     "merging the folders of comparisons supports only the options --out, --target, --tune, --worst, "
-                    "--metric, --heatmap and --allow-imports; remove all other options and arguments"
+                    "--metric, --heatmap, --table, --label and --allow-imports; remove all other options and arguments"
                 )
             comparison = _merge(folders, out, settings, allow_imports=allow_imports)
+            labels = labels_of(label or [], comparison.axes)
         else:
             plan = plan_comparison(source, None, changes, settings, allow_imports=allow_imports)
+            labels = labels_of(label or [], plan.axes)
             part = Shard.parse(shard) if shard else None
             if part and out is None:
                 raise ExperimentError("--shard: needs --out FOLDER; use the same folder for all shards")
@@ -156,7 +174,7 @@ def compare(
                 return
             comparison = _run(plan, part, out, jobs, quiet=quiet)
         if not quiet and not shard:
-            print(comparison.table, end="\n\n")
+            print(TABLES[table](comparison.renamed(labels)), end="\n\n")
         print(comparison.folder)
         for failed in comparison.failed:
             print(f"error: {failed.id}: {failed.error}", file=sys.stderr)

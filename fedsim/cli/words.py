@@ -48,6 +48,15 @@ Words = Annotated[
     ),
 ]
 
+Labels = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--label",
+        metavar="OLD=NEW",
+        help="Show a compared key or value under another name: --label weighted_mean=FedAvg. Can be repeated.",
+        show_default=False,
+    ),
+]
 AllowImports = Annotated[
     bool,
     typer.Option(

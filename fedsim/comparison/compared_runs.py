@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedsim.comparison.axes import shape_of
 from fedsim.comparison.leaderboard import Leaderboard, leaderboard
-from fedsim.comparison.rows import NO_SETTINGS, Choice, ComparisonSettings, Group, Row, canonical, groups_of, score_of
+from fedsim.comparison.rows import (
+    NO_SETTINGS,
+    Choice,
+    ComparisonSettings,
+    Group,
+    Pair,
+    Row,
+    canonical,
+    groups_of,
+    score_of,
+)
 from fedsim.core.attributes import HintingAttributes
 from fedsim.records.reader import Run
 from fedsim.records.record import Metric
@@ -54,6 +65,12 @@ class ComparedRuns(HintingAttributes):
     def summary(self) -> list[Row]:
         """The table of results, with one row for each combination of compared values, sorted by group."""
         return [row for group in self.groups for row in group]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """All pairs of table rows of a group that have results for a common seed, with their differences."""
+        pairs = [pair for group in self.groups for pair in itertools.combinations(group, 2)]
+        return [Pair(*pair, gap) for pair in pairs if (gap := pair[1].difference_to(pair[0])) is not None]
 
     @functools.cached_property
     def choices(self) -> list[Choice]:

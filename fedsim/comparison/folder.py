@@ -3,7 +3,7 @@
 comparison.json  the axes, the common settings and the list of runs
 runs/ID/         the folder of one run; `error.txt` says why a run failed
 shards/I-of-N/   folders of the same structure, each with a part of the runs, if the comparison was split
-results.csv, curves.csv, summary.csv, summary.txt, *.png  the results
+results.csv, curves.csv, summary.csv, pairs.csv, summary.txt, *.png  the results
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ def plot(
     x: str = "round",
     kind: Kind = "curves",
     only: Mapping[str, Any] | None = None,
+    labels: Mapping[str, str] | None = None,
     style: Literal["paper", "screen"] = "paper",
     width: float | None = None,
     height: float | None = None,
@@ -65,6 +66,7 @@ def plot(
         kind: "curves", or "heatmap" for a heat map of the final results.
         only: values to draw for some keys of a comparison, such as {"attack": ["none", "alie"]}. Lines keep the
             colours that they have in the figure of the whole comparison.
+        labels: other names for keys and values, such as {"weighted_mean": "FedAvg"}, by the name that is drawn.
         style: "paper" has 8-point TrueType fonts, no title, and a width of 3.35 inches (one column of a two-column
             page), or 6.9 inches with several panels. "screen" has a title and matplotlib's default fonts.
         width: width of the figure in inches, from 1 to 30.
@@ -88,7 +90,7 @@ def plot(
         if inches is not None and not LEAST_INCHES <= inches <= MOST_INCHES:
             raise ExperimentError(f"{name} = {show(inches)}: must be between {LEAST_INCHES} and {MOST_INCHES} inches")
     sources: list[Any] = [*source] if isinstance(source, (list, tuple)) else [source]
-    comparison = _with_metric(metric, _only(_comparison_of(sources), only or {}))
+    comparison = _with_metric(metric, _only(comparison_of_sources(sources), only or {})).renamed(labels or {})
     look = STYLES[style]
     with look.applied():
         figure = _heatmap(comparison, look) if kind == "heatmap" else _curves(comparison, x, look)
@@ -166,7 +168,7 @@ def _records_of(source: Source) -> Run | Comparison:
     return source
 
 
-def _comparison_of(sources: Sequence[Source]) -> Comparison:
+def comparison_of_sources(sources: Sequence[Source]) -> Comparison:
     """Return the comparison in `sources`, or a comparison of the single runs in `sources`."""
     records = list(map(_records_of, sources))
     if not records:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedsim.comparison.axes import label
 from fedsim.comparison.compared_runs import ComparedRuns
+from fedsim.comparison.labels import renamed
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap
 from fedsim.comparison.rows import SEED, canonical
 from fedsim.comparison.stored import COMPARISON, places_in, read_comparison_file
 from fedsim.comparison.tables import answer_text, comparison_text
+from fedsim.comparison.typeset import TABLES
 from fedsim.config.experiment import Experiment
 from fedsim.config.tables import component_tables
 from fedsim.core.attributes import hinting
@@ -91,6 +93,26 @@ class Comparison(ComparedRuns):
     def table(self) -> str:
         """The results as text, as `fedsim compare` prints them."""
         return comparison_text(self)
+
+    def to_markdown(self) -> str:
+        """Return the table of results in Markdown. The best results are bold, ties with them in italics."""
+        return TABLES["markdown"](self)
+
+    def to_latex(self) -> str:
+        """Return the table of results in LaTeX (package booktabs). The best results are bold, ties underlined."""
+        return TABLES["latex"](self)
+
+    def renamed(self, labels: Mapping[str, str]) -> Comparison:
+        """Return the comparison with other names of compared keys and values, for tables and figures.
+
+            comparison.renamed({"aggregate.rule": "Rule", "weighted_mean": "FedAvg"}).to_latex()
+
+        Args:
+            labels: the new name of each key or value to rename, by the name that `table` shows.
+
+        Raises ExperimentError if a name is not in the comparison, or two names would be equal.
+        """
+        return renamed(self, labels)
 
     @hinting
     def plot(self, out: str | Path | None = None) -> Figure:

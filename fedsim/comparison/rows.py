@@ -180,6 +180,20 @@ class Group(list[Row]):
         return dict(zip(known, levels([row.quality(row.score) for row in known]), strict=True))
 
 
+class Pair(NamedTuple):
+    """Two table rows of a group, such as two rules under the same attack.
+
+    Attributes:
+        first, second: the table rows.
+        difference: mean result of `second` minus that of `first`, paired by seed. Its `p_value` is that of the paired t
+            test, without correction for the number of pairs.
+    """
+
+    first: Row
+    second: Row
+    difference: Estimate
+
+
 def rows_of(runs: Iterable[Any], axes: Sequence[str], by: str | None = None, chosen: Iterable[str] = ()) -> list[Row]:
     """Return one table row for each combination of compared values.
 
@@ -389,6 +403,12 @@ class ComparisonSettings:
         """Return a copy without `tune` or `worst` if the setting that it names is not in `axes`."""
         tune, worst = (axis if axis in axes else None for axis in (self.tune, self.worst))
         return replace(self, tune=tune, worst=worst)
+
+    def renamed(self, name_of: Callable[[str], str]) -> ComparisonSettings:
+        """Return a copy in which `name_of` has renamed each key."""
+        tune, worst = (None if axis is None else name_of(axis) for axis in (self.tune, self.worst))
+        heatmap = None if self.heatmap is None else ",".join(map(name_of, self.heatmap.split(",")))
+        return replace(self, tune=tune, worst=worst, heatmap=heatmap)
 
     @property
     def headings(self) -> dict[str, str]:

@@ -44,6 +44,7 @@ from fedsim.comparison.tables import (
     breaking_points,
     breaking_points_csv,
     curves_csv,
+    pairs_csv,
     results_csv,
     summary_csv,
     tuning_csv,
@@ -286,6 +287,8 @@ def _write(comparison: Comparison, folder: ComparisonFolder, painter: Painter) -
         folder.write("leaderboard.csv", leaderboard_csv(board, comparison.compared[0]).encode())
         title = f"{key_name(comparison.compared[0])}: {comparison.name}"
         drawings["leaderboard"] = partial(draw_leaderboard, board, title)
+    if comparison.pairs:
+        folder.write("pairs.csv", pairs_csv(comparison).encode())
     if breaking_points(comparison):
         folder.write("breaking_points.csv", breaking_points_csv(comparison).encode())
     if settings.tune is not None:

@@ -320,33 +320,45 @@ def comparison_text(comparison: ComparedRuns) -> str:
     return f"{answer_text(comparison)}\n\n{summary_text(comparison)}\n\n{ranks}".strip()
 
 
+def shown_columns(comparison: ComparedRuns) -> dict[str, list[str]]:
+    """Return the columns of the table of results as lists of text: the heading, and one text for each table row.
+
+    The name of a column is "axis " and the compared key, "mark", or as in `columns`. Empty columns are left out.
+    """
+    rows, by_name = comparison.summary, columns(comparison)
+    names = [name for name in by_name if name not in ("to_best", "byzantine_weight", "seconds")]
+    texts = {name: [by_name[name].heading, *map(str, cells)] for name, cells in filled(by_name, names, rows).items()}
+    texts["score"][1:] = [
+        text or ("no finite value" if row.finished else "failed")
+        for text, row in zip(texts["score"][1:], rows, strict=True)
+    ]
+    shown = {f"axis {axis}": [axis, *(label(row.point[axis]) for row in rows)] for axis in comparison.compared}
+    shown |= {
+        f"axis {axis}": [text, *(label(row.chosen[axis]) for row in rows)]
+        for axis, text in comparison.settings.headings.items()
+    }
+    shown["mark"] = ["", *(row.mark for row in rows)]
+    first = {name: texts.pop(name) for name in ("score", "difference") if name in texts}
+    last = {name: texts.pop(name) for name in ("runs",) if name in texts}
+    return {name: column for name, column in (shown | first | texts | last).items() if any(column[1:])}
+
+
 def summary_text(comparison: ComparedRuns) -> str:
     """Return the table of results as text, followed by notes and the failed runs.
 
     Columns that do not fit the width are left out.
     """
-    rows, by_name = comparison.summary, columns(comparison)
-    texts = {
-        name: [by_name[name].heading, *map(str, cells)]
-        for name, cells in filled(by_name, by_name.keys() - {"to_best", "byzantine_weight", "seconds"}, rows).items()
-    }
-    scores = [str(by_name["score"].cell_of(row)) or ("no finite value" if row.finished else "failed") for row in rows]
-    headings = comparison.settings.headings
-    shown = [[axis, *(label(row.point[axis]) for row in rows)] for axis in comparison.compared]
-    shown += [[text, *(label(row.chosen[axis]) for row in rows)] for axis, text in headings.items()]
-    shown += [["", *(row.mark for row in rows)], [by_name["score"].heading, *scores]]
-    shown += [texts.pop(name) for name in ("difference", "runs") if name in texts]
-    shown = [column for column in shown if any(column[1:])]
-    left, left_out = TABLE_COLUMNS - sum(map(_width, shown)), []
-    for column in (texts[name] for name in by_name if name in texts and name != "score"):
-        if _width(column) <= left:
-            left -= _width(column)
-            shown.insert(-1, column)
+    shown, by_name = shown_columns(comparison), columns(comparison)
+    optional = [name for name in by_name if name in shown and name not in ("score", "difference", "runs")]
+    left, left_out = TABLE_COLUMNS - sum(_width(shown[name]) for name in shown if name not in optional), []
+    for name in optional:
+        if _width(shown[name]) <= left:
+            left -= _width(shown[name])
         else:
-            left_out.append(column[0])
+            left_out.append(shown.pop(name)[0])
     head, *lines = (
-        "".join(cell.ljust(_width(column)) for cell, column in zip(cells, shown, strict=True)).rstrip()
-        for cells in zip(*shown, strict=True)
+        "".join(cell.ljust(_width(column)) for cell, column in zip(cells, shown.values(), strict=True)).rstrip()
+        for cells in zip(*shown.values(), strict=True)
     )
     remaining = iter(lines)
     groups = ["\n".join(next(remaining) for _ in group) for group in comparison.groups]
@@ -354,7 +366,7 @@ def summary_text(comparison: ComparedRuns) -> str:
         text = f"summary.csv has {plural(len(left_out), 'more column')}: {', '.join(left_out)}"
         groups[-1] += f"\n\n{textwrap.shorten(text, TABLE_COLUMNS, placeholder=' ...')}"
     problems = [f"  {describe_point(run.point)}: {run.error}" for run in comparison.failed]
-    return "\n".join([head, "\n\n".join(groups), "", *map(note, _notes(comparison)), *problems])
+    return "\n".join([head, "\n\n".join(groups), "", *map(note, table_notes(comparison)), *problems])
 
 
 def _width(column: Sequence[str]) -> int:
@@ -371,10 +383,10 @@ def undecided(comparison: ComparedRuns) -> list[str]:
     ]
 
 
-def _notes(comparison: ComparedRuns) -> list[str]:
-    """Return the notes below the table of results, such as the meaning of its marks."""
+def table_notes(comparison: ComparedRuns, best: str = "*", tied: str = "~") -> list[str]:
+    """Return the notes below the table of results. `best` and `tied` say how the table marks such rows."""
     settings, runs, score = comparison.settings, len(comparison.runs), comparison.metric
-    notes = _notes_on_means(comparison)
+    notes = _notes_on_means(comparison, best, tied)
     if settings.tune is not None:
         case = f", in its worst case of {settings.worst}" if settings.worst else ""
         notes.append(f"{settings.tune}: the value with the best result on validation samples{case}; tuning.csv has all")
@@ -396,7 +408,7 @@ def _notes(comparison: ComparedRuns) -> list[str]:
     return notes
 
 
-def _notes_on_means(comparison: ComparedRuns) -> list[str]:
+def _notes_on_means(comparison: ComparedRuns, best: str, tied: str) -> list[str]:
     rows, score = comparison.summary, comparison.metric
     seeds = max(len(row.runs) for row in rows)
     both = "the two values in brackets" if any(row.score and row.score.n == 2 for row in rows) else ""
@@ -411,8 +423,8 @@ def _notes_on_means(comparison: ComparedRuns) -> list[str]:
     notes = [f"{score.label.lower()} after the last round{better}, {means}{paired}"]
     if any(row.mark for row in rows):
         within = f" among equal {', '.join(comparison.compared[1:])}" if len(comparison.compared) > 1 else ""
-        tie = "; ~ not significantly different from the best (95 %, paired)" if seeds > 1 else ""
-        notes.append(f"* best{within}{tie}")
+        tie = f"; {tied} not significantly different from the best (95 %, paired)" if seeds > 1 else ""
+        notes.append(f"{best} best{within}{tie}")
     return notes
 
 
@@ -509,6 +521,20 @@ def summary_csv(comparison: ComparedRuns) -> str:
         for value in (row.score, difference, *map(row.metrics.get, names)):
             cells += mean_cells(value)
         rows.append(cells)
+    return to_csv(rows)
+
+
+def pairs_csv(comparison: ComparedRuns) -> str:
+    """Return a CSV table with one line for each pair of values of the first compared setting.
+
+    The difference is that of the second value to the first, paired by seed, with the p-value of the paired t test.
+    """
+    first, *others = comparison.compared
+    rows: list[list[Any]] = [[*others, first, f"{first}_2", "pairs", "difference", "difference_ci95", "p_value"]]
+    for pair in comparison.pairs:
+        values = [*(pair.first.point[key] for key in others), pair.first.point[first], pair.second.point[first]]
+        gap = pair.difference
+        rows.append([*map(label, values), gap.n, *mean_cells(gap), gap.p_value])
     return to_csv(rows)
 
 

@@ -195,7 +195,8 @@ def list_module(path: Path, columns: int | None = None) -> str:
     }
     width = max(map(len, docstrings), default=0)
     lines = [hang(f"  {name:<{width}} ", cut(text.partition("\n")[0]), columns) for name, text in docstrings.items()]
-    return "\n".join([str(path), *lines])
+    check = hang("  ", f"The file was not run. To check a component: fedsim run KEY={module}:NAME --dry-run", columns)
+    return "\n".join([str(path), *lines, check])
 
 
 def describe_component(name: str, kinds: Iterable[str] = COMPONENTS) -> str:

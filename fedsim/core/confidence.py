@@ -43,6 +43,17 @@ class Estimate:
         """Whether the confidence interval contains `value`."""
         return abs(self.mean - value) <= (self.half_width if self.n > 1 else 0.0)
 
+    @property
+    def p_value(self) -> float | None:
+        """Two-sided p-value of Student's t test of the mean against 0, or None for a single value."""
+        if self.n == 1:
+            return None
+        if not self.half_width:
+            return 0.0 if self.mean else 1.0
+        freedom = self.n - 1
+        t = self.mean / self.half_width * student_quantile(freedom, CONFIDENCE)
+        return beta_share(freedom / 2, 0.5, freedom / (freedom + t * t))
+
     def spread(self, decimals: int = 4, *, sign: bool = False) -> str:
         """Format the confidence interval without the mean, such as `± 0.0031`.
 

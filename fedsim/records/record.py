@@ -187,7 +187,7 @@ class RaceRecord(Record):
     """Number of updates in the round."""
     updates_lost: Number = None
     """Number of updates that another process overwrote, estimated with a shared counter. 0 if locks are used."""
-    lost_fraction: Annotated[Number, Metric("Updates lost (fraction)", "lower", share=True)] = None
+    lost_fraction: Annotated[Number, Metric("Updates lost (fraction)", "lower", column="lost", share=True)] = None
     """`updates_lost` / `updates`."""
     overlapped_gradients: Annotated[
         Number,

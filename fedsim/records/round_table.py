@@ -25,6 +25,7 @@ def columns_of(record: RoundRecord, *, of_workers: bool = False) -> list[Metric]
     tested = of_workers or record[score] is not None
     absent |= {"worker_accuracy", "worker_loss"} - ({score} if tested else set())
     absent |= set() if asynchronous else {"asynchronous.updates", "staleness"}
+    absent |= set() if record.race else {"race.lost_fraction"}
     columns = [ROUND]
     columns += [
         metric for metric in METRICS if metric.column and metric.key not in absent and "{}" not in metric.column

@@ -103,6 +103,8 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     if last.asynchronous is not None and last.asynchronous.updates is not None:
         staleness = fmt.amount(mean_staleness(run.history))
         shown.append(("updates", f"{last.asynchronous.updates:,}", f"mean staleness {staleness}"))
+    if last.race is not None and last.race.lost_fraction is not None:
+        shown.append(("updates lost", fmt.percent(last.race.lost_fraction), "of the last round, overwritten by others"))
     if sent:
         shown.append(("sent", fmt.size(sum(sent)), "up and down"))
     if at_top := sum(record.top_bytes or 0 for record in run.history):

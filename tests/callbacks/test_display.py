@@ -146,6 +146,8 @@ def test_the_table_of_a_synchronous_run_has_its_phases_and_some_metrics_of_compo
 
 def test_the_table_of_a_run_on_the_clock_has_virtual_seconds_updates_and_staleness():
     assert table_header(columns_of(record(virtual_seconds=321.354))) == ON_CLOCK
+    assert "lost" not in ON_CLOCK.split()
+    assert "lost" in table_header(columns_of(record(race={"lost_fraction": 0.01}))).split()
     work = {"updates": 1025, "arrivals": 1030, "staleness": {"1": 3, "4": 1}, "buffered": 0, "discarded": 0}
     columns = columns_of(record(virtual_seconds=0.0, asynchronous={**work, "staleness": {}}))
     assert table_header(columns) == f"{ON_CLOCK}   updates  staleness"

@@ -49,7 +49,7 @@ def test_comparison_json_holds_the_axes_and_the_folder_of_each_run(finished):
         experiment = fedsim.load_experiment(finished / run["folder"] / "experiment.toml", allow_imports=True)
         assert (experiment.aggregate.rule, experiment.seed) == tuple(run["point"].values())
         assert {path.name for path in (finished / run["folder"]).iterdir()} == FILES
-    texts = {"results.csv", "curves.csv", "summary.csv", "summary.txt"}
+    texts = {"results.csv", "curves.csv", "summary.csv", "pairs.csv", "summary.txt"}
     assert {path.name for path in finished.iterdir()} == {"comparison.json", "runs", "accuracy.png"} | texts
 
 
