@@ -27,6 +27,7 @@ from fedsim.runs.live_run import LiveRun
 from fedsim.runs.result import Result
 
 BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} rounds, {remaining} left{postfix}"
+DRAWING = "drawing the figures ..."
 
 
 class ProgressBar(tqdm):
@@ -120,6 +121,10 @@ class Display(Callback):
         if at_top := sum(record.top_bytes or 0 for record in result.history):
             in_all = sum(record.total_bytes or 0 for record in result.history)
             self._print(f"{show_bytes(in_all - at_top)} between workers and groups, {show_bytes(at_top)} at the top")
+
+    def on_drawing(self) -> None:
+        """Tell the user why the run waits: drawing the figures takes longer than a second."""
+        self._print(DRAWING)
 
     def _finish(self, last: RoundRecord) -> None:
         """Print the final accuracy (or loss) and the time."""

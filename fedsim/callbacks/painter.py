@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedsim.core.plotting import encode
 from fedsim.processes.child_process import Child, forks, init_child_process, signals_deferred, start_process
@@ -17,34 +16,45 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Drawings = Mapping[str, Callable[[], "Figure | None"]]
-TIMEOUT = 20.0  # seconds to wait for the drawing process before drawing in this process
+PATIENCE = 1.0  # seconds to wait for the drawing process before telling the user
+TIMEOUT = 20.0  # seconds to wait after that, before drawing in this process
 
 
 class Painter:
-    """Context manager that draws figures, if possible in a separate process, so that users need not wait."""
+    """Context manager that draws figures, if possible in a separate process, so that users need not wait.
+
+    Args:
+        formats: file formats of the figures, such as "png". Without formats, nothing is drawn and no process starts.
+        on_wait: function that is called if drawing takes longer than a second.
+    """
 
     came_before: ClassVar[bool] = False
 
-    def __init__(self) -> None:
+    def __init__(self, formats: Sequence[str], on_wait: Callable[[], object] = lambda: None) -> None:
+        self._formats, self._on_wait = formats, on_wait
         self._child: Child | None = None
 
-    def files(self, drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
+    def files(self, drawings: Drawings) -> dict[str, bytes]:
         """Draw figures, and return the content of each file by file name, such as "curve.png".
 
-        Args:
-            drawings: for each figure, a function that returns the figure, or None for no figure.
-            formats: file formats, such as "png".
+        `drawings` has, for each figure, a function that returns the figure, or None for no figure.
         """
+        if not (drawings and self._formats):
+            return {}
         if self._child is not None:
             process, pipe = self._child
             with contextlib.suppress(Exception):  # the process died, or a drawing cannot be pickled
-                pipe.send((drawings, formats))
-                if wait([pipe, process.sentinel], TIMEOUT) and (answer := pipe.receive()):  # type: ignore[list-item]
+                pipe.send((drawings, self._formats))
+                sources: list[Any] = [pipe, process.sentinel]
+                if not (ready := wait(sources, PATIENCE)):
+                    self._on_wait()
+                    ready = wait(sources, TIMEOUT)
+                if ready and (answer := pipe.receive()):
                     return answer.load()
-        return _files(drawings, formats)
+        return _files(drawings, self._formats)
 
     def __enter__(self) -> Painter:
-        if forks("auto", 1) and not Painter.came_before and "matplotlib.figure" not in sys.modules:
+        if self._formats and forks("auto", 1) and not Painter.came_before and "matplotlib.figure" not in sys.modules:
             Painter.came_before = True
             with signals_deferred():
                 self._child = start_process(_serve, name="fedsim-figures", daemon=True, fork=True)
@@ -69,7 +79,6 @@ def _files(drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
 
 def _serve(pipe: Connection) -> None:
     init_child_process()
-    os.nice(19)  # the rounds have priority
     from fedsim.core.figure import Figure
 
     figure = Figure(layout="constrained")

@@ -55,7 +55,7 @@ class Recorder(Callback):
             drawings["curve"] = partial(draw_curve, result.history, result.experiment.name)
         if (tests := self._run.tests) and tests.workers:
             drawings["workers"] = partial(draw_workers, tests, result.experiment.name)
-        for name, content in self._painter.files(drawings, records.figures).items():
+        for name, content in self._painter.files(drawings).items():
             folder.write(name, content)
 
 

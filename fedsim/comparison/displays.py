@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedsim.callbacks.display import print_line, progress_bar
+from fedsim.callbacks.display import DRAWING, print_line, progress_bar
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun
 from fedsim.core.notebook import CellOutput, in_notebook, progress_html, text_html
 from fedsim.errors import plural
@@ -31,6 +31,9 @@ class Callback:
 
     def on_end(self, run: Run) -> None:
         """Called after each run, whether the run finished or failed."""
+
+    def on_drawing(self) -> None:
+        """Called if drawing the figures takes longer than a second."""
 
 
 class ComparisonDisplay(Callback):
@@ -68,6 +71,9 @@ class ComparisonDisplay(Callback):
         self._ended += 1
         self._failed += run.error is not None
         self._end(run)
+
+    def on_drawing(self) -> None:
+        self._print(DRAWING)
 
     def _start(self, lines: list[str], finished: int) -> None:
         """Print `lines`, say how many runs were finished before, and create the progress bar."""

@@ -172,7 +172,8 @@ def run_comparison(
         exit_if_imported_by_child()  # a child process would find the folder locked by its parent
     unfinished = ComparisonRecords(path, plan).unfinished(shard)
     check_runs(unfinished, to_run=True, skip_invalid=bool(plan.settings.skip_invalid))  # before the folder exists
-    with ComparisonFolder(path, plan) as folder, Painter() as painter:
+    formats = _formats(plan) if keeps_folder and shard is None else []
+    with ComparisonFolder(path, plan) as folder, Painter(formats, callback.on_drawing) as painter:
         plan, todo = folder.plan, folder.unfinished(shard)
         jobs = min(jobs or default_jobs(plan, todo), max(1, len(todo)))
         _warn(todo, plan.settings.metric, keeps_folder=keeps_folder)
@@ -262,6 +263,10 @@ def _run(
         run_in_jobs(work, jobs, callback.on_round, on_end, on_retry)
 
 
+def _formats(plan: ComparisonPlan) -> list[str]:
+    return list(plan.runs[0].experiment.records.figures)
+
+
 def _write(comparison: Comparison, folder: ComparisonFolder, painter: Painter) -> None:
     runs, axes, settings = comparison.runs, comparison.axes, comparison.settings
     folder.write("results.csv", results_csv(comparison).encode())
@@ -294,7 +299,7 @@ def _write(comparison: Comparison, folder: ComparisonFolder, painter: Painter) -
     if settings.tune is not None:
         folder.write("tuning.csv", tuning_csv(comparison).encode())
         drawings["tuning"] = partial(draw_tuning, comparison)
-    for name, content in painter.files(drawings, folder.plan.runs[0].experiment.records.figures).items():
+    for name, content in painter.files(drawings).items():
         folder.write(name, content)
 
 
@@ -325,7 +330,7 @@ def merge(
             if not folder.is_finished(run) and (source_folder := _find(run, comparisons, folder.run_folder(run))):
                 folder.clear(run)
                 _copy(source_folder, folder.run_folder(run))
-        return summarised(folder, Painter())
+        return summarised(folder, Painter(_formats(folder.plan)))
 
 
 def _sources(folder: Path) -> list[Path]:

@@ -141,7 +141,9 @@ def live_run(
         display = stack.enter_context(display_of(experiment, path, progress if is_main else False))
         stack.enter_context(engines.get(experiment.engine).target.joined(experiment.resolved()))
         folder = stack.enter_context(RunFolder(path, resume=resume)) if path is not None and is_main else None
-        painter = stack.enter_context(Painter() if folder else contextlib.nullcontext(Painter()))
+        painter = Painter(experiment.records.figures if folder else [], display.on_drawing)
+        if experiment.records.curve:
+            stack.enter_context(painter)
         past = ResumeState(folder, experiment)
         display.announce()
 
