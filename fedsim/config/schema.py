@@ -198,6 +198,9 @@ class Data(ComponentTable):
     stratify: bool | None = None
     """Whether samples that are drawn for tests, validation or local tests have the same fraction of each class. Unset:
     if test samples are drawn from one data set with class labels."""
+    channels: Literal["first", "last"] | None = None
+    """Whether the channels of images in arrays are the first or the last axis of a sample. Unset: the last if only it
+    can contain channels (at most 4); otherwise the first, or an error asks."""
     augment: Annotated[list[Augment], OneOrMore, Field(max_length=100)] = Field(default=[])
     """Augmentations of training batches: names or tables, applied in this order."""
     validation_fraction: FractionBelowOne = 0.0
@@ -207,7 +210,8 @@ class Data(ComponentTable):
     @property
     def source(self) -> tuple[str, str | None, dict[str, Any]]:
         """Name, root and parameters of the data set, for `load_dataset`."""
-        return self.name, self.root, self.params | ({} if self.stratify is None else {"stratify": self.stratify})
+        settings = {"stratify": self.stratify, "channels": self.channels}
+        return self.name, self.root, self.params | {key: value for key, value in settings.items() if value is not None}
 
     @property
     def transforms(self) -> list[ImageTransform]:

@@ -183,7 +183,7 @@ def _read(data: Any, place: str) -> TensorData:
         tensors = as_tensor_data(data)
     except DataError as error:
         raise DataError(f"{place}: {error}") from None
-    if tensors.inputs.is_floating_point() and not (finite := tensors.inputs.isfinite()).all():
+    if tensors.inputs.is_floating_point() and not (finite := tensors.inputs.float().isfinite()).all():
         sample = int((~finite).nonzero()[0, 0])
         raise DataError(f"{place}: sample {sample} has NaN or infinity as input; replace it, or remove such samples")
     return tensors

@@ -35,7 +35,7 @@ class SampleShape:
     def of(cls, train: TensorData) -> SampleShape:
         """Return the shape of training samples."""
         tokens = 0 if train.dtype.is_floating_point else int(compact(train.inputs).cpu().numpy().max()) + 1
-        classes = max(train.classes, not train.targets.is_floating_point())
+        classes = train.classes if train.targets.is_floating_point() else max(train.classes, 1)
         many = train.has_integers and classes > MOST_CLASSES
         gaps = many and classes > 2 * len(train.targets.unique())
         return cls(tuple(train.inputs.shape[1:]), classes, tuple(train.targets.shape[1:]), tokens, gaps)

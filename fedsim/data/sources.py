@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from fedsim.core.registry import Registration, Registry
 from fedsim.data.brought import ACCEPTED, has_clients, source_of
 from fedsim.data.drawn_tests import STRATIFY
 from fedsim.data.shapes import SampleShape
-from fedsim.data.tensors import TensorData
+from fedsim.data.tensors import CHANNELS, ChannelOrder, TensorData
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show
 from fedsim.system.files import is_file, user_path
 
@@ -142,7 +142,12 @@ def default_root() -> Path:
 
 
 def load_dataset(
-    name: Any, root: str | Path | None = None, *, stratify: bool | None = None, **params: Any
+    name: Any,
+    root: str | Path | None = None,
+    *,
+    stratify: bool | None = None,
+    channels: Literal["first", "last"] | None = None,
+    **params: Any,
 ) -> tuple[TensorData, TensorData]:
     """Load the training samples and the test samples of a data set.
 
@@ -153,6 +158,8 @@ def load_dataset(
         root: folder for downloaded files. None: $FEDSIM_DATA if set, else the user's cache folder.
         stratify: whether test samples that are drawn from the data have the same fraction of each class. None: if the
             data is one data set with class labels.
+        channels: whether the channels of images are their first or last axis. None: the shape decides, or an error
+            asks.
         params: parameters of the data set.
 
     Returns two TensorData (train, test), each with inputs [n, ...] and targets [n] (class labels) or [n, ...].
@@ -171,7 +178,8 @@ def load_dataset(
     name = params.pop("name")
     registration = dataset.get(name, "data.name")
     params = registration.check(params, "data", beside=["name", "root"])
-    token = STRATIFY.set(stratify)
+    order = ChannelOrder(channels)
+    tokens = STRATIFY.set(stratify), CHANNELS.set(order)
     try:
         folder = user_path(root) if root else default_root()
         loaded = registration.target(**registration.select_inputs(root=folder), **params)
@@ -187,11 +195,23 @@ def load_dataset(
     except Exception as error:
         raise DataError(f"data.name = {show(name)}: {one_line(error)}") from error
     finally:
-        STRATIFY.reset(token)
+        STRATIFY.reset(tokens[0])
+        CHANNELS.reset(tokens[1])
+    if channels and not order.used:
+        raise DataError(
+            f"data.channels = {show(channels)}: is not used, because the data set has no arrays of images [n, height, "
+            "width, channels] or [n, channels, height, width]; omit it"
+        )
     for part, data in (("training", train), ("test", test)):
         if not len(data):
             raise DataError(f"data.name = {show(name)}: the {part} set is empty; it needs at least one sample")
-        if data.targets.is_floating_point() and not data.targets.isfinite().all():
+        for kind in ("inputs", "targets"):
+            if 0 in (shape := getattr(data, kind).shape)[1:]:
+                raise DataError(
+                    f"data.name = {show(name)}: the {kind} of the {part} set have the shape {list(shape)}, so samples "
+                    "have no values; every dimension must have at least one element"
+                )
+        if data.targets.is_floating_point() and not data.targets.float().isfinite().all():
             raise DataError(f"data.name = {show(name)}: the {part} set has targets that are NaN or infinite")
     first, second = (f"{data.inputs.dtype} of shape {list(data.inputs.shape[1:])}" for data in (train, test))
     images = [data.inputs.dtype == torch.uint8 for data in (train, test)]  # only these are divided by 255
@@ -245,7 +265,7 @@ def load_dataset_once(
 def known_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape | None:
     """Return the shape of a data set's samples if it is declared, or known within `data_loaded_once`, else None."""
     if declared := getattr(dataset.get(name).target, "declared", None) if name in dataset.names() else None:
-        return declared(**{key: value for key, value in params.items() if key != "stratify"})
+        return declared(**{key: value for key, value in params.items() if key not in ("stratify", "channels")})
     return loaded.shapes.get(_key(name, root, params)) if (loaded := _loaded.get()) else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,13 +17,30 @@ from torch.utils.data import Dataset
 from fedsim.core.learning_task import described
 from fedsim.data.partitions.ids import id_columns
 from fedsim.data.pictures import raw_pixels_of
-from fedsim.errors import DataError, FedsimWarning
+from fedsim.errors import DataError, FedsimWarning, plural
 from fedsim.system.devices import with_index
 
 TARGET_KEYS = "label", "labels", "target", "targets"
 PAIRS = "data=((inputs, targets), (test_inputs, test_targets))"
-COLOURS = 1, 3  # channels
+MOST_CHANNELS = 4  # maximum number of elements of an axis that contains channels without a question
 FROM_FRAME = 'frame.drop(columns="y").to_numpy("float32") and frame["y"].to_numpy()'
+
+
+@dataclass
+class ChannelOrder:
+    """Setting `data.channels` while a data set is read.
+
+    Attributes:
+        given: whether images have the shape [n, channels, height, width] ("first") or [n, height, width, channels]
+            ("last"). None: the shape decides.
+        used: whether there were images of such a shape.
+    """
+
+    given: str | None = None
+    used: bool = False
+
+
+CHANNELS: ContextVar[ChannelOrder | None] = ContextVar("fedsim_channels", default=None)
 
 
 @dataclass(frozen=True)
@@ -221,18 +239,20 @@ def as_tensor_data(data: Any) -> TensorData:
 
     Inputs may be tensors, arrays, numbers or PIL images of equal shape. PIL images are rotated as their EXIF data say,
     and palettes are converted to colours. PIL images with integers of more than 8 bits are errors. uint8 inputs, such
-    as images, are divided by 255, as torchvision's ToTensor does, and images without channels or with
-    channels last become [channels, height, width]. Longer unsigned integers become int64, and other
-    integers (tokens) are unchanged. Targets may be numbers, tensors or arrays of equal shape: integers become int64,
-    and floating-point targets are unchanged. The data set's attribute `ids` is kept.
+    as images, are divided by 255, as torchvision's ToTensor does, and those without channels become [1, height, width].
+    Images with channels last become [channels, height, width], with a warning. Longer unsigned integers become int64,
+    booleans become floating-point, and other integers (tokens) are unchanged. Targets may be numbers, tensors or arrays
+    of equal shape: integers become int64, and floating-point targets are unchanged. The data set's attribute `ids` is
+    kept.
 
     Raises DataError if `data` is a data frame, or has no length or index (such as a DataLoader). Raises DataError also
-    if a sample is not an (input, target) pair, or if inputs or targets are not numeric or differ in shape.
+    if a sample is not an (input, target) pair, if inputs or targets are not numeric or differ in shape, or if the first
+    and the last axis of images may both contain channels.
 
     >>> fedsim.data.as_tensor_data([(torch.zeros(3), 1), (torch.ones(3), 0)]).targets
     tensor([1, 0])
     """
-    if isinstance(data, TensorData):
+    if isinstance(data, TensorData):  # has channels first
         return data
     kind = type(data).__name__
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -243,6 +263,7 @@ def as_tensor_data(data: Any) -> TensorData:
         )
     if hasattr(data, "to_numpy"):
         raise DataError(f"a {kind} contains columns, not samples; pass {PAIRS}, with arrays such as {FROM_FRAME}")
+    pictures = False
     if isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data[0], (tuple, list, Mapping)):
         inputs, targets = _columns(*data)
     else:
@@ -252,34 +273,52 @@ def as_tensor_data(data: Any) -> TensorData:
             line = f"samples have {len(data[0])} parts, of which only the first two are used, as input and target"
             warnings.warn(line, FedsimWarning, stacklevel=2)
         samples = [as_pair(data[index], index) for index in range(len(data))]
+        pictures = hasattr(samples[0][0], "getbands")  # images of PIL
         inputs = _stacked([_as_tensor(sample[0], f"the input of sample {n}") for n, sample in enumerate(samples)])
         targets = torch.from_numpy(as_targets([sample[1] for sample in samples]))
-    if inputs.layout != torch.strided or inputs.is_complex():
+    if inputs.layout != torch.strided or inputs.is_complex() or inputs.is_quantized:
         raise DataError(f"the inputs must be a dense tensor of real numbers, not {inputs.layout} of {inputs.dtype}")
     ids = id_columns(getattr(data, "ids", None))
+    if not pictures and (inputs.dtype == torch.uint8 or inputs.is_floating_point()):
+        inputs = _channels_first(inputs)
     if inputs.dtype == torch.uint8:
-        inputs, assumed = _channels_first(inputs)
-        return TensorData(inputs, targets, scale=1 / 255, ids=ids, assumed=(assumed,))
+        shape, inputs = list(inputs.shape[1:]), inputs[:, None] if inputs.ndim == 3 else inputs
+        changed = f", shape {shape} becomes {[1, *shape]}" * (len(shape) == 2)
+        note = f"uint8 inputs are divided by 255{changed}"
+        return TensorData(inputs, targets, scale=1 / 255, ids=ids, assumed=(note,))
     if inputs.dtype in (torch.uint16, torch.uint32, torch.uint64):  # few operations of PyTorch support them
-        inputs = inputs.long()
+        inputs = torch.from_numpy(_int64(inputs.numpy(), "inputs"))
+    if inputs.dtype == torch.bool:
+        inputs = inputs.float()
     if inputs.is_floating_point():
         return TensorData(inputs, targets, ids=ids)
     note = "inputs that are integers are tokens (convert measured numbers to floating point)"
     return TensorData(inputs, targets, dtype=inputs.dtype, ids=ids, assumed=(note,))
 
 
-def _channels_first(pixels: Tensor) -> tuple[Tensor, str]:
-    """Return uint8 images [n, h, w] or [n, h, w, channels] as [n, channels, h, w], and a description of what was done.
+def _channels_first(inputs: Tensor) -> Tensor:
+    """Return images [n, h, w, channels] as [n, channels, h, w]. Inputs of other shapes are unchanged.
 
-    Other shapes are unchanged, also those that are channels first already.
+    Without a setting `data.channels`, the last axis contains the channels if it has at most 4 elements and is shorter
+    than the others, and the first axis has more than 4. Raises DataError if both axes may contain channels.
     """
-    shape = list(pixels.shape[1:])
-    if len(shape) == 2:
-        pixels = pixels[:, None]
-    elif len(shape) == 3 and shape[2] in COLOURS and shape[0] not in COLOURS:
-        pixels = pixels.permute(0, 3, 1, 2).contiguous()
-    changed = "" if list(pixels.shape[1:]) == shape else f", shape {shape} becomes {list(pixels.shape[1:])}"
-    return pixels, f"uint8 inputs are divided by 255{changed}"
+    shape, order = list(inputs.shape[1:]), CHANNELS.get()
+    if len(shape) != 3 or not all(shape):
+        return inputs
+    order, (first, height, last) = order or ChannelOrder(), shape
+    is_last = order.given == "last"
+    if order.given is None:
+        is_last = last <= MOST_CHANNELS < first and last < height
+        if not is_last and (last <= MOST_CHANNELS or last < min(first, height)):
+            raise DataError(
+                f"inputs of shape {shape} may be images with {plural(first, 'channel')} first or with "
+                f'{plural(last, "channel")} last; set data.channels to "first" or "last"'
+            )
+        if is_last and not order.used:
+            line = f"inputs of shape {shape} are taken for images with channels last, and become {[last, *shape[:2]]}"
+            warnings.warn(f'{line}; data.channels = "last" confirms this', FedsimWarning, stacklevel=3)
+    order.used = True
+    return inputs.permute(0, 3, 1, 2).contiguous() if is_last else inputs
 
 
 def as_pair(sample: Any, index: int) -> tuple[Any, Any]:
@@ -309,7 +348,7 @@ def _columns(inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
             raise DataError(f"{place}: must be a tensor or an array with at least one dimension, not a {kind}{remedy}")
     if len(inputs) != len(targets):
         raise DataError(f"there are {len(inputs)} inputs, but {len(targets)} targets; each input needs one target")
-    array = targets.detach().cpu().numpy() if isinstance(targets, Tensor) else targets
+    array = targets.detach().cpu().numpy() if isinstance(targets, Tensor) else _plain(targets)
     array = _as_int64(array) if array.dtype.kind in "iubf" else as_targets(list(array))
     return _as_tensor(inputs, "an array of inputs"), torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
@@ -354,7 +393,28 @@ def _as_int64(array: np.ndarray) -> np.ndarray:
     """Convert integer and boolean targets to int64, and flatten class labels from [n, 1] to [n]."""
     if array.shape[1:] == (1,) and array.dtype.kind in "iub":  # class labels as arrays of one number
         array = array[:, 0]
-    return array.astype(np.int64) if array.dtype.kind in "iub" else array
+    return _int64(array, "targets") if array.dtype.kind in "iub" else array
+
+
+def _int64(array: np.ndarray, kind: str) -> np.ndarray:
+    """Return integers as int64. Raise DataError, with `kind` ("targets"), for integers that int64 cannot hold."""
+    if array.dtype.kind == "u" and array.max(initial=0) > np.iinfo(np.int64).max:
+        raise DataError(f"the {kind} go up to {array.max()}, which int64 cannot hold; renumber them from 0")
+    return array.astype(np.int64)
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """Return an array of a type that PyTorch supports if possible: numbers in the byte order of this machine.
+
+    Raises DataError for masked values.
+    """
+    if np.ma.is_masked(array):
+        raise DataError("an array has masked values; fill them in, or remove such samples")
+    if array.dtype.kind == "O" and all(isinstance(value, (int, float, np.number)) for value in array.flat):
+        array = np.array(array.tolist())
+    if array.dtype.itemsize > 8 and array.dtype.kind == "f":
+        array = array.astype(np.float64)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _as_tensor(value: Any, place: str) -> Tensor:
@@ -367,7 +427,8 @@ def _as_tensor(value: Any, place: str) -> Tensor:
             raise DataError(f"{place}: {error}") from None
         return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     try:
-        return torch.as_tensor(np.require(value, requirements=["C", "W"]) if isinstance(value, np.ndarray) else value)
+        is_array = isinstance(value, np.ndarray)
+        return torch.as_tensor(np.require(_plain(value), requirements=["C", "W"]) if is_array else value)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = f"{value.dtype} array" if isinstance(value, np.ndarray) else type(value).__name__
         raise DataError(

@@ -27,6 +27,7 @@ from fedsim.core.rows import Layout
 from fedsim.core.training import check_outputs
 from fedsim.data import Shards, TensorData
 from fedsim.data.shapes import SampleShape
+from fedsim.data.tensors import compact
 from fedsim.engines import Engine, RunTask
 from fedsim.errors import DataError, ExperimentError, FedsimError, SettingWarning, called, one_line, show, show_bytes
 from fedsim.processing import initial_states
@@ -273,6 +274,12 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     _check_augmentations(experiment, inputs, train)
     known, own = SampleShape.of(train), experiment.model.registration.imported
     known = replace(known, classes=classes, tokens=max(known.tokens, SampleShape.of(test).tokens))
+    integers = [] if train.dtype.is_floating_point else [compact(part.inputs).cpu().numpy() for part in (train, test)]
+    if not own and (least := min((int(values.min()) for values in integers), default=0)) < 0:
+        raise DataError(
+            f"data.name = {show(dataset)}: inputs that are integers are tokens, which must be at least 0, but the data "
+            f"contains {least}; convert measured numbers to floating point, such as inputs.astype('float32')"
+        )
     data = experiment.data.model_copy(update={"name": dataset})
     wrong = mismatches(experiment.model, data, known, experiment.task.component)
     if wrong and not (train.dtype.is_floating_point or own):
@@ -330,9 +337,14 @@ def _warn_of_classes(task: RunTask, train: TensorData, test: TensorData, outputs
 
     Tokens are not checked, because a text may contain only a part of its vocabulary.
     """
-    if not _has_classes(task.experiment, train) or outputs.ndim != 2 or outputs.shape[1] == 1:
+    if not _has_classes(task.experiment, train):
         return
     trained, tested = (data.sample_targets.cpu().numpy() for data in (train, test))
+    if (label := trained[0]) == trained.max() == trained.min():
+        line = f"data.name = {show(dataset)}: all training samples have the label {label}, so no class can be learned"
+        warnings.warn(line, SettingWarning, stacklevel=2)
+    if outputs.ndim != 2 or outputs.shape[1] == 1:
+        return
     unused = np.setdiff1d(np.arange(outputs.shape[1]), np.union1d(trained, tested))
     if len(unused):
         warnings.warn(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 import fedsim
 from fedsim.data.drawn_tests import drawn_rows
 from fedsim.data.encoding import DataTable, train_and_test
-from fedsim.errors import FedsimError, FedsimWarning
+from fedsim.errors import DataError, FedsimError, FedsimWarning, SettingWarning
 from tests.data.loading import load, refused
 
 RNG = np.random.default_rng(0)
@@ -202,18 +204,105 @@ def test_parts_of_samples_that_are_not_used_are_named():
     assert train.inputs.shape == (48, 2)
 
 
+LAST, FIRST = (6, 9, 8, 3), (6, 3, 9, 8)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
 @pytest.mark.parametrize(
-    ("shape", "expected"), [((6, 5, 4), (6, 1, 5, 4)), ((6, 5, 4, 3), (6, 3, 5, 4)), ((6, 3, 5, 4), (6, 3, 5, 4))]
+    ("shape", "expected", "given"),
+    [
+        *((shape, FIRST, None) for shape in (LAST, FIRST)),
+        *(((6, 32, 32, count), (6, count, 32, 32), None) for count in (1, 2, 4)),
+        ((6, 9, 8, 10), (6, 10, 9, 8), "last"),
+        ((6, 9, 8, 7), (6, 9, 8, 7), "first"),
+        ((6, 3, 8, 2), (6, 2, 3, 8), "last"),
+        ((6, 3, 8, 2), (6, 3, 8, 2), "first"),
+        *((shape, shape, None) for shape in ((6, 10, 28, 28), (6, 9, 9, 9), (6, 1, 28, 28))),
+        ((6, 5, 4), (6, 5, 4), None),
+    ],
 )
-def test_pixels_as_keras_stores_them_are_channels_first_and_divided_by_255(tmp_path, shape, expected):
-    pixels, labels = RNG.integers(0, 256, shape).astype(np.uint8), np.arange(6) % 2
+def test_images_in_arrays_become_channels_first(tmp_path, dtype, shape, expected, given):
+    pixels, labels = RNG.integers(0, 256, shape).astype(dtype), np.arange(6) % 2
+    moved = given == "last" or (given is None and shape[-1] < 5 <= shape[1] and len(shape) == 4)
+    transposed = (pixels.transpose(0, 3, 1, 2) if moved else pixels) / (255 if dtype == "uint8" else 1)
+    if dtype == "uint8" and len(shape) == 3:  # images without channels
+        expected, transposed = (6, 1, 5, 4), transposed[:, None]
     np.savez(tmp_path / "k.npz", x_train=pixels, y_train=labels, x_test=pixels[:2], y_test=labels[:2])
-    train, test = load(str(tmp_path / "k.npz"))
-    assert (tuple(train.inputs.shape), tuple(test.inputs.shape)) == (expected, (2, *expected[1:]))
-    order = (0, 3, 1, 2) if shape[-1] == 3 else range(len(shape))
-    assert np.allclose(train.gather(torch.arange(6))[0], pixels.transpose(order).reshape(expected) / 255)
-    changed = f", shape {list(shape[1:])} becomes {list(expected[1:])}" if shape != expected else ""
-    assert train.assumed == (f"uint8 inputs are divided by 255{changed}",)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = {"channels": given} if given else {}
+        for data in (str(tmp_path / "k.npz"), ((pixels, labels), (pixels[:2], labels[:2]))):
+            train, test = fedsim.load_dataset(data, **options)
+            assert (tuple(train.inputs.shape), tuple(test.inputs.shape)) == (expected, (2, *expected[1:]))
+            assert np.allclose(train.gather(torch.arange(6))[0], transposed)
+    lines = {str(warning.message) for warning in caught if "channels" in str(warning.message)}
+    change = f"inputs of shape {list(shape[1:])} are taken for images with channels last, and become {[*expected[1:]]}"
+    assert lines == ({f'{change}; data.channels = "last" confirms this'} if moved and given is None else set())
+
+
+@pytest.mark.parametrize("shape", [(6, 32, 32, 10), (6, 3, 8, 2), (6, 1, 28, 1), (6, 32, 2, 3)])
+def test_arrays_whose_channels_may_be_first_or_last_are_questions(shape):
+    pixels, labels = np.zeros(shape, np.float32), np.arange(6) % 2
+    question = 'channels? last; set data.channels to "first" or "last"$'
+    refused(((pixels, labels), (pixels, labels)), question)
+    assert load(([(pixel, 0) for pixel in pixels], (pixels, labels)), channels="first")[0].inputs.shape == shape
+    refused((INPUTS, LABELS), 'data.channels = "last": is not used, because the data set has no', channels="last")
+
+
+NO_VALUES = r"the inputs of the training set have the shape \[48, .*0.*\], so samples have no values; every dimension"
+
+
+@pytest.mark.parametrize("engine", ["serial", "batched"])
+@pytest.mark.parametrize(
+    ("inputs", "targets", "match"),
+    [
+        (
+            INPUTS,
+            np.where(LABELS == 0, -1, LABELS),
+            r"training set contains the label -1; class labels must be at least",
+        ),
+        (INPUTS, LABELS * 0 - 2, r"the training set contains the label -2; class labels must be at least 0"),
+        (INPUTS, np.full(60, 2**63, np.uint64), "training data: the targets go up to 9223372036854775808, which int64"),
+        (INPUTS, LABELS.astype(complex), "the training data: the target of sample 0 is a complex128"),
+        (INPUTS, np.where(LABELS == 0, np.nan, 1), "the training set has targets that are NaN or infinite"),
+        (INPUTS, np.zeros((60, 0)), "the targets of the training set have the shape"),
+        (np.full((60, 2), 2**63, np.uint64), LABELS, "the training data: the inputs go up to 9223372036854775808"),
+        (np.zeros((60, 0)), LABELS, NO_VALUES),
+        (np.zeros((60, 0), int), LABELS, NO_VALUES),
+        (np.zeros((60, 28, 0), np.uint8), LABELS, NO_VALUES),
+        (np.zeros((60, 1, 0, 28), np.float32), LABELS, NO_VALUES),
+        (np.full((60, 2), 1e300), LABELS, "the training data: sample 0 has NaN or infinity as input"),
+        (np.ma.masked_less(INPUTS, 0), LABELS, "the training data: an array has masked values; fill them in"),
+        (np.zeros(60, [("a", "f4")]), LABELS, "the training data: an array of inputs is a"),
+        (np.arange(120).reshape(60, 2) - 9, LABELS, "inputs that are integers are tokens, which must be at least 0"),
+    ],
+)
+def test_values_that_cannot_be_samples_are_a_line_about_the_data(inputs, targets, match, engine):
+    small = {"rounds": 1, "workers": 2, "model": {"name": "char_lstm"} if match.startswith("inputs") else "logistic"}
+    with pytest.raises(DataError, match=match) as caught:
+        fedsim.run(small, data=(inputs, targets), engine=engine)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets"),
+    [
+        (INPUTS.astype(">f8"), LABELS.astype(">i4")),
+        (INPUTS.astype(np.longdouble), LABELS.astype(np.uint64)),
+        (INPUTS.astype(object), LABELS.astype(object)),
+    ],
+)
+def test_other_types_of_numbers_are_converted(inputs, targets):
+    train, test = load((inputs, targets))
+    expected = load((INPUTS, LABELS))
+    assert torch.equal(torch.cat([train.inputs, test.inputs]).float(), torch.cat([part.inputs for part in expected]))
+    assert torch.equal(torch.cat([train.targets, test.targets]), torch.cat([part.targets for part in expected]))
+    assert load((INPUTS > 0, LABELS))[0].inputs.unique().tolist() == [0.0, 1.0]
+
+
+def test_a_single_class_is_a_warning():
+    with pytest.warns(SettingWarning, match="all training samples have the label 0, so no class can be learned"):
+        fedsim.run(data=(INPUTS, LABELS * 0), workers=2, **TINY_RUN)
 
 
 def test_names_of_classes_in_arrays_are_numbered_in_sorted_order(tmp_path):

@@ -29,9 +29,10 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
 
     The arrays are `inputs` [n, ...], `targets` [n, ...] and, if the file has test samples, `test_inputs` and
     `test_targets` (or `x_train`, `y_train`, `x_test`, `y_test` as in Keras, and other usual names). Every other array
-    has shape [n] and contains the owner of each sample, for the partition `natural`. uint8 inputs are divided by 255.
-    Those of shape [n, height, width] or [n, height, width, channels] become [n, channels, height, width]. Targets that
-    are text become class labels in sorted order.
+    has shape [n] and contains the owner of each sample, for the partition `natural`. uint8 inputs are divided by 255,
+    and those of shape [n, height, width] get one channel. Images [n, height, width, channels] become [n, channels,
+    height, width] if only the last axis can contain channels (see `data.channels`). Targets that are text become class
+    labels in sorted order.
 
     Args:
         path: the file. `.pt` files are refused, because reading a pickle runs code.

@@ -22,7 +22,7 @@ from fedsim.core.suggestions import closest
 from fedsim.data.pictures import pixels_of
 from fedsim.data.shapes import SampleShape
 from fedsim.data.sources import MNIST_STATISTICS, dataset
-from fedsim.data.tensors import COLOURS, TensorData
+from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, FedsimError, MissingPackageError, one_line, show
 from fedsim.system import packages
 from fedsim.system.devices import require_memory
@@ -353,7 +353,7 @@ def _tensors(part: Any, size: int | None) -> tuple[Tensor, Tensor]:
     images, labels = torch.as_tensor(data), torch.as_tensor(targets).long()
     if images.ndim == 3:
         images = images[:, None]
-    elif images.shape[3] in COLOURS and images.shape[1] not in COLOURS:
+    elif images.shape[3] in (1, 3) and images.shape[1] not in (1, 3):
         images = images.permute(0, 3, 1, 2)
     return images.contiguous(), labels
 
