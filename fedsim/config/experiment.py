@@ -30,7 +30,7 @@ from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import own_copy, plain
 from fedsim.core.suggestions import VOCABULARY, answer
 from fedsim.core.validation_errors import explain
-from fedsim.data.drawn_tests import strata_of
+from fedsim.data.drawn_tests import kept_together, strata_of
 from fedsim.data.formats.images import lacks_files
 from fedsim.data.shapes import SampleShape
 from fedsim.data.sources import (
@@ -106,7 +106,7 @@ class Experiment(Settings):
 
     @model_validator(mode="after")
     def _take_from_data(self) -> Experiment:
-        tables = tables_from_data(self, _sample_shape)
+        tables = tables_from_data(self, partial(_sample_shape, self.partition))
         self._awaits_data = tables is None
         for key, table in (tables or {}).items():
             object.__setattr__(self, key, table)  # the model is frozen
@@ -122,7 +122,7 @@ class Experiment(Settings):
         if not any(check_worker_tests(self.model_copy(update={"data": data}))):
             refuse_untrusted_root(data)
             with contextlib.suppress(DataError):  # the run reports it
-                train, test = load_dataset_once(*data.source)
+                train, test = load_dataset_once(*data.source(self.partition))
                 if train.drawn_by is None and column_of(train.ids) in test.ids:
                     data.model_fields_set.discard("local_test_fraction")
                     object.__setattr__(self, "data", data)  # the model is frozen
@@ -204,24 +204,26 @@ def count_workers(tables: Mapping[str, Any]) -> int | None:
 
     def ids() -> Mapping[str, np.ndarray]:
         refuse_untrusted_root(data)
-        train = load_dataset_once(*data.source)[0]
+        source = data.source(partition)
+        train = load_dataset_once(*source)[0]
         if not train.ids or not data.validation_fraction:
             return train.ids
-        strata = strata_of(train, data.stratify)
-        remaining, _ = validation_positions(len(train), data.validation_fraction, tables.get("seed", 0), strata=strata)
+        strata, owners = strata_of(train, data.stratify), kept_together(train, **source[2])
+        share, seed = data.validation_fraction, tables.get("seed", 0)
+        remaining, _ = validation_positions(len(train), share, seed, strata=strata, owners=owners)
         return {name: column[remaining] for name, column in train.ids.items()}
 
     return None if count is None else count(ids)
 
 
-def _sample_shape(data: schema.Data) -> SampleShape | None:
+def _sample_shape(partition: schema.Partition, data: schema.Data) -> SampleShape | None:
     """Return the shape of a data set's samples, or None if the data set must be downloaded."""
-    if shape := known_shape(*data.source):
+    if shape := known_shape(*(source := data.source(partition))):
         return shape
     refuse_untrusted_root(data)
     if lacks_files(data.name, data.root or default_root(), **data.params):
         return None
-    return sample_shape(*data.source)
+    return sample_shape(*source)
 
 
 def refuse_untrusted_root(data: schema.Data) -> None:

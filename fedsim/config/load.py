@@ -84,7 +84,7 @@ def with_data(experiment: Experiment) -> Experiment:
         return experiment
     with data_loaded_once():
         try:
-            sample_shape(*experiment.data.source)
+            sample_shape(*experiment.data.source(experiment.partition))
         except DataError:
             if not traits_of(experiment.engine).ranks:
                 raise

@@ -201,16 +201,21 @@ class Data(ComponentTable):
     channels: Literal["first", "last"] | None = None
     """Whether the channels of images in arrays are the first or the last axis of a sample. Unset: the last if only it
     can contain channels (at most 4); otherwise the first, or an error asks."""
+    split_by: str | None = None
+    """Column of owners whose samples are kept together when samples are drawn for tests, validation or local tests.
+    `samples`: owners are divided. Unset: if test samples are drawn, the column with the most owners, unless the
+    partition already divides by this column or by a finer one."""
     augment: Annotated[list[Augment], OneOrMore, Field(max_length=100)] = Field(default=[])
     """Augmentations of training batches: names or tables, applied in this order."""
     validation_fraction: FractionBelowOne = 0.0
     """Fraction of the training samples that no worker trains on. Each round records `validation_loss` and
     `validation_accuracy` on these samples."""
 
-    @property
-    def source(self) -> tuple[str, str | None, dict[str, Any]]:
-        """Name, root and parameters of the data set, for `load_dataset`."""
-        settings = {"stratify": self.stratify, "channels": self.channels}
+    def source(self, partition: Partition) -> tuple[str, str | None, dict[str, Any]]:
+        """Return the name, root and parameters of the data set that is divided by `partition`, for `load_dataset`."""
+        column_of = getattr(partition.component, "column", None)
+        settings = {"stratify": self.stratify, "split_by": self.split_by, "channels": self.channels}
+        settings["partitioned_by"] = column_of({}) if column_of else None
         return self.name, self.root, self.params | {key: value for key, value in settings.items() if value is not None}
 
     @property

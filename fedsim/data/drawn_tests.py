@@ -5,17 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator
+from fedsim.core.suggestions import nearest
 from fedsim.data.partitions.allocation import draw_part
 from fedsim.data.partitions.ids import owners_of
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, plural, show
 
-STRATIFY: ContextVar[bool | None] = ContextVar("fedsim_stratify", default=None)  # setting of `data.stratify`
+SAMPLES = "samples"  # value of `data.split_by` if samples of one owner may be divided
+
+
+class Draw(NamedTuple):
+    """How test samples are drawn: the arguments of `load_dataset` with these names."""
+
+    stratify: bool | None = None
+    split_by: str | None = None
+    partitioned_by: str | None = None
+
+
+DRAW: ContextVar[Draw] = ContextVar("fedsim_draw", default=Draw())  # noqa: B039  # a tuple
 NO_CLASSES = "data.stratify = true: needs one class label per sample, but the targets are {}; omit it"
 
 
@@ -44,6 +57,42 @@ def strata_of(data: TensorData, stratify: bool | None) -> np.ndarray | None:
     return data.sample_targets.cpu().numpy() if chosen else None
 
 
+def kept_together(
+    data: TensorData, split_by: str | None = None, partitioned_by: str | None = None, **params: Any
+) -> np.ndarray | None:
+    """Return the owner of each sample, int64 [n], if samples of one owner stay together in later draws, otherwise None.
+
+    The arguments are those of `load_dataset`. Unset, `split_by` is used if the test samples of the data were drawn.
+    """
+    if split_by is None and data.drawn_by is None:
+        return None
+    column = _column(data.ids, Draw(None, split_by, partitioned_by))
+    return owners_of(data.ids, column)[1] if column else None
+
+
+def _column(ids: Mapping[str, np.ndarray], draw: Draw, workers: int = 1) -> str:
+    """Return the column of owners whose samples stay together, or "" if there is none.
+
+    `workers`: number of workers if each has its own data set.
+
+    Raises DataError if it is set to a column that does not exist.
+    """
+    if draw.split_by == SAMPLES or (draw.split_by is None and not ids):
+        return ""
+    if draw.split_by is not None:
+        if draw.split_by not in ids:
+            raise DataError(
+                f"data.split_by = {show(draw.split_by)}: no such column of owners; {nearest(draw.split_by, ids)}, or "
+                f"{SAMPLES} to divide owners"
+            )
+        return draw.split_by
+    counts = {name: len(owners_of(ids, name)[0]) for name in ids}
+    column = max(counts, key=lambda name: counts[name])
+    if draw.partitioned_by is not None:
+        workers = max(workers, counts.get(draw.partitioned_by or next(iter(ids)), 1))
+    return column if workers < counts[column] < len(ids[column]) else ""
+
+
 def drawn_rows(
     targets: np.ndarray,
     fraction: float,
@@ -56,8 +105,8 @@ def drawn_rows(
     """Draw round(fraction n) test samples at random. The draw is the same for every seed.
 
     For class labels, the draw is stratified (see `draw_part`): each class has the same fraction of test samples up to
-    rounding, and at least one training sample. With `workers`, the draw is stratified by worker instead. `STRATIFY`
-    can demand strata of classes, or none.
+    rounding, and at least one training sample. With `workers`, the draw is stratified by worker instead. `DRAW`
+    can demand strata of classes, or none. Samples of one owner stay together if `_column` returns a column of `ids`.
 
     Args:
         targets: targets [n, ...].
@@ -83,7 +132,10 @@ def drawn_rows(
         )
     may_be_classes = targets.ndim == 1 and targets.dtype.kind in "iub" and not (targets < 0).any()
     chosen, how = np.zeros(n, dtype=bool), ""
-    strata, kind, by_class = workers, "" if workers is None else "worker", STRATIFY.get()
+    strata, kind, draw = workers, "" if workers is None else "worker", DRAW.get()
+    column = _column(ids or {}, draw, 1 if workers is None else len(np.unique(workers)))
+    owners = owners_of(ids or {}, column)[1] if column else None
+    by_class = draw.stratify
     if by_class and not may_be_classes:
         raise DataError(f"{place}: {NO_CLASSES.format(described(targets))}")
     if by_class is None:
@@ -93,16 +145,28 @@ def drawn_rows(
         if workers is not None:
             strata, kind = workers * (int(targets.max()) + 1) + targets, "class of each worker"
     if strata is not None:
-        how = f", the same fraction of each {kind}"
-        if held_out > n - (count := len(np.unique(strata))):
+        how = f", {'nearly ' * (owners is not None)}the same fraction of each {kind}"
+        if owners is None and held_out > n - (count := len(np.unique(strata))):
             raise DataError(
                 f"{place}: {held_out} of {n} samples would be drawn for tests, but at least {count} training "
                 f"samples must remain, one per {kind}; use a smaller data.test_fraction, or give a separate test part"
             )
-    chosen[draw_part(order, fraction, held_out, strata)] = True
+    positions = draw_part(order, fraction, held_out, strata, owners)
+    if not len(positions):
+        why = f"each owner in {show(column)} has all samples of a {kind or 'data set'}"
+        if draw.split_by is not None:
+            raise DataError(
+                f"{place}: no test samples can be drawn, because {why}; set data.split_by={SAMPLES} or another column "
+                "of owners, or give a separate test part"
+            )
+        positions, column = draw_part(order, fraction, held_out, strata), ""
+        how += f", but divided, because {why}"
+    chosen[positions] = True
     for name in ids or {}:
-        owners, owner_of = owners_of(ids or {}, name)
+        names, owner_of = owners_of(ids or {}, name)
         if (untrained := np.setdiff1d(owner_of[chosen], owner_of[~chosen])).size:
-            how += f", and all samples of {untrained.size} of {len(owners)} owners in {show(name)}"
+            joint = " (data.split_by)" if name == column else ""
+            how += f", and all samples of {untrained.size} of {len(names)} owners in {show(name)}{joint}"
+    held_out = len(positions)
     drawn = f"no test part: {held_out:,} of {n:,} samples are drawn at random for tests{how}"
     return np.flatnonzero(~chosen), np.flatnonzero(chosen), kind, drawn

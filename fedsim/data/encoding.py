@@ -26,7 +26,7 @@ from fedsim.data.columns import (
     warn_of_unscaled,
     warn_of_unused,
 )
-from fedsim.data.drawn_tests import drawn_rows
+from fedsim.data.drawn_tests import DRAW, SAMPLES, drawn_rows
 from fedsim.data.partitions.ids import joined
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, cut, plural, show
@@ -122,7 +122,9 @@ def train_and_test(
         if inputs is None and target not in named and 0 < len(others) < len(values & PART_NAMES):
             line = f"is an input, because of the values {cut(', '.join(others))}; correct them, or set data.split"
             warn(f"{place}: column {show(named[0])}: {line} or data.inputs")
-    owned_by = [ids] if isinstance(ids, str) else train[0].index if ids is None else ids
+    owned_by = [*([ids] if isinstance(ids, str) else train[0].index if ids is None else ids)]
+    if (split_by := DRAW.get().split_by) not in (None, SAMPLES, *owned_by):
+        owned_by.append(str(split_by))
     target = target or only_target(train[0].columns, place)
     if inputs is None:
         taken = [target, *owned_by, *train[0].index, split]

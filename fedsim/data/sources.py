@@ -23,7 +23,7 @@ from fedsim.core.import_policy import IMPORT_PATH
 from fedsim.core.objects import ObjectName, name_of, plain
 from fedsim.core.registry import Registration, Registry
 from fedsim.data.brought import ACCEPTED, has_clients, source_of
-from fedsim.data.drawn_tests import STRATIFY
+from fedsim.data.drawn_tests import DRAW, Draw
 from fedsim.data.shapes import SampleShape
 from fedsim.data.tensors import CHANNELS, ChannelOrder, TensorData
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show
@@ -147,6 +147,8 @@ def load_dataset(
     *,
     stratify: bool | None = None,
     channels: Literal["first", "last"] | None = None,
+    split_by: str | None = None,
+    partitioned_by: str | None = None,
     **params: Any,
 ) -> tuple[TensorData, TensorData]:
     """Load the training samples and the test samples of a data set.
@@ -160,6 +162,9 @@ def load_dataset(
             data is one data set with class labels.
         channels: whether the channels of images are their first or last axis. None: the shape decides, or an error
             asks.
+        split_by: column of owners whose samples are kept together when test samples are drawn. "samples": owners are
+            divided. None: the column with the most owners, if they are more than in `partitioned_by`.
+        partitioned_by: column of owners by which the samples are divided among workers. "": the first one. None: none.
         params: parameters of the data set.
 
     Returns two TensorData (train, test), each with inputs [n, ...] and targets [n] (class labels) or [n, ...].
@@ -179,7 +184,7 @@ def load_dataset(
     registration = dataset.get(name, "data.name")
     params = registration.check(params, "data", beside=["name", "root"])
     order = ChannelOrder(channels)
-    tokens = STRATIFY.set(stratify), CHANNELS.set(order)
+    tokens = DRAW.set(Draw(stratify, split_by, partitioned_by)), CHANNELS.set(order)
     try:
         folder = user_path(root) if root else default_root()
         loaded = registration.target(**registration.select_inputs(root=folder), **params)
@@ -195,7 +200,7 @@ def load_dataset(
     except Exception as error:
         raise DataError(f"data.name = {show(name)}: {one_line(error)}") from error
     finally:
-        STRATIFY.reset(tokens[0])
+        DRAW.reset(tokens[0])
         CHANNELS.reset(tokens[1])
     if channels and not order.used:
         raise DataError(
@@ -265,7 +270,8 @@ def load_dataset_once(
 def known_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape | None:
     """Return the shape of a data set's samples if it is declared, or known within `data_loaded_once`, else None."""
     if declared := getattr(dataset.get(name).target, "declared", None) if name in dataset.names() else None:
-        return declared(**{key: value for key, value in params.items() if key not in ("stratify", "channels")})
+        known = (*Draw._fields, "channels")
+        return declared(**{key: value for key, value in params.items() if key not in known})
     return loaded.shapes.get(_key(name, root, params)) if (loaded := _loaded.get()) else None
 
 

@@ -38,7 +38,11 @@ def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shar
 
 
 def shards_of(
-    experiment: Experiment, train: TensorData, index_of: np.ndarray | None, strata: np.ndarray | None
+    experiment: Experiment,
+    train: TensorData,
+    index_of: np.ndarray | None,
+    strata: np.ndarray | None,
+    owners: np.ndarray | None,
 ) -> tuple[Shards, Shards | None]:
     """Return (training samples of each worker, local test samples of each worker).
 
@@ -50,6 +54,7 @@ def shards_of(
         index_of: index in `train` of each training sample of the data set, [n], -1 for samples that are held out. None:
             no sample is held out.
         strata: class of each sample in `train`, if local test samples are stratified, otherwise None.
+        owners: owner of each sample in `train`, if their samples stay together, otherwise None.
     """
     chosen, labels = experiment.partition, train.sample_targets.cpu()
     shards = partition_shards(
@@ -57,7 +62,7 @@ def shards_of(
     )
     fraction = experiment.data.local_test_fraction
     held_out = fraction and fraction != OWN
-    return hold_out(shards, fraction, experiment.seed, strata) if held_out else (shards, None)
+    return hold_out(shards, fraction, experiment.seed, strata, owners) if held_out else (shards, None)
 
 
 def tests_of_owners(

@@ -22,13 +22,13 @@ from fedsim.core.objects import names_in, own_copy, why_unsendable
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.rows import Layout
 from fedsim.data import Shards, TensorData
-from fedsim.data.drawn_tests import strata_of
+from fedsim.data.drawn_tests import kept_together, strata_of
 from fedsim.data.formats.images import lacks_files
 from fedsim.data.sources import default_root
 from fedsim.data.subsets import split_validation
 from fedsim.engines import Engine, RunTask
 from fedsim.engines import engine as engines
-from fedsim.errors import WORKER_NAMES, ExperimentError, FedsimWarning, show, workers_named
+from fedsim.errors import WORKER_NAMES, DataError, ExperimentError, FedsimWarning, show, workers_named
 from fedsim.privacy import Releases
 from fedsim.processes.retry import STARTED, retried
 from fedsim.records.run_folder import RunFolder
@@ -161,19 +161,24 @@ def _with_data(
     """
     data = experiment.data
     on_setup(f"loading the data set {show(data.name)}")
-    train, test = session.data(*data.source, device)
-    strata = strata_of(train, data.stratify)
+    source = data.source(experiment.partition)
+    train, test = session.data(*source, device)
+    drawn = train.drawn_by is not None or data.validation_fraction or data.local_test_fraction not in (0, OWN)
+    if data.split_by is not None and not drawn:
+        raise DataError(f"data.split_by = {show(data.split_by)}: nothing is drawn, as there is a test part; omit it")
+    strata, owners = strata_of(train, data.stratify), kept_together(train, **source[2])
     checked = own_copy(task)  # the checks call user objects, which may change their state
     train, test = checks.with_numbers(checked, train, test)
     checks.check_outputs_of_model(checked, train, test, data.name)
     classes = max(train.classes, test.classes)
     # virtual shards may overlap
     fewest = 1 if "worker" in experiment.partition.registration.takes else experiment.workers
-    train, validation, index_of = split_validation(train, data.validation_fraction, experiment.seed, fewest, strata)
-    strata = strata if strata is None or index_of is None else strata[index_of >= 0]
+    kept = fewest, strata, owners
+    train, validation, index_of = split_validation(train, data.validation_fraction, experiment.seed, *kept)
+    strata, owners = (of if of is None or index_of is None else of[index_of >= 0] for of in (strata, owners))
 
     on_setup(f"partitioning the data among {experiment.workers:,} workers")
-    shards, worker_tests = shards_of(experiment, train, index_of, strata)
+    shards, worker_tests = shards_of(experiment, train, index_of, strata, owners)
     task = replace(task, worker_names=names_of_workers(experiment, train, test, shards))
     WORKER_NAMES.set(task.worker_names)
     checks.warn_of_held_out_classes(experiment, train, validation, shards, worker_tests)

@@ -325,6 +325,7 @@ class TestTables:
         options = {"ids": "client", "inputs": ["b", "a"], "target": "label", "test_fraction": 0.25}
         result = fedsim.run(data={"name": table(COLUMNS), **options}, partition="natural", **TINY_RUN)
         assert result.experiment.workers == 5
+        options["split_by"] = "samples"
         train, test = load(table(COLUMNS), **options)
         assert np.array_equal(rows_of(train, test), np.array(sorted(INPUTS[:, ::-1].tolist())))
         assert set(train.ids["client"]) == {f"c{k}" for k in range(5)}
@@ -363,7 +364,7 @@ class TestTables:
         columns = {**COLUMNS, "client": [f"c{k // 2}" for k in range(60)]}
         train, test = load(table(columns), ids="client", test_fraction=0.4)
         lost = len(set(test.ids["client"]) - set(train.ids["client"]))
-        assert train.assumed[-1].endswith(f', and all samples of {lost} of 30 owners in "client"')
+        assert train.assumed[-1].endswith(f', and all samples of {lost} of 30 owners in "client" (data.split_by)')
 
     def test_missing_owners_name_the_setting(self, table):
         columns = {name: values for name, values in COLUMNS.items() if name != "client"}
@@ -403,7 +404,7 @@ def test_a_named_index_is_an_owner_or_is_not_used():
     frame = pandas.DataFrame(COLUMNS).assign(patient=[k // 10 for k in range(60)]).set_index("patient")
     train, _ = load(frame[["a", "b", "label"]])
     assert (list(train.ids), train.inputs.shape) == (["patient"], (48, 2))
-    train, _ = load(frame, ids="client")
+    train, _ = load(frame, ids="client", split_by="samples")
     assert (list(train.ids), train.inputs.shape) == (["client"], (48, 2))
 
 

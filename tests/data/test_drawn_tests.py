@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from decimal import Decimal
 
 import numpy as np
@@ -100,12 +101,116 @@ def on_demand(shards, n):
     return DrawnShards("listed", strategy, ["worker"], len(shards), 0, np.zeros(n))
 
 
+class TestOwners:
+    """Samples of one owner are all in one part, by default unless the partition divides by owner."""
+
+    @staticmethod
+    def data(seed=0, owners=20, n=200):
+        rng = np.random.default_rng(seed)
+        patients = rng.integers(0, owners, n)
+        inputs = torch.linspace(0, 1, n).unsqueeze(1)
+        ids = {"hospital": patients % 4, "patient": np.array([f"p{patient:02}" for patient in patients])}
+        return fedsim.TensorData(inputs, torch.as_tensor(rng.integers(0, 3, n)), ids=ids)
+
+    @staticmethod
+    def shared(first, second, column="patient"):
+        return set(first.ids[column].tolist()) & set(second.ids[column].tolist())
+
+    @pytest.mark.parametrize("stratify", [None, False, True])
+    @pytest.mark.parametrize("fraction", [0.1, 0.2, 0.5])
+    @pytest.mark.parametrize("seed", range(3))
+    def test_are_on_one_side_and_the_parts_have_nearly_their_sizes(self, seed, fraction, stratify):
+        data = self.data(seed)
+        train, test = fedsim.load_dataset(data, stratify=stratify, test_fraction=fraction)
+        assert not self.shared(train, test)
+        assert abs(len(test) - fraction * 200) <= 12  # at most the samples of one owner
+        shares = np.bincount(test.targets, minlength=3) / np.bincount(data.targets, minlength=3)
+        assert stratify is False or abs(shares - fraction).max() < 0.15
+        joint = f'all samples of {len(set(test.ids["patient"]))} of 20 owners in "patient" (data.split_by)'
+        assert joint in train.assumed[-1]
+        again, _ = fedsim.load_dataset(replace(data, ids={"patient": data.ids["patient"][:]}), test_fraction=fraction)
+        renamed = replace(data, ids={"patient": [f"{99 - int(name[1:])}" for name in data.ids["patient"].tolist()]})
+        assert torch.equal(again.inputs, fedsim.load_dataset(renamed, test_fraction=fraction)[0].inputs)
+
+    @pytest.mark.parametrize(
+        ("arguments", "column"),
+        [
+            ({}, "patient"),
+            ({"partitioned_by": ""}, "patient"),
+            ({"partitioned_by": "hospital"}, "patient"),
+            ({"partitioned_by": "patient"}, None),
+            ({"partitioned_by": "patient", "split_by": "hospital"}, "hospital"),
+            ({"split_by": "hospital"}, "hospital"),
+            ({"split_by": "samples"}, None),
+        ],
+    )
+    def test_stay_together_in_the_finest_column_that_does_not_make_workers(self, arguments, column):
+        train, test = fedsim.load_dataset(self.data(), **arguments)
+        assert [name for name in ("hospital", "patient") if not self.shared(train, test, name)] == (
+            ["hospital", "patient"] if column == "hospital" else [column] * (column is not None)
+        )
+        assert ("(data.split_by)" in train.assumed[-1]) is (column is not None)
+
+    @pytest.mark.parametrize(
+        ("settings", "together"),
+        [
+            ({}, True),
+            ({"partition": "natural"}, True),
+            ({"partition": {"name": "natural", "by": "patient"}}, False),
+            ({"data": {"split_by": "samples"}}, False),
+        ],
+    )
+    def test_stay_together_in_all_parts_of_a_run(self, settings, together):
+        data = {"name": self.data(), "validation_fraction": 0.2, "local_test_fraction": 0.25}
+        tables = {**TINY_RUN, **settings, "data": {**data, **settings.get("data", {})}, "model": "logistic"}
+        if "partition" in settings:
+            del tables["workers"]
+        with fedsim.Session() as session, begun(fedsim.Experiment(**tables), session) as (_, engine):
+            shared = engine.shared.data
+            train, local = (
+                [shared.train.take(shards.of(k).numpy()) for k in range(len(shards))]
+                for shards in (shared.shards, shared.worker_tests)
+            )
+        names = self.data().ids["patient"]
+        pairs = [(shared.train, shared.test), (shared.train, shared.validation), *zip(train, local, strict=True)]
+        owners = [[set(names[(part.inputs[:, 0] * 199).round().long()]) for part in pair] for pair in pairs]
+        assert [not first & second for first, second in owners[: None if together else 2]] == (
+            [together] * (len(pairs) if together else 2)
+        )
+
+    def test_of_one_class_each_are_divided_with_a_line_or_refused(self):
+        data = replace(self.data(), ids={"patient": self.data().targets.numpy()})
+        train, test = fedsim.load_dataset(data)
+        assert self.shared(train, test) == {0, 1, 2}
+        assert 'but divided, because each owner in "patient" has all samples of a class' in train.assumed[-1]
+        with pytest.raises(DataError, match="no test samples can be drawn, .*; set data.split_by=samples or another"):
+            fedsim.load_dataset(data, split_by="patient")
+
+    def test_in_a_column_that_is_not_there_or_without_a_draw_are_refused(self):
+        with pytest.raises(
+            DataError, match='data.split_by = "patiens": no such column of owners; did you mean "patient"'
+        ):
+            fedsim.load_dataset(self.data(), split_by="patiens")
+        settings = {"name": (self.data(), self.data()), "split_by": "patient"}
+        with pytest.raises(DataError, match='data.split_by = "patient": nothing is drawn, as there is a test part'):
+            fedsim.run(data=settings, **{**TINY_RUN, "model": "logistic"})
+
+    def test_in_a_column_of_a_table_need_no_ids(self, tmp_path):
+        pytest.importorskip("pyarrow")
+        rows = "".join(f"{k / 50},0{k % 9},{k % 2}\n" for k in range(50))
+        (tmp_path / "t.csv").write_text(f"x,patient,y\n{rows}")
+        train, test = fedsim.load_dataset(tmp_path / "t.csv", split_by="patient")
+        assert train.inputs.shape[1] == 1
+        assert not self.shared(train, test)
+        assert "00" in {*train.ids["patient"], *test.ids["patient"]}
+
+
 TABLE = {"name": "tests.components:one_table"}
 
 
 def parts_of_a_run(**data):
     """Class counts of the test, validation, and local test samples, and of the training samples of each worker."""
-    settings = {**TABLE, "validation_fraction": 0.2, "local_test_fraction": 0.25, **data}
+    settings = {**TABLE, "split_by": "samples", "validation_fraction": 0.2, "local_test_fraction": 0.25, **data}
     with (
         fedsim.Session() as session,
         begun(fedsim.Experiment(**{**TINY_RUN, "model": "logistic", "data": settings}), session) as (_, engine),
@@ -134,7 +239,7 @@ def test_all_parts_of_one_table_are_stratified_by_default():
 
 def test_data_with_a_test_part_is_stratified_only_on_request():
     table = one_table(None)
-    parts = {"name": (table, table)}
+    parts = {"name": (table, table), "split_by": "samples"}
     default, plain, chosen = (parts_of_a_run(**parts, **more) for more in ({}, {"stratify": False}, {"stratify": True}))
     assert default == plain != chosen
     assert chosen[1] == stratified(np.bincount(table.targets).tolist(), 0.2)

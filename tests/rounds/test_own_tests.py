@@ -314,7 +314,7 @@ def test_a_column_of_one_part_leaves_the_test_samples_to_a_draw_and_other_parts_
     with pytest.raises(FedsimError, match="Train and train are names of the same part"):
         fedsim.run({**TINY, "partition": "natural", "data": data})
     data, _ = one_file(tmp_path, ("train", "train"))
-    train, test = fedsim.load_dataset(**data)
+    train, test = fedsim.load_dataset(**data, split_by="samples")
     assert "no test part: 5 of 26 samples are drawn" in train.assumed[-1]
     assert train.inputs.shape[1] == 2
     text = (tmp_path / "t.csv").read_text().replace("train", "test", 2)

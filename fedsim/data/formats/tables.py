@@ -18,6 +18,7 @@ import numpy as np
 
 from fedsim.core.numbers import ProperFraction
 from fedsim.data.columns import NUMBERING, SIGNED, TARGETS, DataColumn, data_path, require_different_names, unreadable
+from fedsim.data.drawn_tests import DRAW
 from fedsim.data.encoding import DataTable, Names, train_and_test
 from fedsim.data.partitions.ids import NUMBER
 from fedsim.data.sources import dataset
@@ -92,7 +93,7 @@ def table(
     if thousands is not None and thousands == decimal:
         raise DataError(f"data.thousands = {show(thousands)}: is data.decimal too; the two signs must differ")
     signs = _Signs(delimiter, decimal, thousands)
-    no_inputs = [*([ids] if isinstance(ids, str) else ids or ()), split]
+    no_inputs = [*([ids] if isinstance(ids, str) else ids or ()), split, DRAW.get().split_by]
 
     def is_text(name: str) -> bool:
         if inputs is None or _is_target(name, target):

@@ -60,7 +60,9 @@ def group(members: np.ndarray, owners: np.ndarray, n_owners: int) -> list[np.nda
     return np.split(members[np.argsort(owners, kind="stable")], np.cumsum(sizes)[:-1])
 
 
-def draw_part(order: np.ndarray, fraction: float, total: int, strata: np.ndarray | None = None) -> np.ndarray:
+def draw_part(
+    order: np.ndarray, fraction: float, total: int, strata: np.ndarray | None = None, owners: np.ndarray | None = None
+) -> np.ndarray:
     """Return the ascending indices of the samples that a random part of n samples contains.
 
     Without strata, the part contains the first `total` samples in `order`. With strata, it contains floor(fraction n_s)
@@ -73,10 +75,13 @@ def draw_part(order: np.ndarray, fraction: float, total: int, strata: np.ndarray
         fraction: fraction of the samples in the part, rounded to `total` samples.
         total: number of samples in the part.
         strata: stratum of each sample, such as its class, [n].
+        owners: owner of each sample, [n], if all samples of an owner belong to the part or none (see `_draw_owners`).
 
     >>> draw_part(np.arange(6), 0.5, 3, strata=np.array([0, 1, 1, 2, 2, 2]))
     array([1, 3, 4])
     """
+    if owners is not None:
+        return _draw_owners(order, fraction, np.zeros(len(order), int) if strata is None else strata, owners)
     if strata is None:
         return np.sort(order[:total])
     _, stratum_of, sizes = np.unique(strata, return_inverse=True, return_counts=True)
@@ -87,6 +92,33 @@ def draw_part(order: np.ndarray, fraction: float, total: int, strata: np.ndarray
         counts[by_remainder[(counts < sizes - 1)[by_remainder]][:left]] += 1
     members = group(order, stratum_of[order], len(sizes))  # each stratum in the drawn order
     return np.sort(np.concatenate([samples[:count] for samples, count in zip(members, counts, strict=True)]))
+
+
+def _draw_owners(order: np.ndarray, fraction: float, strata: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """Return the ascending indices of all samples of owners that are drawn at random.
+
+    In the order in which their samples first occur in `order` [n], an owner is drawn if this brings the numbers of
+    samples of the strata [n] nearer to `fraction` of each. The distance is the sum over the strata of the squared
+    differences, divided by the stratum's size. Without such an owner, the nearest one is drawn. No owner is drawn who
+    has the last sample of a stratum that is not in the part.
+    """
+    _, owner_of = np.unique(owners, return_inverse=True)
+    _, stratum_of, sizes = np.unique(strata, return_inverse=True, return_counts=True)
+    _, first = np.unique(owner_of[order], return_index=True)
+    members = group(np.arange(len(order)), owner_of, len(first))
+    drawn, left, remain, farther = list[int](), sizes.copy(), (1 - fraction) * sizes, dict[int, float]()
+    for owner in np.argsort(first).tolist():
+        own, counts = np.unique(stratum_of[members[owner]], return_counts=True)
+        if (left[own] == counts).any():
+            continue
+        change = ((left[own] - counts - remain[own]) ** 2 - (left[own] - remain[own]) ** 2) / sizes[own]
+        if change.sum() < 0:
+            left[own] -= counts
+            drawn.append(owner)
+        elif not drawn:
+            farther[owner] = float(change.sum())
+    drawn = drawn or sorted(farther, key=lambda owner: farther[owner])[:1]
+    return np.sort(np.concatenate([np.zeros(0, int), *(members[owner] for owner in drawn)]))
 
 
 def has_classes(labels: np.ndarray) -> bool:

@@ -209,7 +209,9 @@ class DrawnShards(Shards):
             )
 
 
-def hold_out(shards: Shards, fraction: float, seed: int, strata: np.ndarray | None = None) -> tuple[Shards, Shards]:
+def hold_out(
+    shards: Shards, fraction: float, seed: int, strata: np.ndarray | None = None, owners: np.ndarray | None = None
+) -> tuple[Shards, Shards]:
     """Split every worker's shard at random into training samples and local test samples.
 
     Args:
@@ -219,6 +221,8 @@ def hold_out(shards: Shards, fraction: float, seed: int, strata: np.ndarray | No
         seed: seed for the splits. Each worker's split depends only on (seed, worker).
         strata: class of each sample of the data set, [n], so that each worker's split is stratified (see `draw_part`).
             A worker has fewer test samples if its classes have too few samples. None: no strata.
+        owners: owner of each sample of the data set, [n], whose samples in one shard stay together. A worker with the
+            samples of a single owner has no test samples. None: owners may be divided.
 
     Returns (training shards, test shards). If `shards` are drawn on demand, so are both results.
 
@@ -226,7 +230,7 @@ def hold_out(shards: Shards, fraction: float, seed: int, strata: np.ndarray | No
     >>> train.size(0), test.size(0)
     (8, 2)
     """
-    part = partial(PartOfShards, shards, fraction, seed, strata)
+    part = partial(PartOfShards, shards, fraction, seed, strata, owners)
     parts = part(held_out=False), part(held_out=True)
     if not shards.listed:
         return parts
@@ -241,15 +245,23 @@ class PartOfShards(Shards):
         shards: shards of all workers.
         fraction: fraction of test samples, 0 < fraction < 1.
         seed: seed for the splits.
-        strata: class of each sample of the data set, [n], or None.
+        strata, owners: class and owner of each sample of the data set, [n], or None.
         held_out: whether this object contains the test part.
     """
 
     def __init__(
-        self, shards: Shards, fraction: float, seed: int, strata: np.ndarray | None = None, *, held_out: bool
+        self,
+        shards: Shards,
+        fraction: float,
+        seed: int,
+        strata: np.ndarray | None = None,
+        owners: np.ndarray | None = None,
+        *,
+        held_out: bool,
     ) -> None:
         self._shards, self._fraction, self._seed, self._held_out = shards, fraction, seed, held_out
-        self._strata, self.equal_sizes = strata, shards.equal_sizes and strata is None
+        self._strata, self._owners = strata, owners
+        self.equal_sizes = shards.equal_sizes and strata is None and owners is None
 
     @property
     def listed(self) -> bool:  # type: ignore[override]
@@ -259,7 +271,7 @@ class PartOfShards(Shards):
         return len(self._shards)
 
     def size(self, worker: int) -> int:
-        if self._strata is not None:
+        if self._strata is not None or self._owners is not None:
             return len(self.of(worker))
         tests = self._tests(n := self._shards.size(worker))
         return tests if self._held_out else n - tests
@@ -270,9 +282,10 @@ class PartOfShards(Shards):
 
     def of(self, worker: int) -> Tensor:
         positions = self._shards.of(worker)
-        n, strata = len(positions), None if self._strata is None else self._strata[positions.numpy()]
+        n = len(positions)
+        strata, owners = (None if of is None else of[positions.numpy()] for of in (self._strata, self._owners))
         order = numpy_generator(self._seed, "local_test_fraction", worker).permutation(n)
-        chosen = draw_part(order, self._fraction, self._tests(n), strata)
+        chosen = draw_part(order, self._fraction, self._tests(n), strata, owners)
         chosen = chosen if self._held_out else np.setdiff1d(np.arange(n), chosen)
         return positions[torch.from_numpy(chosen)]
 
