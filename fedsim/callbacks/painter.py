@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fedsim.core.plotting import encode
+from fedsim.errors import FedsimError
 from fedsim.processes.child_process import Child, forks, init_child_process, signals_deferred, start_process
 from fedsim.processes.messages import Channel
 
@@ -79,12 +80,16 @@ def _files(drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
 
 def _serve(pipe: Connection) -> None:
     init_child_process()
+    with contextlib.suppress(FedsimError):  # then the parent draws, and reports the error
+        _answer(Channel(pipe))
+
+
+def _answer(channel: Channel) -> None:
     from fedsim.core.figure import Figure
 
     figure = Figure(layout="constrained")
     figure.subplots().plot([0, 1], label="0123456789")
     encode(figure, "png")  # loads fonts
-    channel = Channel(pipe)
     with contextlib.suppress(EOFError, OSError):  # raised when the run has ended
         if (message := channel.receive()) is not None:
             channel.send(_files(*message.load()))

@@ -185,7 +185,7 @@ def list_module(path: Path, columns: int | None = None) -> str:
         body = ast.parse(read_bounded(path, MAX_MODULE_BYTES)).body
     except OSError as error:
         raise ExperimentError(f"{path}: cannot be read: {error.strerror}") from None
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
         raise ExperimentError(f"{path}: cannot be read as Python: {one_line(error)}") from None
     module = ".".join(path.with_suffix("").parts)
     docstrings = {

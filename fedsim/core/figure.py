@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure as MatplotlibFigure
-
 from fedsim.core.plotting import encode
+from fedsim.errors import ExperimentError, one_line
+
+try:
+    from matplotlib.figure import Figure as MatplotlibFigure
+except ValueError as error:  # an environment variable such as MPLBACKEND
+    raise ExperimentError(f"matplotlib cannot be imported: {one_line(error)}") from None
 
 if TYPE_CHECKING:
     from matplotlib.text import Text

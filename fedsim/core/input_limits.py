@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 from fedsim.errors import MAX_NAME, MAX_TEXT, cut, show
 
 MAX_DEPTH = 16  # maximum nesting depth of tables and lists; experiments use five levels
+MAX_FLOAT = 3.4028234663852886e38  # the largest of 32 bits, in which models are trained
 MAX_BITS = 64  # maximum size of an integer
 DOTTED = re.compile(r"[^\s.,=\[\]{}]+(?:[ \t]*\.[ \t]*[^\s.,=\[\]{}]+)*")
 CONTROL = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories that can control terminals or that files cannot store
@@ -48,7 +50,11 @@ def problem_with_words(value: Any, place: str = "", *, any_text: bool = False) -
                     return f"{show(key)}: keys must be printable and have at most {MAX_NAME} characters"
                 waiting.append((f"{place}.{key}" if place else key, item, depth + 1))
         elif isinstance(value, (list, tuple)):
-            waiting.extend((place, item, depth + 1) for item in value if type(item) is not float)  # maybe 10^6 floats
+            waiting.extend(
+                (place, item, depth + 1) for item in value if type(item) is not float or abs(item) > MAX_FLOAT
+            )
+        elif isinstance(value, float) and not any_text and MAX_FLOAT < abs(value) < math.inf:
+            return f"{cut(place)} = {show(value)}: must be at most {MAX_FLOAT:.3g}, the largest number of 32 bits"
         elif isinstance(value, int) and value.bit_length() > MAX_BITS:
             return f"{cut(place)}: integers must have at most {MAX_BITS} bits, not {value.bit_length()}"
         elif isinstance(value, str) and not (any_text or is_harmless(value)):

@@ -132,6 +132,7 @@ def show_dollars(figure: Figure) -> None:
     from matplotlib.ticker import FuncFormatter
 
     for text in figure.findobj(Text):
+        text.set_usetex(False)  # may be set in the user's matplotlibrc; our texts are not written for LaTeX
         if re.search(r"(?<!\\)\$", text.get_text()):  # tick labels are created again, see below
             text.set_text(re.sub(r"(?<!\\)\$", r"\$", text.get_text()))
     for axis in figure.findobj(Axis):
@@ -159,6 +160,7 @@ def encode(figure: Figure, format: str, dpi: int = DPI) -> bytes:
 
     show_dollars(figure)
     buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "fedsim"}):  # otherwise the ids in an SVG are random
+    # otherwise the ids in an SVG are random
+    with matplotlib.rc_context({"svg.hashsalt": "fedsim", "text.usetex": False}):
         figure.savefig(buffer, format=format, dpi=dpi, metadata=UNDATED[format])
     return buffer.getvalue()

@@ -84,7 +84,7 @@ def data_table(value: Any) -> dict[str, Any]:
 def one_per_worker(value: Any) -> bool:
     """Whether the setting `data` has one data set for each worker."""
     with contextlib.suppress(ExperimentError):  # reported together with the errors of the other tables
-        name = data_table(value)["name"]
+        name = data_table(value).get("name")
         return isinstance(name, ObjectName) and has_clients(name.target)
     return False
 

@@ -175,6 +175,10 @@ class TensorData(Dataset):
         # At least one dimension, since zero-dimensional tensors do not take part in type promotion.
         return [values.view(-1, *[1] * (self.inputs.ndim - 2)) for values in tensors]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes without cached tensors, for which another process would need shared memory."""
+        return {name: value for name, value in vars(self).items() if name != "_scale_and_shift"}
+
     @property
     def normalisation(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the pixels. For uint8 images, (sample * deviation + mean) is in [0, 1]."""

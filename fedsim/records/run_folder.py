@@ -232,7 +232,10 @@ def _require_empty(folder: Path) -> None:
 
 def describe_environment() -> dict[str, Any]:
     """Return the date, the software versions, the machine and the git commit, to be stored with a run."""
-    return {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), **_describe_process()}
+    now = datetime.datetime.now(datetime.timezone.utc)
+    with contextlib.suppress(ValueError):  # an impossible time zone, such as TZ=XYZ99
+        now = now.astimezone()
+    return {"date": now.isoformat(timespec="seconds"), **_describe_process()}
 
 
 @functools.cache  # slow for short runs, and the code in memory stays that of the first commit

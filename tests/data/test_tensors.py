@@ -28,6 +28,11 @@ def test_batches_of_images_are_channels_last_on_a_cpu(images):
     assert inputs.stride() == (784, 1, 28, 1)
 
 
+def test_another_process_receives_no_cached_tensors(images):
+    images.gather(torch.arange(4))
+    assert vars(images).keys() - vars(pickle.loads(pickle.dumps(images))).keys() == {"_scale_and_shift"}
+
+
 def test_a_sample_is_a_row_of_the_batch(images):
     inputs, targets = images.gather(torch.arange(20))
     x, y = images[7]

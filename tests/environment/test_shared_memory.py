@@ -26,11 +26,12 @@ def test_a_full_shared_memory_folder_changes_nothing(tmp_path):
     commands = [
         ["run", *words, "--out", "one"],
         ["run", *words, "engine=processes", "processes=2", "--out", "two"],
+        ["run", *words, "engine=batched", "processes=2", "--out", "stacked"],
         ["run", *words, "engine=processes", "processes=1", "mode=race", "policy=hogwild", "--out", "race"],
     ]
     shm = devices.SHARED_MEMORY
     results = outcomes(*commands, mounts=[(shm, "ro,size=4k")], cwd=tmp_path)
-    assert [(code, error) for code, _, error in results] == [(0, "")] * 3
+    assert [(code, error) for code, _, error in results] == [(0, "")] * 4
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
     assert models[0] == models[1]
     environment = json.loads((tmp_path / "two" / "environment.json").read_text())

@@ -19,11 +19,12 @@ NO_PICTURES = ["records.curve=false", "records.model=false"]
 
 @pytest.mark.slow
 def test_odd_surroundings_change_nothing(tmp_path):
-    """No home folder, an empty PATH, a missing TMPDIR, an ASCII locale and a terminal without columns."""
+    """No home folder, an empty PATH, a missing TMPDIR, an impossible time zone, LaTeX, ASCII, no columns."""
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True")
     ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     programs = {
         "bare": start_python(
-            "-m", "fedsim", *RUN[2:], "--out", "bare", cwd=tmp_path, HOME="/dev/null", PATH="", TMPDIR="/none"
+            *RUN, "--out", "bare", cwd=tmp_path, HOME="/dev/null", PATH="", TMPDIR="/none", TZ="XYZ99"
         ),
         "ascii": start_python(
             *["-m", "fedsim", "compare", *QUICK, "rounds=1", *NO_PICTURES, "seed=0,1", "--jobs", "1", "--out", "grün"],
@@ -33,6 +34,9 @@ def test_odd_surroundings_change_nothing(tmp_path):
         ),
         "help": start_python("-m", "fedsim", "run", "--help", cwd=tmp_path, COLUMNS="0", **ascii_only),
     }
+    unknown_backend = start_python(*RUN, "--out", "backend", cwd=tmp_path, MPLBACKEND="foo")
+    lines = unknown_backend.communicate(timeout=120)[1].splitlines()
+    assert [line.partition(": ValueError")[0] for line in lines] == ["error: matplotlib cannot be imported"]
     outputs = {name: (*program.communicate(timeout=120), program.returncode) for name, program in programs.items()}
     for out, error, code in outputs.values():
         assert code == 0, error

@@ -12,6 +12,7 @@ import fedsim
 from fedsim.comparison import plan_comparison
 from fedsim.comparison.on_paper import draw_heatmap
 from fedsim.comparison.results import Comparison, read_records
+from fedsim.config.components import list_module
 from fedsim.errors import ExperimentError, RecordError
 from fedsim.report.on_page import MOST_CELLS, weights_heat_map
 from tests.report.folders import invent_round, invent_run
@@ -29,6 +30,8 @@ DEEP = 5_000
         (f"{'a' * 10**6} = 1", "have at most 100 characters"),
         ('"\\u001b[2J" = 1', '"\\u001b[2J": keys must be printable and have at most 100 characters'),
         ("local = {lr = nan}", "local.lr = nan: must be a finite number"),
+        ("local = {lr = 1e308}", "local.lr = 1e+308: must be at most 3.4e+38, the largest number of 32 bits"),
+        ("local = {lr = [1e308, 1.0, 1.0, 1.0]}", "local.lr = 1e+308: must be at most 3.4e+38"),
         (f"rounds = {2**63}", "rounds = 9223372036854775808: must be less than 9223372036854775808"),
         ("processes = 100000\nengine = 'processes'", "processes = 100000: must be less than or equal to 1024"),
         ('"local[" = 1', "local[ = 1: unknown key"),
@@ -56,6 +59,12 @@ def test_of_very_many_problems_the_first_are_reported(tmp_path, text):
     assert len(caught.value.lines) <= 101
     assert len(str(caught.value)) < 60_000
     assert time.perf_counter() - started < 20
+
+
+def test_python_that_is_nested_too_deeply_is_one_line(tmp_path):
+    (tmp_path / "deep.py").write_text("x = a" + ".a" * 50_000)
+    with pytest.raises(ExperimentError, match="cannot be read as Python: RecursionError|cannot be read .* MemoryError"):
+        list_module(tmp_path / "deep.py")
 
 
 def test_words_beyond_the_limits_are_one_short_line(cli):
