@@ -132,6 +132,12 @@ def _default(field: Any) -> str:
     return "by default unset" if field.default is None else f"by default `{show(field.default)}`"
 
 
+def _settings(head: list[str], rows: list[str]) -> str:
+    """Return a table that the style sheet shows as a list on narrow screens."""
+    table = "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows])
+    return f'<div class="settings" markdown="1">\n\n{table}\n\n</div>'
+
+
 def experiment_page() -> str:
 
     parts = [
@@ -150,7 +156,7 @@ def experiment_page() -> str:
             for key in table.keys
         ]
         if rows:
-            parts.append("\n".join(["| key | meaning | type | default |", "|---|---|---|---|", *rows]))
+            parts.append(_settings(["key", "meaning", "type", "default"], rows))
         if table.components:
             parts.append(
                 "Further keys: the parameters of the named component, see "
@@ -180,7 +186,7 @@ def command_page() -> str:
             default = parameter.show_default if isinstance(parameter.show_default, str) else parameter.default
             shown = "" if default in (None, False) or callable(default) else f"`{cell(str(default))}`"
             rows.append(f"| {names} | {cell(escaped(parameter.help or ''))} | {shown} |")
-        parts.append("\n".join(["| argument | meaning | default |", "|---|---|---|", *rows]))
+        parts.append(_settings(["argument", "meaning", "default"], rows))
     return "\n\n".join(parts)
 
 

@@ -14,7 +14,16 @@ from fedsim.comparison.figures import HeatCell, Line, LineChart, best_maps, curv
 from fedsim.comparison.leaderboard import Leaderboard
 from fedsim.comparison.rows import SEED, MeanCurve, is_numeric, validation_result
 from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM, fixed
-from fedsim.core.plotting import COLOURS, SCREEN, FigureStyle, grid_shape, line_style, mark_values, prepare_axes
+from fedsim.core.plotting import (
+    COLOURS,
+    SCREEN,
+    FigureStyle,
+    grid_shape,
+    line_style,
+    mark_values,
+    prepare_axes,
+    readable_on,
+)
 from fedsim.records.formatting import comparison_title, key_name
 from fedsim.records.worker_results import LABELS, newest_table, read_csv
 
@@ -89,12 +98,13 @@ def _empty_panels(chart: LineChart, count: int, style: FigureStyle) -> tuple[Fig
 
     from fedsim.core.figure import Figure
 
-    names = [label(value) for key in chart.keys[:1] for value in chart.comparison.axes[key]]
+    drawn = {line.place[key] for key in chart.keys[:1] for line in chart.lines if line.mean}
+    names = {place: label(chart.comparison.axes[chart.keys[0]][place]) for place in sorted(drawn)}
     if style.widths:
         width = style.widths[count > 1]
         rows = math.ceil(count / max(1, int(width / NARROWEST)))
         columns, free = math.ceil(count / rows), False
-        in_legend = max(1, int(width / (HANDLE + LETTER * max(map(len, names), default=0))))
+        in_legend = max(1, int(width / (HANDLE + LETTER * max(map(len, names.values()), default=0))))
         above = 0.16 * (1 + math.ceil(len(names) / in_legend)) if names else 0.0
         height = rows * (0.68 if count == 1 else 0.9) * width / columns + above
     else:
@@ -114,8 +124,8 @@ def _empty_panels(chart: LineChart, count: int, style: FigureStyle) -> tuple[Fig
             panel.set_xlabel(chart.x_text)
     if names:
         place = "outside upper center" if style.widths else "center" if free else "outside right center"
-        styles = [line_style(chart.comparison.style_of(chart.keys[0], place)) for place in range(len(names))]
-        handles = [Line2D([], [], label=name, **style) for name, style in zip(names, styles, strict=True)]
+        styles = [line_style(chart.comparison.style_of(chart.keys[0], value)) for value in names]
+        handles = [Line2D([], [], label=name, **style) for name, style in zip(names.values(), styles, strict=True)]
         sizes: dict[str, Any] = {"fontsize": "small", "title_fontsize": "small", "handlelength": 3}
         where: Any = panels[-1] if free else figure
         where.legend(
@@ -297,8 +307,7 @@ def _draw_cells(
         cell = cells[i][j]
         if not cell.lines:
             continue
-        lightness = np.dot(np.asarray(image.to_rgba(mean))[:3], [0.299, 0.587, 0.114])  # perceived brightness
-        colour = "black" if math.isnan(mean) or lightness > 0.5 else "white"
+        colour = "black" if math.isnan(mean) else readable_on(image.to_rgba(mean)[:3])
         style: dict[str, Any] = {"ha": "center", "color": colour, "fontweight": "bold" if cell.bold else "normal"}
         text, below = cell.lines[0], "\n".join(filter(None, cell.lines[1:]))
         middle = i - 0.13 * below.count("\n")

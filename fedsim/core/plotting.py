@@ -6,7 +6,7 @@ import contextlib
 import io
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,6 +139,27 @@ def show_dollars(figure: Figure) -> None:
         if isinstance(axis.get_major_formatter(), FuncFormatter):  # fixed labels, not numbers such as 10^3
             for tick in axis.get_majorticklabels():
                 tick.set_parse_math(False)
+
+
+def luminance(rgb: Sequence[float]) -> float:
+    """Return the relative luminance of a colour, as WCAG 2.2 defines it. `rgb` has three numbers from 0 to 1.
+
+    >>> luminance([1, 1, 1]), luminance([0, 0, 0])
+    (1.0, 0.0)
+    """
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in map(float, rgb)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(first: float, second: float) -> float:
+    """Return the contrast ratio of two colours, given their luminances."""
+    low, high = sorted((first, second))
+    return (high + 0.05) / (low + 0.05)
+
+
+def readable_on(rgb: Sequence[float]) -> str:
+    """Return "black" or "white", the colour of a text that has the higher contrast to the background `rgb`."""
+    return "black" if contrast(luminance(rgb), 0) >= contrast(luminance(rgb), 1) else "white"
 
 
 def save(figure: Figure, out: str | Path | None, dpi: int = DPI) -> Figure:

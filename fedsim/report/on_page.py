@@ -418,6 +418,8 @@ def _mostly_excluded(records: Sequence[RoundRecord]) -> set[int]:
 def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, Any] | None:
     """Return a heat map of the number of samples per worker and class, or None if it is unknown.
 
+    For a task without classes, the figure has only the number of samples per worker.
+
     `when` contains the choices in the menus for which the heat map is shown.
     """
     counts = partition.counts
@@ -442,6 +444,10 @@ def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, 
         "marker": {"color": [BYZANTINE if worker in byzantine else PALETTE[0] for worker in workers]},
         "hovertemplate": "worker %{x}<br>%{y} samples<extra></extra>",
     }
+    width = 26 * len(workers) + 140 if few else 0
+    if len(labels) == 1:  # a task without classes
+        bars = {"showlegend": False, "xaxis": _worker_axis(few, title), "yaxis": axis("samples")}
+        return figure([{**sums, "yaxis": "y"}], bars, min_width=width, **when)
     layout = {
         "height": min(24 * len(labels), 480) + 170,
         "bargap": 0.15,
@@ -451,7 +457,6 @@ def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, 
         "yaxis": axis("label", type="category", autorange="reversed", domain=[0, 0.78], showgrid=False, zeroline=False),
         "yaxis2": axis("samples", domain=[0.82, 1], nticks=3, automargin=True),
     }
-    width = 26 * len(workers) + 140 if few else 0
     return figure([cells, sums], with_color_bar(layout, "samples"), min_width=width, **when)
 
 
@@ -544,10 +549,11 @@ def template(text: str, lines: str, background: str, ramp: Sequence[str]) -> dic
     """Return a plotly template with the given colours.
 
     Args:
-        text: colour of texts.
+        text: colour of texts, also on heat maps.
         lines: colour of axes, grid lines and borders.
         background: background colour of the text that appears under the mouse.
-        ramp: colour scale of heat maps, from low to high values.
+        ramp: colour scale of heat maps, from low to high values. `text` is readable on each colour: its contrast is at
+            least 4.5 (WCAG 2.2, level AA).
     """
     axis = {"automargin": True, "gridcolor": lines, "linecolor": lines, "zerolinecolor": lines}
     clear = "rgba(0, 0, 0, 0)"
@@ -565,12 +571,12 @@ def template(text: str, lines: str, background: str, ramp: Sequence[str]) -> dic
         "xaxis": axis,
         "yaxis": axis,
     }
-    return {"layout": layout}
+    return {"layout": layout, "data": {"heatmap": [{"textfont": {"color": text}}]}}
 
 
 TEMPLATES = {
-    "light": template("#1c2430", "#dde2e9", "#ffffff", ["#e3eaf4", "#6d9bd8", "#0d2c66"]),
-    "dark": template("#e4e8ee", "#323b48", "#1a2029", ["#2d3848", "#3f74bd", "#c9e0ff"]),
+    "light": template("#1c2430", "#dde2e9", "#ffffff", ["#e9f0fa", "#a3c3ee", "#6499e6"]),
+    "dark": template("#e4e8ee", "#323b48", "#1a2029", ["#222b38", "#294d7d", "#2f67b1"]),
 }
 
 

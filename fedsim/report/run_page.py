@@ -135,8 +135,10 @@ def notes(run: Run) -> list[str]:
     return sentences
 
 
-def _weights_note(run: Run) -> str:
-    """Return a sentence that explains why the report has no heat map of aggregation weights."""
+def _weights_note(run: Run) -> str | None:
+    """Return why the report has no heat map of aggregation weights; None if the training has no such weights."""
+    if run.history[-1].asynchronous is not None:
+        return None
     if any(record.coefficients is not None for record in run.history):
         return "This aggregation rule does not weight whole updates, and no worker was excluded."
     return "The run recorded no worker weights."

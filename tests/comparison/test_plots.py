@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from matplotlib import colormaps
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from fedsim.comparison import ComparisonSettings
@@ -21,7 +23,7 @@ from fedsim.comparison.on_paper import (
 from fedsim.comparison.rows import numeric_axes
 from fedsim.comparison.tables import summary_text
 from fedsim.core.confidence import on_common_grid
-from fedsim.core.plotting import encode
+from fedsim.core.plotting import contrast, encode, luminance, readable_on
 from fedsim.data import plot_partition
 from fedsim.records.figures import draw_curve, draw_workers
 from fedsim.records.worker_results import WorkerResults, workers_csv
@@ -224,3 +226,20 @@ def test_curves_are_interpolated_where_all_of_them_are_known():
     assert values == pytest.approx(np.array([[0.2, 0.3, 0.4, 0.3], [0.5, 0.6, 0.5, 0.3], of_third]))
     nowhere, _ = on_common_grid([(np.array([1.0, 2.0]), np.zeros(2)), (np.array([3.0, 4.0]), np.zeros(2))])
     assert nowhere.size == 0
+
+
+def test_the_legend_names_only_values_that_have_a_line():
+    comparison = compared({"aggregate.rule": RULES}, lambda point: None if "median" in point.values() else [0.1, 0.2])
+    handles = draw_curves(comparison).legends[0].legend_handles
+    assert [handle.get_label() for handle in handles] == ["mean", "krum"]
+    all_lines = draw_curves(compared({"aggregate.rule": RULES}, rising)).legends[0].legend_handles
+    assert [handle.get_color() for handle in handles] == [all_lines[0].get_color(), all_lines[2].get_color()]
+
+
+def test_texts_of_heat_maps_are_readable():
+    def luminances(color):
+        return luminance(to_rgb(color))
+
+    for place in np.linspace(0, 1, 101):
+        background = colormaps["cividis"](place)
+        assert contrast(luminances(readable_on(background[:3])), luminances(background)) >= 4.5

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
 from fedsim.comparison.results import read_records
 from fedsim.core.confidence import estimate
+from fedsim.core.plotting import contrast, luminance
 from fedsim.records.formatting import MISSING
 from fedsim.records.reader import StoredPartition
 from fedsim.records.worker_results import WorkerResults, workers_csv
 from fedsim.report.comparison_page import comparison_page
-from fedsim.report.on_page import PALETTE, partition_heat_map, run_curves, weights_heat_map
+from fedsim.report.on_page import PALETTE, TEMPLATES, partition_heat_map, run_curves, weights_heat_map
 from fedsim.report.run_page import rounds_table, run_page
 from tests.report.folders import add_to_rounds, invent_run, on_the_clock, timed_comparison, write_points
 
@@ -275,3 +278,25 @@ def test_the_number_is_drawn_against_each_axis_of_three_or_more_numbers_and_a_me
     assert of_workers["layout"]["xaxis"]["type"] == "linear"
     assert context["against"] == [("attack.scale", "attack scale", True), ("workers", "workers", False)]
     assert context["value_menus"] == [(0, False), (1, False), (2, True)]
+
+
+def test_a_partition_without_classes_has_only_the_samples_of_each_worker():
+    (bars,) = partition_heat_map(StoredPartition(counts=[[3], [5]]))["data"]
+    assert (bars["type"], bars["x"], bars["y"]) == ("bar", ["0", "1"], [3, 5])
+
+
+def test_asynchronous_runs_have_no_section_of_weights(tmp_path):
+    folder = invent_run(tmp_path / "run", [0.5, 0.6])
+    assert run_page(read_records(folder))[0]["weights_note"]
+    add_to_rounds(folder, on_the_clock(1.0))
+    assert run_page(read_records(folder))[0]["weights_note"] is None
+
+
+@pytest.mark.parametrize("theme", TEMPLATES)
+def test_text_is_readable_on_every_colour_of_a_heat_map(theme):
+    layout = TEMPLATES[theme]["layout"]
+    places, colors = zip(*layout["coloraxis"]["colorscale"], strict=True)
+    channels = np.array([to_rgb(color) for color in colors]).T
+    text = luminance(to_rgb(TEMPLATES[theme]["data"]["heatmap"][0]["textfont"]["color"]))
+    for place in np.linspace(0, 1, 101):
+        assert contrast(text, luminance([np.interp(place, places, channel) for channel in channels])) >= 4.5
