@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fedsim.core.learning_task import described
 from fedsim.core.objects import is_pair, is_samples
-from fedsim.data.columns import PART_NAMES, TRAIN_PARTS, parts_of, warn_of_unscaled, warn_of_unused
+from fedsim.data.columns import PART_NAMES, TRAIN_PARTS, DataColumn, parts_of, warn_of_unscaled, warn_of_unused
 from fedsim.data.drawn_tests import split_test
-from fedsim.data.encoding import NOBODY, WORKER, table_of, train_and_test
+from fedsim.data.encoding import NOBODY, WORKER, table_of, target_numbers, train_and_test
 from fedsim.data.tensors import TensorData, as_tensor_data
 from fedsim.errors import DataError, called, show
 
@@ -171,11 +171,29 @@ def _from_samples(
     train: Sequence[Part], test: Sequence[Part], shares: bool, test_fraction: float = 0.2
 ) -> tuple[TensorData, TensorData]:
     """Return the samples of map-style data sets, of which there is one for each worker if `shares` is true."""
+    train, test, are_names = _with_classes(train, test)
     first = _joined(train, shares)
     warn_of_unscaled(first, TRAIN, "inputs", "targets")
     if test:
         return first, _joined(test, shares)
-    return split_test(first, test_fraction, TRAIN, workers=first.ids[WORKER] if shares else None)
+    owners = first.ids[WORKER] if shares else None
+    return split_test(first, test_fraction, TRAIN, are_classes=are_names, workers=owners)
+
+
+def _with_classes(train: Sequence[Part], test: Sequence[Part]) -> tuple[Sequence[Part], Sequence[Part], bool]:
+    """Return both parts with targets that are arrays of text as class labels, and whether there were such targets."""
+    parts = [*train, *test]
+    pairs = [part.data for part in parts if is_pair(part.data)]
+    if not any(isinstance(targets, np.ndarray) and targets.dtype.kind in "OUT" for _, targets in pairs):
+        return train, test, False
+    if len(pairs) < len(parts):
+        raise DataError("targets are text in some data sets only; pass each data set as a tuple (inputs, targets)")
+    columns = [DataColumn(np.asarray(part.data[1]), f"{part.place}: targets") for part in parts]
+    numbers, are_names = target_numbers(columns[: len(train)], columns[len(train) :])
+    ends = np.cumsum([len(column.values) for column in columns])
+    labels = np.split(numbers, ends[:-1])
+    parts = [part._replace(data=(part.data[0], own)) for part, own in zip(parts, labels, strict=True)]
+    return parts[: len(train)], parts[len(train) :], are_names
 
 
 def _read(data: Any, place: str) -> TensorData:

@@ -130,6 +130,13 @@ def train_and_test(
         taken = [target, *owned_by, *train[0].index, split]
         candidates = {name: values for name, values in train[0].columns.items() if name not in taken}
         inputs = input_columns(candidates, place)
+        arrays = [name for name in inputs if np.ndim(next(iter(candidates[name]), 0))]
+        if arrays and len(inputs) > 1:
+            raise DataError(
+                f"{place}: the columns {cut(', '.join(map(str, inputs)))} are no single input, because "
+                f"{show(str(arrays[0]))} has several numbers per sample; set `inputs` to one of these columns, or to "
+                "columns of numbers that are joined"
+            )
     inputs = [inputs] if isinstance(inputs, str) else inputs
     if target in inputs:
         raise DataError(f"data.inputs = {show(inputs)}: contains the target {show(target)}; remove it")

@@ -180,9 +180,11 @@ class TestOneDataSetPerWorker:
         ([(torch.zeros(2), 1), (torch.ones(2), 0)], "data: must be a name, "),
         ((INPUTS, LABELS, INPUTS, LABELS), "data: must be a name, "),
         (
-            (INPUTS, np.array(["cat"] * 60)),
-            r"target of sample 0 is a str_; .* numpy.unique\(targets, return_inverse=True",
+            ConcatDataset([[(row, "cat") for row in INPUTS]]),
+            r"target of sample 0 is a str; .* numpy.unique\(targets, return_inverse=True",
         ),
+        ((INPUTS, np.array(["cat", 3] * 30, object)), "the training data: targets: must contain only text, or only"),
+        (((INPUTS, np.array(["a"] * 60)), PAIRS), "targets are text in some data sets only; pass each data set"),
         ((INPUTS, LABELS[:5]), "there are 60 inputs, but 5 targets"),
         (
             (np.where(INPUTS > 2, np.nan, INPUTS), LABELS),
@@ -204,6 +206,7 @@ def test_parts_of_samples_that_are_not_used_are_named():
     assert train.inputs.shape == (48, 2)
 
 
+KINDS = "images", "labels"
 LAST, FIRST = (6, 9, 8, 3), (6, 3, 9, 8)
 
 
@@ -312,6 +315,30 @@ def test_names_of_classes_in_arrays_are_numbered_in_sorted_order(tmp_path):
     assert (train.targets.tolist(), test.targets.tolist()) == ([2, 0, 2, 1, 0, 1], [2, 0])
     np.savez(tmp_path / "a.npz", x=INPUTS[:6], y=names, x_test=INPUTS[:2], y_test=np.array(["owl", "cow"]))
     refused(str(tmp_path / "a.npz"), 'test_targets: the class "cow" has no training samples')
+    for kind in (str, object):
+        train, test = load(((INPUTS[:6], names.astype(kind)), (INPUTS[:2], names[:2])))
+        assert (train.targets.tolist(), test.targets.tolist()) == ([2, 0, 2, 1, 0, 1], [2, 0])
+        train, test = load(
+            [((INPUTS[:3], names[:3].astype(kind)), None), ((INPUTS[3:6], names[3:]), (INPUTS[:6], names))]
+        )
+        assert (train.targets.tolist(), test.targets.tolist()) == ([2, 0, 2, 1, 0, 1], [2, 0, 2, 1, 0, 1])
+    refused(((INPUTS[:6], names), (INPUTS[:2], np.array(["owl", "cow"]))), 'targets: the class "cow" has no training')
+
+
+def test_validation_samples_are_test_samples_if_there_are_no_others(tmp_path):
+    images, labels = RNG.integers(0, 256, (8, 28, 28)).astype(np.uint8), np.arange(8, dtype=np.uint8)[:, None] % 2
+    parts = {
+        f"{part}_{kind}": array
+        for part in ("train", "val")
+        for kind, array in zip(KINDS, (images, labels), strict=True)
+    }
+    np.savez(tmp_path / "m.npz", **parts)
+    train, test = load(str(tmp_path / "m.npz"))
+    assert (len(train), len(test), train.targets.shape) == (8, 8, (8,))
+    np.savez(tmp_path / "m.npz", **parts, test_images=images[:3], test_labels=labels[:3])
+    assert (
+        len(load(str(tmp_path / "m.npz"), "val_images and val_labels are not used, because the file has test")[1]) == 3
+    )
 
 
 class TestTables:

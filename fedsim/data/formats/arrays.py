@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import DataColumn, data_path, require_finite, samples_of, unreadable, warn_of_unscaled
+from fedsim.data.columns import DataColumn, data_path, require_finite, samples_of, unreadable, warn, warn_of_unscaled
 from fedsim.data.drawn_tests import split_test
 from fedsim.data.encoding import target_numbers
 from fedsim.data.sources import PICKLES, dataset
@@ -19,6 +19,8 @@ NAMES = {  # accepted names of each array
     "targets": ("targets", "y_train", "y", "labels", "train_labels"),
     "test_inputs": ("test_inputs", "x_test", "test_images"),
     "test_targets": ("test_targets", "y_test", "test_labels"),
+    "validation_inputs": ("val_inputs", "x_val", "val_images"),
+    "validation_targets": ("val_targets", "y_val", "val_labels"),
 }
 
 
@@ -28,7 +30,8 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
     """Arrays in a `.npz` file, or tensors in a `.safetensors` file.
 
     The arrays are `inputs` [n, ...], `targets` [n, ...] and, if the file has test samples, `test_inputs` and
-    `test_targets` (or `x_train`, `y_train`, `x_test`, `y_test` as in Keras, and other usual names). Every other array
+    `test_targets` (or `x_train`, `y_train`, `x_test`, `y_test` as in Keras, and other usual names). Without test
+    samples, validation samples such as `val_images` and `val_labels` (MedMNIST) are used for tests. Every other array
     has shape [n] and contains the owner of each sample, for the partition `natural`. uint8 inputs are divided by 255,
     and those of shape [n, height, width] get one channel. Images [n, height, width, channels] become [n, channels,
     height, width] if only the last axis can contain channels (see `data.channels`). Targets that are text become class
@@ -54,6 +57,12 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
     for role, names in parts.items():
         if len(names) > 1:
             raise DataError(f"{path}: has several arrays of {role}: {', '.join(names)}; keep only one")
+    validation = [parts.pop(f"validation_{kind}") for kind in ("inputs", "targets")]
+    if not (parts["test_inputs"] or parts["test_targets"]):
+        parts["test_inputs"], parts["test_targets"] = validation
+    elif unused := [name for names in validation for name in names]:
+        warn(f"{path}: {' and '.join(unused)} are not used, because the file has test samples")
+        stored = {name: array for name, array in stored.items() if name not in unused}
     tested = parts["test_inputs"] or parts["test_targets"]
     for role in ("inputs", "targets", *(("test_inputs", "test_targets") if tested else ())):
         if not parts[role]:
@@ -98,4 +107,9 @@ def _read(path: str) -> dict[str, np.ndarray]:
         with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except Exception as error:  # errors of zip files, of NumPy and of safetensors
+        if "allow_pickle" in str(error):
+            raise DataError(
+                f"{path}: an array contains Python objects, whose reading could run code; write text as "
+                "array.astype(str), and numbers as array.astype(float)"
+            ) from None
         raise unreadable(path, error) from None

@@ -176,8 +176,8 @@ def test_pictures_of_leaf_are_rotated(tmp_path, picture):
         data = {"users": ["1"], "user_data": {"1": {"x": ["a.png"], "y": [0]}}}
         (tmp_path / part / "all.json").write_text(json.dumps(data))
     image = pytest.importorskip("PIL.Image")
-    train, _ = load("leaf", path=str(tmp_path), images=str(tmp_path), size=4)
-    upright = image.fromarray(np.rot90(pixels, -1).copy()).convert("RGB").resize((4, 4))
+    train, _ = load("leaf", path=str(tmp_path), images=str(tmp_path), size=5)
+    upright = image.fromarray(np.rot90(pixels, -1).copy()).convert("RGB").resize((5, 5))
     assert np.array_equal(train.inputs[0], np.asarray(upright).transpose(2, 0, 1))
 
 
@@ -273,7 +273,15 @@ class TestTables:
         image, pandas = pytest.importorskip("PIL.Image"), pytest.importorskip("pandas")
         pictures = [image.fromarray(np.full((4, 5), k, dtype=np.uint8)) for k in range(4)]
         frame = pandas.DataFrame({"image": pictures, "age": [1.0, 2.0, 3.0, 4.0], "label": [0, 1, 0, 1]})
-        refused((frame, frame), r'column "image" has values of shape \[1, 4, 5\], .* `inputs` to one of .* image, age')
+        refused(
+            (frame, frame), 'columns image, age are no single input, because "image" has several numbers per sample'
+        )
+        shapes = r'column "image" has values of shape \[1, 4, 5\], .* `inputs` to one of .* image, age'
+        refused((frame, frame), shapes, inputs=["image", "age"])
+        tokens = pandas.DataFrame({"input_ids": [[1, 2]] * 9, "mask": [[1, 0]] * 9, "label": [0, 1, 2] * 3})
+        refused(tokens, '^the training data: the columns input_ids, mask are no single input, because "input_ids" has')
+        assert load((tokens, tokens), inputs="input_ids")[0].inputs.shape == (9, 2)
+        assert load((tokens, tokens), inputs=["input_ids", "mask"])[0].inputs.shape == (9, 4)
         alone = frame.drop(columns="age")
         assert load((alone, alone))[0].inputs.shape == (4, 1, 4, 5)
 
