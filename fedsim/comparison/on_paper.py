@@ -307,7 +307,7 @@ def _draw_cells(
         cell = cells[i][j]
         if not cell.lines:
             continue
-        colour = "black" if math.isnan(mean) else readable_on(image.to_rgba(mean)[:3])
+        colour = "black" if math.isnan(mean) else readable_on(list(image.to_rgba(mean)[:3]))
         style: dict[str, Any] = {"ha": "center", "color": colour, "fontweight": "bold" if cell.bold else "normal"}
         text, below = cell.lines[0], "\n".join(filter(None, cell.lines[1:]))
         middle = i - 0.13 * below.count("\n")
