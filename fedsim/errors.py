@@ -180,7 +180,12 @@ def called(worker: int, names: Sequence[str | None] | None = None) -> str:
     `names`: name of each worker. None: those of the current run.
     """
     names = WORKER_NAMES.get() if names is None else names
-    name = printable(names[worker] or "") if worker < len(names) else ""
+    return with_name(worker, names[worker] if worker < len(names) else None)
+
+
+def with_name(worker: int, name: str | None) -> str:
+    """Format the ID of a worker and its `name`, of which at most MAX_WORKER characters are shown."""
+    name = printable(name or "")
     short = name if len(name) <= MAX_WORKER else f"{name[: MAX_WORKER // 2]}...{name[3 - MAX_WORKER // 2 :]}"
     return f"{worker} ({short})" if short.strip() else str(worker)
 

@@ -36,7 +36,8 @@ class Recorder(Callback):
         facts, experiment = run.facts, run.experiment
         require_space(self._folder.path, facts.record_bytes, "what this run keeps")
         self._folder.begin(experiment, run.history, **facts.for_record(), **self._facts)
-        self._folder.partition(facts.label_counts, facts.byzantine, facts.sampled_workers, experiment.workers)
+        sampled, population = facts.sampled_workers, experiment.workers
+        self._folder.partition(facts.label_counts, facts.byzantine, sampled, population, facts.worker_names)
 
     def on_round(self, record: RoundRecord) -> None:
         if tests := self._run.tests_after(record.round):

@@ -28,7 +28,7 @@ FILES = {
     "environment.json": "Software versions, machine, engine and why it was chosen, parameter and sample counts.",
     "metrics.jsonl": "One JSON object for each round. Its fields are described below.",
     "events.jsonl": "One JSON object for each event: a lost process, an early stop, a resumed run.",
-    "partition.json": "The number of samples per worker and class, and the IDs of the Byzantine workers.",
+    "partition.json": "The number of samples per worker and class, the Byzantine workers, and the names of workers.",
     "model.safetensors": "The final `state_dict` of the global model. Omitted if `records.model = false`.",
     "curve.png": "Figure of accuracy and losses over the rounds (PNG, SVG or PDF). Omitted if `records.curve = false`.",
     "workers.png": "Figure of the last test of single workers (PNG, SVG or PDF). Needs `data.local_test_fraction`.",

@@ -45,12 +45,15 @@ class StoredPartition(LenientModel):
         workers: IDs of the workers in `counts`, if they are only some of all workers.
         population: number of all workers.
         byzantine: IDs of the Byzantine workers.
+        names: name of each worker, and of the owners who have only test samples; None for a worker without a name.
+            Empty: there are no names.
     """
 
     counts: list[list[Count]] = []
     workers: list[Count] | None = None
     population: Count | None = None
     byzantine: list[Count] = []
+    names: list[str | None] = []
 
 
 @dataclass(frozen=True)

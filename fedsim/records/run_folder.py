@@ -160,7 +160,12 @@ class RunFolder:
         self._written.append(path)
 
     def partition(
-        self, counts: np.ndarray, byzantine: list[int], workers: list[int] | None = None, population: int | None = None
+        self,
+        counts: np.ndarray,
+        byzantine: list[int],
+        workers: list[int] | None = None,
+        population: int | None = None,
+        names: Sequence[str | None] = (),
     ) -> None:
         """Write how the samples are distributed over the workers.
 
@@ -169,9 +174,12 @@ class RunFolder:
             byzantine: IDs of the Byzantine workers.
             workers: IDs of the workers in `counts`, if they are only some of all workers.
             population: number of all workers.
+            names: name of each worker, and of the owners who have only test samples. Empty: there are no names.
         """
         sample = {} if workers is None else {"population": population, "workers": workers}
-        self.write(PARTITION, to_json({**sample, "counts": counts.tolist(), "byzantine": byzantine}).encode())
+        named = {"names": list(names)} if names else {}
+        content = {**sample, "counts": counts.tolist(), "byzantine": byzantine, **named}
+        self.write(PARTITION, to_json(content).encode())
 
     def updates(self, round: int, tensors: dict[str, Tensor]) -> None:
         """Write the inputs of the aggregation rule in a round, for `fedsim replay`.

@@ -6,15 +6,20 @@ import csv
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedsim.errors import RecordError, plural
+from fedsim.errors import RecordError, plural, with_name
 from fedsim.records.history import read_file
+from fedsim.records.numbers import to_frame
 from fedsim.system.files import to_csv
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 MOST_BYTES = 2**28  # maximum size of a table that is read, much more than any run writes
 LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": "after local training"}
@@ -36,6 +41,7 @@ class WorkerResults:
             `accuracy` is empty if the task has no accuracy.
         unseen: results of the global model for owners of test samples who have no training samples. Their numbers
             follow the IDs of the workers. None: there are no such owners.
+        names: name of each of the `workers`, such as a hospital. Empty: the data has no names.
     """
 
     round: int
@@ -44,15 +50,19 @@ class WorkerResults:
     loss: dict[str, list[float]]
     accuracy: dict[str, list[float]]
     unseen: WorkerResults | None = None
+    names: list[str | None] = field(default_factory=list)
 
     @classmethod
-    def of(cls, round: int, samples: dict[int, int], tested: dict[int, Tested]) -> WorkerResults:
+    def of(
+        cls, round: int, samples: dict[int, int], tested: dict[int, Tested], names: Sequence[str | None] = ()
+    ) -> WorkerResults:
         """Create a WorkerResults from the results of a round.
 
         Args:
             round: number of the round.
             samples: number of test samples by worker ID.
             tested: for each worker ID, the loss and accuracy of each tested model.
+            names: names of all workers and unseen owners.
         """
         workers = sorted(tested)
         models = list(tested[workers[0]]) if workers else []
@@ -60,7 +70,34 @@ class WorkerResults:
         accuracies = {model: [tested[worker][model][1] for worker in workers] for model in models}
         known = {model: [value for value in values if value is not None] for model, values in accuracies.items()}
         accuracy = {model: values for model, values in known.items() if values}
-        return cls(round, workers, [samples[worker] for worker in workers], loss, accuracy)
+        named = [names[worker] for worker in workers] if names else []
+        return cls(round, workers, [samples[worker] for worker in workers], loss, accuracy, names=named)
+
+    @property
+    def labels(self) -> list[str]:
+        """ID of each worker, with its name if there are names, such as "3 (hospital_2)"."""
+        return [with_name(worker, name) for worker, name in zip_longest(self.workers, self.names)]
+
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """Return the columns of a table with one row per worker, by name: worker, perhaps name, samples, results."""
+        scores = {"loss": self.loss, "accuracy": self.accuracy}
+        results = {
+            f"{model}_{quantity}": scores[quantity][model]
+            for model in self.loss
+            for quantity in scores
+            if model in scores[quantity]
+        }
+        named = {"name": self.names} if self.names else {}
+        return {"worker": self.workers, **named, "samples": self.samples, **results}
+
+    def to_dataframe(self) -> DataFrame:
+        """Return the results as a pandas data frame with one row per worker, and the columns of `workers-*.csv`.
+
+        Raises MissingPackageError if pandas is not installed.
+        """
+        columns = self.columns()
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return to_frame(rows, "WorkerResults.to_dataframe")
 
     @property
     def score_name(self) -> Literal["accuracy", "loss"]:
@@ -127,15 +164,8 @@ def describe(values: Sequence[float], samples: Sequence[int], lower_is_better: b
 
 def workers_csv(results: WorkerResults) -> str:
     """Return the test results of individual workers as a CSV table with one line per worker."""
-    scores = {"loss": results.loss, "accuracy": results.accuracy}
-    columns = {
-        f"{model}_{quantity}": scores[quantity][model]
-        for model in results.loss
-        for quantity in scores
-        if model in scores[quantity]
-    }
-    rows = zip(results.workers, results.samples, *columns.values(), strict=True)
-    return to_csv([["worker", "samples", *columns], *rows])
+    columns = results.columns()
+    return to_csv([columns, *zip(*columns.values(), strict=True)])
 
 
 def read_csv(path: Path) -> WorkerResults:
@@ -145,19 +175,21 @@ def read_csv(path: Path) -> WorkerResults:
     """
     text = read_file(path, MOST_BYTES).decode(errors="replace")
     try:
-        rows = list(csv.reader(io.StringIO(text)))
-        head, (numbers, samples, *columns) = rows[0][2:], zip(*rows[1:], strict=True)
-        values = {name: [float(cell) for cell in column] for name, column in zip(head, columns, strict=True)}
+        head, *rows = csv.reader(io.StringIO(text))
+        columns = dict(zip(head, zip(*rows, strict=True), strict=True))
+        numbers, samples, names = columns.pop("worker"), columns.pop("samples"), columns.pop("name", ())
+        values = {name: [float(cell) for cell in column] for name, column in columns.items()}
         loss, accuracy = (
             {model: values[f"{model}_{quantity}"] for model in LABELS if f"{model}_{quantity}" in values}
             for quantity in ("loss", "accuracy")
         )
         workers, counts = list(map(int, numbers)), list(map(int, samples))
+        names = [name.removeprefix("'") or None for name in names]
     except (ValueError, IndexError, KeyError, csv.Error):
         raise RecordError(f"{path}: is not a CSV table of workers with their samples, losses and accuracies") from None
     beside = path.with_name(path.name.replace("workers", "unseen"))
     unseen = read_csv(beside) if beside != path and beside.is_file() else None
-    return WorkerResults(_round_of(path), workers, counts, loss, accuracy, unseen)
+    return WorkerResults(_round_of(path), workers, counts, loss, accuracy, unseen, names)
 
 
 def newest_table(folder: Path, most: int | None = None) -> Path | None:
@@ -186,8 +218,9 @@ def workers_line(results: WorkerResults) -> str:
 
 
 def _scores(results: WorkerResults) -> str:
-    parts = []
+    parts, worst_of = [], max if results.score_name == "loss" else min
     for model, values in results.scores.items():
         figures = describe(values, results.samples, results.score_name == "loss")
-        parts.append(f"{LABELS[model]} {figures['mean']:.4f} (worst 10 percent {figures['worst10']:.4f})")
+        worst = f"; worst: {results.labels[values.index(worst_of(values))]}" if results.names else ""
+        parts.append(f"{LABELS[model]} {figures['mean']:.4f} (worst 10 percent {figures['worst10']:.4f}{worst})")
     return ", ".join(parts)

@@ -522,8 +522,9 @@ class Simulation(Executor):
         unseen = {owner: self.worker_tests.of_global(owner, round) for owner in owners}
         unseen = {owner: values for part in self.group.gather(unseen) for owner, values in part.items()}
         samples = {worker: self.shared.data.worker_tests.size(worker) for worker in [*tested, *unseen]}
-        results = WorkerResults.of(round, samples, tested)
-        return replace(results, unseen=WorkerResults.of(round, samples, unseen)) if unseen else results
+        names = self.task.worker_names
+        results = WorkerResults.of(round, samples, tested, names)
+        return replace(results, unseen=WorkerResults.of(round, samples, unseen, names)) if unseen else results
 
     def tested_at_once(self, round: int) -> Iterator[tuple[list[int], WorkItems]]:
         """Divide the evaluated workers into groups for which there are rows.

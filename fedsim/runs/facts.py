@@ -32,6 +32,7 @@ class RunFacts:
             not class labels.
         byzantine: IDs of the Byzantine workers; empty if they are drawn in each round.
         record_bytes: approximate size in bytes of the large files that the run writes.
+        worker_names: name of each worker, followed by the owners who have only test samples. Empty: there are no names.
         topology: facts about the graph of workers, such as its spectral gap; empty without a graph.
         assumed: what was assumed when the data was read, such as how test samples were drawn.
         noise: noise multiplier for `privacy.target_epsilon`, by its key; empty without a target.
@@ -49,6 +50,7 @@ class RunFacts:
     label_counts: np.ndarray
     byzantine: list[int]
     record_bytes: int
+    worker_names: tuple[str | None, ...] = ()
     topology: dict[str, Any] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
     noise: Mapping[str, float] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class RunFacts:
             sampled_workers=sampled,
             label_counts=counts,
             byzantine=sorted(task.byzantine.fixed),
+            worker_names=task.worker_names,
             topology=experiment.topology_facts,
             assumed=shared.data.train.assumed,
             noise=experiment.noise_found(task.experiment),

@@ -162,7 +162,8 @@ class LiveRun:
         """Return the result of the run after its last round."""
         self._repeated(self.loop.finish, "ending the run has been tried", self.experiment.rounds)
         folder = self.folder.path if self.folder else None
-        result = Result(self.experiment, self.history, folder, self.stopped)
+        names = self.task.worker_names
+        result = Result(self.experiment, self.history, folder, self.stopped, names, self.tests)
         vars(result).update(model=self.model(), global_row=self.global_row)  # not from files, as in a loaded result
         return result
 

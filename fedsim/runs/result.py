@@ -31,6 +31,7 @@ from fedsim.records.reader import Run
 from fedsim.records.record import RoundRecord
 from fedsim.records.round_table import columns_of, table_cell
 from fedsim.records.run_folder import EXPERIMENT, MODEL
+from fedsim.records.worker_results import WorkerResults
 from fedsim.runs.personal_models import PersonalModels
 from fedsim.runs.setup import task_of
 from fedsim.system.files import is_file, user_path
@@ -50,6 +51,9 @@ class Result(HintingAttributes):
         folder: run folder; None if no records were written.
         stopped: reason why the run ended before its last round (early stopping by `stop.*`, `StopRun`, or divergence);
             None if it has run all rounds.
+        worker_names: name of each worker, followed by the owners who have only test samples. None: a worker without a
+            name. Empty: the data has no names.
+        worker_results: latest test results of individual workers, with their names; None if no worker was tested.
 
     >>> import fedsim
     >>> result = fedsim.run(rounds=1, workers=2, model="logistic", engine="serial", local={"steps": 1})
@@ -61,6 +65,8 @@ class Result(HintingAttributes):
     history: list[RoundRecord]
     folder: Path | None
     stopped: str | None = None
+    worker_names: tuple[str | None, ...] = ()
+    worker_results: WorkerResults | None = None
 
     @functools.cached_property
     def model(self) -> nn.Module:
@@ -218,7 +224,8 @@ def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
     experiment, run = _experiment_in(folder, allow_imports), Run.read(folder)
     if not run.history:
         raise RecordError(f"{folder}: no round is finished yet")
-    return Result(experiment, [with_nan_losses(record) for record in run.history], folder, run.stopped)
+    history, names = [with_nan_losses(record) for record in run.history], tuple(run.partition.names)
+    return Result(experiment, history, folder, run.stopped, names, run.workers)
 
 
 @hinting
