@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedsim.config.experiment import Experiment
+from fedsim.config.validation import large_delta
 from fedsim.errors import ExperimentError
 from fedsim.privacy import ACCOUNTANTS, UnsupportedSamplingError
 from fedsim.runs.setup import releases_before
@@ -54,6 +55,7 @@ def privacy_plan(experiment: Experiment, target: float | None = None) -> list[tu
         *([("overlap", HELD.format(holders=releases.holders))] if releases.holders > 1 else []),
         ("rounds", f"{rounds:,}{per_round}"),
         ("delta", f"{delta:g}"),
+        *([("warning", warning)] if (warning := large_delta(experiment)) else []),
     ]
     for accountant in ACCOUNTANTS:
         try:

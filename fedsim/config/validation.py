@@ -84,6 +84,7 @@ def warnings_about(experiment: Settings) -> list[str]:
         for table, n, units in unnamed
         if table.count(n) and "name" not in table.model_fields_set
     )
+    lines.append(large_delta(experiment))
     if experiment.buffers == "frozen":
         lines.append(_warning_about_statistics(experiment))
     return [line for line in lines if line]
@@ -110,6 +111,17 @@ def warnings_about_objects(experiment: Settings, *, resumed: bool = False) -> li
         for key, name, target in objects
         if key.partition(".")[0] not in NOT_IN_ROUNDS and may_change(target)
     ]
+
+
+def large_delta(experiment: Settings) -> str | None:
+    """Return a line about a delta above 1 / workers, or None for a smaller one and without differential privacy."""
+    delta, workers = experiment.privacy.delta, experiment.workers
+    if experiment.protects is None or delta <= 1 / workers:
+        return None
+    return (
+        f"privacy.delta = {delta:g}: is larger than 1 / workers = {1 / workers:.2g}, so the guarantee is empty: it "
+        "would allow to publish all data of one worker; set a smaller delta, such as the default of 1e-5"
+    )
 
 
 def _warning_about_statistics(experiment: Settings) -> str | None:

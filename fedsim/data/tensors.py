@@ -262,11 +262,13 @@ def as_tensor_data(data: Any) -> TensorData:
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         remedy = "data=(list(train), list(test))" if hasattr(data, "__iter__") else PAIRS
         raise DataError(
-            f"a {kind} is not a map-style data set; a data set must have a length (__len__) and return samples by "
-            f"index (__getitem__); pass {'data=(train.dataset, test.dataset)' if hasattr(data, 'dataset') else remedy}"
+            f"the {kind} object is not a map-style data set; a data set must have a length (__len__) and return samples "
+            f"by index (__getitem__); pass {'data=(train.dataset, test.dataset)' if hasattr(data, 'dataset') else remedy}"
         )
     if hasattr(data, "to_numpy"):
-        raise DataError(f"a {kind} contains columns, not samples; pass {PAIRS}, with arrays such as {FROM_FRAME}")
+        raise DataError(
+            f"the {kind} object contains columns, not samples; pass {PAIRS}, with arrays such as {FROM_FRAME}"
+        )
     pictures = False
     if isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data[0], (tuple, list, Mapping)):
         inputs, targets = _columns(*data)

@@ -105,6 +105,7 @@ def test_a_wrong_experiment_gives_one_line_with_key_value_and_remedy(tables, lin
 
 
 # Words of an experiment, and the keys and settings of its warnings: the key has no effect with this setting.
+PRIVATE = "privacy.mechanism=central privacy.clip=1.0 privacy.noise=1.0"
 WITHOUT_EFFECT = [
     ("gradient_rounds=2", "gradient_rounds: sync=parameters"),
     ("engine=serial processes=2 timeout=5.0", "processes: engine=serial, timeout: engine=serial"),
@@ -147,6 +148,8 @@ WITHOUT_EFFECT = [
     ("attack.resample=true", "attack.resample: attack.f and attack.fraction unset"),
     ("attack=sign_flipping attack.fraction=0.25 attack.compressed=true", "attack.compressed: processors unset"),
     ("privacy.delta=0.001", "privacy.delta: privacy.mechanism=none"),
+    (f"{PRIVATE} workers=40 privacy.delta=0.2", "privacy.delta = 0.2: is larger than 1 / workers = 0.025, so the guar"),
+    (f"{PRIVATE} workers=40 privacy.delta=0.024", ""),
     ("worker_evaluation.every=3", "worker_evaluation: data.local_test_fraction unset"),
     ("model.lora.alpha=3.0", "model.lora.alpha: model.lora.rank=0"),
     ("stop.metric=test_loss", "stop.metric: stop.patience and stop.target unset"),

@@ -149,7 +149,8 @@ def test_loaders_and_streams_are_refused_as_data_sets(pair):
 
     for train in (Stream(), torch.utils.data.DataLoader(pair[0])):
         with pytest.raises(
-            DataError, match=f"a {type(train).__name__} is not a map-style data set; a data set must have a length"
+            DataError,
+            match=f"the {type(train).__name__} object is not a map-style data set; a data set must have a length",
         ):
             fedsim.load_dataset((train, pair[1]))
 

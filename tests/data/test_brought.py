@@ -165,7 +165,7 @@ class TestOneDataSetPerWorker:
 @pytest.mark.parametrize(
     ("data", "match"),
     [
-        (DataLoader(PAIRS), r"a DataLoader is not a map-style .* pass data=\(train.dataset, test.dataset\)"),
+        (DataLoader(PAIRS), r"the DataLoader object is not a map-style .* pass data=\(train.dataset, test.dataset\)"),
         (
             (PAIRS for _ in range(2)),
             r"data: must be a name, .* tuple \(train, test\) of them, or one of these for each",

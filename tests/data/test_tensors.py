@@ -145,7 +145,7 @@ class Frame:
             DICTS,
             r"sample 0 has the keys input_ids, mask, label; each sample must be a pair \(input, target\), .*sample\[",
         ),
-        (Frame(), "a Frame contains columns, not samples; pass data=.*to_numpy"),
+        (Frame(), "the Frame object contains columns, not samples; pass data=.*to_numpy"),
         ((Frame(), np.zeros(3)), "inputs: must be a tensor or an array .*, not a Frame; convert .* with .to_numpy"),
         ((np.zeros((3, 2)), np.zeros(2)), "there are 3 inputs, but 2 targets"),
         ((np.zeros((2, 2)), np.array(["a", "b"])), "the target of sample 0 is a str_; targets must be numbers"),

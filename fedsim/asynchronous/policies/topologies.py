@@ -14,7 +14,8 @@ Its positional parameters may have these names:
 
 An adjacency matrix gets Metropolis-Hastings weights: W_ij = 1 / (1 + max(degree of i, degree of j)) for an edge, and
 W_ii = 1 - sum of the others. Every W must be symmetric and doubly stochastic up to 1e-6. Its diagonal then makes up for
-these rounding errors. The spectral gap is 1 - max(|lambda_2|, |lambda_n|) for the eigenvalues
+these rounding errors. If all of its diagonal is 0, as for a weighted graph, rows may sum to less, and the diagonal is
+filled in. The spectral gap is 1 - max(|lambda_2|, |lambda_n|) for the eigenvalues
 1 = lambda_1 >= ... >= lambda_n of W. The larger it is, the faster averaging brings the models together.
 """
 
@@ -164,10 +165,12 @@ def _checked(place: str, returned: Any, n: int) -> np.ndarray:
         )
     if np.isin(matrix, (0, 1)).all():
         return _metropolis_hastings(matrix)
-    for i in np.flatnonzero(abs(matrix.sum(1) - 1) > TOLERANCE)[:1]:
+    missing = 1 - matrix.sum(1)
+    missing[missing > 0] *= matrix.diagonal().any()  # of a matrix without a diagonal, which follows from the rows
+    for i in np.flatnonzero(abs(missing) > TOLERANCE)[:1]:
         raise ExperimentError(
-            f"{place}: row {i} sums to {matrix[i].sum():g}; rows and columns must sum to 1, or contain only zeros and "
-            "ones (an adjacency matrix)"
+            f"{place}: row {i} sums to {matrix[i].sum():g}; rows and columns must sum to 1 (at most 1 without a "
+            "diagonal), or contain only zeros and ones (an adjacency matrix)"
         )
     return _with_diagonal((matrix + matrix.T) / 2)
 

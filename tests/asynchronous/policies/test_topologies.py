@@ -139,6 +139,7 @@ def half(n):
         PATH,
         np.array(PATH),
         {"name": "matrix", "weights": PATH},
+        (np.array(PATH) * (1 - np.eye(3))).tolist(),  # the diagonal follows from the rest
         Graph([(0, 0, 0.5), (0, 1, 0.5), (1, 1, 0.2), (1, 2, 0.3), (2, 2, 0.7)], [2, 1, 0]),
         lambda n: PATH,
         lambda n, round: PATH,
@@ -177,7 +178,8 @@ def test_rounding_errors_are_corrected_on_the_diagonal():
         ([[0, 1, 0], [0, 0, 1], [1, 0, 0]], r"\[0\]\[1\] is 1, but \[1\]\[0\] is 0; must be symmetric, so directed"),
         (Graph([(0, 1), (1, 2), (2, 0)], range(3), directed=True), "must be symmetric, so directed graphs"),
         ([[0.5, 0.5, 0], [0.3, 0.4, 0.3], [0, 0.5, 0.5]], "matrices of which only rows sum to 1 are not supported"),
-        ([[0.5, 0.4, 0], [0.4, 0.2, 0.4], [0, 0.4, 0.6]], "row 0 sums to 0.9; rows and columns must sum to 1, or"),
+        ([[0.5, 0.4, 0], [0.4, 0.2, 0.4], [0, 0.4, 0.6]], "row 0 sums to 0.9; rows and columns must sum to 1 \\(at"),
+        ([[0, 0.7, 0.4], [0.7, 0, 0.2], [0.4, 0.2, 0]], "row 0 sums to 1.1; rows and columns must sum to 1 \\(at"),
         ([[1.2, -0.2, 0], [-0.2, 1, 0.2], [0, 0.2, 0.8]], r"weight \[0\]\[0\] is 1.2; must be between 0 and 1"),
         ([[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]], "no path leads from worker 0 to worker 2; use more edges"),
         ([[0.5, 0.5], [0.5, 0.5]], r"has the shape \[2, 2\]; with workers = 3 it must be \[3, 3\]"),
