@@ -21,9 +21,10 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.core.import_policy import reading_stored_run
 from fedsim.core.text_wrapping import hang
-from fedsim.errors import ExperimentError, RecordError, cut, show
+from fedsim.errors import ExperimentError, RecordError, called, cut, show
 from fedsim.records.formatting import label
 from fedsim.records.history import not_a_run
+from fedsim.records.reader import read_partition
 from fedsim.records.run_folder import EXPERIMENT
 from fedsim.rounds.aggregator import inputs_of
 from fedsim.system.files import is_file, require_regular, to_json, user_path
@@ -88,11 +89,13 @@ class StoredRound:
         experiment: experiment of the run.
         round: number of the round.
         tensors: inputs of the aggregation rule by name, such as "updates" [n, d].
+        names: name of each worker. Empty: the workers have no names.
     """
 
     experiment: Experiment
     round: int
     tensors: dict[str, Tensor]
+    names: Sequence[str | None] = ()
 
     @property
     def workers(self) -> list[int]:
@@ -148,7 +151,7 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
         raise RecordError(f"{path}: cannot be read: {cut(str(error))}") from None
     if problem := _problem_with(tensors, experiment):
         raise RecordError(f"{path}: {problem}")
-    return StoredRound(experiment, round, tensors)
+    return StoredRound(experiment, round, tensors, read_partition(folder).names)
 
 
 def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | None:
@@ -263,8 +266,10 @@ def _measured(stored: StoredRound, pipeline: Pipeline, cohort: AggregationInputs
 def replay_table(stored: StoredRound, results: Sequence[Replayed], columns: int | None = None) -> str:
     """Return the results as a text table, at most `columns` characters wide."""
     width = max(len("rule"), *(len(result.rule) for result in results))
+    attackers = ", ".join(called(worker, stored.names) for worker in stored.byzantine)
+    byzantine = f"[{attackers}]" if attackers else "none"
     lines = [
-        f"round {stored.round}: {len(stored.workers)} updates, of Byzantine workers {stored.byzantine or 'none'}; "
+        f"round {stored.round}: {len(stored.workers)} updates, of Byzantine workers {byzantine}; "
         f"|honest mean| = {float(stored.honest_mean.norm()):.4g}",
         f"{'rule':<{width}}  {'distance':>10}  {'angle':>7}  {'byzantine':>9}  {'ms':>8}  workers that counted",
     ]
@@ -274,7 +279,7 @@ def replay_table(stored: StoredRound, results: Sequence[Replayed], columns: int 
             f"{result.rule:<{width}}  {result.distance:>10.4g}  {result.angle:>6.1f}°  {byzantine:>9}  "
             f"{1000 * result.seconds:>8.2f}  "
         )
-        lines.append(hang(figures, _described(result), columns))
+        lines.append(hang(figures, _described(result, stored.names), columns))
     return "\n".join(lines)
 
 
@@ -285,15 +290,17 @@ def replay_json(stored: StoredRound, results: Sequence[Replayed]) -> str:
     return to_json({"round": stored.round, "byzantine": stored.byzantine, "rules": rules})
 
 
-def _described(result: Replayed) -> str:
+def _described(result: Replayed, names: Sequence[str | None]) -> str:
     if result.shares is None or result.chosen is None:
         return "(each coordinate by itself)"
     if not result.chosen:
         return "none"
     values = [result.shares[worker] for worker in result.chosen]
+    chosen = [called(worker, names) for worker in result.chosen]
     if len(values) == 1:
-        return f"worker {result.chosen[0]}"
+        return f"worker {called(result.chosen[0], names)}"
     if max(values) - min(values) <= CHOSEN * abs(max(values)):
         every = len(values) == len(result.shares)
-        return f"{'all' if every else 'workers ' + ', '.join(map(str, result.chosen))}, equally"
-    return "workers " + ", ".join(f"{worker} ({result.shares[worker]:.3f})" for worker in result.chosen)
+        return f"{'all' if every else 'workers ' + ', '.join(chosen)}, equally"
+    shares = [f"{worker} ({value:.3f})" for worker, value in zip(chosen, values, strict=True)]
+    return f"workers {', '.join(shares)}"

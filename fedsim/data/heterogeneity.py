@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsim.core.plotting import encode
 from fedsim.data.partitions.allocation import label_array
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, called
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,12 +130,13 @@ def _mean_hellinger(roots: np.ndarray) -> float:
     return float(total / (n * (n - 1) / 2)) if n > 1 else 0.0
 
 
-def plot_partition(counts: np.ndarray, title: str) -> bytes:
+def plot_partition(counts: np.ndarray, title: str, names: Sequence[str | None] = ()) -> bytes:
     """Plot label counts [n_workers, C] (see `label_counts`), and return the content of a PNG file.
 
     With at most 30 workers and 20 classes, each worker is one stacked bar. Larger partitions are drawn as a heat map of
     the workers' label histograms (square-root colour scale from 0 to 1), with the workers' sizes above it. The title
-    contains the statistics computed by `heterogeneity`. Raises ExperimentError if a worker has no samples.
+    contains the statistics computed by `heterogeneity`. Bars are labelled with the `names` of the workers, such as
+    `Result.worker_names`, if there are any. Raises ExperimentError if a worker has no samples.
 
     >>> png = fedsim.plot_partition(np.array([[5, 0], [0, 3]]), "two workers")
     >>> png[1:4]
@@ -150,7 +151,7 @@ def plot_partition(counts: np.ndarray, title: str) -> bytes:
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     figure.suptitle(f"{title}\n{_caption(statistics, n_classes)}", fontsize="medium")
     if as_bars:
-        _draw_bars(figure.subplots(), counts)
+        _draw_bars(figure.subplots(), counts, names)
     else:
         _draw_heat_map(figure, counts)
     return encode(figure, "png", 120)
@@ -166,7 +167,7 @@ def _caption(statistics: Heterogeneity, n_classes: int) -> str:
     )
 
 
-def _draw_bars(axes: Axes, counts: np.ndarray) -> None:
+def _draw_bars(axes: Axes, counts: np.ndarray, names: Sequence[str | None]) -> None:
     """Draw one stacked bar per worker, with label 0 at the bottom."""
     from matplotlib import colormaps
 
@@ -180,6 +181,9 @@ def _draw_bars(axes: Axes, counts: np.ndarray) -> None:
             color=colours[label], edgecolor="white", linewidth=0.3, label=str(label),
         )  # fmt: skip
     axes.set(xlabel="worker", ylabel="samples", xlim=(-0.6, n_workers - 0.4), xticks=workers)
+    if any(names):
+        labels = [called(worker, names) for worker in range(n_workers)]
+        axes.set_xticks(workers, labels, rotation=90, fontsize="small", parse_math=False)
     axes.set_ylim(0, 1.04 * counts.sum(1).max())
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)

@@ -23,6 +23,7 @@ from fedsim.core.import_policy import IMPORT_PATH
 from fedsim.core.objects import ObjectName, name_of, plain
 from fedsim.core.registry import Registration, Registry
 from fedsim.data.brought import ACCEPTED, has_clients, source_of
+from fedsim.data.columns import TRAIN_PARTS
 from fedsim.data.drawn_tests import DRAW, Draw
 from fedsim.data.shapes import SampleShape
 from fedsim.data.tensors import CHANNELS, ChannelOrder, TensorData
@@ -84,9 +85,28 @@ def data_table(value: Any) -> dict[str, Any]:
 def one_per_worker(value: Any) -> bool:
     """Whether the setting `data` has one data set for each worker."""
     with contextlib.suppress(ExperimentError):  # reported together with the errors of the other tables
-        name = data_table(value).get("name")
-        return isinstance(name, ObjectName) and has_clients(name.target)
+        table = data_table(value)
+        name, path = table.get("name"), table.get("path")
+        if not isinstance(name, ObjectName):
+            return name in ("csv", "parquet") and isinstance(path, str) and os.path.isdir(user_path(path))
+        return has_clients(name.target)
     return False
+
+
+def has_tables(path: Path) -> bool:
+    """Whether `path` is a folder with tables, directly or in its training part."""
+    try:
+        folders = [path, *(path / name for name in os.listdir(path) if name.casefold() in TRAIN_PARTS)]
+        return any(table_name(name) for folder in folders if folder.is_dir() for name in os.listdir(folder))
+    except OSError:  # no folder, or one that cannot be read
+        return False
+
+
+def table_name(file: str) -> str:
+    """Return the name of a file without its ending if it is a table, otherwise "". Hidden files are no tables."""
+    endings = [ending for ending, name in FORMATS.items() if name in ("csv", "parquet")]
+    ending = max((ending for ending in endings if file.lower().endswith(ending)), key=len, default=None)
+    return "" if ending is None or file.startswith(".") else file[: -len(ending)]
 
 
 def _format_of(path: str) -> str | None:
@@ -100,11 +120,13 @@ def _format_of(path: str) -> str | None:
         if path.lower().endswith(suffix):
             return name
     file = user_path(path)
+    if has_tables(file):
+        return "csv"
     if path in (".", "..") or path.endswith(("/", "\\")) or os.path.isdir(file):
         folder = f"data.path={path}"
         raise ExperimentError(
-            f"data.name = {show(path)}: is a folder; write data=image_folder {folder}, or leaf, text or huggingface "
-            "instead of image_folder"
+            f"data.name = {show(path)}: is a folder without tables; write data=image_folder {folder}, or leaf, text or "
+            "huggingface instead of image_folder"
         )
     if re.search(r"[/\\]", path) and not re.search(r":|\.py$", path) and not os.path.exists(file):
         raise ExperimentError(f"data.name = {show(path)}: no such file or folder; check the path")

@@ -14,7 +14,10 @@ from fedsim.records.record import RoundRecord, score_in
 from fedsim.records.worker_results import LABELS, WorkerResults
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+MOST_ROWS = 40  # maximum number of named workers that have a row each
 
 
 def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
@@ -51,15 +54,35 @@ def draw_curve(history: Sequence[RoundRecord], title: str) -> Figure:
     return figure
 
 
+def _draw_rows(axes: Axes, results: WorkerResults) -> None:
+    """Draw the test results of named workers, one row for each worker, the lowest value at the top."""
+    order = sorted(range(len(results.workers)), key=results.scores[results.used].__getitem__)
+    for model, values in results.scores.items():
+        style = {**line_style(list(LABELS).index(model), 1), "linestyle": "none", "marker": "o"}
+        label = f"{LABELS[model]}, mean {np.mean(values):.3f}"
+        axes.plot([values[place] for place in order], range(len(order)), **style, label=label)
+    axes.set_yticks(range(len(order)), [results.labels[place] for place in order], parse_math=False, fontsize="small")
+    axes.set(xlabel=results.score_name, ylabel="worker", ylim=(len(order) - 0.5, -0.5))
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize="small")
+
+
 def draw_workers(results: WorkerResults, title: str) -> Figure:
-    """Return a figure of the workers' test results, from lowest to highest, with one line for each tested model."""
+    """Return a figure of the workers' test results, from lowest to highest, with one line for each tested model.
+
+    If the workers have names and are at most MOST_ROWS, each is a row of the figure.
+    """
     from fedsim.core.figure import Figure
 
-    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    in_rows = bool(results.names) and len(results.workers) <= MOST_ROWS
+    figure = Figure(figsize=(6, 1.8 + 0.24 * len(results.workers) if in_rows else 3.6), layout="constrained")
     heading = f"{results.score_name} on the workers' own test samples"
     figure.suptitle(f"{title}\n{heading}, round {results.round}", fontsize="medium")
     axes = figure.subplots()
     n = len(results.workers)
+    if in_rows:
+        _draw_rows(axes, results)
+        return figure
     share = 100 * (np.arange(n) + 0.5) / n
     for model, values in results.scores.items():
         label = f"{LABELS[model]}, mean {np.mean(values):.3f}"

@@ -185,8 +185,7 @@ class Run(HintingAttributes):
     @cached_property
     def partition(self) -> StoredPartition:
         """Return the number of samples per worker and class. Empty if they are unknown."""
-        path = self.folder and self.folder / PARTITION
-        return _read_partition(path) if path and is_file(path) else StoredPartition()
+        return read_partition(self.folder) if self.folder else StoredPartition()
 
     @cached_property
     def workers(self) -> WorkerResults | None:
@@ -205,7 +204,11 @@ class Run(HintingAttributes):
         return byzantine_weight(self.history, self.byzantine) if self.byzantine else None
 
 
-def _read_partition(path: Path) -> StoredPartition:
+def read_partition(folder: Path) -> StoredPartition:
+    """Return the contents of the file `partition.json` in a run folder. Empty if there is no such file."""
+    path = folder / PARTITION
+    if not is_file(path):
+        return StoredPartition()
     partition = validated(StoredPartition, path, MOST_PARTITION_BYTES)
     if len({len(row) for row in partition.counts}) > 1:
         raise RecordError(f"{path}: counts: every worker must have one number per class")

@@ -184,12 +184,12 @@ def read_csv(path: Path) -> WorkerResults:
             for quantity in ("loss", "accuracy")
         )
         workers, counts = list(map(int, numbers)), list(map(int, samples))
-        names = [name.removeprefix("'") or None for name in names]
+        named = [name.removeprefix("'") or None for name in names]
     except (ValueError, IndexError, KeyError, csv.Error):
         raise RecordError(f"{path}: is not a CSV table of workers with their samples, losses and accuracies") from None
     beside = path.with_name(path.name.replace("workers", "unseen"))
     unseen = read_csv(beside) if beside != path and beside.is_file() else None
-    return WorkerResults(_round_of(path), workers, counts, loss, accuracy, unseen, names)
+    return WorkerResults(_round_of(path), workers, counts, loss, accuracy, unseen, named)
 
 
 def newest_table(folder: Path, most: int | None = None) -> Path | None:

@@ -27,6 +27,7 @@ from fedsim.comparison.results import Comparison
 from fedsim.comparison.rows import MeanCurve, Row, numeric_axes, score_of
 from fedsim.core.confidence import FEWEST_FOR_BAND, LOG_FROM
 from fedsim.core.plotting import far_apart
+from fedsim.errors import called
 from fedsim.records import formatting as fmt
 from fedsim.records.numbers import LAST_ROUND, SCALES, best_score, mean_or_none
 from fedsim.records.reader import Run, StoredPartition
@@ -383,7 +384,7 @@ def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> d
     few = len(workers) <= FEW_WORKERS
     gap = 1 if few and len(parts) <= FEW_ROUNDS else 0
     hover = f"worker %{{y}}, {'rounds from' if per_column > 1 else 'round'} %{{x}}<br>"
-    places = {"x": x, "y": _worker_names(workers, run.byzantine)}
+    places = {"x": x, "y": _worker_labels(workers, run.partition)}
     z = [[column.get(worker) for column in weights] for worker in workers]
     traces = [cell_trace(z, f"{hover}weight %{{z:.4~g}}", gap, coloraxis="coloraxis", **places)]
     if any(excluded):
@@ -428,7 +429,7 @@ def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, 
     workers = list(range(len(counts))) if partition.workers is None else partition.workers
     byzantine = frozenset(partition.byzantine)
     few = len(workers) <= FEW_WORKERS
-    names, labels = _worker_names(workers, byzantine), list(map(str, range(len(counts[0]))))
+    names, labels = _worker_labels(workers, partition), list(map(str, range(len(counts[0]))))
     title = "worker"
     if partition.workers is not None:
         population = f"{partition.population:,}" if partition.population else "many"
@@ -460,8 +461,9 @@ def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, 
     return figure([cells, sums], with_color_bar(layout, "samples"), min_width=width, **when)
 
 
-def _worker_names(workers: Sequence[int], byzantine: frozenset[int]) -> list[str]:
-    return [f"{worker} (B)" if worker in byzantine else str(worker) for worker in workers]
+def _worker_labels(workers: Sequence[int], partition: StoredPartition) -> list[str]:
+    byzantine = set(partition.byzantine)
+    return [plain(called(worker, partition.names)) + " (B)" * (worker in byzantine) for worker in workers]
 
 
 def _worker_axis(few: bool, title: str = "worker", **more: Any) -> dict[str, Any]:
@@ -506,21 +508,40 @@ def _time_figure(traces: list[dict[str, Any]], height: int, along: str, **axes: 
 
 
 def workers_chart(results: WorkerResults) -> dict[str, Any]:
-    """Return a chart of the workers' test results, from lowest to highest, with one line for each tested model."""
-    n, traces = len(results.workers), []
+    """Return a chart of the workers' test results, from lowest to highest, with one line for each tested model.
+
+    If the workers have names and are few, each is a row of the chart.
+    """
+    n, traces, labels = len(results.workers), [], list(map(plain, results.labels))
+    in_rows = bool(results.names) and n <= FEW_WORKERS
     for model, values in results.scores.items():
         order = sorted(range(n), key=values.__getitem__)
-        trace = {
+        trace: dict[str, Any] = {
             "type": "scatter",
             "mode": "lines+markers" if n <= 100 else "lines",
             "name": LABELS[model],
             "x": [100 * (place + 0.5) / n for place in range(n)],
             "y": [round(values[i], 4) for i in order],
-            "customdata": [[results.workers[i], results.samples[i]] for i in order],
+            "customdata": [[labels[i], results.samples[i]] for i in order],
             "hovertemplate": "worker %{customdata[0]}, %{customdata[1]} samples<br>%{y}",
             "line": {"color": PALETTE[list(LABELS).index(model)]},
         }
+        if in_rows:
+            hover = "worker %{y}, %{customdata[1]} samples<br>%{x}"
+            places = {"x": trace["y"], "y": [labels[i] for i in order], "hovertemplate": hover}
+            trace |= {**places, "mode": "markers", "marker": {"size": 9}}
         traces.append(trace)
+    if in_rows:
+        scores = results.scores[results.used]
+        rows = [labels[i] for i in sorted(range(n), key=scores.__getitem__)]
+        ordered: dict[str, Any] = {"categoryorder": "array", "categoryarray": rows, "autorange": "reversed"}
+        layout = {
+            "height": 22 * n + 130,
+            "xaxis": axis(f"{results.score_name} after round {results.round}"),
+            "yaxis": _worker_axis(True, **ordered),
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        }
+        return figure(traces, layout)
     layout = {
         "height": 340,
         "xaxis": axis("percent of workers", range=[0, 100]),

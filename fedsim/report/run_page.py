@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from fedsim.core.input_limits import leaves_of
-from fedsim.errors import plural
+from fedsim.errors import called, plural
 from fedsim.records import formatting as fmt
 from fedsim.records.numbers import best_score
 from fedsim.records.reader import Run
@@ -154,7 +154,8 @@ def rounds_table(run: Run) -> dict[str, Any]:
     columns.append(("cohort", [str(len(record.cohort)) for record in shown]))
     for name in ("excluded", "lost"):
         if any(getattr(record, name) for record in run.history):
-            columns.append((name, [", ".join(map(str, getattr(record, name))) or fmt.MISSING for record in shown]))
+            workers = [[called(worker, run.partition.names) for worker in getattr(record, name)] for record in shown]
+            columns.append((name, [", ".join(of_round) or fmt.MISSING for of_round in workers]))
     head, cells = zip(*columns, strict=True)
     return {"head": head, "rows": list(zip(*cells, strict=True)), "every": every, "rounds": len(run.history)}
 

@@ -19,7 +19,8 @@ import numpy as np
 from fedsim.core.numbers import ProperFraction
 from fedsim.data.columns import NUMBERING, SIGNED, TARGETS, DataColumn, data_path, require_different_names, unreadable
 from fedsim.data.drawn_tests import DRAW
-from fedsim.data.encoding import DataTable, Names, train_and_test
+from fedsim.data.encoding import NOBODY, DataTable, Names, train_and_test
+from fedsim.data.formats.worker_files import files_of_parts, natural_order
 from fedsim.data.partitions.ids import NUMBER
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
@@ -47,18 +48,20 @@ def table(
     split: str | None = None,
     test_fraction: ProperFraction = 0.2,
 ) -> tuple[TensorData, TensorData]:
-    """Table in a CSV or Parquet file, one sample per line, read by PyArrow (`pip install pyarrow`).
+    """Table in a CSV or Parquet file, or a folder with one for each worker, read by PyArrow (`pip install pyarrow`).
 
-    Columns of numbers are concatenated to inputs [n, features]. A column of text with at most 100 different texts is
-    one-hot encoded: each text of the training samples, in sorted order, becomes one feature. Texts that occur only in
-    test samples are encoded as zeros. A single column of lists of equal length becomes the inputs [n, length]. Text
-    targets become class labels in sorted order. Missing values are errors.
+    Each line is a sample. Columns of numbers are concatenated to inputs [n, features]. A column of text with at most
+    100 different texts is one-hot encoded: each text of the training samples, in sorted order, becomes one feature.
+    Texts that occur only in test samples are encoded as zeros. A single column of lists of equal length becomes the
+    inputs [n, length]. Text targets become class labels in sorted order. Missing values are errors.
 
     Args:
         path: file of the training samples: Parquet if its name ends in `.parquet`, otherwise CSV in UTF-8, perhaps
-            compressed (`.csv.gz`).
-        test_path: file of the test samples. Unset: a fraction `test_fraction` of the samples in `path` is drawn at
-            random. The draw is the same for every seed, and stratified by class.
+            compressed (`.csv.gz`). Or a folder with one such file for each worker, whose name is that of the file
+            without its ending. Workers are in the order of their names (2 before 10). The folder may consist of the
+            folders `train` and `test`.
+        test_path: file of the test samples, or a folder with those of each worker. Unset: a fraction `test_fraction` of
+            the samples in `path` is drawn at random. The draw is the same for every seed, and stratified by class.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
         inputs: columns of the inputs. Unset: all columns except the target, `ids` and row numbers. A column of row
             numbers is called id or index, or has no name, and contains a different integer in each row.
@@ -94,17 +97,32 @@ def table(
         raise DataError(f"data.thousands = {show(thousands)}: is data.decimal too; the two signs must differ")
     signs = _Signs(delimiter, decimal, thousands)
     no_inputs = [*([ids] if isinstance(ids, str) else ids or ()), split, DRAW.get().split_by]
+    train_files, test_files = files_of_parts(data_path(path), test_path and data_path(test_path))
+    names = natural_order(train_files)
+    names += [name for name in natural_order(test_files) if name not in train_files]
+    worker = {name: number for number, name in enumerate(names)} | {"": NOBODY}
 
     def is_text(name: str) -> bool:
         if inputs is None or _is_target(name, target):
             return name in no_inputs
         return name not in ([inputs] if isinstance(inputs, str) else inputs)
 
-    train = _read(path, signs, is_text, target)
-    texts = {name for name, values in train.columns.items() if values.dtype.kind == "O"}
-    test = [] if test_path is None else [_read(test_path, signs, texts.__contains__, target)]
+    def read(files: Mapping[str, str], is_text: Callable[[str], bool]) -> list[DataTable]:
+        ordered = [name for name in names if name in files]
+        return [replace(_read(files[name], signs, is_text, target), worker=worker[name]) for name in ordered]
+
+    train = read(train_files, is_text)
+    texts = {name for part in train for name, values in part.columns.items() if values.dtype.kind == "O"}
+    if any(part.columns[name].dtype.kind != "O" for part in train for name in texts.intersection(part.columns)):
+        train = read(train_files, texts.__contains__)  # text in all files, so that 01 remains 01
     options: dict[str, Any] = {"target": target, "inputs": inputs, "ids": ids, "standardize": standardize}
-    return train_and_test([train], test, split=split, test_fraction=test_fraction, **options)
+    of_workers = "" not in train_files
+    options |= {"split": split, "test_fraction": test_fraction, "of_workers": path * of_workers}
+    first, second = train_and_test(train, read(test_files, texts.__contains__), **options)
+    if not of_workers:
+        return first, second
+    assumed = f"each of {len(train)} files is the data of one worker, in the order of their names", *first.assumed
+    return replace(first, assumed=assumed, worker_names=tuple(name for name in names if name)), second
 
 
 class _Signs(NamedTuple):
