@@ -6,6 +6,7 @@ import contextlib
 import io
 import math
 import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +182,8 @@ def encode(figure: Figure, format: str, dpi: int = DPI) -> bytes:
 
     show_dollars(figure)
     buffer = io.BytesIO()
-    # otherwise the ids in an SVG are random
-    with matplotlib.rc_context({"svg.hashsalt": "fedsim", "text.usetex": False}):
+    # otherwise the ids in an SVG are random, and a name in another script is a warning
+    with matplotlib.rc_context({"svg.hashsalt": "fedsim", "text.usetex": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure.savefig(buffer, format=format, dpi=dpi, metadata=UNDATED[format])
     return buffer.getvalue()

@@ -148,10 +148,11 @@ def plot_partition(counts: np.ndarray, title: str, names: Sequence[str | None] =
     statistics = heterogeneity(counts)
     n_workers, n_classes = counts.shape
     as_bars = n_workers <= MOST_BARS and n_classes <= MOST_COLOURS
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    labels = [called(worker, names) for worker in range(n_workers)] if as_bars and any(names) else []
+    figure = Figure(figsize=(9, 4.2 + 0.07 * max(map(len, labels), default=0)), layout="constrained")
     figure.suptitle(f"{title}\n{_caption(statistics, n_classes)}", fontsize="medium")
     if as_bars:
-        _draw_bars(figure.subplots(), counts, names)
+        _draw_bars(figure.subplots(), counts, labels)
     else:
         _draw_heat_map(figure, counts)
     return encode(figure, "png", 120)
@@ -167,8 +168,8 @@ def _caption(statistics: Heterogeneity, n_classes: int) -> str:
     )
 
 
-def _draw_bars(axes: Axes, counts: np.ndarray, names: Sequence[str | None]) -> None:
-    """Draw one stacked bar per worker, with label 0 at the bottom."""
+def _draw_bars(axes: Axes, counts: np.ndarray, workers_called: list[str]) -> None:
+    """Draw one stacked bar per worker, with label 0 at the bottom. Unless empty, `workers_called` are their names."""
     from matplotlib import colormaps
 
     n_workers, n_classes = counts.shape
@@ -181,9 +182,8 @@ def _draw_bars(axes: Axes, counts: np.ndarray, names: Sequence[str | None]) -> N
             color=colours[label], edgecolor="white", linewidth=0.3, label=str(label),
         )  # fmt: skip
     axes.set(xlabel="worker", ylabel="samples", xlim=(-0.6, n_workers - 0.4), xticks=workers)
-    if any(names):
-        labels = [called(worker, names) for worker in range(n_workers)]
-        axes.set_xticks(workers, labels, rotation=90, fontsize="small", parse_math=False)
+    if workers_called:
+        axes.set_xticks(workers, workers_called, rotation=90, fontsize="small", parse_math=False)
     axes.set_ylim(0, 1.04 * counts.sum(1).max())
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.spines[["top", "right"]].set_visible(False)

@@ -125,8 +125,8 @@ def _format_of(path: str) -> str | None:
     if path in (".", "..") or path.endswith(("/", "\\")) or os.path.isdir(file):
         folder = f"data.path={path}"
         raise ExperimentError(
-            f"data.name = {show(path)}: is a folder without tables; write data=image_folder {folder}, or leaf, text or "
-            "huggingface instead of image_folder"
+            f"data.name = {show(path)}: is a folder; write data=image_folder {folder}, or leaf, text or huggingface "
+            "instead of image_folder"
         )
     if re.search(r"[/\\]", path) and not re.search(r":|\.py$", path) and not os.path.exists(file):
         raise ExperimentError(f"data.name = {show(path)}: no such file or folder; check the path")

@@ -64,7 +64,7 @@ def _draw_rows(axes: Axes, results: WorkerResults) -> None:
     axes.set_yticks(range(len(order)), [results.labels[place] for place in order], parse_math=False, fontsize="small")
     axes.set(xlabel=results.score_name, ylabel="worker", ylim=(len(order) - 0.5, -0.5))
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.figure.legend(loc="outside lower center", fontsize="small")
 
 
 def draw_workers(results: WorkerResults, title: str) -> Figure:
@@ -75,7 +75,7 @@ def draw_workers(results: WorkerResults, title: str) -> Figure:
     from fedsim.core.figure import Figure
 
     in_rows = bool(results.names) and len(results.workers) <= MOST_ROWS
-    figure = Figure(figsize=(6, 1.8 + 0.24 * len(results.workers) if in_rows else 3.6), layout="constrained")
+    figure = Figure(figsize=(6, 2.4 + 0.24 * len(results.workers) if in_rows else 3.6), layout="constrained")
     heading = f"{results.score_name} on the workers' own test samples"
     figure.suptitle(f"{title}\n{heading}, round {results.round}", fontsize="medium")
     axes = figure.subplots()

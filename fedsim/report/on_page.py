@@ -445,16 +445,16 @@ def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, 
         "marker": {"color": [BYZANTINE if worker in byzantine else PALETTE[0] for worker in workers]},
         "hovertemplate": "worker %{x}<br>%{y} samples<extra></extra>",
     }
-    width = 26 * len(workers) + 140 if few else 0
+    width, slanted = 26 * len(workers) + 140 if few else 0, {"tickangle": 45} if any(partition.names) else {}
     if len(labels) == 1:  # a task without classes
-        bars = {"showlegend": False, "xaxis": _worker_axis(few, title), "yaxis": axis("samples")}
+        bars = {"showlegend": False, "xaxis": _worker_axis(few, title, **slanted), "yaxis": axis("samples")}
         return figure([{**sums, "yaxis": "y"}], bars, min_width=width, **when)
     layout = {
-        "height": min(24 * len(labels), 480) + 170,
+        "height": min(24 * len(labels), 480) + 170 + 5 * max(map(len, names)) * len(slanted),
         "bargap": 0.15,
         "showlegend": False,
         "coloraxis": {"cmin": 0, "cmax": max(map(max, counts))},
-        "xaxis": _worker_axis(few, title, anchor="y"),
+        "xaxis": _worker_axis(few, title, anchor="y", **slanted),
         "yaxis": axis("label", type="category", autorange="reversed", domain=[0, 0.78], showgrid=False, zeroline=False),
         "yaxis2": axis("samples", domain=[0.82, 1], nticks=3, automargin=True),
     }
