@@ -137,7 +137,13 @@ def round_of(number: int) -> dict:
 
 FILES = {
     "metrics.jsonl": [round_of(1), round_of(2), round_of(3)],
-    "partition.json": {"counts": [[1, 2], [3, 4]], "byzantine": [1], "workers": [0, 1], "population": 9},
+    "partition.json": {
+        "counts": [[1, 2], [3, 4]],
+        "byzantine": [1],
+        "workers": [0, 1],
+        "population": 9,
+        "names": ["a", None],
+    },
     "environment.json": {"device": "cpu", "packages": {"torch": "2"}, "command": ["fedsim", "run"]},
     "experiment.toml": {
         "rounds": 3,

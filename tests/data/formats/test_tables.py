@@ -455,3 +455,65 @@ def test_image_sizes_have_one_name(cli):
     result = cli("run", "data=torchvision:CIFAR10", "data.image_size=64")
     assert "data.image_size = 64: unknown key" in result.stderr
     assert "size" in result.stderr.partition(";")[2]
+
+
+class TestFolderOfTables:
+    """A folder with one table for each worker."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        for part, names in (("train", ("h10", "h2", "H1")), ("test", ("h2", "new", "h10", "H1"))):
+            (tmp_path / part).mkdir()
+            for name in names:
+                rows = [f"{len(name) + k / 10},{k % 2}" for k in range(10 if part == "train" else 5)]
+                (tmp_path / part / f"{name}.csv").write_text("\n".join(["a,label", *rows]))
+        return tmp_path
+
+    def test_each_file_is_a_worker_in_the_order_of_names(self, folder):
+        experiment = fedsim.Experiment(data=str(folder / "train"))
+        assert (experiment.workers, experiment.partition.name, experiment.data.name) == (3, "natural", "csv")
+        train, test = load(str(folder / "train"))
+        assert train.worker_names == ("H1", "h2", "h10")
+        assert (np.bincount(train.ids["worker"]).tolist(), np.bincount(test.ids["worker"]).tolist()) == (
+            [8] * 3,
+            [2] * 3,
+        )
+        assert train.assumed[0] == "each of 3 files is the data of one worker, in the order of their names"
+        train, test = load("csv", path=str(folder / "train"), test_path=str(folder / "test" / "h2.csv"))
+        assert (len(train), len(test), test.ids) == (30, 5, {})
+
+    def test_parts_are_folders(self, folder):
+        (whole, own), separate = (
+            load(str(folder)),
+            load("csv", path=str(folder / "train"), test_path=str(folder / "test")),
+        )
+        assert whole.worker_names == ("H1", "h2", "h10", "new") == separate[0].worker_names
+        assert np.array_equal(whole.inputs, separate[0].inputs)
+        assert np.array_equal(own.ids["worker"], np.repeat(range(4), 5))
+        assert fedsim.Experiment(data=str(folder)).data.local_test_fraction == "own"
+
+    def test_text_in_one_file_is_text_in_all(self, folder):
+        for name, text in (("H1", "K1"), ("h2", "01"), ("h10", "K2")):
+            (folder / "train" / f"{name}.csv").write_text("zip,label\n" + f"{text},0\n{text},1\n" * 5)
+        train, _ = load(str(folder / "train"))
+        assert train.inputs.unique(dim=0).tolist() == [[0, 0, 1], [0, 1, 0], [1, 0, 0]]
+
+    @pytest.mark.parametrize(
+        ("file", "match"),
+        [
+            (
+                "train/test.csv",
+                "a file called test, which may be a part of the data instead of a worker; set data.path",
+            ),
+            ("train/h2.parquet", "has two tables of one name"),
+            ("train/other.csv", 'other.csv: has other columns than .*H1.csv, such as "a"'),
+        ],
+    )
+    def test_other_files_are_refused(self, folder, file, match):
+        (folder / file).write_text("b,label\n1,0\n2,1")
+        refused(str(folder / "train"), match)
+
+    def test_unused_files_are_named(self, folder):
+        (folder / "train" / "README.md").write_text("")
+        (folder / "train" / ".hidden.csv").write_text("")
+        load(str(folder / "train"), "train: files that are not used: README.md")
