@@ -126,9 +126,11 @@ def plain(value: Any) -> Any:
 
 def _plain_data(value: Any) -> Any:
     """Convert a value that may consist of data sets, perhaps beside settings (see `plain`)."""
+    if isinstance(value, Mapping) and "name" in value:
+        return plain(value)
     if _holds_data(value) and not is_samples(value):
         return name_of(value)
-    if isinstance(value, Mapping) and "name" not in value:
+    if isinstance(value, Mapping):
         named = {key: _holds_data(item) and not is_samples(item) for key, item in value.items()}
         return {key: name_of(item) if named[key] else plain(item) for key, item in value.items()}
     return plain(value)
