@@ -27,6 +27,7 @@ from fedsim.processing import check_order
 from fedsim.system.devices import free_memory
 
 LARGE = 1_000_000  # with more workers than this, lists of workers are compared with the free memory
+MOST_LISTED = 10_000_000  # maximum length of such a list, which takes seconds to draw
 BYTES_PER_WORKER = 100  # memory per worker for such lists
 # values that are also right for engines that do not use the key
 TRUE_OF_ANY_ENGINE = {"processes": 1, "cuda_graphs": False}
@@ -37,8 +38,9 @@ NOT_IN_ROUNDS = ("data", "partition", "model", "records")  # tables whose object
 def problems_with(experiment: Settings) -> list[str]:
     """Return one error line for each invalid combination of settings, after each table has been checked by itself."""
     policy = experiment.policy.component
+    if lines := list(_check_sizes(experiment)):  # the other checks may need more memory than there is
+        return lines
     lines = [
-        *_check_sizes(experiment),
         *_check_engine(experiment),
         *check_worker_tests(experiment),
         *_check_sync(experiment),
@@ -253,6 +255,8 @@ def _check_sizes(experiment: Settings) -> Iterator[str]:
                 f"{line} takes {needed / 1e9:,.1f} GB, but only {free / 1e9:,.1f} GB of memory are free; use fewer "
                 "workers"
             )
+        elif count > MOST_LISTED:
+            yield f"{line} takes very long; use at most {MOST_LISTED:,} workers"
     if cohort > workers:
         yield f"cohort = {cohort}: must be at most {workers}, the number of workers"
 

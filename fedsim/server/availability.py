@@ -20,6 +20,7 @@ from fedsim.system.files import read_bounded, user_path
 
 COLUMNS = ["worker", "from", "to"]
 MOST_BYTES = 2**30  # maximum size of a trace file
+MOST_WORKERS = 10_000_000  # each of them gets a phase
 
 
 @sampling_strategy("available")
@@ -118,6 +119,12 @@ class Daily:
 
     period: PositiveFloat = 24.0
     online: PositiveFraction = 0.5
+
+    def check(self, n_workers: int, size: int) -> None:
+        if n_workers > MOST_WORKERS:
+            raise ExperimentError(
+                f'sampling.name = "daily": supports at most {MOST_WORKERS:,} workers, not {n_workers:,}'
+            )
 
     def __call__(
         self, n_workers: int, size: int, now: float, seed: int, rng: np.random.Generator, metrics: dict[str, Any]

@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -152,21 +153,24 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def usable_cores() -> int:
     """Return the number of cores that this process may use (CPU affinity and CPU quota of its container or job)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for group in _cgroups():
+    for group in _cgroups(""):
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
             quota, period = (group / "cpu.max").read_text().split()
             cores = min(cores, int(quota) // int(period))
     return max(1, cores)
 
 
-def _cgroups() -> list[Path]:
-    """Return the folders of the control groups (version 2) from the container down to the group of this process."""
-    groups = [CGROUP]
+def _cgroups(controller: str) -> list[Path]:
+    """Return the folders of the control groups from the container down to the group of this process.
+
+    `controller`: a controller of version 1, such as "memory"; "" for all controllers of version 2.
+    """
+    groups = [CGROUP / controller]
     with contextlib.suppress(OSError, StopIteration):
-        lines = OWN_CGROUP.read_text().splitlines()
-        relative = next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
+        lines = (line.split(":", 2) for line in OWN_CGROUP.read_text().splitlines())
+        relative = next(path for _, names, path in lines if controller in names.split(","))
         parts = [part for part in relative.split("/") if part not in ("", "..")]
-        groups += [CGROUP.joinpath(*parts[: count + 1]) for count in range(len(parts))]
+        groups += [groups[0].joinpath(*parts[: count + 1]) for count in range(len(parts))]
     return groups
 
 
@@ -193,11 +197,7 @@ def has_room(device: torch.device, nbytes: int) -> bool:
 
 def total_memory() -> float:
     """Return the smaller of the machine's main memory and the container's limit, in bytes (infinite if unknown)."""
-    total = _bytes_of_machine("MemTotal")
-    for group in _cgroups():
-        with contextlib.suppress(OSError, ValueError):  # no container, or "max" for no limit
-            total = min(total, int((group / "memory.max").read_text()))
-    return total
+    return min([_bytes_of_machine("MemTotal"), *(limit for limit, _ in _memory_of_groups())])
 
 
 def free_memory() -> float:
@@ -207,13 +207,19 @@ def free_memory() -> float:
     limit leaves free.
     """
     free = _bytes_of_machine("MemAvailable")
-    for group in _cgroups() if free < math.inf else ():
+    return min([free, *(limit - used for limit, used in _memory_of_groups())]) if free < math.inf else free
+
+
+def _memory_of_groups() -> Iterator[tuple[int, int]]:
+    """Yield the limit in bytes and the used bytes, without cached files, of each control group that has a limit."""
+    places = [(group, "memory.max", "memory.current", "inactive_file ") for group in _cgroups("")]
+    of_version_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "
+    places += [(group, *of_version_1) for group in _cgroups("memory")]
+    for group, limit, used, cache in places:
         with contextlib.suppress(OSError, StopIteration, ValueError):  # no container, or "max" for no limit
-            limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-            statistics = (group / "memory.stat").read_text().splitlines()
-            cache = next(int(line.split()[1]) for line in statistics if line.startswith("inactive_file "))
-            free = min(free, limit - used + cache)
-    return free
+            lines = (group / "memory.stat").read_text().splitlines()
+            cached = next(int(line.split()[1]) for line in lines if line.startswith(cache))
+            yield int((group / limit).read_text()), int((group / used).read_text()) - cached
 
 
 def _bytes_of_machine(name: str) -> float:

@@ -91,6 +91,24 @@ def test_lists_that_do_not_fit_into_memory_are_refused(tables, message):
     assert any(line.startswith(message) and "GB of memory are free" in line for line in caught.value.lines)
 
 
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"groups": 50_000_000}, "groups: a list of 50000000 workers takes"),
+        (
+            {"attack": {"name": "sign_flipping", "fraction": 0.1}},
+            "attack.fraction = 0.1: drawing from 50000000 workers",
+        ),
+        ({"sampling": "daily"}, 'sampling.name = "daily": supports at most 10,000,000 workers, not 50,000,000'),
+    ],
+)
+def test_lists_that_take_very_long_are_refused_at_once(changes, place, monkeypatch):
+    monkeypatch.setattr("fedsim.config.validation.free_memory", lambda: 1e12)
+    with pytest.raises(ExperimentError) as caught:
+        fedsim.load_experiment({"workers": 50_000_000, "cohort": 10, "model": "logistic", **changes})
+    assert [line.startswith(place) for line in caught.value.lines] == [True]
+
+
 @pytest.mark.parametrize("hidden", [10**6, 10**9, 10**18])
 def test_a_model_that_does_not_fit_into_memory_is_refused(hidden):
     with pytest.raises(

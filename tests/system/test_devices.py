@@ -94,5 +94,13 @@ def test_memory_is_that_of_the_machine_or_of_its_container(tmp_path, monkeypatch
         (tmp_path / "memory.max").write_text(limit)
         assert (devices.total_memory(), devices.free_memory()) == (total, free)
     (tmp_path / "memory.max").unlink()
+    (tmp_path / "memory" / "job").mkdir(parents=True)  # version 1
+    monkeypatch.setattr(devices, "OWN_CGROUP", tmp_path / "own")
+    (tmp_path / "own").write_text("12:cpu,cpuacct:/other\n4:memory:/job\n")
+    (tmp_path / "memory" / "job" / "memory.limit_in_bytes").write_text("900000\n")
+    (tmp_path / "memory" / "job" / "memory.usage_in_bytes").write_text("700000\n")
+    (tmp_path / "memory" / "job" / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 100000\n")
+    assert (devices.total_memory(), devices.free_memory()) == (900_000, 300_000)
+    (tmp_path / "memory" / "job" / "memory.limit_in_bytes").unlink()
     monkeypatch.setattr(devices, "MEMORY", tmp_path / "missing")
     assert devices.total_memory() == devices.free_memory() == float("inf")
