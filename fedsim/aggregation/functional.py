@@ -27,6 +27,7 @@ from fedsim.aggregation.resolve import Stage, as_list, make_pipeline, resolve
 from fedsim.core.attributes import takes_component
 from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
+from fedsim.system.global_settings import plain_arithmetic
 from fedsim.system.precision import full_precision
 
 POLICIES = get_args(Nonfinite)
@@ -34,6 +35,7 @@ PLAIN = {int, float, str, bool, type(None)}  # types of immutable parameters, fo
 
 
 @takes_component("aggregate", "rule")
+@plain_arithmetic
 def aggregate(
     updates: Any,
     name: Stage | Sequence[Stage] = "mean",
@@ -196,6 +198,7 @@ def checked_nonfinite(nonfinite: Any) -> Nonfinite:
 
 
 @takes_component("aggregate", "rule")
+@plain_arithmetic
 def pre_aggregate(updates: Any, name: Stage | Sequence[Stage], *, seed: int = 0, **params: Any) -> Any:
     """Apply one or more pre-aggregators to `updates` [n, d]. Returns the transformed updates [m, d].
 

@@ -14,10 +14,12 @@ from fedsim.aggregation.containers import as_rows, checked_matrix, refuse_unclea
 from fedsim.byzantine.base import Aggregate, attack_strategy
 from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError, SettingWarning, show
+from fedsim.system.global_settings import plain_arithmetic
 from fedsim.system.precision import full_precision
 
 
 @takes_component("attack", n_byzantine="attack.f")
+@plain_arithmetic
 def attack(
     honest: Any,
     name: str | Callable[..., Tensor],

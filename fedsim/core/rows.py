@@ -86,7 +86,7 @@ class Layout:
     def read_buffers(self, module: nn.Module, out: Tensor | None = None) -> Tensor:
         """Copy the module's buffers into the row `out` (default: a new float64 row), and return it."""
         if out is None:
-            out = torch.zeros(self.n_buffer_values, dtype=torch.double)
+            out = torch.zeros(self.n_buffer_values, dtype=torch.double, device="cpu")
         if self.buffers:
             values = dict(module.named_buffers())
             out.copy_(_flat([values[entry.name].to(out.dtype) for entry in self.buffers]))

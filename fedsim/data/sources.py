@@ -29,6 +29,7 @@ from fedsim.data.shapes import SampleShape
 from fedsim.data.tensors import CHANNELS, ChannelOrder, TensorData
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show
 from fedsim.system.files import is_file, user_path
+from fedsim.system.global_settings import plain_arithmetic
 
 
 class DatasetRegistry(Registry):
@@ -163,6 +164,7 @@ def default_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "fedsim" / "data"
 
 
+@plain_arithmetic
 def load_dataset(
     name: Any,
     root: str | Path | None = None,

@@ -158,7 +158,7 @@ class TensorData(Dataset):
         plain = self.scale == 1.0 and not self.shift
         scale, shift = self._scale_and_shift
         if raw.device.type == "cpu":
-            inputs = torch.empty(raw.shape, dtype=self.dtype, memory_format=_order_of(raw)).copy_(raw)
+            inputs = torch.empty(raw.shape, dtype=self.dtype, device="cpu", memory_format=_order_of(raw)).copy_(raw)
             return inputs if plain else inputs.mul_(scale).add_(shift)
         if plain:
             return raw.to(self.dtype)

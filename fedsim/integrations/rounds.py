@@ -11,6 +11,7 @@ from fedsim.aggregation import AggregationInputs, make_pipeline, resolve
 from fedsim.aggregation.functional import aggregate_inputs, checked_nonfinite
 from fedsim.aggregation.inputs import Nonfinite
 from fedsim.aggregation.resolve import Stage
+from fedsim.system.global_settings import plain_arithmetic
 
 
 class RuleOverRounds:
@@ -44,6 +45,7 @@ class RuleOverRounds:
         self._state: dict[str, Tensor] = {}
         self._last: Tensor | None = None
 
+    @plain_arithmetic
     def __call__(self, updates: Tensor, *, round: int, weights: Tensor | None = None, **inputs: Any) -> Tensor:
         """Return the aggregate [d] of the workers' updates or gradients.
 

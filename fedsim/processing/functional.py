@@ -11,12 +11,14 @@ from fedsim.aggregation.containers import NestedForm, as_rows, checked_matrix
 from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError
 from fedsim.processing.processors import apply_chain, check_order, processor
+from fedsim.system.global_settings import plain_arithmetic
 from fedsim.system.precision import full_precision
 
 Step = str | Callable[..., Any] | Mapping[str, Any]
 
 
 @takes_component("processors")
+@plain_arithmetic
 def compress(update: Any, name: Step | Sequence[Step], *, seed: int = 0, **params: Any) -> tuple[Any, int]:
     """Compress an update as in a run, for example `compress(update, "top_k", ratio=0.01)`.
 

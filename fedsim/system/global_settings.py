@@ -8,18 +8,21 @@ values are restored when it ends. `fedsim.core.randomness.sole_use_of_generators
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 AUTOCAST_DEVICES = "cpu", "cuda", "mps", "xpu"
 # pairs (backend, operation) of `fp32_precision`, from general to specific, because unset values are inherited
@@ -54,10 +57,12 @@ def _setting(name: str, read: Callable[[], Any], write: Callable[[Any], object],
     def at(value: Any) -> Iterator[None]:
         before = read()
         try:
-            write(value)
+            if before != value:
+                write(value)
             yield
-        finally:
-            write(before)
+        finally:  # user code inside the block may have changed the setting too
+            if read() != before:
+                write(before)
 
     return GlobalSetting(name, read, in_run, at)
 
@@ -148,6 +153,13 @@ def _set_newer(values: list[str]) -> None:
         torch._C._set_fp32_precision_setter(*pair, value)
 
 
+def _rounds_products() -> bool:
+    """Whether a CPU may round the inputs of float32 products. `fedsim.system.precision.full_precision` is for GPUs."""
+    if not FLOAT32:
+        return torch.get_float32_matmul_precision() != "highest"
+    return torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in ("none", "ieee")
+
+
 def _attention() -> tuple[bool, ...]:
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()
@@ -173,6 +185,11 @@ THREADS = _setting("threads", torch.get_num_threads, torch.set_num_threads, None
 _cuda: Any = torch.backends.cuda.matmul
 _backends: Any = torch.backends
 
+AUTOCAST = _setting("autocast", _autocast, _set_autocast, ((False,) * len(AUTOCAST_DEVICES), True, 0))
+DEFAULT_DEVICE = GlobalSetting("default device", _default_device, None, _with_default_device)
+PRECISION = _setting(
+    "float32 precision", _float32_precision, _set_float32_precision, ("highest", False, *("none" for _ in FLOAT32))
+)
 SETTINGS: list[GlobalSetting] = [
     GlobalSetting("inference mode", torch.is_inference_mode_enabled, False, torch.inference_mode),
     _setting("gradients", torch.is_grad_enabled, torch._C._set_grad_enabled, True),
@@ -182,7 +199,7 @@ SETTINGS: list[GlobalSetting] = [
         lambda value: torch.set_anomaly_enabled(*value),
         (False, True),
     ),
-    _setting("autocast", _autocast, _set_autocast, ((False,) * len(AUTOCAST_DEVICES), True, 0)),
+    AUTOCAST,
     *(
         _setting(
             f"dtype of autocast on {device}",
@@ -193,10 +210,8 @@ SETTINGS: list[GlobalSetting] = [
         for device, dtype in {"cpu": torch.bfloat16, "cuda": torch.float16}.items()
     ),
     _setting("default dtype", torch.get_default_dtype, torch.set_default_dtype, torch.float32),
-    GlobalSetting("default device", _default_device, None, _with_default_device),
-    _setting(
-        "float32 precision", _float32_precision, _set_float32_precision, ("highest", False, *("none" for _ in FLOAT32))
-    ),
+    DEFAULT_DEVICE,
+    PRECISION,
     _setting("deterministic algorithms", torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 0),
     _setting("denormal numbers flushed", _flushes_denormals, torch.set_flush_denormal, False),
     _setting("attention", _attention, _set_attention, (True, True, True, True)),
@@ -224,8 +239,27 @@ def run_settings(threads: int | None = None) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for setting in SETTINGS:
-            if setting.read() != setting.in_run:
-                stack.enter_context(setting.at(setting.in_run))
-        if threads is not None and threads != THREADS.read():
-            stack.enter_context(THREADS.at(threads))
+            stack.enter_context(setting.at(setting.in_run))
+        stack.enter_context(THREADS.at(threads or THREADS.read()))
         yield
+
+
+def plain_arithmetic(function: F) -> F:
+    """Return `function` with the numbers that it has in a run, for functions that users also call outside a run.
+
+    Autocast, a default device and rounded products do not reach it. Gradients and the default dtype are the user's.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **params: Any) -> Any:
+        foreign = [setting for setting in (AUTOCAST, DEFAULT_DEVICE) if setting.read() != setting.in_run]
+        if _rounds_products():
+            foreign.append(PRECISION)
+        if not foreign:
+            return function(*arguments, **params)
+        with contextlib.ExitStack() as stack:
+            for setting in foreign:
+                stack.enter_context(setting.at(setting.in_run))
+            return function(*arguments, **params)
+
+    return cast(F, call)

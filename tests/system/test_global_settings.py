@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
-from fedsim.system.global_settings import SETTINGS
+from fedsim.integrations.rounds import RuleOverRounds
+from fedsim.system.global_settings import AUTOCAST, DEFAULT_DEVICE, PRECISION, SETTINGS, THREADS
 from tests.foreign import WALKED, foreign, foreign_value
 from tests.fuzz.properties import difference
 from tests.fuzz.runs import Outcome
 
 SERIAL = {"engine": "serial"}
+SPAWNED = {"engine": "processes", "processes": 2, "start_method": "spawn"}
 OTHERS = [{"engine": "batched"}, {"engine": "processes", "processes": 2, "start_method": "fork"}]
 
 
@@ -69,3 +72,76 @@ def test_all_settings_together_change_no_bit_with_other_engines(engine, tiny_exp
 @pytest.mark.parametrize("setting", WALKED, ids=lambda setting: setting.name)
 def test_each_setting_changes_no_bit_with_other_engines(engine, setting, tiny_experiment, undisturbed):
     assert_undisturbed(engine, [setting], tiny_experiment, undisturbed)
+
+
+UPDATES = torch.rand(8, 40, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: fedsim.aggregate(UPDATES, ["nnm", "multi_krum"], f=2),
+        lambda: fedsim.pre_aggregate(UPDATES, "nnm", f=2),
+        lambda: fedsim.attack(UPDATES, "min_max", 2),
+        lambda: fedsim.compress(UPDATES[0], "qsgd")[0],
+        lambda: RuleOverRounds("geometric_median", {})(UPDATES, round=1),
+        lambda: fedsim.load_dataset("mnist5k")[0].gather(torch.arange(3, device="cpu"))[0],
+    ],
+    ids=["aggregate", "pre_aggregate", "attack", "compress", "a rule over rounds", "load_dataset"],
+)
+def test_functions_outside_a_run_compute_with_the_same_settings(call):
+    expected = call()
+    with contextlib.ExitStack() as stack:
+        for setting in (AUTOCAST, DEFAULT_DEVICE, PRECISION):
+            stack.enter_context(foreign(setting))
+        actual = call()
+    assert (actual.dtype, actual.device) == (expected.dtype, expected.device)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("error", "engine"),
+    [*itertools.product([KeyboardInterrupt], [SERIAL, *OTHERS]), (fedsim.StopRun, SERIAL), (ValueError, SERIAL)],
+    ids=str,
+)
+def test_the_settings_of_the_user_are_found_again_after_an_early_end(error, engine, tiny_experiment):
+    def end(record):
+        assert all(setting.read() == setting.in_run for setting in SETTINGS)
+        raise error
+
+    with contextlib.ExitStack() as stack:
+        for setting in WALKED:
+            stack.enter_context(foreign(setting))
+        before = [setting.read() for setting in WALKED]
+        with contextlib.nullcontext() if error is fedsim.StopRun else pytest.raises(error):
+            fedsim.run({**tiny_experiment, **engine}, on_round=end)
+        assert [setting.read() for setting in WALKED] == before
+
+
+def test_a_session_does_not_keep_the_threads_of_a_run(tiny_experiment):
+    with THREADS.at(2), fedsim.Session() as session:
+        fedsim.run(tiny_experiment, session=session)
+        assert THREADS.read() == 2
+
+
+def test_the_cast_parameters_of_an_outer_autocast_are_not_used_again(tiny_experiment):
+    """PyTorch keeps them until the outermost context ends, also if the parameters change."""
+    expected = fedsim.run(tiny_experiment, precision="bf16").global_row
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fedsim.run(tiny_experiment, precision="bf16").global_row, expected)
+
+
+@pytest.mark.parametrize("engine", [SERIAL, pytest.param(SPAWNED, marks=pytest.mark.slow)], ids=["serial", "spawned"])
+def test_a_module_that_changes_settings_when_it_is_imported_changes_no_bit(
+    engine, tiny_experiment, tmp_path, monkeypatch
+):
+    line = "from tests.models import OnImages as {}"
+    (tmp_path / "plain_module.py").write_text(line.format("Plain"))
+    (tmp_path / f"module_of_{engine['engine']}.py").write_text(
+        f"import torch\n{line.format('Own')}\ntorch.set_default_dtype(torch.float64)"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = fedsim.run({**tiny_experiment, "model": "plain_module:Plain"})
+    actual = fedsim.run({**tiny_experiment, **engine, "model": f"module_of_{engine['engine']}:Own"})
+    assert torch.equal(actual.global_row, expected.global_row)
+    assert torch.get_default_dtype() == torch.float32
