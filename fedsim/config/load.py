@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,12 +14,20 @@ from fedsim.config.experiment import Experiment, refuse_untrusted_root
 from fedsim.config.files import COMPARISON, find_experiment, read_toml, read_yaml
 from fedsim.config.overrides import changes_in, override, parse_word, removed_warnings, repeated
 from fedsim.config.schema import Distributed
-from fedsim.core.import_policy import is_untrusted, untrusted_config
+from fedsim.core.import_policy import RUN_FILES, is_untrusted, untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import plain
 from fedsim.data.sources import data_loaded_once, sample_shape
-from fedsim.errors import DataError, ExperimentError, SettingWarning, show
+from fedsim.errors import DataError, ExperimentError, SettingWarning, cut, show
+from fedsim.system.files import is_file
 from fedsim.system.limits import without_inner_frames
+
+FILES = ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".pq", ".npz", ".safetensors", ".txt"
+PATHS = {  # keys of paths, and the endings by which paths differ from other values
+    **dict.fromkeys(("data", "data.name", "policy.topology", "policy.topology.name"), FILES),
+    **dict.fromkeys(("data.path", "data.test_path", "data.images", "model.weights", "partition.path"), ("",)),
+    **dict.fromkeys(("sampling.trace", "policy.topology.path", "clock.noise.path", "clock.replay_log"), ("",)),
+}
 
 
 def load_experiment(
@@ -114,7 +123,39 @@ def describe_file(source: str | Path) -> dict[str, Any]:
     Raises ExperimentError if the file cannot be read.
     """
     path = find_experiment(source)
-    return nested(read_yaml(path)) if path.suffix.lower() in (".yaml", ".yml") else read_toml(path)
+    tables = nested(read_yaml(path)) if path.suffix.lower() in (".yaml", ".yml") else read_toml(path)
+    if not any(is_file(path.with_name(name)) for name in RUN_FILES):  # the paths in a run folder are complete
+        _complete_paths(tables, "", path)
+    return tables
+
+
+def _complete_paths(tables: dict[str, Any], prefix: str, file: Path) -> None:
+    """Replace relative paths in the tables of an experiment file, in place, that lead to a file beside this file.
+
+    `prefix` is the key of the tables with a dot, or "". Raises ExperimentError for a path that also leads to another
+    file in the working directory.
+    """
+    for name, value in tables.items():
+        key = f"{prefix}{name}".removeprefix(f"{COMPARISON}.")
+        if isinstance(value, dict):
+            _complete_paths(value, f"{key}.", file)
+        elif key in PATHS:
+            completed = [_complete_path(key, path, file) for path in (value if isinstance(value, list) else [value])]
+            tables[name] = completed if isinstance(value, list) else completed[0]
+
+
+def _complete_path(key: str, path: Any, file: Path) -> Any:
+    is_path = isinstance(path, str) and path.lower().endswith(PATHS[key])
+    if not is_path or path != os.path.expanduser(path) or not os.path.exists(beside := str(file.parent / path)):
+        return path
+    if not os.path.exists(path):
+        return beside
+    if not os.path.samefile(path, beside):
+        raise ExperimentError(
+            f"{key} = {show(path)}: exists in the working directory and also beside {cut(str(file))}; write an "
+            "absolute path, or remove one of the two"
+        )
+    return path
 
 
 def nested(tables: dict[str, Any]) -> dict[str, Any]:

@@ -261,9 +261,10 @@ def as_tensor_data(data: Any) -> TensorData:
     kind = type(data).__name__
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         remedy = "data=(list(train), list(test))" if hasattr(data, "__iter__") else PAIRS
+        remedy = "data=(train.dataset, test.dataset)" if hasattr(data, "dataset") else remedy
         raise DataError(
-            f"the {kind} object is not a map-style data set; a data set must have a length (__len__) and return samples "
-            f"by index (__getitem__); pass {'data=(train.dataset, test.dataset)' if hasattr(data, 'dataset') else remedy}"
+            f"the {kind} object is not a map-style data set; a data set must have a length (__len__) and return "
+            f"samples by index (__getitem__); pass {remedy}"
         )
     if hasattr(data, "to_numpy"):
         raise DataError(

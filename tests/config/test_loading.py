@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from fedsim import Experiment, ExperimentError, load_experiment
+from fedsim import Experiment, ExperimentError, load_dataset, load_experiment
 from fedsim.comparison import plan_comparison
 from fedsim.config.files import read_toml, to_toml
-from fedsim.errors import MAX_PROBLEMS, SettingWarning
+from fedsim.errors import MAX_PROBLEMS, DataError, SettingWarning
 from fedsim.models import two_nn
 
 
@@ -290,3 +290,38 @@ def test_files_may_have_a_byte_order_mark_and_must_be_utf_8(tmp_path, ending):
     path.write_text(f"{line}\n# é\n", encoding="latin-1")
     with pytest.raises(ExperimentError, match=r'line 2 is not UTF-8 \("é" in Latin-1\); save the file as UTF-8'):
         load_experiment(path)
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """Return the folder `study` in the working directory, with a table."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "points.csv").write_text("x,y\n" + "0.5,a\n1.5,b\n" * 20)
+    return tmp_path / "study"
+
+
+@pytest.mark.parametrize("text", ['data = "points.csv"', '[data]\nname = "csv"\npath = "points.csv"'])
+def test_a_relative_path_in_a_file_is_found_beside_the_file(study, text):
+    (study / "x.toml").write_text(text)
+    data = load_experiment("study/x.toml").data
+    assert (data.name, data.params["path"]) == ("csv", "study/points.csv")
+    with pytest.raises(DataError, match=r"^points\.csv: cannot be read: no such file"):
+        load_dataset("csv", path="points.csv")
+    (study.parent / "points.csv").symlink_to(study / "points.csv")
+    (study / "x.toml").write_text(text)
+    assert load_experiment("study/x.toml").data.params["path"] == "points.csv"
+    (study.parent / "points.csv").unlink()
+    (study.parent / "points.csv").write_text("x,y\n")
+    with pytest.raises(
+        ExperimentError, match=r'data(\.path)? = "points\.csv": exists in the working directory and also'
+    ):
+        load_experiment("study/x.toml")
+    (study / "metrics.jsonl").write_text("")  # of a run, whose paths are relative to its working directory
+    assert load_experiment("study/x.toml").data.params["path"] == "points.csv"
+
+
+def test_paths_of_a_comparison_are_found_beside_its_file(study):
+    (study / "x.toml").write_text('data = "csv"\n[comparison]\n"data.path" = ["points.csv"]\nseed = [0, 1]')
+    plan = plan_comparison("study/x.toml")
+    assert {run.experiment.data.params["path"] for run in plan.runs} == {"study/points.csv"}
