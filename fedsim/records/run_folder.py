@@ -273,20 +273,15 @@ def _git_commit() -> str | None:
 
     "+dirty" is appended if there are uncommitted changes.
     """
-    folder = Path(__file__).parent
+    git = ["git", "-C", str(Path(__file__).parent), "-c", "core.fsmonitor=false"]  # it names a command to execute
+    tracked = ["ls-files", "--error-unmatch", "__init__.py"]  # otherwise the repository is another project's
+    describe = ["describe", "--always", "--dirty=+dirty", "--abbrev=40", "--exclude=*"]
     try:
-        described = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty=+dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-        )
-        tracked = subprocess.run(
-            ["git", "-C", str(folder), "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=5
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        for words in (tracked, describe):
+            done = subprocess.run([*git, *words], capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return described.stdout.strip() if described.returncode == tracked.returncode == 0 else None
+    return done.stdout.strip()
 
 
 def _processor() -> str:

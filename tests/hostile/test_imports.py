@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -16,6 +18,7 @@ from fedsim.config.components import COMPONENTS
 from fedsim.core import import_policy
 from fedsim.data.formats.images import MNIST_FILES as FILES
 from fedsim.errors import ExperimentError, MissingPackageError, SettingWarning
+from fedsim.records import run_folder
 from fedsim.system.packages import import_extra
 from tests.commands import run_python
 
@@ -293,6 +296,28 @@ def test_a_run_folder_is_untrusted(cli, here):
         load_round(here / "run")
     assert cli("replay", "run").exit_code == 2
     assert cli("replay", "run", "--rules", "mean", "--allow-imports").exit_code == 0
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_repository_around_fedsim_executes_nothing(tmp_path, monkeypatch):
+    """`git describe` would execute the command core.fsmonitor."""
+    package = tmp_path / "fedsim"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(run_folder, "__file__", str(package / "run_folder.py"))
+    hook = tmp_path / "hook"
+    hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/executed\n")
+    hook.chmod(0o755)
+    for words in (
+        ["init", "-q"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x"],
+        ["config", "core.fsmonitor", str(hook)],
+    ):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    assert run_folder._git_commit() is None
+    subprocess.run(["git", "-C", tmp_path, "-c", "core.fsmonitor=false", "add", "fedsim"], check=True)
+    assert len(run_folder._git_commit()) >= 40
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_file_downloads_no_data_to_other_folders(here, tmp_path_factory):
