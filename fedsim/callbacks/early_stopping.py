@@ -36,23 +36,33 @@ class StopEarly(Callback):
 
 
 class FinalWorkerTests(Callback):
-    """Callback that tests individual workers after the last round of a run that ends early."""
+    """Callback that tests individual workers after the last round of a run, if they are not tested in it anyway.
+
+    No early stopping uses these tests, and the records of a longer run do not contain them (see `ResumeState`).
+    """
 
     def __init__(self, run: LiveRun) -> None:
         self._run = run
 
     def on_start(self, run: LiveRun) -> None:
-        """Test individual workers if a resumed run had already ended early without these tests."""
-        if run.stopped and not any(
-            name.startswith(("global_worker_", "unseen_worker_")) for name in run.history[-1].metrics
-        ):
+        """Test individual workers if a resumed run has already ended. Otherwise, remove the table of earlier tests."""
+        if not run.facts.done or not self._is_extra(run.history[-1]):
+            return
+        if run.stopped or run.facts.done == run.experiment.rounds:
             self._test(run.history[-1])
-            if run.folder and (tests := run.tests_after(run.history[-1].round)):
+            if run.folder and (tests := run.tests_after(run.facts.done)):
                 run.folder.workers(tests)
+        elif run.folder:
+            run.folder.forget_workers(run.facts.done)
 
     def on_round(self, record: RoundRecord) -> None:
-        if self._run.stopped and not self._run.tests_after(record.round):
+        ends = self._run.stopped or record.round == self._run.experiment.rounds
+        if ends and self._is_extra(record):
             self._test(record)
+
+    def _is_extra(self, record: RoundRecord) -> bool:
+        """Whether a test after this round would not take place in a longer run."""
+        return record.round % self._run.experiment.worker_evaluation.every > 0 or record.diverged is not None
 
     def _test(self, record: RoundRecord) -> None:
         if tested := self._run.test_workers(record.round):

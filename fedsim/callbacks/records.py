@@ -115,12 +115,22 @@ class Checkpoints(Callback):
     def __init__(self, run: LiveRun, checkpoints: CheckpointFolder) -> None:
         self._run, self._checkpoints = run, checkpoints
 
+    def on_start(self, run: LiveRun) -> None:
+        if run.facts.done and run.engine.broadcast(run.folder is not None and run.folder.rewritten):
+            self._write(run.facts.done)
+
     def on_round(self, record: RoundRecord) -> None:
         run, round = self._run, record.round
         if record.diverged is not None or not run.recorded:
             return
         last = round if run.stopped else run.experiment.rounds
         if run.engine.broadcast(self._checkpoints.due(round, last, paused=run.on_request)):
-            if run.folder:
-                run.folder.settle()
-            self._checkpoints.write(round, run.state, way=rounding_of(run.facts.how), **run.facts.noise)
+            self._write(round)
+
+    def _write(self, round: int) -> None:
+        """Write a checkpoint with the experiment and a digest of the records, so that changes are noticed."""
+        run, facts = self._run, dict[str, Any]()
+        if run.folder:
+            run.folder.settle()
+            facts = {"experiment": run.experiment.resolved(), "records": run.folder.digest}
+        self._checkpoints.write(round, run.state, way=rounding_of(run.facts.how), **facts)

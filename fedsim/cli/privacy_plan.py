@@ -61,7 +61,7 @@ def privacy_plan(experiment: Experiment, target: float | None = None) -> list[tu
         try:
             lines.append((f"epsilon ({accountant})", f"{releases.epsilon(rounds, delta, accountant):.3g}"))
             if target is not None:
-                noise = releases.noise_for(target, rounds, delta, accountant)
+                noise = releases.noise_for(target, experiment.schedule_rounds, delta, accountant)
                 lines.append((f"noise ({accountant})", f"{table.place}.noise={noise:.4g} for epsilon = {target:g}"))
         except UnsupportedSamplingError as error:
             lines.append((f"epsilon ({accountant})", error.lines[0].partition(": ")[2]))

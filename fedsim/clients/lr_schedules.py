@@ -23,6 +23,8 @@ from fedsim.errors import ExperimentError, one_line
 
 LARGEST_RATE = torch.finfo(torch.float32).max  # optimizers fail with larger learning rates
 
+LENGTHS = ("T_max", "total_steps")  # parameters that replace the input `length`
+
 lr_schedule = Registry("learning-rate schedule", inputs=("optimizer", "length"))
 
 
@@ -192,7 +194,9 @@ class LRSchedule:
                 raise ExperimentError(*(f"{self.place}.{line}" for line in error.lines)) from None
             except Exception as error:
                 place = f"{self.place}.name: cannot compute the learning rate of {self.per} {number}"
-                raise ExperimentError(f"{place}: {one_line(error)}") from error
+                ended = self.per == "round" and self.length is not None and number > self.length
+                remedy = f"; set planned_rounds to the number of rounds, not to {self.length}" if ended else ""
+                raise ExperimentError(f"{place}: {one_line(error)}{remedy}") from error
             known.append(rate)
         return known[position]
 

@@ -28,6 +28,7 @@ from fedsim.asynchronous.policies.topologies import adjacency_of, is_graph, topo
 from fedsim.byzantine import attack_strategy
 from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, client_algorithm, lr_schedule
 from fedsim.clients.adapters import TrainFunction
+from fedsim.clients.lr_schedules import LENGTHS
 from fedsim.clients.schedule import Varying
 from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.learning_task import LearningTask, LossTask, learning_task
@@ -334,6 +335,12 @@ class ServerSchedule(ComponentTable):
     name: Name = "constant"
     warmup: Count = 0
     """Number of initial rounds (or steps) in which the learning rate grows linearly."""
+
+    @property
+    def spans_run(self) -> bool:
+        """Whether the learning rates depend on the planned number of rounds."""
+        own_length = getattr(self, "per", "round") == "step" or any(self.params.get(key) for key in LENGTHS)
+        return "length" in self.registration.takes and not own_length
 
     def schedule(self, length: int | None, per: Literal["round", "step"] = "round") -> LRSchedule | None:
         """Return the schedule for `length` rounds or steps, or None if the learning rate is constant."""

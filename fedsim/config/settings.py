@@ -48,6 +48,9 @@ class Settings(Table):
     """Seed of all random draws."""
     rounds: PositiveCount = 10
     """Number of rounds."""
+    planned_rounds: PositiveCount | None = None
+    """Number of rounds for which learning-rate schedules and `privacy.target_epsilon` are planned. Unset: `rounds`. If
+    unset, a run that is resumed for more rounds keeps its first number."""
     workers: PositiveCount = 4
     """Number of workers. Unset with a partition by owners (`natural`) or a given one (`given`): one for each shard.
     Unset with `groups`: one for each entry of the list, or 4 in each group."""
@@ -251,7 +254,7 @@ class Settings(Table):
         privacy = self.privacy
         if privacy.target_epsilon is None or releases is None:
             return self
-        noise = releases.noise_for(privacy.target_epsilon, self.rounds, privacy.delta, privacy.accountant)
+        noise = releases.noise_for(privacy.target_epsilon, self.schedule_rounds, privacy.delta, privacy.accountant)
         experiment = self.at_noise(noise)
         experiment.privacy.component.check(self.expected_updates)
         return experiment
@@ -348,12 +351,23 @@ class Settings(Table):
         """Schedule of `local_lr`, or None if the learning rate is constant."""
         per, steps = self.local.schedule.per, self.local.steps
         steps_of_a_round = steps if isinstance(steps, int) else None
-        return self.local.schedule.schedule(self.rounds if per == "round" else steps_of_a_round, per)
+        return self.local.schedule.schedule(self.schedule_rounds if per == "round" else steps_of_a_round, per)
 
     @cached_property
     def server_schedule(self) -> LRSchedule | None:
         """Schedule of the server optimizer's learning rate, or None if the learning rate is constant."""
-        return self.server.schedule.schedule(self.rounds)
+        return self.server.schedule.schedule(self.schedule_rounds)
+
+    @property
+    def schedule_rounds(self) -> int:
+        """Number of rounds for which the settings `planned_settings` are planned."""
+        return self.planned_rounds or self.rounds
+
+    @property
+    def planned_settings(self) -> list[str]:
+        """Settings whose effect depends on `planned_rounds`, such as a schedule that spans the whole run."""
+        schedules = [table.place for table in (self.local.schedule, self.server.schedule) if table.spans_run]
+        return schedules + ["privacy.target_epsilon"] * (self.privacy.target_epsilon is not None)
 
     def local_lr_at(self, round: int, step: int = 0) -> float | None:
         """Return the learning rate of the client algorithm in a step (from 0) of a round, or None if there is none."""

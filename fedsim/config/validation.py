@@ -132,9 +132,15 @@ def _warning_about_statistics(experiment: Settings) -> str | None:
     if not names:
         return None
     shown = f"{names[0]}, ..." if len(names) > 1 else names[0]
+    private = experiment.privacy.component.active  # which refuses all other treatments of buffers
+    remedy = (
+        "a model without buffers, such as a ResNet with model.norm=group"
+        if private
+        else "buffers=average or buffers=local"
+    )
     return (
         f'buffers = "frozen": running statistics ({shown}) are never updated, so '
-        "tests use their initial values; use buffers=average or buffers=local"
+        f"tests use their initial values; use {remedy}"
     )
 
 
@@ -222,6 +228,7 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
         (stop.active, "stop.patience and stop.target unset", {"stop.metric", "stop.mode"}),
         (stop.patience is not None, "stop.patience unset", {"stop.min_delta"}),
         (experiment.checkpoint.every != 0, "checkpoint.every=0", {"checkpoint.keep"}),
+        (experiment.planned_settings, "no schedule over all rounds and no target_epsilon", {"planned_rounds"}),
     ]
     yield from ((setting, keys) for used, setting, keys in uses if not used)
 
@@ -296,7 +303,7 @@ def check_worker_tests(experiment: Settings) -> Iterator[str]:
             "data.local_test_fraction or attack.resample"
         )
     for round in experiment.records.updates:
-        if round % every == 0 or round == experiment.rounds:
+        if round % every == 0:
             yield (
                 f"records.updates: the updates of round {round} cannot be stored, because the worker test after this "
                 "round overwrites them; omit this round"

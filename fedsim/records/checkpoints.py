@@ -26,7 +26,7 @@ from fedsim.system.devices import free_memory
 from fedsim.system.files import is_outside, os_errors_as_record_errors, read_bounded, write_atomically
 from fedsim.version import __version__
 
-FOLDER, FORMAT = "checkpoints", 2
+FOLDER, FORMAT = "checkpoints", 3
 NAME = re.compile(r"round-(\d{5,18})\.json")
 SHARE = 0.01  # maximum share of the run time for checkpoints if `checkpoint.every` is not set
 FIRST_COST = 0.05  # assumed duration of the first checkpoint in seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import math
@@ -27,7 +28,7 @@ FILES = {
     EXPERIMENT: "The experiment as it was run, with all its settings. `fedsim run` accepts it again.",
     "environment.json": "Software versions, machine, engine and why it was chosen, parameter and sample counts.",
     "metrics.jsonl": "One JSON object for each round. Its fields are described below.",
-    "events.jsonl": "One JSON object for each event: a lost process, an early stop, a resumed run.",
+    "events.jsonl": "One JSON object for each event: a lost process, an early stop, settings changed when resuming.",
     "partition.json": "The number of samples per worker and class, the Byzantine workers, and the names of workers.",
     "model.safetensors": "The final `state_dict` of the global model. Omitted if `records.model = false`.",
     "curve.png": "Figure of accuracy and losses over the rounds (PNG, SVG or PDF). Omitted if `records.curve = false`.",
@@ -86,6 +87,12 @@ def read_history(folder: Path) -> list[RoundRecord]:
             break
         records.append(with_nan_losses(record))
     return records
+
+
+def records_digest(folder: Path, rounds: int) -> str:
+    """Return the SHA-256 of the records of the first `rounds` rounds, as they are stored in the folder of a run."""
+    lines = read_bounded(folder / METRICS, MOST_METRICS_BYTES, folder).split(b"\n")[:rounds] if rounds else []
+    return hashlib.sha256(b"".join(line + b"\n" for line in lines)).hexdigest()
 
 
 def with_nan_losses(record: RoundRecord) -> RoundRecord:

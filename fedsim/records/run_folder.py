@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import hashlib
 import io
 import itertools
 import os
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import to_toml
 from fedsim.errors import FedsimError, RecordError
-from fedsim.records.history import EVENTS, EXPERIMENT, METRICS, PATTERNS, RACE_LOG, read_object, to_line
+from fedsim.records.history import EVENTS, EXPERIMENT, METRICS, PATTERNS, RACE_LOG, read_object, records_digest, to_line
 from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import WorkerResults, workers_csv
 from fedsim.system.files import (
@@ -75,12 +76,17 @@ class RunFolder:
 
     The folder must be new or empty, or, with `resume`, contain the earlier part of the run. Otherwise RecordError is
     raised.
+
+    Attributes:
+        path: the folder.
+        resumes: whether the folder contains the earlier part of the run.
+        rewritten: whether `begin` has changed the records of earlier rounds, to which checkpoints no longer fit then.
     """
 
     def __init__(self, folder: Path, *, resume: bool = False) -> None:
         self.path = folder
         self._metrics: io.FileIO | None = None
-        self._rounds = 0  # number of recorded rounds
+        self._rounds, self.rewritten = 0, False  # number of recorded rounds
         self._written: list[Path] = []
         self._early_events: list[tuple[str, dict[str, Any]]] = []  # events before `begin`
         with os_errors_as_record_errors(folder, NO_FOLDER), contextlib.ExitStack() as stack:
@@ -103,7 +109,10 @@ class RunFolder:
             environment = self._resumed_environment(environment, len(history))
         self.write(EXPERIMENT, to_toml(experiment).encode())
         self.write(ENVIRONMENT, to_json(environment, indent=2).encode())
-        self.write(METRICS, "".join(map(to_line, history)).encode())
+        lines = "".join(map(to_line, history)).encode()
+        self._digest = hashlib.sha256(lines)
+        self.rewritten = self.resumes and records_digest(self.path, len(history)) != self.digest
+        self.write(METRICS, lines)
         with contextlib.suppress(OSError):
             (self.path / ERROR).unlink(missing_ok=True)  # written by an earlier attempt
         with os_errors_as_record_errors(self.path / METRICS):
@@ -136,9 +145,16 @@ class RunFolder:
         """Append the record of a round to the file. Raises RecordError if another program changed the file."""
         assert self._metrics is not None
         require_unchanged(self._metrics, self.path / METRICS, f"after round {self._rounds}")
-        append_atomically(self._metrics, self.path / METRICS, to_line(record).encode())
+        line = to_line(record).encode()
+        append_atomically(self._metrics, self.path / METRICS, line)
+        self._digest.update(line)
         self._rounds += 1
         self._worth_keeping = True
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all records, for the checkpoint of the latest round (see `records_digest`)."""
+        return self._digest.hexdigest()
 
     def settle(self) -> None:
         """Make sure that all records are on disk. Raises RecordError if another program changed the file."""
@@ -203,6 +219,12 @@ class RunFolder:
         for name, part in ((WORKERS, results), (UNSEEN, results.unseen)):
             if part and part.workers:
                 self.write(name.format(round=results.round), workers_csv(part).encode())
+
+    def forget_workers(self, round: int) -> None:
+        """Remove the test results of individual workers after a round, which no longer is the last one."""
+        for name in (WORKERS, UNSEEN):
+            with contextlib.suppress(OSError):
+                (self.path / name.format(round=round)).unlink(missing_ok=True)
 
     def write(self, name: str, content: bytes) -> None:
         """Write the file `name`, such as a figure."""

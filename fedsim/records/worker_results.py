@@ -6,7 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ import numpy as np
 from fedsim.errors import RecordError, plural, with_name
 from fedsim.records.history import read_file
 from fedsim.records.numbers import to_frame
+from fedsim.records.record import RoundRecord
 from fedsim.system.files import to_csv
 
 if TYPE_CHECKING:
@@ -204,6 +205,12 @@ def newest_table(folder: Path, most: int | None = None) -> Path | None:
 
 def _round_of(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
+
+
+def without_worker_tests(record: RoundRecord) -> RoundRecord:
+    """Return a record without the results of tests of individual workers."""
+    metrics = {name: value for name, value in record.metrics.items() if not METRIC.fullmatch(f"metrics.{name}")}
+    return replace(record, worker_accuracy=None, worker_loss=None, metrics=metrics)
 
 
 def workers_line(results: WorkerResults) -> str:

@@ -510,9 +510,8 @@ class Simulation(Executor):
 
         With `now`, they are always due. Returns None if there are no tests. The tests overwrite the cohort's rows.
         """
-        experiment, settings = self.task.experiment, self.task.experiment.worker_evaluation
-        due = now or round % settings.every == 0 or round == experiment.rounds
-        if not (self.evaluated or self.unseen) or not due:
+        settings = self.task.experiment.worker_evaluation
+        if not (self.evaluated or self.unseen) or not (now or round % settings.every == 0):
             return None
         tested: dict[int, Tested] = {}
         for workers, mine in self.tested_at_once(round):

@@ -78,7 +78,8 @@ def check_privacy(task: RunTask, layout: Layout) -> None:
     if experiment.privacy.component.active and buffers and experiment.buffers != "frozen":
         raise ExperimentError(
             f"buffers = {show(experiment.buffers)}: workers would send buffers ({buffers[0].name}, ...) without noise, "
-            f"because {experiment.privacy.setting} protects only updates; use buffers=frozen, or another model"
+            f"because {experiment.privacy.setting} protects only updates; use a model without "
+            "buffers, such as a ResNet with model.norm=group"
         )
     if (releases := experiment.releases(holders=1)) is not None:  # the data, and so the holders, are not known yet
         releases.epsilon(experiment.rounds, experiment.privacy.delta, experiment.privacy.accountant)

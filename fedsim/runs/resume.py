@@ -5,11 +5,11 @@ Results are bit-identical to an uninterrupted run, except in races.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from fedsim.clients.lr_schedules import LENGTHS
 from fedsim.config.engines import traits_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import describe, experiment_of
@@ -21,9 +21,10 @@ from fedsim.core.objects import names_in, with_objects
 from fedsim.core.snapshot import Snapshot
 from fedsim.errors import ExperimentError, FedsimWarning, RecordError, cut, one_line, show
 from fedsim.records.checkpoints import CheckpointFolder, rounding_of
-from fedsim.records.history import read_history
+from fedsim.records.history import read_history, records_digest
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import EXPERIMENT, RunFolder, describe_environment
+from fedsim.records.worker_results import without_worker_tests
 from fedsim.runs.live_run import LiveRun
 
 # Exceptions that a loop may raise for the checkpoint of another run or a manipulated file.
@@ -39,6 +40,9 @@ NO_EFFECT = (  # keys that change results at most by rounding, of which a warnin
     *("records.figures", "records.tensorboard", "records.loggers"),
 )
 LENGTH = ("rounds", *(f"stop.{key}" for key in Stop.model_fields))  # keys that only determine when a run ends
+PLAN = (  # keys of what is planned for a number of rounds, which a longer run may change
+    *("planned_rounds", *(f"{place}.schedule.{key}" for place in ("local", "server") for key in LENGTHS)),
+)
 
 
 class ResumeState:
@@ -48,39 +52,80 @@ class ResumeState:
         folder: run folder; None if there is no folder.
         experiment: experiment to run now.
 
-    Raises ExperimentError, with a line for each difference, if the folder contains another experiment.
+    Attributes:
+        experiment: experiment to run now, with the `planned_rounds` of the first run unless they are set.
+        checkpoints: the checkpoints in the folder.
+        records: records of the finished rounds.
+
+    Raises ExperimentError, with a line for each difference, if the newest checkpoint (or, without one, the folder)
+    contains another experiment.
     """
 
     def __init__(self, folder: RunFolder | None, experiment: Experiment) -> None:
         chosen = experiment.checkpoint
         self.checkpoints = CheckpointFolder(folder.path if folder else None, chosen.every, chosen.keep)
+        self.experiment, self._folder = experiment, folder
         self.records: list[RoundRecord] = []
         self._candidates: list[int] = []  # rounds of checkpoints, newest first
         self._newest: State | None = None
-        self._rounds = experiment.rounds  # as planned before
-        self._environment: Mapping[str, Any] = {}
+        self._before: Experiment | None = None  # as run before
+        self._changed: list[str] = []  # one line for each setting of the plan that differs from it
         if folder is not None and folder.resumes:
             self.records = read_history(folder.path)
             self._candidates = self.checkpoints.rounds()
-            self._rounds = _require_same_experiment(folder, experiment, len(self.records))
-            self._environment = folder.environment()
-            _warn_of_other_software(self._environment, folder)
+            if self.records and not self._candidates:
+                line = f"{folder.path}: has no checkpoint, so the run starts again from round 1; set checkpoint.every"
+                warnings.warn(f"{line} to keep some", FedsimWarning, stacklevel=2)
+            self.newest()
+            if self._before is None:
+                self._require_same_experiment(describe(folder.path / EXPERIMENT))
+            self._keep_plan()
+            _warn_of_other_software(folder.environment(), folder)
 
-    def as_before(self, experiment: Experiment) -> Experiment:
-        """Return the experiment with the stack width as before the run was interrupted, and its noise, unless set.
+    def _require_same_experiment(self, stored: Mapping[str, Any]) -> None:
+        """Raise ExperimentError if the experiment in the tables `stored` is another one."""
+        assert self._folder is not None
+        folder, experiment = self._folder.path, self.experiment
+        settings = experiment.resolved()
+        with reading_stored_run(), untrusted_config(folder / EXPERIMENT, [settings]):
+            self._before = before = experiment_of(with_objects(stored, names_in(experiment.model_dump())))
+        planned = {"planned_rounds": before.schedule_rounds}, {"planned_rounds": experiment.schedule_rounds}
+        ignored = (*NO_EFFECT, *LENGTH, "planned_rounds")
+        lines = differences_of(before.resolved(), settings, ignored)
+        if experiment.planned_rounds is not None and experiment.planned_settings:
+            lines += differences_of(*planned)
+        may_change = PLAN if experiment.privacy.target_epsilon is None else ()  # noise that has been added stays
+        self._changed = [line for line in lines if line.partition(":")[0] in may_change]
+        lines = [line for line in lines if line not in self._changed]
+        if experiment.rounds < max(len(self.records), before.rounds):
+            lines.append(f"rounds: {before.rounds} there, {experiment.rounds} here; a resumed run can only have more")
+        if lines:
+            raise ExperimentError(*(f"{folder}: holds another experiment: {line}" for line in lines))
+
+    def _keep_plan(self) -> None:
+        """Plan schedules and the noise for a target epsilon for as many rounds as before, and warn of it."""
+        before, experiment = self._before, self.experiment
+        assert before is not None
+        kept, rounds, target = before.schedule_rounds, experiment.rounds, experiment.privacy.target_epsilon
+        unset = experiment.planned_rounds is None
+        if not experiment.planned_settings or kept == rounds or not (unset or experiment.planned_rounds == kept):
+            return
+        line = f"rounds = {rounds}: planned_rounds stays {kept} for {' and '.join(experiment.planned_settings)}"
+        if unset and traits_of(experiment.engine).ranks:  # the other ranks do not read the folder
+            raise ExperimentError(f"{line}, which ranks cannot know; add planned_rounds={kept}")
+        self.experiment = experiment.model_copy(update={"planned_rounds": kept})
+        if before.rounds < rounds and kept < rounds:
+            then = f"set planned_rounds={rounds} to change this"
+            then = then if target is None else f"epsilon will exceed privacy.target_epsilon = {target:g}"
+            warnings.warn(f"{line}, as in the first run; {then}", FedsimWarning, stacklevel=2)
+
+    def as_before(self) -> Experiment:
+        """Return the experiment with the stack width as before the run was interrupted, unless set.
 
         On a GPU, the default width depends on the memory of the GPU, and stacks of another width round differently.
-        The noise for `privacy.target_epsilon` depends on `rounds`, which may have changed.
         """
-        newest, traits, table = self.newest(), traits_of(experiment.engine), experiment.batched
-        noise = _noise_in(newest[1].facts if newest else self._environment)
-        target = experiment.privacy.target_epsilon
-        if noise is not None and target is not None and not traits.ranks:
-            experiment = experiment.at_noise(noise)
-            if self._rounds < experiment.rounds:
-                line = f"rounds = {experiment.rounds}: the run keeps its noise {noise:g} for {self._rounds} rounds, so "
-                line += f"its epsilon will exceed privacy.target_epsilon = {target:g}"
-                warnings.warn(line, FedsimWarning, stacklevel=2)
+        newest, experiment = self.newest(), self.experiment
+        traits, table = traits_of(experiment.engine), experiment.batched
         width = _rounding_in(newest[1]).get("width") if newest else None
         if not _is_count(width) or table.max_workers is not None or traits.ranks or not traits.stacks:
             return experiment
@@ -100,16 +145,17 @@ class ResumeState:
                 run.resume(start)
                 self._refuse(f"does not fit this run: {one_line(error)}")
                 continue
-            if (noise := _noise_in(state.facts)) not in (None, *run.facts.noise.values()):
-                line = f"rounds = {run.experiment.rounds}: ranks cannot keep the noise {noise:g} that was found for "
-                raise ExperimentError(
-                    f"{line}fewer rounds with privacy.target_epsilon; add engine=auto without a launcher"
-                )
             _warn_of_other_rounding(_rounding_in(state), rounding_of(run.facts.how))
             break
         else:
             round = 0
         self.records[:] = run.engine.broadcast(self.records[:round])
+        if round % run.experiment.worker_evaluation.every:  # a longer run has no such tests after this round
+            self.records[-1] = without_worker_tests(self.records[-1])
+        if round and self._folder and self._changed:
+            line = f"{self._folder.path}: changes after round {round}: {'; '.join(self._changed)}"
+            warnings.warn(line, FedsimWarning, stacklevel=2)
+            self._folder.event("changed", round=round, settings=self._changed)
         self.checkpoints.forget_after(round)
         self._newest = None  # frees its memory
         return round
@@ -121,7 +167,14 @@ class ResumeState:
             try:
                 if round > len(self.records):
                     raise RecordError(f"the record contains only {len(self.records)} rounds")  # the record file was cut
-                self._newest = round, self.checkpoints.read(round)
+                state, folder = self.checkpoints.read(round), self._folder
+                assert folder is not None
+                if not isinstance(stored := state.facts.get("experiment"), dict):
+                    raise RecordError("contains no experiment")
+                self._require_same_experiment(stored)
+                if state.facts.get("records") != records_digest(folder.path, round):
+                    raise RecordError("the records up to this round have changed since the checkpoint was written")
+                self._newest = round, state
             except RecordError as error:
                 self._refuse(str(error))
         return self._newest
@@ -157,27 +210,8 @@ def _way(rounding: Mapping[str, Any]) -> str:
     return (f"in stacks of {width}" if width else "one by one") + (f" on {ranks} ranks" if ranks else "")
 
 
-def _noise_in(facts: Mapping[str, Any]) -> float | None:
-    """Return the noise multiplier that a checkpoint or `environment.json` contains, or None if it contains none."""
-    noise = facts.get("privacy.noise", facts.get("local.noise"))
-    return noise if isinstance(noise, float) and 0 < noise < math.inf else None
-
-
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 < value < 2**31
-
-
-def _require_same_experiment(folder: RunFolder, experiment: Experiment, rounds: int) -> int:
-    """Raise ExperimentError if a folder contains another experiment. Returns its number of rounds."""
-    file, settings = folder.path / EXPERIMENT, experiment.resolved()
-    with reading_stored_run(), untrusted_config(file, [settings]):
-        there = experiment_of(with_objects(describe(file), names_in(experiment.model_dump())))
-    lines = differences_of(there.resolved(), settings, (*NO_EFFECT, *LENGTH))
-    if experiment.rounds < max(rounds, there.rounds):
-        lines.append(f"rounds: {there.rounds} there, {experiment.rounds} here; a resumed run can only have more")
-    if lines:
-        raise ExperimentError(*(f"{folder.path}: holds another experiment: {line}" for line in lines))
-    return there.rounds
 
 
 def _warn_of_other_software(before: Mapping[str, Any], folder: RunFolder) -> None:

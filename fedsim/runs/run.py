@@ -145,6 +145,7 @@ def live_run(
         if experiment.records.curve:
             stack.enter_context(painter)
         past = ResumeState(folder, experiment)
+        experiment = past.experiment
         display.announce()
 
         def on_setup(step: str) -> None:
@@ -152,7 +153,7 @@ def live_run(
             users.on_setup(step)
 
         session = session or stack.enter_context(Session())
-        task, engine = stack.enter_context(begun(past.as_before(experiment), session, folder, on_setup))
+        task, engine = stack.enter_context(begun(past.as_before(), session, folder, on_setup))
         run = LiveRun(experiment, task, engine, folder, recorded=out is not None)
         stack.callback(run.release)
         run.ended = stop_reason(past.records, *experiment.stopping)  # an earlier session may have ended the run

@@ -10,8 +10,10 @@ import torch
 
 import fedsim
 from fedsim.core.randomness import numpy_generator
+from fedsim.errors import SettingWarning
 from fedsim.privacy import clip_update
 from fedsim.privacy.mechanisms import AdaptiveCentralPrivacy
+from fedsim.runs.setup import task_of
 from fedsim.system.precision import PRECISIONS
 
 D = 7850  # number of parameters of the model "logistic"
@@ -345,9 +347,12 @@ def test_an_update_with_nan_decides_no_end_of_a_run():
 
 def test_buffers_without_protection_are_refused(tiny_experiment):
     tables = {**tiny_experiment, "model": "tests.models:Normalised", "privacy": central(1.0, 1.0)}
-    with pytest.raises(fedsim.ExperimentError, match="buffers"):
+    remedy = "use a model without buffers, such as a ResNet with model.norm=group$"
+    with pytest.raises(fedsim.ExperimentError, match=f"^buffers = .* {remedy}"):
         fedsim.run(tables)
-    fedsim.run({**tables, "rounds": 1, "buffers": "frozen"})
+    with pytest.warns(SettingWarning, match=f'^buffers = "frozen": .* {remedy}'):
+        fedsim.run({**tables, "rounds": 1, "buffers": "frozen"})
+    task_of(fedsim.Experiment(**{**tables, "model": {"name": "resnet20", "norm": "group"}}), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("clipped", [0, 5])

@@ -135,6 +135,7 @@ def test_overlapping_shards_are_counted_when_the_data_is_known(engine, tiny_expe
     assert (result.global_row == fedsim.run(with_noise(tables, "local.noise", noise)).global_row).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*has no checkpoint")
 @pytest.mark.parametrize("every", [1, 0])  # without checkpoints, the run starts again
 @pytest.mark.parametrize("case", ["local", "dp_sgd"])
 def test_a_resumed_run_keeps_its_noise_and_tells_that_more_rounds_cost_more(case, every, tiny_experiment, tmp_path):
@@ -150,12 +151,15 @@ def test_a_resumed_run_keeps_its_noise_and_tells_that_more_rounds_cost_more(case
     part = fedsim.run(tables, tmp_path / "run", on_round=stop)
     assert part.history[-1].metrics["epsilon"] == whole.history[1].metrics["epsilon"] < 4.0
     assert (fedsim.run(tables, tmp_path / "run", resume=True).global_row == whole.global_row).all()
-    with pytest.warns(fedsim.errors.FedsimWarning, match=f"keeps its noise {noise:g} for 3 rounds, so its epsilon"):
+    with pytest.warns(fedsim.errors.FedsimWarning, match="planned_rounds stays 3 .*; epsilon will exceed"):
         longer = fedsim.run(tables, tmp_path / "run", resume=True, rounds=4)
     assert found_noise(tmp_path / "run", key) == noise
     plain = fedsim.run(with_noise(tables, key, noise), rounds=4)
     assert (longer.global_row == plain.global_row).all()
     assert longer.history[-1].metrics["epsilon"] == plain.history[-1].metrics["epsilon"] > 4.0
+    if every:
+        with pytest.raises(fedsim.ExperimentError, match="another experiment: planned_rounds: 3 there, 4 here$"):
+            fedsim.run(tables, tmp_path / "run", resume=True, rounds=4, planned_rounds=4)
     again = fedsim.run(tables, tmp_path / "run", resume=True, rounds=4)
     assert again.history[-1].metrics == longer.history[-1].metrics
 

@@ -37,8 +37,8 @@ def uniform(updates, weights):
     return sum(updates) / len(updates)
 
 
-def hier_favg(every, cohort=WORKERS, edge=weighted, top=weighted, attackers=(), false_groups=()):
-    """Return (global row, rows of the groups) at the end. Byzantine workers and groups send updates times -1."""
+def hier_favg(every, cohort=WORKERS, edge=weighted, top=weighted, attackers=(), false_groups=(), excluded=()):
+    """Return the global row at the end. Byzantine workers and groups send updates times -1."""
     fed = Federation(partial(models.sized, hidden=(6,)), components.tiny, WORKERS, BATCH, "tests.components:uneven")
     cloud, edges, counted = fed.row, [fed.row] * 3, [0] * 3
     for round in range(1, ROUNDS + 1):
@@ -46,7 +46,7 @@ def hier_favg(every, cohort=WORKERS, edge=weighted, top=weighted, attackers=(), 
         for group in range(3):
             updates, sizes = [], []
             for worker in drawn:
-                if GROUPS[worker] != group:
+                if GROUPS[worker] != group or worker in excluded:
                     continue
                 row = edges[group]
                 for batch in itertools.islice(fed.batches(round, worker), 2):
@@ -71,6 +71,10 @@ CASES = {
     "a robust rule at the top": (
         {"group_rounds": 2, "top_aggregate": "median", "aggregate": "mean"},
         {"every": 2, "top": median, "edge": uniform},
+    ),
+    "an excluded update": (
+        {"group_rounds": 2, "attack": {"name": "nan", "workers": [3]}, "aggregate": {"nonfinite": "exclude"}},
+        {"every": 2, "excluded": (3,)},
     ),
     "an attack on each level": (
         {

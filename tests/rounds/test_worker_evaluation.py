@@ -283,7 +283,7 @@ def test_of_a_large_population_a_sample_is_tested(tables, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"records": {"updates": [2]}}, "records.updates"),
+        ({"records": {"updates": [2]}, "worker_evaluation": {"every": 2}}, "records.updates"),
         ({"mode": "clock", "policy": "fedasync"}, "data.local_test_fraction"),
         ({"data": {"local_test_fraction": 1.0}}, "data.local_test_fraction"),
         ({"attack": {"name": "label_flipping", "fraction": 0.4, "resample": True}}, "data.local_test_fraction"),

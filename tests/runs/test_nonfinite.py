@@ -12,6 +12,7 @@ import torch
 import fedsim
 from fedsim.core.randomness import batch_order
 from tests import components, models
+from tests.runs.test_resuming import signed
 from tests.textbook import start_of
 
 TIMED = {"mode": "clock", "clock": {"slowdown": {"name": "list", "values": [1.0, 1.5, 2.2]}}}
@@ -138,14 +139,18 @@ def test_a_global_row_that_diverges_stops_the_run_and_the_last_checkpoint_stays(
     clean = {**tables, "data": "tests.components:tiny", "checkpoint": {"every": 1}}
     good = fedsim.run({**in_mode(clean, mode), "rounds": 1}, tmp_path / "run")
     loud = {**in_mode(clean, mode), "local": {"batch_size": 16, "lr": 1e38}}
-    described = (tmp_path / "run" / "experiment.toml").read_text()
-    (tmp_path / "run" / "experiment.toml").write_text(described.replace("lr = 0.05", "lr = 1e38"))
+
+    def change_checkpoints(lr):
+        for path in (tmp_path / "run" / "checkpoints").glob("*.json"):
+            signed(path, lambda said, state: said["facts"]["experiment"]["local"].update(lr=lr))
+
+    change_checkpoints(1e38)
     with pytest.raises(fedsim.ExperimentError, match=r"round \d: (the global model has diverged|.* NaN)"):
         fedsim.run(loud, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "error.txt").read_text().startswith("round ")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert all(math.isfinite(json.loads(line)["test_loss"]) for line in lines)
-    (tmp_path / "run" / "experiment.toml").write_text(described)
+    change_checkpoints(0.05)
     again = fedsim.run({**in_mode(clean, mode), "rounds": len(lines)}, tmp_path / "run", resume=True)
     assert again.global_row.isfinite().all()
     assert not (tmp_path / "run" / "error.txt").exists()

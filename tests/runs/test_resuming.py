@@ -45,6 +45,9 @@ CASES = {
         **{"workers": 5, "attack": {"name": "alie", "fraction": 0.2, "z": 1.5}},
         "aggregate": {"rule": "centered_clipping", "tau": 0.05},
     },
+    "attack with a state": {
+        **{"workers": 5, "aggregate": "median", "attack": {"name": "mimic", "workers": [3], "warmup": 4}}
+    },
     "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 4, "server": "adam"},
     "worker state and messages": {
         **{"local": {"algorithm": "tests.components:Counting"}, "workers": 50, "cohort": 3},
@@ -157,6 +160,7 @@ def test_a_resumed_run_has_bitwise_the_same_result(case, tables, tmp_path, sessi
     assert json.loads((folder / "environment.json").read_text())["resumed"][0]["after_round"] == round
 
 
+@pytest.mark.filterwarnings("ignore:.*has no checkpoint")
 def test_a_run_that_starts_again_notes_how_it_is_computed_now(tables, tmp_path):
     """Without a checkpoint, nothing of the first attempt is left."""
     tables |= {"checkpoint": {"every": 0}, "engine": "serial"}
@@ -184,16 +188,86 @@ def test_without_a_checkpoint_the_run_starts_again(tables, tmp_path):
     assert not (tmp_path / "whole" / "checkpoints").exists()
     (tmp_path / "whole" / "checkpoints").mkdir()
     folder = broken_off(tmp_path / "whole", tmp_path / "again", 3)
-    assert_the_same(folder, tmp_path / "whole", fedsim.run(tables, folder, resume=True), whole)
+    with pytest.warns(FedsimWarning, match=r"again: has no checkpoint, so the run starts again from round 1; set"):
+        result = fedsim.run(tables, folder, resume=True)
+    assert_the_same(folder, tmp_path / "whole", result, whole)
 
 
-@pytest.mark.parametrize("experiment", ["gradients, then parameters", "fedbuff"])
+LONGER = {
+    **{name: (CASES | ASYNCHRONOUS)[name] for name in ("gradients, then parameters", "fedbuff")},
+    "schedules": {"planned_rounds": 7, "local.schedule": "cosine", "server.schedule": "one_cycle"},
+    "schedule by steps": {"local.schedule": {"name": "cosine", "per": "step"}},
+    "tests of workers": {
+        **{"data": {"name": "tests.components:tiny", "local_test_fraction": 0.2}, "worker_evaluation": {"every": 3}},
+        **{"stop": {"metric": "worker_loss", "patience": 1, "min_delta": 9.0}, "records.updates": [4]},
+    },
+}
+
+
+@pytest.mark.parametrize("experiment", LONGER)
 def test_a_resumed_run_with_more_rounds_equals_the_longer_run(experiment, tables, tmp_path):
-    tables |= (CASES | ASYNCHRONOUS)[experiment]
+    tables |= LONGER[experiment]
     longer = fedsim.run(tables, tmp_path / "longer", rounds=7)
-    fedsim.run(tables, tmp_path / "shorter", rounds=4)
+    shorter = fedsim.run(tables, tmp_path / "shorter", rounds=4)
+    assert (shorter.stopped, shorter.worker_accuracy is None) == (None, experiment != "tests of workers")
+
+    def interrupt(record):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fedsim.run(tables, tmp_path / "shorter", rounds=7, resume=True, on_round=interrupt)
     result = fedsim.run(tables, tmp_path / "shorter", rounds=7, resume=True)
     assert_the_same(tmp_path / "shorter", tmp_path / "longer", result, longer)
+    assert result.stopped == longer.stopped
+    files = [{path.name for path in folder.glob("*-0*")} for folder in (tmp_path / "shorter", tmp_path / "longer")]
+    assert files[0] == files[1]
+
+
+def test_a_longer_run_keeps_the_plan_of_the_first_run(tables, tmp_path):
+    tables |= {"local.schedule": "cosine", "server.schedule": {"name": "cosine", "warmup": 1}}
+    fedsim.run(tables, tmp_path / "run", rounds=3)
+    for rounds in (4, 6):
+        line = (
+            f"^rounds = {rounds}: planned_rounds stays 3 for local.schedule and server.schedule, as in the first run; "
+            f"set planned_rounds={rounds} to change this$"
+        )
+        with pytest.warns(FedsimWarning, match=line):
+            result = fedsim.run(tables, tmp_path / "run", rounds=rounds, resume=True)
+    assert fedsim.run(tables, tmp_path / "run", rounds=6, resume=True).experiment.planned_rounds == 3
+    fedsim.run(tmp_path / "run" / "experiment.toml", tmp_path / "again", allow_imports=True)
+    assert_the_same(tmp_path / "again", tmp_path / "run")
+    assert not torch.equal(result.global_row, fedsim.run(tables, rounds=6).global_row)
+
+
+def test_settings_of_the_plan_may_change_and_the_folder_says_so(tables, tmp_path):
+    tables |= {"local.schedule": {"name": "cosine", "T_max": 5}, "server.schedule": "one_cycle"}
+    fedsim.run(tables, tmp_path / "run", rounds=3)
+    with (
+        pytest.warns(FedsimWarning, match="planned_rounds stays 3 for server.schedule, as"),
+        pytest.raises(fedsim.ExperimentError, match=r"server.schedule.name: .* set planned_rounds to the number of ro"),
+    ):
+        fedsim.run(tables, tmp_path / "run", rounds=6, resume=True)
+    tables |= {"planned_rounds": 6, "local.schedule": {"name": "cosine", "T_max": 6}}
+    lines = ["local.schedule.T_max: 5 there, 6 here", "planned_rounds: 3 there, 6 here"]
+    with pytest.warns(FedsimWarning, match=f"changes after round 3: {'; '.join(lines)}$"):
+        fedsim.run(tables, tmp_path / "run", rounds=6, resume=True)
+    event = json.loads((tmp_path / "run" / "events.jsonl").read_text())
+    assert event == {"event": "changed", "round": 3, "settings": lines}
+
+
+def test_an_edited_experiment_is_refused_unless_the_command_line_restores_it(tmp_path, cli):
+    words = "data=tests.components:tiny", "model=logistic", "workers=3", "rounds=2", "checkpoint.every=1"
+    assert cli("run", *words, "--out", "run").exit_code == 0
+    file = tmp_path / "run" / "experiment.toml"
+    edited = file.read_text().replace("seed = 0", "seed = 5").replace("lr = 0.05", "lr = 0.5")
+    file.write_text(edited.replace("rounds = 2", "rounds = 3"))
+    lines = [
+        f"run: holds another experiment: {line}" for line in ("seed: 0 there, 5 here", "local.lr: 0.05 there, 0.5 here")
+    ]
+    resumed = cli("run", "--resume", "run", "--allow-imports")
+    assert (resumed.exit_code, resumed.stderr.splitlines()) == (2, [f"error: {line}" for line in lines])
+    assert cli("run", "--resume", "run", "seed=0", "local.lr=0.05", "--allow-imports").exit_code == 0
+    assert len(records(tmp_path / "run")) == 3
 
 
 def test_resuming_a_finished_run_changes_nothing(tables, tmp_path):
@@ -252,7 +326,8 @@ def test_another_experiment_is_refused_with_the_differences(tables, tmp_path):
 
 @pytest.mark.filterwarnings("always")
 def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_use(tmp_path, cli):
-    words = "data=tests.components:tiny", "model=logistic", "workers=4", "checkpoint.every=1", "rounds=4"
+    words = "data=tests.components:tiny", "model=logistic", "workers=4", "rounds=4", "checkpoint.every=1"
+    words += ("checkpoint.keep=4",)
     pooled = "engine=processes", "processes=2", "timeout=100", "process_retries=0"
     assert cli("run", *words, *pooled, "--out", "whole").exit_code == 0
     broken_off(tmp_path / "whole", tmp_path / "again", 2)
@@ -265,6 +340,7 @@ def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_us
     assert stored.engine == "serial"
 
 
+@pytest.mark.filterwarnings("ignore:.*has no checkpoint")
 def test_a_run_of_the_version_before_resumes_with_the_new_names(tmp_path, cli):
     words = "data=tests.components:tiny", "model=logistic", "workers=4", "rounds=2"
     assert cli("run", *words, "engine=processes", "processes=2", "--out", "run").exit_code == 0
@@ -287,6 +363,7 @@ def test_a_refused_folder_keeps_all_its_files(tables, tmp_path, names, resume):
     assert sorted(os.listdir(tmp_path)) == sorted(names)
 
 
+@pytest.mark.filterwarnings("ignore:.*has no checkpoint")
 def test_a_resumed_run_removes_only_unfinished_files_of_fedsim_in_its_folder(tables, tmp_path):
     fedsim.run({**tables, "checkpoint": {"every": 0}}, tmp_path / "run")
     (tmp_path / "mine").mkdir()
@@ -363,8 +440,16 @@ DAMAGE = {
     "no clock in any": lambda head, tensors: [  # found after the tensors have been restored
         signed(each, lambda said, state: said["facts"].update(clock=7)) for each in head.parent.glob("*.json")
     ],
+    "another number in a record": lambda head, tensors: edit_records(head.parents[1] / "metrics.jsonl"),
     "only two records": lambda head, tensors: cut_records(head.parents[1] / "metrics.jsonl"),
 }
+
+
+def edit_records(metrics):
+    lines = metrics.read_text().splitlines(keepends=True)
+    lines[1] = lines[1].replace('"test_accuracy": 0.', '"test_accuracy": 0.0', 1)
+    assert lines[1] != metrics.read_text().splitlines(keepends=True)[1]
+    metrics.write_text("".join(lines))
 
 
 def cut_records(metrics):
@@ -415,6 +500,7 @@ def dies_at(operation, tables, folder):
         os._exit(1)
 
 
+@pytest.mark.filterwarnings("ignore:.*has no checkpoint")
 def test_a_run_that_dies_at_any_file_operation_resumes_to_the_same_result(tables, tmp_path):
     """The process dies before its first file operation, then before its second one, and so on until it finishes."""
     tables |= {"rounds": 2, "workers": 2, "records": {"curve": False}, "checkpoint": {"every": 1, "keep": 1}}
