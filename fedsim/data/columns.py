@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,6 +213,15 @@ def _is_missing(value: Any) -> bool:
 def mostly_numbers(texts: np.ndarray) -> bool:
     """Whether at least half of the texts [n] are numbers."""
     return 2 * sum(NUMBER.fullmatch(text) is not None for text in texts.tolist()) >= len(texts)
+
+
+@contextlib.contextmanager
+def collected(errors: list[str]) -> Iterator[None]:
+    """Context manager: append the message of a DataError to `errors` instead of raising the error."""
+    try:
+        yield
+    except DataError as error:
+        errors.append(str(error))
 
 
 def require_finite(values: np.ndarray, place: str) -> None:

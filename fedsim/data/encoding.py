@@ -16,6 +16,7 @@ from fedsim.data.columns import (
     UNSCALED,
     Columns,
     DataColumn,
+    collected,
     input_columns,
     mostly_numbers,
     only_target,
@@ -145,24 +146,28 @@ def train_and_test(
         raise DataError(f"{tables[sizes.index(0)].place}: has no samples")
     for table in tables:
         require_equal_classes(table, train[0], [target, *inputs, *owned_by])
-    targets, are_names = target_numbers(*([table.column(target) for table in part] for part in (train, test)))
+    errors = list[str]()
+    with collected(errors):
+        targets, are_names = target_numbers(*([table.column(target) for table in part] for part in (train, test)))
     with_owners = {name: [*train, *(table for table in test if name in table.columns)] for name in owned_by}
-    owners = {
-        name: joined([table.column(name).owners() for table in owned], f"{place}: column {show(name)}")
-        for name, owned in with_owners.items()
-    }
+    owners = dict[str, np.ndarray]()
+    for name, owned in with_owners.items():
+        with collected(errors):
+            owners[name] = joined([table.column(name).owners() for table in owned], f"{place}: column {show(name)}")
     if of_workers:
         owned = tables if any(table.worker != NOBODY for table in test) else train
         owners[WORKER] = np.repeat([table.worker for table in owned], sizes[: len(owned)])
     n, drawn, drawn_by = sum(sizes[: len(train)]), list[str](), None
     parts: list[Rows] = [slice(n), slice(n, None)] if test else []
-    if split is not None and (parts := _split_of(train, split, place)):
+    if split is not None and not errors and (parts := _split_of(train, split, place)):
         drawn = [f"column {cut(split)} divides the samples"]
-    if not parts:
+    if errors:
+        parts = [slice(None), slice(0)]
+    elif not parts:
         by = owners.get(WORKER)
         *parts, drawn_by, how = drawn_rows(targets, test_fraction, place, are_classes=are_names, workers=by, ids=owners)
         drawn = [how]
-    array, encoded = _joined(tables, inputs, parts, place, standardize=standardize)
+    array, encoded = _joined(tables, inputs, parts, place, errors, standardize=standardize)
     first, second = (
         samples_of(
             array[rows],
@@ -174,7 +179,7 @@ def train_and_test(
     )
     warn_of_unscaled(first, f"{place}: column {show(target)}", "targets")
     whole = first.targets.is_floating_point() and not bool((first.targets % 1).any())
-    kind = " (whole numbers, but stored as floating-point numbers: no classes)" * whole
+    kind = " (whole numbers, but stored as floating-point numbers: classes only with task=classification)" * whole
     roles = f"target {cut(str(target))}{kind}, inputs {encoded}"
     assumed = roles, *train[0].assumed, *first.assumed, *drawn
     return replace(first, assumed=assumed, drawn_by=drawn_by), second
@@ -257,38 +262,51 @@ def _values(columns: Sequence[DataColumn], train: Rows) -> np.ndarray:
 
 
 def _joined(
-    tables: Sequence[DataTable], names: Sequence[str], parts: Sequence[Rows], place: str, *, standardize: bool
+    tables: Sequence[DataTable],
+    names: Sequence[str],
+    parts: Sequence[Rows],
+    place: str,
+    errors: list[str],
+    *,
+    standardize: bool,
 ) -> tuple[np.ndarray, str]:
     """Join columns of inputs to one array, float32 [n, features], and return it with a description.
 
     A single column of arrays [n, ...] is returned unchanged. `parts` are the rows of the training and test samples.
 
-    Raises DataError if there is no column, or if an image or another array of two or more dimensions would be joined.
+    Raises DataError with the `errors` so far and those of all columns, such as values that are not numbers, and arrays
+    of two or more dimensions that would be joined.
     """
     blocks, described, unscaled = list[np.ndarray](), list[str](), list[tuple[float, str]]()
     if not names:
         raise DataError(f"{place}: has no input columns, only the target and owners; add at least one input column")
     for name in names:
-        values, text = _values([table.column(name) for table in tables], parts[0]), ""
-        column = f"{place}: column {show(name)}"
-        if values.ndim > 2 and len(names) > 1:
-            raise DataError(
-                f"{column} has values of shape {list(values.shape[1:])}, such as images, which cannot be joined with "
-                f"other columns to one input; set `inputs` to one of the columns {cut(', '.join(map(str, names)))}"
-            )
-        if values.dtype.kind == "U":
-            tables[0].column(name).require_text(np.unique(values[parts[0]]))
-            values, text = _one_hot(values, parts, column)
-        elif standardize:
-            values = standardized(values, parts[0])
-        elif values.ndim == 1 and (size := float(np.sqrt(np.square(values[parts[0]], dtype=float).mean()))) > UNSCALED:
-            unscaled.append((size, f"{column} has values from {values.min():,.6g} to {values.max():,.6g}"))
-        if len(names) > 1 or values.ndim == 1:
-            values = values.reshape(len(values), -1).astype(np.float32, copy=False)
-        elif values.dtype.kind == "f":  # pictures and tokens keep their integers
-            values = values.astype(np.float32, copy=False)
-        blocks.append(values)
-        described.append(f"{name}{text}")
+        with collected(errors):
+            values, text = _values([table.column(name) for table in tables], parts[0]), ""
+            column = f"{place}: column {show(name)}"
+            if values.ndim > 2 and len(names) > 1:
+                raise DataError(
+                    f"{column} has values of shape {list(values.shape[1:])}, such as images, which cannot be joined with "
+                    f"other columns to one input; set `inputs` to one of the columns {cut(', '.join(map(str, names)))}"
+                )
+            if values.dtype.kind == "U":
+                tables[0].column(name).require_text(np.unique(values[parts[0]]))
+                values, text = _one_hot(values, parts, column)
+            elif standardize:
+                values = standardized(values, parts[0])
+            elif (
+                values.ndim == 1
+                and (size := float(np.sqrt(np.square(values[parts[0]], dtype=float).mean()))) > UNSCALED
+            ):
+                unscaled.append((size, f"{column} has values from {values.min():,.6g} to {values.max():,.6g}"))
+            if len(names) > 1 or values.ndim == 1:
+                values = values.reshape(len(values), -1).astype(np.float32, copy=False)
+            elif values.dtype.kind == "f":  # pictures and tokens keep their integers
+                values = values.astype(np.float32, copy=False)
+            blocks.append(values)
+            described.append(f"{name}{text}")
+    if errors:
+        raise DataError("; also ".join([errors[0], *(error.removeprefix(f"{place}: ") for error in errors[1:])]))
     if unscaled:
         others = f" (and {plural(len(unscaled) - 1, 'other column')})" if len(unscaled) > 1 else ""
         remedy = f"{DIVERGES}; data.standardize=true scales every column of numbers"

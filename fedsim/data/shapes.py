@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fedsim.core.learning_task import LearningTask, output_count
+from torch import Tensor
+
+from fedsim.core.learning_task import Binary, Classification, LearningTask, output_count
 from fedsim.data.tensors import TensorData, compact
 from fedsim.errors import plural
 
@@ -23,6 +25,7 @@ class SampleShape:
         targets: shape of one target.
         tokens: the highest token of the inputs plus one; 0 if inputs are floating-point numbers.
         gaps: whether the labels are so high and so few that they are probably not consecutive classes.
+        whole: the highest target plus one if the targets are floating-point numbers that may be labels, otherwise 0.
     """
 
     inputs: tuple[int, ...]
@@ -30,6 +33,7 @@ class SampleShape:
     targets: tuple[int, ...] = ()
     tokens: int = 0
     gaps: bool = False
+    whole: int = 0
 
     @classmethod
     def of(cls, train: TensorData) -> SampleShape:
@@ -38,7 +42,8 @@ class SampleShape:
         classes = train.classes if train.targets.is_floating_point() else max(train.classes, 1)
         many = train.has_integers and classes > MOST_CLASSES
         gaps = many and classes > 2 * len(train.targets.unique())
-        return cls(tuple(train.inputs.shape[1:]), classes, tuple(train.targets.shape[1:]), tokens, gaps)
+        whole = whole_classes(train.targets)
+        return cls(tuple(train.inputs.shape[1:]), classes, tuple(train.targets.shape[1:]), tokens, gaps, whole)
 
     def __str__(self) -> str:
         if self.tokens:
@@ -69,6 +74,7 @@ class SampleShape:
     def dimensions(self, task: LearningTask) -> dict[str, int]:
         """Return the parameters that a model takes from the data, by name (see `fedsim.models.base.DIMENSIONS`)."""
         classes = max(self.classes, self.tokens) if self.tokens and self.targets else self.classes
+        classes = classes or (self.whole if isinstance(task, (Binary, Classification)) else 0)
         outputs = output_count(task, classes, math.prod(self.targets))
         values = {"classes": outputs, "outputs": outputs}
         if self.tokens:
@@ -77,3 +83,10 @@ class SampleShape:
         if len(self.inputs) == 3:
             values["channels"] = self.inputs[0]
         return {**values, "size": self.inputs[1]} if self._is_square else values
+
+
+def whole_classes(targets: Tensor) -> int:
+    """Return the highest target plus one if targets [n] are floating-point, whole and not negative, otherwise 0."""
+    if targets.ndim != 1 or not targets.is_floating_point() or not len(targets):
+        return 0
+    return int(targets.max()) + 1 if bool(((targets >= 0) & (targets % 1 == 0) & (targets < 2**24)).all()) else 0

@@ -25,6 +25,7 @@ from fedsim.core.registry import Registration, Registry
 from fedsim.data.brought import ACCEPTED, has_clients, source_of
 from fedsim.data.columns import TRAIN_PARTS
 from fedsim.data.drawn_tests import DRAW, Draw
+from fedsim.data.partitions.ids import NUMBER
 from fedsim.data.shapes import SampleShape
 from fedsim.data.tensors import CHANNELS, ChannelOrder, TensorData
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show
@@ -73,6 +74,11 @@ def data_table(value: Any) -> dict[str, Any]:
     if isinstance(name, str) and not isinstance(name, ObjectName) and (known := _format_of(name)):
         if "path" in table:
             raise ExperimentError(f"data.path = {show(table['path'])}: {show(name)} is a path too; omit one of the two")
+        if known == "text" and is_file(user_path(name)) and _is_table(user_path(name)):
+            raise ExperimentError(
+                f"data.name = {show(name)}: looks like a table; write data=csv data.path={name} for its columns, or "
+                f"data=text data.path={name} to train on its characters"
+            )
         return {**table, "name": known, "path": name}
     keys = {str(key).casefold() for key in table}
     pairs_of_arrays = {"x", "y"} <= keys or {"inputs", "targets"} <= keys
@@ -137,6 +143,19 @@ def _format_of(path: str) -> str | None:
             "images, or your own function"
         )
     return None
+
+
+def _is_table(path: Path) -> bool:
+    """Whether the first lines of a text file have equally many values, at least two, of which most are numbers."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # an error is reported when the file is loaded
+        lines = [line for line in file.read(4096).decode(errors="replace").splitlines()[:20] if line.strip()]
+        for delimiter in (r"[,;\t|]", r"\s+"):
+            rows = [re.split(delimiter, line.strip()) for line in lines][: max(3, len(lines) - 1)]
+            cells = [cell.strip() for row in rows[1:] for cell in row]
+            numbers = sum(NUMBER.fullmatch(cell) is not None for cell in cells)
+            if len(rows) > 2 and {len(row) for row in rows} == {max(len(rows[0]), 2)} and 2 * numbers > len(cells):
+                return True
+    return False
 
 
 FORMATS = {  # name of the data set that reads files with an ending

@@ -19,14 +19,14 @@ from fedsim.clients.schedule import Varying
 from fedsim.config.experiment import Experiment
 from fedsim.config.from_data import mismatches
 from fedsim.config.schema import Server
-from fedsim.core.learning_task import correct_of, described, predicts_classes, predicts_numbers
+from fedsim.core.learning_task import Binary, Classification, correct_of, described, predicts_classes, predicts_numbers
 from fedsim.core.randomness import Draws, preserve_random_state, torch_generator
 from fedsim.core.recorded_features import recorded_features
 from fedsim.core.registry import Imported
 from fedsim.core.rows import Layout
 from fedsim.core.training import check_outputs
 from fedsim.data import Shards, TensorData
-from fedsim.data.shapes import SampleShape
+from fedsim.data.shapes import SampleShape, whole_classes
 from fedsim.data.tensors import compact
 from fedsim.engines import Engine, RunTask
 from fedsim.errors import DataError, ExperimentError, FedsimError, SettingWarning, called, one_line, show, show_bytes
@@ -244,7 +244,14 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
 
 
 def with_numbers(task: RunTask, *data: TensorData) -> list[TensorData]:
-    """Return the data sets of a run. Integer targets become floating-point numbers if the task predicts numbers."""
+    """Return the data sets of a run, with targets of the type that the task needs.
+
+    Integers become floating-point numbers if the task predicts numbers. Whole floating-point numbers become labels if
+    the task is classification or binary.
+    """
+    if isinstance(task.learning_task, (Binary, Classification)) and all(whole_classes(part.targets) for part in data):
+        note = f"targets such as {data[0].targets[0]:.1f} are class labels, because the task needs labels"
+        return [replace(part, targets=part.targets.long(), assumed=(*part.assumed, note)) for part in data]
     if all(part.targets.is_floating_point() for part in data):
         return [*data]
     inputs, targets = data[0].to(task.device, task.dtype).gather(torch.arange(min(PROBE_SAMPLES, len(data[0]))))

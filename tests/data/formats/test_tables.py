@@ -209,6 +209,13 @@ def test_a_bad_cell_in_a_column_that_is_not_used_is_no_error(csv):
     assert load("csv", path=path, inputs="x")[0].inputs.shape == (8, 1)
 
 
+def test_bad_cells_of_all_columns_are_named_at_once(csv):
+    rows = ["1.5,?,,$5,1", *(f"{k / 9},{k / 7},u{k % 3},${k},{k % 2}" for k in range(8)), "?,1,u1,$7,x"]
+    path = csv("\n".join(["a,b,user,c,y", *rows]))
+    columns = [f'column "{name}": [^;]*; [^;]*' for name in ("y", "user", "a", "b", "c")]
+    refused("csv", "^[^;]*t.csv: " + "; also ".join(columns) + "$", path=path, ids="user")
+
+
 def test_bad_cells_of_the_test_file_are_named(csv):
     train_path, test_path = csv(lines(HALVES, BITS)), csv("x,y\n1,0\nabc,1\n", "test.csv")
     refused("csv", 'test.csv: column "x": contains "abc", .* in line 3', path=train_path, test_path=test_path)
@@ -429,8 +436,42 @@ class TestPaths:
 def test_whole_numbers_with_decimal_points_are_no_classes(csv):
     train, _ = load("csv", path=csv(lines(HALVES, [f"{bit}.0" for bit in BITS])))
     assert train.targets.is_floating_point()
-    whole = "target y (whole numbers, but stored as floating-point numbers: no classes), inputs x"
-    assert train.assumed[0] == whole
+    whole = "whole numbers, but stored as floating-point numbers: classes only with task=classification"
+    assert train.assumed[0] == f"target y ({whole}), inputs x"
+
+
+@pytest.mark.parametrize("task", ["classification", "binary"])
+def test_whole_numbers_with_decimal_points_are_classes_if_the_task_needs_classes(csv, task):
+    words = {"engine": "serial", "workers": 2, "rounds": 1, "model": "logistic", "task": task}
+    targets = BITS if task == "binary" else [k % 3 for k in range(10)]
+    results = [
+        fedsim.run(data={"name": csv(lines(HALVES, [f"{k}{point}" for k in targets])), "stratify": False}, **words)
+        for point in ("", ".0")
+    ]
+    assert results[0].history[-1].train_loss == results[1].history[-1].train_loss
+    path = csv(lines(HALVES, [k / 3 for k in range(10)]))
+    with pytest.raises(DataError, match=f"the task {task} needs one class label per sample"):
+        fedsim.run(data=path, **{**words, "model": {"name": "logistic", "classes": 3}})
+
+
+@pytest.mark.parametrize(
+    ("text", "table"),
+    [
+        (lines(HALVES, BITS), True),
+        (lines(HALVES, BITS, separator="  "), True),
+        ("To be, or not to be,\nthat is, the question,\nwhether, it is,\nnobler\n" * 5, False),
+        ("one two\nthree four\nfive six\n" * 9, False),
+    ],
+)
+def test_a_table_in_a_text_file_is_asked_about(csv, text, table):
+    path = csv(text, "t.txt")
+    if table:
+        match = (
+            "looks like a table; write data=csv data.path=.* to read its columns, or data=text data.path=.* to train"
+        )
+        refused(path, match, error=FedsimError)
+    assert load("text", path=path, length=8)[0].classes > 1
+    assert table or load(path, length=8)[0].classes > 1
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1"])
