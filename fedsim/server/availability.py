@@ -40,8 +40,8 @@ class Available:
     Args:
         trace: path of the CSV file.
 
-    >>> import tempfile
-    >>> file = Path(tempfile.mkdtemp()) / "trace.csv"
+    >>> import pathlib, tempfile
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "trace.csv"
     >>> _ = file.write_text("worker,from,to\\n0,1,5\\n7,3,5\\n")
     >>> Available(str(file))(2, 4, np.random.default_rng(0), {})
     (array([0, 7]), array([1., 1.]))
