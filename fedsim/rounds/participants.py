@@ -90,7 +90,7 @@ def tests_of_owners(
         return None
     owners = _owners_in(column, train, test)
     samples, unseen = group(np.arange(len(test)), owners.tested, len(owners.names)), owners.unseen
-    chosen = [samples[owner] for owner in [*(owners.trained[shards.of(k)[0]] for k in range(len(shards))), *unseen]]
+    chosen = [samples[owner] for owner in owners.of_shards(shards)]
     found = f"{plural(sum(map(bool, map(len, chosen))), 'client')} with their own test samples"
     found += f", {len(unseen)} of them only for tests" * bool(len(unseen))
     whole = "all" if (of_all := len(global_tests(test))) == len(test) else f"{of_all:,} other"
@@ -108,7 +108,7 @@ def names_of_workers(experiment: Experiment, train: TensorData, test: TensorData
     names = getattr(partition, "worker_names", ())
     if column_of := getattr(partition, "column", None):
         owners = _owners_in(column := column_of(train.ids), train, test)
-        names = owners.names[[*(owners.trained[shards.of(k)[0]] for k in range(len(shards))), *owners.unseen]].tolist()
+        names = owners.names[owners.of_shards(shards)].tolist()
         names = [train.worker_names[owner] for owner in names] if column == WORKER and train.worker_names else names
     names = tuple(map(str, names))
     return () if names == tuple(map(str, range(len(names)))) else names
@@ -127,6 +127,11 @@ class _Owners(NamedTuple):
     trained: np.ndarray
     tested: np.ndarray
     unseen: np.ndarray
+
+    def of_shards(self, shards: Shards) -> np.ndarray:
+        """Return the index of each worker's owner, followed by `unseen`."""
+        positions, begins = shards.together(np.arange(len(shards)))
+        return np.concatenate([self.trained[positions[begins].numpy()], self.unseen])
 
 
 def _owners_in(column: str, train: TensorData, test: TensorData) -> _Owners:
