@@ -160,7 +160,7 @@ def drawn_rows(
                 "of owners, or give a separate test part"
             )
         positions, column = draw_part(order, fraction, held_out, strata), ""
-        how += f", but divided, because {why}"
+        how = f"{how.replace('nearly ', '')}, and owners are divided, because {why}"
     chosen[positions] = True
     for name in ids or {}:
         names, owner_of = owners_of(ids or {}, name)

@@ -151,9 +151,9 @@ def train_and_test(
         targets, are_names = target_numbers(*([table.column(target) for table in part] for part in (train, test)))
     with_owners = {name: [*train, *(table for table in test if name in table.columns)] for name in owned_by}
     owners = dict[str, np.ndarray]()
-    for name, owned in with_owners.items():
+    for name, having in with_owners.items():
         with collected(errors):
-            owners[name] = joined([table.column(name).owners() for table in owned], f"{place}: column {show(name)}")
+            owners[name] = joined([table.column(name).owners() for table in having], f"{place}: column {show(name)}")
     if of_workers:
         owned = tables if any(table.worker != NOBODY for table in test) else train
         owners[WORKER] = np.repeat([table.worker for table in owned], sizes[: len(owned)])
@@ -286,8 +286,9 @@ def _joined(
             column = f"{place}: column {show(name)}"
             if values.ndim > 2 and len(names) > 1:
                 raise DataError(
-                    f"{column} has values of shape {list(values.shape[1:])}, such as images, which cannot be joined with "
-                    f"other columns to one input; set `inputs` to one of the columns {cut(', '.join(map(str, names)))}"
+                    f"{column} has values of shape {list(values.shape[1:])}, such as images, which cannot be joined "
+                    f"with other columns to one input; set `inputs` to one of the columns "
+                    f"{cut(', '.join(map(str, names)))}"
                 )
             if values.dtype.kind == "U":
                 tables[0].column(name).require_text(np.unique(values[parts[0]]))

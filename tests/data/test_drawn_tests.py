@@ -182,7 +182,7 @@ class TestOwners:
         data = replace(self.data(), ids={"patient": self.data().targets.numpy()})
         train, test = fedsim.load_dataset(data)
         assert self.shared(train, test) == {0, 1, 2}
-        assert 'but divided, because each owner in "patient" has all samples of a class' in train.assumed[-1]
+        assert 'and owners are divided, because each owner in "patient" has all samples of a class' in train.assumed[-1]
         with pytest.raises(DataError, match="no test samples can be drawn, .*; set data.split_by=samples or another"):
             fedsim.load_dataset(data, split_by="patient")
 

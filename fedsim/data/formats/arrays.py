@@ -47,7 +47,7 @@ def arrays(*, path: str, test_fraction: ProperFraction = 0.2) -> tuple[TensorDat
 
     >>> import tempfile
     >>> file = tempfile.mkdtemp() + "/points.npz"
-    >>> np.savez(file, inputs=np.zeros((10, 3), "float32"), targets=np.arange(10) % 2, user=np.arange(10) // 5)
+    >>> np.savez(file, inputs=np.zeros((10, 3), "float32"), targets=np.arange(10) % 2, user=np.arange(10) // 2)
     >>> train, test = fedsim.load_dataset("npz", path=file)
     >>> train.inputs.shape, len(test), list(train.ids)
     (torch.Size([8, 3]), 2, ['user'])

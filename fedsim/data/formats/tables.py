@@ -87,7 +87,7 @@ def table(
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "points.csv"
     >>> _ = file.write_text("x,user,y\\n" + "".join(f"{k / 10},{'ab'[k % 2]},{k}.5\\n" for k in range(10)))
-    >>> train, test = fedsim.load_dataset("csv", path=str(file), ids="user")
+    >>> train, test = fedsim.load_dataset("csv", path=str(file), ids="user", split_by="samples")
     >>> train.inputs.shape, len(test), sorted(set(train.ids["user"].tolist()))
     (torch.Size([8, 1]), 2, ['a', 'b'])
     """

@@ -403,8 +403,16 @@ class TestPaths:
         csv(lines(HALVES, CITIES, BITS, names=("x", "city", "y")))
         monkeypatch.chdir(tmp_path.parent if name.startswith("{") else tmp_path)
         name = name.format(tmp_path.name)
-        words = ["model=logistic", "model.inputs=1", "model.classes=2", "workers=2", "rounds=1", "engine=serial"]
-        result = cli("run", f"data={name}", "data.ids=city", *words)
+        words = [
+            "data.split_by=samples",
+            "model=logistic",
+            "model.inputs=1",
+            "model.classes=2",
+            "workers=2",
+            "rounds=1",
+            "engine=serial",
+        ]
+        result = cli("run", f"data={name}", "data.ids=city", "data.split_by=samples", *words)
         assert result.exit_code == 0, result.stderr
         drawn = "no test part: 2 of 10 samples are drawn at random for tests, the same fraction of each class"
         assert result.stdout.splitlines()[2] == f"data: target y, inputs x; {drawn}"
@@ -466,9 +474,7 @@ def test_whole_numbers_with_decimal_points_are_classes_if_the_task_needs_classes
 def test_a_table_in_a_text_file_is_asked_about(csv, text, table):
     path = csv(text, "t.txt")
     if table:
-        match = (
-            "looks like a table; write data=csv data.path=.* to read its columns, or data=text data.path=.* to train"
-        )
+        match = "looks like a table; write data=csv data.path=.* for its columns, or data=text data.path=.* to"
         refused(path, match, error=FedsimError)
     assert load("text", path=path, length=8)[0].classes > 1
     assert table or load(path, length=8)[0].classes > 1
