@@ -170,7 +170,9 @@ class Channel:
 
     def _socket(self) -> socket.socket:
         """Return the pipe as a socket, on systems where PASSES_FILES is true."""
-        return socket.socket(fileno=os.dup(self._connection.fileno()))
+        pipe = socket.socket(fileno=os.dup(self._connection.fileno()))
+        pipe.settimeout(None)  # a default timeout of the user would make the connection non-blocking too
+        return pipe
 
 
 class _File:

@@ -17,6 +17,7 @@ import torch
 
 import fedsim
 from fedsim.errors import DivergedError
+from tests.foreign import WALKED
 
 CLOCK = {"mode": "clock", "clock": {"slowdown": "lognormal"}}
 SCHEDULES = {"local.schedule": {"name": "step", "step_size": 1}, "server.schedule": {"name": "cosine", "warmup": 1}}
@@ -32,16 +33,10 @@ def tensors():
 def settings():
     """Return everything global that a run might change."""
     numpy_state = np.random.get_state(legacy=False)
-    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     return {
         "random": (random.getstate(), str(numpy_state["state"]), torch.get_rng_state().tolist()),
-        "threads of PyTorch": (torch.get_num_threads(), torch.get_num_interop_threads()),
-        "types": (torch.get_default_dtype(), torch.get_default_device(), torch.get_float32_matmul_precision()),
-        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
-        "determinism": (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark),
-        "tf32": (cuda.allow_tf32, cudnn.allow_tf32),
-        "errors of NumPy": np.geterr(),
+        "settings": [(setting.name, setting.read()) for setting in WALKED],
+        "threads of PyTorch": torch.get_num_interop_threads(),
         "warnings": (list(warnings.filters), warnings.showwarning),
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)],
         "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.gettrace()),

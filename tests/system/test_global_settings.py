@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
 
 import pytest
 import torch
@@ -122,6 +123,16 @@ def test_a_session_does_not_keep_the_threads_of_a_run(tiny_experiment):
     with THREADS.at(2), fedsim.Session() as session:
         fedsim.run(tiny_experiment, session=session)
         assert THREADS.read() == 2
+
+
+def test_a_default_timeout_of_sockets_does_not_reach_the_pipes_of_processes(tiny_experiment):
+    expected = fedsim.run(tiny_experiment).global_row
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.001)
+    try:
+        assert torch.equal(fedsim.run({**tiny_experiment, **OTHERS[1]}).global_row, expected)
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def test_the_cast_parameters_of_an_outer_autocast_are_not_used_again(tiny_experiment):
