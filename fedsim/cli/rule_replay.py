@@ -292,7 +292,7 @@ def replay_json(stored: StoredRound, results: Sequence[Replayed]) -> str:
 
 def _described(result: Replayed, names: Sequence[str | None]) -> str:
     if result.shares is None or result.chosen is None:
-        return "(each coordinate by itself)"
+        return "(no weights of whole updates)"
     if not result.chosen:
         return "none"
     values = [result.shares[worker] for worker in result.chosen]

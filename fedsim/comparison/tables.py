@@ -88,12 +88,14 @@ def columns(comparison: ComparedRuns) -> dict[str, Column]:
     if test.key != metric.key:
         by_name[test.key] = Column(test.label.lower(), mean_of(test.key))
     if comparison.settings.target is not None:
-        heading = f"{'virtual s' if timed else 'rounds'} to {target_text(comparison)}"
-        by_name["to_target"] = Column(heading, lambda row: _to_target(row, timed))
-        of_bytes = Column(f"MB to {target_text(comparison)}", mean("bytes_to_target", _megabytes))
+        target = target_text(comparison)
+        by_name["to_target"] = Column(
+            f"{'virtual s' if timed else 'rounds'} to {target}", lambda row: _to_target(row, timed)
+        )
+        of_bytes = Column(f"MB to {target}", mean("bytes_to_target", _megabytes))
         by_name |= {"bytes_to_target": of_bytes} if by_bytes and not timed else {}
-        by_name["updates_to_target"] = Column("updates", amount("updates_to_target"))
-        by_name["arrivals_to_target"] = Column("arrivals", amount("arrivals_to_target"))
+        by_name["updates_to_target"] = Column("updates to target", amount("updates_to_target"))
+        by_name["arrivals_to_target"] = Column("arrivals to target", amount("arrivals_to_target"))
         by_name |= {"bytes_to_target": of_bytes} if by_bytes else {}
     of_workers = test.key.replace("test_", "worker_")
     by_name[of_workers] = Column(of_workers.replace("_", " "), mean_of(of_workers))
@@ -401,10 +403,10 @@ def table_notes(comparison: ComparedRuns, best: str = "*", tied: str = "~") -> l
             f"{comparison.diverged} of {runs} runs diverged: their results are those of the last finite model, and "
             "rows with a diverged run have no mark"
         )
-    if failed := len(comparison.failed):
-        notes.append(
-            f"{failed} of {runs} runs failed: they are not in any mean, and rows with a failed run have no mark"
-        )
+    failed = sum(run.failure is not None for run in comparison.failed)
+    for count, state in ((failed, "failed"), (len(comparison.failed) - failed, "are missing or not finished")):
+        if count:
+            notes.append(f"{count} of {runs} runs {state}: they are not in any mean, and rows with one have no mark")
     return notes
 
 

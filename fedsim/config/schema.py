@@ -240,7 +240,8 @@ class Partition(ComponentTable):
     @model_validator(mode="before")
     @classmethod
     def _list_is_given(cls, value: Any) -> Any:
-        return {"name": "given", "shards": value} if isinstance(value, list) else value
+        is_pair = isinstance(value, list) and isinstance(next(iter(value), None), str)  # ["dirichlet", 0.1]
+        return {"name": "given", "shards": value} if isinstance(value, list) and not is_pair else value
 
 
 class Sampling(ComponentTable):

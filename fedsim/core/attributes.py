@@ -63,6 +63,7 @@ def takes_component(table: str, key: str = "name", **settings: str) -> Callable[
         parameters = [each for each in inspect.signature(function).parameters.values() if each.kind != each.VAR_KEYWORD]
         known = [each.name for each in parameters if each.name != "self"]
         required = [each.name for each in parameters if each.default is each.empty]
+        taken = f"the arguments of {function.__qualname__.removesuffix('.__init__')} are {', '.join(known)}"
 
         @functools.wraps(function)
         def checked(*given: Any, **keywords: Any) -> Any:
@@ -72,7 +73,7 @@ def takes_component(table: str, key: str = "name", **settings: str) -> Callable[
             except ExperimentError as error:
                 lines = [_with_arguments(line, table, names) for line in error.lines]
                 if error.key.startswith(f"{table}.{key}") and " name" in lines[0].partition(": must be")[2]:
-                    lines = [f"{lines[0]}; the arguments of {function.__name__} are {', '.join(known)}"]
+                    lines = [f"{lines[0]}; {taken}"]
                 unknown = [line.partition(" = ")[0] for line in error.lines if ": unknown key" in line]
                 for word, value in keywords.items():
                     name = names.get(f"{table}.{word}") or names.get(word) or ("name" if is_kind(word) else "")
@@ -95,7 +96,7 @@ def _with_arguments(line: str, table: str, names: dict[str, str]) -> str:
         hint = f"in the settings of fedsim.run, {hint}"
     for setting, name in {**names, f"{table}.": ""}.items():
         line = re.sub(rf"(?<![\w.]){re.escape(setting)}(?=\w*(?:=| = |: |\[))", name, line)
-    line = re.sub(r"(=[^\s,;]+) (?=\w+=)", r"\1, ", re.sub(r"\bname=(\w+)", r'name="\1"', line))
+    line = re.sub(r"(=\S*[^\s,;]) (?=\w+=)", r"\1, ", re.sub(r"\bname=(\w+)", r'name="\1"', line))
     return f"{line}{separator}{hint}"
 
 

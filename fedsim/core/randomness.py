@@ -22,6 +22,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fedsim.core import philox
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, show
 from fedsim.system.devices import with_index
 from fedsim.system.global_settings import run_settings
 
@@ -49,6 +50,8 @@ _holder_runs = False  # whether this thread runs an experiment
 
 def draw_key(seed: int, purpose: str, *coordinates: int) -> int:
     """Return a 63-bit hash of all arguments. Equal arguments give equal keys on every machine."""
+    if not isinstance(seed, Integral):
+        raise ExperimentError(f"seed = {show(seed)}: must be a whole number")
     text = "/".join([str(seed), purpose, *map(str, coordinates)])
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

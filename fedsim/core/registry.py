@@ -178,7 +178,7 @@ def _of_table(hint: str, place: str, known: Collection[str], beside: Iterable[st
     found = [each for each in found if each[0] not in beside] or ([] if place else found)
     if not all(key in known or key in beside for key, _ in found):
         return ""
-    settings = dict.fromkeys(f"{prefix}{key}={value.rstrip(',;')}" for key, value in found)
+    settings = dict.fromkeys(f"{prefix}{key}={value.rstrip(',;') or value}" for key, value in found)
     return f"write {' or '.join(settings)}" if settings else ""
 
 

@@ -94,13 +94,19 @@ def meaning(name: str, value: Any = None) -> str:
     place, _, last = normalized(name).rpartition(".")
     if isinstance(value, Mapping):
         inner = (meaning(name if key == "name" else f"{name}.{key}", item) for key, item in value.items())
-        return "; ".join(filter(None, dict.fromkeys(inner)))
+        return "; ".join(filter(None, dict.fromkeys([_write(VOCABULARY.settings_of(last)), *inner])))
     hint, component = answer(name, value) or answer(last, value), _write(VOCABULARY.settings_of(last))
     if hint and not ("VALUE" in hint and component):
         return hint
     keys = [] if place and "_" not in last else VOCABULARY.keys_called(last)  # short names differ between tables
     word = str(value).lower() if isinstance(value, bool) else _as_word(value)
-    return _write([f"{key}={word}" for key in keys]) or component or ("" if place else VOCABULARY.owners_of(last))
+    if hint := _write([f"{key}={word}" for key in keys]) or component:
+        return hint
+    return (
+        _write([f"{last}={word}"] if last in VOCABULARY.keys_called(last) else [])
+        if place
+        else VOCABULARY.owners_of(last)
+    )
 
 
 def answer(name: str, value: Any = None) -> str:
@@ -111,13 +117,13 @@ def answer(name: str, value: Any = None) -> str:
     ambiguous = synonyms("exact").get(normalized(name.lstrip(".")), "")
     text = ambiguous or next((_answers()[form] for form in forms if form in _answers()), "")
     if isinstance(value, str) and (keys := re.findall(r"([\w.]+)=", text)):
-        settings, names = VOCABULARY.settings_of(value), VOCABULARY.component_keys.intersection(keys)
+        settings, names = VOCABULARY.settings_of(value), {k for k in VOCABULARY.component_keys if f"{k}={{}}" in text}
         if settings_of_keys := [setting for setting in settings if setting.partition("=")[0] in keys]:
             return _write(settings_of_keys)
         if value.lower() in ("none", "null", "off"):
             return "omit it"
         other = answer(value) or _write(settings)
-        if other and "VALUE" not in other and (("{}" in text and names) or any(f"{key}=" in other for key in keys)):
+        if other and "VALUE" not in other and (names or any(f"{key}=" in other for key in keys)):
             return other
         value = "NAME" if len(names) > 1 or (names and value.isidentifier()) else value
     text = text.replace("{}", _as_word(value))

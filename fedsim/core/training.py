@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedsim.core.learning_task import CLASSIFICATION, Correct, Counts, LearningTask, Reduction, counts_of, joint_of
-from fedsim.errors import ExperimentError
+from fedsim.errors import ExperimentError, show
 from fedsim.system.devices import wide_dtype
 from fedsim.system.precision import FULL, Precision
 
@@ -172,6 +172,8 @@ def test(
     In a run: `fedsim.rounds.evaluation.Evaluation._test` calls `test`.
     """
     _refuse_dataset(batches)
+    if not callable(loss):
+        raise ExperimentError(f"loss = {show(loss)}: must be a function of (outputs, targets)")
     model.eval()
     loss_sum, hits, samples = MetricSums.zero(_device_of(model))
     for inputs, targets in batches:

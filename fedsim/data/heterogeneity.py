@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsim.core.plotting import encode
 from fedsim.data.partitions.allocation import label_array
-from fedsim.errors import ExperimentError, called
+from fedsim.errors import ExperimentError, called, show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,6 +80,8 @@ def label_counts(
     array([[1, 1],
            [1, 1]])
     """
+    if not isinstance(shards, (Sequence, np.ndarray)):
+        raise ExperimentError(f"shards = {show(shards)}: must be a list of index arrays, as fedsim.partition returns")
     labels = label_array(labels)
     numbers = labels.astype(np.int64)
     if not np.array_equal(numbers, labels) or (numbers < 0).any():

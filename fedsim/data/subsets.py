@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
+from fedsim.core.attributes import takes_component
 from fedsim.core.randomness import Draws, numpy_generator, torch_generator
 from fedsim.data.augmentation import ImageTransform
-from fedsim.data.partitions import Transform, partition, partition_transforms
+from fedsim.data.partitions import Transform, partition_shards, transforms_of_workers
 from fedsim.data.partitions.allocation import draw_part
 from fedsim.data.partitions.ids import Ids
 from fedsim.data.tensors import TensorData, as_pair, as_targets
@@ -136,6 +137,7 @@ class WorkerTransform:
         )
 
 
+@takes_component("partition", n_workers="workers", ids="data.ids")
 def dataset_split(
     dataset: Dataset,
     name: str,
@@ -165,12 +167,13 @@ def dataset_split(
     >>> [len(subset) for subset in fedsim.dataset_split(data, "iid", 2)]
     [2, 2]
     """
-    shards = partition(targets_of(dataset), name, n_workers, seed, ids=ids, **params)
+    drawn = partition_shards(targets_of(dataset), name, n_workers, seed, ids=ids, **params)
+    shards = [drawn.of(worker).numpy() for worker in range(len(drawn))]
     if subset_transform is not None:
         return [CustomSubset(dataset, shard, subset_transform) for shard in shards]
     transforms = [
         None if transform is None else WorkerTransform(transform, seed, worker)
-        for worker, transform in enumerate(partition_transforms(name, n_workers, **params))
+        for worker, transform in enumerate(transforms_of_workers(name, n_workers, **params) or [None] * n_workers)
     ]
     return [CustomSubset(dataset, shard, transform) for shard, transform in zip(shards, transforms, strict=True)]
 

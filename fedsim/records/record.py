@@ -393,6 +393,16 @@ def score_in(records: Iterable[RoundRecord]) -> Metric:
 SIGNS: dict[str, Literal["higher", "lower"]] = {"+": "higher", "-": "lower"}
 
 
+class History(list[RoundRecord]):
+    """Records of the rounds. Raises KeyError with a hint for the name of a number, as in `history["test_loss"]`."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            hint = f'write history[-1]["{index}"]' if self and index in self[-1] else attribute_hint(index, self[-1])
+            raise KeyError(f"{index}: history has one record per round, such as history[-1] of the last; {hint}")
+        return super().__getitem__(index)
+
+
 def current_name(key: str) -> str:
     """Return the present name of a number that an earlier version of fedsim has recorded.
 

@@ -28,7 +28,7 @@ from fedsim.records.formatting import score_text
 from fedsim.records.history import not_a_run, with_nan_losses
 from fedsim.records.numbers import round_rows, to_frame
 from fedsim.records.reader import Run
-from fedsim.records.record import RoundRecord
+from fedsim.records.record import History, RoundRecord
 from fedsim.records.round_table import columns_of, table_cell
 from fedsim.records.run_folder import EXPERIMENT, MODEL
 from fedsim.records.worker_results import WorkerResults
@@ -67,6 +67,9 @@ class Result(HintingAttributes):
     stopped: str | None = None
     worker_names: tuple[str | None, ...] = ()
     worker_results: WorkerResults | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "history", History(self.history))
 
     @functools.cached_property
     def model(self) -> nn.Module:

@@ -196,7 +196,7 @@ def test_the_target_is_reached_at_the_first_test_with_it(timed):
 def test_the_table_names_targets_that_were_not_reached(timed):
     table = summary_text(timed)
     head, sync, asgd = table.splitlines()[:3]
-    assert re.search(r"virtual s to 90 percent +updates +arrivals +", head)
+    assert re.search(r"virtual s to 90 percent +updates to target +", head)
     assert "20.0 ± 24.8" in sync
     assert "7.50 (6.00, 9.00) (2 of 3)" in asgd
     assert "where only some runs reached the target" in table

@@ -45,7 +45,7 @@ partition_strategy = Registry(
 Transform = Callable[..., Tensor]  # maps `images` [batch, ...] to the same shape; may accept `draws` or `generator`
 
 
-@takes_component("partition", n_workers="workers")
+@takes_component("partition", n_workers="workers", ids="data.ids")
 def partition(
     labels: Sequence[int] | np.ndarray | Tensor,
     name: str,
