@@ -64,6 +64,8 @@ def test_records_and_settings_answer_as_well(result):
         _ = result.history[0].test_acc
     with pytest.raises(KeyError, match="test_accuracy"):
         result.history[0]["test_acc"]
+    with pytest.raises(KeyError, match="history has one record per round, .*; did you mean .*test_accuracy"):
+        result.history["accuracy"]
     with pytest.raises(AttributeError, match='did you mean "local.lr" or "server.lr"'):
         _ = result.experiment.lr
     with pytest.raises(AttributeError, match="^'Local' object has no attribute .*; did you mean \"batch_size\""):
@@ -192,6 +194,26 @@ MISTAKES = {
     "another word for a parameter": (
         lambda: fedsim.compress(UPDATES, "top_k", fraction=0.1),
         r'fraction = 0.1: unknown key \(.*\); did you mean "ratio"\?$',
+    ),
+    "a seed that is not a whole number": (
+        lambda: fedsim.partition(LABELS_OF_9, "dirichlet", 3, 0.1),
+        "seed = 0.1: must be a whole number$",
+    ),
+    "owners as groups": (
+        lambda: fedsim.partition([0, 1], "natural", 2, groups=[0, 1]),
+        r'groups = \[0, 1\]: unknown key \(.*\); write ids=\[0,1\], name="natural" for one worker per owner$',
+    ),
+    "a number as shards": (
+        lambda: fedsim.label_counts(LABELS_OF_9, 3),
+        "shards = 3: must be a list of index arrays, as fedsim.partition returns$",
+    ),
+    "a device as the loss": (
+        lambda: fedsim.test(nn.Linear(2, 4), [(UPDATES, LABELS_OF_9)], "cuda"),
+        r'loss = "cuda": must be a function of \(outputs, targets\)$',
+    ),
+    "sizes in place of a name": (
+        lambda: fedsim.dataset_split(DATA, [0.8, 0.2]),
+        r"name = \[0.8, 0.2\]: must be the name of .*; the arguments of dataset_split are dataset, name, ",
     ),
     "a setting": (
         lambda: fedsim.compress(UPDATES, "top_k", rounds=3),
