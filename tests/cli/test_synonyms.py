@@ -36,7 +36,7 @@ def problems_of(settings):
     """Return the error lines that report an unknown key or an unknown component name, by setting."""
     lines = {setting: line_of(setting.replace("'", "")) for setting in settings}
     lines = {
-        key: line for key, line in lines.items() if f" {key}" not in line.partition("; ")[2]
+        key: line for key, line in lines.items() if f" {key.partition('=')[0]}=" not in line.partition("; ")[2]
     }  # needs its component
     wrong = {key: line for key, line in lines.items() if "unknown key" in line and "is a parameter of" not in line}
     return {**wrong, **{key: line for key, line in lines.items() if "no such" in line}}
