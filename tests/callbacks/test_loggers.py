@@ -193,7 +193,6 @@ def test_the_event_file_holds_each_round_as_soon_as_it_is_over_and_the_settings(
     assert "cohort" not in settings, "an unset key is not logged"
 
 
-@pytest.mark.filterwarnings("ignore:.*has no checkpoint")
 @pytest.mark.parametrize(("every", "stops_after"), [(0, 2), (None, 1)])
 def test_the_rounds_of_a_resumed_run_are_shown_once(every, stops_after, tiny_experiment, tmp_path, monkeypatch):
     """The run starts again, or it is resumed within the same second and writes a second event file."""

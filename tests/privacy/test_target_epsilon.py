@@ -135,7 +135,6 @@ def test_overlapping_shards_are_counted_when_the_data_is_known(engine, tiny_expe
     assert (result.global_row == fedsim.run(with_noise(tables, "local.noise", noise)).global_row).all()
 
 
-@pytest.mark.filterwarnings("ignore:.*has no checkpoint")
 @pytest.mark.parametrize("every", [1, 0])  # without checkpoints, the run starts again
 @pytest.mark.parametrize("case", ["local", "dp_sgd"])
 def test_a_resumed_run_keeps_its_noise_and_tells_that_more_rounds_cost_more(case, every, tiny_experiment, tmp_path):

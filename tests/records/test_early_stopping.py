@@ -109,7 +109,6 @@ def test_a_run_that_stops_returns_the_model_of_its_last_record(case, tiny_experi
         assert torch.equal(result.global_row, fedsim.run({**tables, "rounds": ends, "stop": {}}).global_row)
 
 
-@pytest.mark.filterwarnings("ignore:.*has no checkpoint")
 @pytest.mark.parametrize("mode", [{}, {"mode": "clock"}, {"mode": "clock", "policy": "asgd"}])
 def test_a_stopped_run_records_its_reason_and_stays_finished(mode, tiny_experiment, tmp_path, capsys):
     tables = {**tiny_experiment, **STANDING, **mode}

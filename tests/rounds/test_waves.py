@@ -237,6 +237,7 @@ def test_a_round_that_diverges_names_all_workers_and_changes_no_state(nonfinite,
 def test_a_run_is_resumed_with_the_same_bits(tiny_experiment, tmp_path):
     """The resumed part has two processes, and keeps worker states in files."""
     tables = {**tiny_experiment, "workers": 5, "cohort": 3, "local": {"algorithm": "scaffold"}}
+    tables |= {"checkpoint": {"every": 1}}
     more = {"engine": "processes", "processes": 2, "worker_state_memory": 1}
     with in_waves():
         whole = fedsim.run({**tables, "rounds": 4})

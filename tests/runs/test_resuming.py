@@ -160,7 +160,6 @@ def test_a_resumed_run_has_bitwise_the_same_result(case, tables, tmp_path, sessi
     assert json.loads((folder / "environment.json").read_text())["resumed"][0]["after_round"] == round
 
 
-@pytest.mark.filterwarnings("ignore:.*has no checkpoint")
 def test_a_run_that_starts_again_notes_how_it_is_computed_now(tables, tmp_path):
     """Without a checkpoint, nothing of the first attempt is left."""
     tables |= {"checkpoint": {"every": 0}, "engine": "serial"}
@@ -340,7 +339,6 @@ def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_us
     assert stored.engine == "serial"
 
 
-@pytest.mark.filterwarnings("ignore:.*has no checkpoint")
 def test_a_run_of_the_version_before_resumes_with_the_new_names(tmp_path, cli):
     words = "data=tests.components:tiny", "model=logistic", "workers=4", "rounds=2"
     assert cli("run", *words, "engine=processes", "processes=2", "--out", "run").exit_code == 0
@@ -363,7 +361,6 @@ def test_a_refused_folder_keeps_all_its_files(tables, tmp_path, names, resume):
     assert sorted(os.listdir(tmp_path)) == sorted(names)
 
 
-@pytest.mark.filterwarnings("ignore:.*has no checkpoint")
 def test_a_resumed_run_removes_only_unfinished_files_of_fedsim_in_its_folder(tables, tmp_path):
     fedsim.run({**tables, "checkpoint": {"every": 0}}, tmp_path / "run")
     (tmp_path / "mine").mkdir()
@@ -500,7 +497,6 @@ def dies_at(operation, tables, folder):
         os._exit(1)
 
 
-@pytest.mark.filterwarnings("ignore:.*has no checkpoint")
 def test_a_run_that_dies_at_any_file_operation_resumes_to_the_same_result(tables, tmp_path):
     """The process dies before its first file operation, then before its second one, and so on until it finishes."""
     tables |= {"rounds": 2, "workers": 2, "records": {"curve": False}, "checkpoint": {"every": 1, "keep": 1}}
