@@ -129,7 +129,7 @@ def _requirement(message: str) -> str:
     message = re.sub(r"^String should match ", "a string that matches the ", message)
     message = re.sub(r"^(Input should be|Value error, must be|Value error,) ", "", message)
     message = re.sub("a valid (list|tuple)", "a list", message)
-    return message.replace("a valid boolean", "true or false").replace("'", '"')
+    return re.sub('(?<!")\'(?!")', '"', message.replace("a valid boolean", "true or false"))
 
 
 def _keys_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:

@@ -29,9 +29,11 @@ TRAIN_PARTS = ("train", "training")
 TEST_PARTS = ("test", "testing"), ("validation", "valid", "val")  # in order of preference
 PART_NAMES = {name for names in (TRAIN_PARTS, *TEST_PARTS) for name in names}
 SIGNED = re.compile(  # a number with a currency, a percent sign, a sign between thousands, or a decimal comma
-    r"[-+]?\s*([$€£¥]?)\s*[-+]?(?:[1-9]\d{0,2}(?:(?P<sign>[.,' \xa0\u2019\u202f])\d{3})(?:(?P=sign)\d{3})*|\d+)"
+    r"[-+]?\s*([$€£¥]?)\s*[-+]?"
+    r"(?:[1-9]\d{0,2}(?P<sign>[.,' \xa0\u2019\u202f])(?:(?<=,)\d\d,)*\d{3}(?:(?P=sign)\d{3})*|\d+)"  # also 1,00,000
     r"(?:([.,])\d+)?\s*([$€£¥%]?)"
 )
+ALIKE = {" ": " \xa0\u202f", "'": "'\u2019"}  # forms of a sign
 Columns = Mapping[str, Any]
 UNSCALED = 10  # root mean square from which a warning recommends to scale numbers
 DIVERGES = "for which SGD often diverges"
@@ -129,15 +131,15 @@ class DataColumn(NamedTuple):
 
     def require_text(self, texts: np.ndarray) -> None:
         """Raise DataError if at least half of the column's different texts are numbers and one has a sign, as 1,011."""
-        signed = [found for text in texts.tolist() if not NUMBER.fullmatch(text) and (found := SIGNED.fullmatch(text))]
-        plain = sum(NUMBER.fullmatch(text) is not None for text in texts.tolist())
-        if not signed or 2 * (len(signed) + plain) <= len(texts):
+        signed = signed_numbers(texts.tolist())
+        first = next((found for found in signed if not NUMBER.fullmatch(found[0])), None)
+        if first is None or 2 * len(signed) <= len(texts):
             return
-        first = signed[0]
         before, _, decimal, after = first.groups()
         between, unit = first["sign"], before or after
-        if not (unit or self.signs) or (between == " " and len({len(found[0]) for found in signed}) == 1):
-            return  # spaces at equal places are those of telephone numbers
+        if not (unit or self.signs):
+            return
+        between = next((sign for sign, forms in ALIKE.items() if between and between in forms), between)
         sign = unit or between or decimal
         remedy = self.signs.format(f"data.decimal={show(sign)} or " * (sign == ",") + f"data.thousands={show(sign)}")
         if between and (decimal or between == "."):
@@ -208,6 +210,14 @@ class DataColumn(NamedTuple):
 def _is_missing(value: Any) -> bool:
     """Whether a value is None, "", NaN, or one of the missing values of pandas."""
     return value is None or type(value).__name__ in ("NAType", "NaTType") or bool(value != value) or value == ""
+
+
+def signed_numbers(texts: Sequence[str]) -> list[re.Match[str]]:
+    """Return the matches of SIGNED, except for telephone numbers, which all have spaces at equal places."""
+    signed = [found for text in texts if (found := SIGNED.fullmatch(text))]
+    with_signs = [found for found in signed if not NUMBER.fullmatch(found[0])]
+    lengths = {len(found[0]) for found in with_signs if found["sign"] == " "}
+    return [found for found in signed if len(lengths) != 1 or found["sign"] != " "]
 
 
 def mostly_numbers(texts: np.ndarray) -> bool:

@@ -17,7 +17,16 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import NUMBERING, SIGNED, TARGETS, DataColumn, data_path, require_different_names, unreadable
+from fedsim.data.columns import (
+    ALIKE,
+    NUMBERING,
+    TARGETS,
+    DataColumn,
+    data_path,
+    require_different_names,
+    signed_numbers,
+    unreadable,
+)
 from fedsim.data.drawn_tests import DRAW
 from fedsim.data.encoding import NOBODY, DataTable, Names, train_and_test
 from fedsim.data.formats.worker_files import files_of_parts, natural_order
@@ -76,8 +85,8 @@ def table(
             a first line such as `sep=;`. Lines above the column names that start with # are skipped.
         decimal: sign before the decimals of numbers in a CSV file. Unset: a point. If the delimiter is not a comma,
             columns such as 1,5 and 2,25 are read with a decimal comma. Columns that may mean two things are errors.
-        thousands: sign between the thousands of numbers in a CSV file. If it is a point, `decimal` is a comma unless
-            it is set. Unset: none.
+        thousands: sign between the thousands of numbers in a CSV file, as in 1,000,000 and 10,00,000. If it is a point,
+            `decimal` is a comma unless it is set. Unset: none.
         test_fraction: fraction of test samples, 0 < test_fraction < 1.
 
     Raises DataError, with the file and the column, for a file that cannot be read, missing columns, NaN, missing
@@ -299,17 +308,18 @@ def _numbers(column: DataColumn, text: Any, decimal: str, thousands: str | None,
 
     Raises DataError with the first value that is not such a number.
     """
-    point, groups = re.escape(decimal), rf"|[1-9]\d{{0,2}}({re.escape(thousands)}\d{{3}})+" if thousands else ""
+    point, sign = re.escape(decimal), f"[{ALIKE.get(thousands, thousands)}]" if thousands else ""
+    groups = rf"|[1-9]\d{{0,2}}({sign}\d{{3}})+" * bool(sign) + r"|[1-9]\d?(,\d\d)+,\d{3}" * (thousands == ",")
     pattern = rf"^\s*[-+]?((\d+{groups})({point}\d*)?|{point}\d+)([eE][-+]?\d+)?\s*$"
     matching = compute.match_substring_regex(text, pattern).to_numpy(zero_copy_only=False)
     if len(wrong := np.flatnonzero(matching == False)):  # noqa: E712  # None has no value
-        found = [SIGNED.fullmatch(value.strip()) for value in text.to_pylist() if value]
-        if 2 * sum(one is not None and one["sign"] in (None, ".", ",", thousands) for one in found) < len(found):
+        values = [value.strip() for value in text.to_pylist() if value]
+        if 2 * max((matching == True).sum(), len(signed_numbers(values))) < len(values):  # noqa: E712
             return None
         said = f"decimal {show(decimal)}" + f" and thousands {show(thousands)}" * (thousands is not None)
         problem = f"contains {show(text[int(wrong[0])].as_py())}, which is not a number with {said},"
         raise column.error(problem, int(wrong[0]), "correct it, or leave the column out with `inputs`", len(wrong))
-    plain = compute.utf8_trim_whitespace(compute.replace_substring(text, thousands, "") if thousands else text)
+    plain = compute.utf8_trim_whitespace(compute.replace_substring_regex(text, sign, "") if sign else text)
     plain = compute.replace_substring(plain, decimal, ".")
     with contextlib.suppress(ValueError):  # other than integers
         return plain.cast("int64").to_numpy()

@@ -255,6 +255,9 @@ SIGNED = [  # values, the sign that is named, and keys with which the values are
     (["1,011.5", "-5"], ",", {"thousands": ","}, [1011.5, -5]),
     (["1 011 682", "12 000", "5"], " ", {"thousands": " "}, [1011682, 12000, 5]),
     (["1'011,5", "12,25"], "'", {"thousands": "'", "decimal": ","}, [1011.5, 12.25]),
+    (["1\u2019011.5", "12.25"], "'", {"thousands": "'"}, [1011.5, 12.25]),
+    (["1\xa0011", "12\u202f500"], " ", {"thousands": " "}, [1011, 12500]),
+    (["1,00,000", "-12,34,567", "7"], ",", {"thousands": ","}, [100000, -1234567, 7]),
     (["$12.00", "$1,000"], "$", {}, None),
     (["-5 %", "3 %"], "%", {}, None),
 ]
@@ -314,6 +317,11 @@ class TestSigns:
         line = 'contains "5.840" beside decimal commas in column x, .* set data.thousands="." and data.decimal=","'
         refused("csv", line, path=mixed, test_path=mixed)
         assert self.inputs(path=mixed, test_path=mixed, thousands=".", inputs="z") == [5840, 966]
+        path = csv("x;y\n1'011,5;0\n3'000,0;1\n")
+        refused("csv", """contains "1'011,5", which is not a number with decimal ",",""", path=path, decimal=",")
+        path = csv("x;y\n1 000;0\n3 000;1\nx;0\n")
+        refused("csv", """contains "x", which is not a number with .* thousands " ",""", path=path, thousands=" ")
+        refused("csv", """data.thousands = "_": must be ",", ".", " " or "'"$""", path=path, thousands="_")
         refused("csv", 'data.thousands = ",": is data.decimal too', path=mixed, decimal=",", thousands=",")
         refused("parquet", 'data.decimal = ",": is only used for CSV files', path="t.parquet", decimal=",")
 
