@@ -321,7 +321,8 @@ class TestSigns:
         refused("csv", """contains "1'011,5", which is not a number with decimal ",",""", path=path, decimal=",")
         path = csv("x;y\n1 000;0\n3 000;1\nx;0\n")
         refused("csv", """contains "x", which is not a number with .* thousands " ",""", path=path, thousands=" ")
-        refused("csv", """data.thousands = "_": must be ",", ".", " " or "'"$""", path=path, thousands="_")
+        with pytest.raises(fedsim.ExperimentError, match="""data.thousands = "_": must be ",", ".", " " or "'"$"""):
+            load("csv", path=path, thousands="_")
         refused("csv", 'data.thousands = ",": is data.decimal too', path=mixed, decimal=",", thousands=",")
         refused("parquet", 'data.decimal = ",": is only used for CSV files', path="t.parquet", decimal=",")
 
