@@ -1,10 +1,11 @@
 """Draw experiments at random, and check the properties that every experiment has.
 
     python -m tests.fuzz --minutes 60                  # failures as commands to paste, then a table
-    python -m tests.fuzz --seed 3 --only 17            # repeat draw 17 of seed 3
+    python -m tests.fuzz --seed 3 --only 17 --pair stop,groups  # repeat draw 17 of seed 3
     python -m tests.fuzz --check "hash seed" workers=2 model=2nn model.lora.rank=4
 
-Draw i depends only on (seed, i). A failure is reduced to the fewest settings. The exit code is 1 if a property is
+Draw i depends only on (seed, i) and on the pair of top-level keys that had been run least often. A last table shows
+which pairs were run. A failure is reduced to the fewest settings. The exit code is 1 if a property is
 violated, or if an experiment ends with anything but an error of one line. Each draw checks one property in turn, or all
 of them with --all.
 """
@@ -12,26 +13,32 @@ of them with --all.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import random
 import shlex
+import signal
 import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from fedsim.config.overrides import parse_word
+from tests.fuzz.crossings import PROPERTIES  # all properties, because the module adds its own
 from tests.fuzz.draw import Settings, draw
-from tests.fuzz.properties import PROPERTIES, NotApplicable
-from tests.fuzz.runs import REFUSALS, Lab
+from tests.fuzz.pairs import Pairs
+from tests.fuzz.properties import NotApplicable
+from tests.fuzz.runs import COMPLETED, REFUSALS, Lab
 from tests.fuzz.shrink import shrunk
 
 SHRINKING = 60.0  # seconds
-OFTEN = 3  # number of properties that are checked more often: they are quick, and concern every experiment
-OK, REFUSED, SKIPPED = "ok", "refused", "does not apply"
+LONGEST = 60  # seconds for the check of one property
+OK, REFUSED, SKIPPED, TOO_LONG = "ok", "refused", "does not apply", "takes too long"
+KINDS = (OK, SKIPPED, TOO_LONG)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -40,6 +47,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--draws", type=int, default=10**9, help="stop after so many")
     parser.add_argument("--seed", type=int, default=0, help="of all draws (default: 0)")
     parser.add_argument("--only", type=int, help="one draw, by its number, with all properties")
+    parser.add_argument("--pair", help="with these two top-level keys, as KEY,KEY, in each draw")
     parser.add_argument("--all", action="store_true", help="check all properties of each draw")
     parser.add_argument("--property", action="append", choices=PROPERTIES, help="check only this property")
     parser.add_argument(
@@ -61,26 +69,35 @@ def main(words: list[str] | None = None) -> int:
 
 def _fuzz(lab: Lab, options: argparse.Namespace) -> int:
     drawn, verdicts, deadline = Counter(), Counter(), time.monotonic() + 60 * options.minutes
-    names = options.property or list(PROPERTIES)
-    numbers = [options.only] if options.only is not None else range(options.draws)
-    for number in numbers:
+    names, pairs = options.property or list(PROPERTIES), Pairs(options.seed)
+    everything = options.all or options.only is not None
+    for number in [options.only] if options.only is not None else range(options.draws):
         if time.monotonic() > deadline:
             break
-        settings = draw(random.Random(f"{options.seed} {number}"))
+        order, pair = in_turn(names, number), options.pair.split(",") if options.pair else pairs.rarest()
+        label = f"{options.seed} {number}"
+        settings = drawn_for(label, order[0], pair)
         drawn.update(components(settings))
-        everything = options.all or options.only is not None
-        for name, answer in checked(lab, settings, names if everything else in_turn(names, number), everything):
-            kind = answer if answer in (OK, SKIPPED) else "failed" if is_failure(answer) else REFUSED
+        for name, answer in checked(lab, settings, names if everything else order, everything):
+            kind = answer if answer in KINDS else "failed" if is_failure(answer) else REFUSED
             verdicts[name, kind] += 1
             if kind == "failed":
-                _report(lab, f"{options.seed} {number}", name, settings, answer)
+                _report(lab, f"{label} --pair {','.join(pair)}", name, settings, answer)
+        pairs.count(COMPLETED)
     _print_tables(drawn, verdicts)
+    print("\n".join(["", *pairs.lines()]))
     return int(any(kind == "failed" for _, kind in verdicts))
 
 
+def drawn_for(label: str, name: str, pair: Sequence[str] = ()) -> Settings:
+    """Return the draw with a label for a property, with a pair of keys and often with what the property is about."""
+    rng, wants = random.Random(label), PROPERTIES[name].wants
+    return draw(rng, [*pair, *([rng.choice(wants)] if wants and rng.random() < 0.7 else [])])
+
+
 def in_turn(names: list[str], number: int) -> list[str]:
-    """Return the properties, beginning with that of a draw: every second draw with one of the first OFTEN."""
-    often = names[:OFTEN] if len(names) > OFTEN else names
+    """Return the properties, beginning with that of a draw: every second draw with one that is checked often."""
+    often = [name for name in names if PROPERTIES[name].often] or names
     start = names.index(often[number // 2 % len(often)]) if number % 2 else number // 2 % len(names)
     return names[start:] + names[:start]
 
@@ -97,11 +114,17 @@ def checked(lab: Lab, settings: Settings, names: list[str], everything: bool = F
 
 
 def verdict(lab: Lab, name: str, settings: Settings) -> str:
-    """Return OK, SKIPPED, "refused: reason", or what violates the property."""
+    """Return OK, SKIPPED, TOO_LONG, "refused: reason", or what violates the property."""
     try:
-        return PROPERTIES[name](lab, settings) or OK
+        if settings.get("mode") == "race" and not PROPERTIES[name].of_races:
+            raise NotApplicable
+        with limited(LONGEST):
+            return PROPERTIES[name].check(lab, settings) or OK
     except NotApplicable:
         return SKIPPED
+    except TooLong:
+        lab.end_children()
+        return TOO_LONG
     except REFUSALS as error:
         return f"{REFUSED}: {str(error).splitlines()[0]}"
     except Exception as error:
@@ -109,8 +132,28 @@ def verdict(lab: Lab, name: str, settings: Settings) -> str:
         return f"{type(error).__name__} at {last.name}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
+class TooLong(BaseException):
+    """The check of a property takes too long. No handler of errors in fedsim catches this."""
+
+
+@contextlib.contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise TooLong inside the `with` block after some seconds."""
+
+    def end(*_: object) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def is_failure(answer: str) -> bool:
-    return answer not in (OK, SKIPPED) and not answer.startswith(REFUSED)
+    return answer not in KINDS and not answer.startswith(REFUSED)
 
 
 def _report(lab: Lab, number: str, name: str, settings: Settings, answer: str) -> None:
@@ -164,7 +207,7 @@ def _print_tables(drawn: Counter[str], verdicts: Counter[tuple[str, str]]) -> No
     print("\ndrawn")
     for key, counts in groups.items():
         print(f"  {key:22} {', '.join(counts)}")
-    kinds = (OK, "failed", REFUSED, SKIPPED)
+    kinds = (OK, "failed", REFUSED, SKIPPED, TOO_LONG)
     print(f"\n{'property':16}" + "".join(f"{kind:>16}" for kind in kinds))
     for name in PROPERTIES:
         print(f"{name:16}" + "".join(f"{verdicts[name, kind]:>16}" for kind in kinds))

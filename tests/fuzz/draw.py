@@ -13,6 +13,7 @@ import json
 import random
 import types
 import warnings
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
@@ -34,9 +35,11 @@ from fedsim.models import model as models
 from fedsim.models.base import DIMENSIONS
 from fedsim.runs.session import Session
 from fedsim.runs.setup import check_run
+from tests.fuzz.tables import FORMS
 
 Settings = dict[str, Any]
 
+OWNERS: list[Settings] = [{"data.name": "tests.fuzz.tables:owners", "data.form": form} for form in FORMS]
 DATA: list[Settings] = [  # of each kind of inputs and targets
     {"data.name": "tests.components:tiny", "data.train": 60},
     {"data.name": "tests.components:few"},
@@ -47,13 +50,19 @@ DATA: list[Settings] = [  # of each kind of inputs and targets
 ]
 TEXT: list[Settings] = [{"data.name": "tests.real_models:text"}, {"data.name": "tests.other_tasks:counting"}]
 LARGEST_DATA, LARGEST_MODEL = 2_000, 300_000  # numbers of training samples, and of parameters
-SET_BY_PROPERTIES = {  # keys that say where and how a run is computed, or what it writes
-    *("name", "seed", "rounds", "workers", "engine", "processes", "threads_per_process", "start_method", "timeout"),
-    *("process_retries", "worker_state_memory", "device", "precision", "cuda_graphs", "batched", "distributed"),
-    *("race", "records", "checkpoint", "model.weights", "data.root", "clock.replay_log", "clock.departures"),
+SET_BY_PROPERTIES = {  # keys of every draw, keys that say where a run is computed or what it writes, and names of files
+    *("seed", "rounds", "workers", "precision", "engine", "processes", "records", "checkpoint"),
+    *("distributed.hook", "model.weights", "data.root", "clock.replay_log", "clock.departures"),
 }
 CHOSEN_WITH_THE_DATA = {"data.name", "model.name", "task.name"}
-WORDS = {  # values of keys whose annotation is only `str`, or whose other values need too much noise
+WORDS: dict[str, list[Any]] = {  # values of keys whose annotation is only `str`, or whose other values take too long
+    "name": ["fuzz"],
+    "device": ["cpu"],
+    "threads_per_process": [2],
+    "timeout": [200.0],
+    "distributed.timeout": [200.0],
+    "distributed.backend": ["gloo"],
+    "race.runs": [2],
     "stop.metric": list(schema.DIRECTIONS),
     "privacy.target_epsilon": [5.0, 50.0, 500.0],
 }
@@ -70,6 +79,8 @@ OFTEN = {
     "attack",
     "data",
     "task",
+    "stop",
+    "groups",
 }
 GROUPED = "groups", "group_rounds", "top_aggregate", "top_attack"  # keys that only have an effect with groups
 WEIGHT = 4
@@ -77,21 +88,61 @@ VARYING = [schema.Local.model_fields[key] for key in ("epochs", "steps", "batch_
 TRIES = 6  # to draw a group of keys that fits the others
 
 
-def draw(rng: random.Random) -> Settings:
-    """Return an experiment that passes the checks before the first round."""
-    settings = _basis(rng)
+def draw(rng: random.Random, wanted: Sequence[str] = ()) -> Settings:
+    """Return an experiment that passes the checks before the first round, with the groups of keys `wanted` if possible.
+
+    Names of keys that every draw has, or that properties set, may be among `wanted`.
+    """
+    settings, _ = drawn_with(rng, wanted)
     weighted = [group for group in GROUPS for _ in range(WEIGHT if group in OFTEN else 1)]
     groups = list(dict.fromkeys(rng.choices(weighted, k=rng.randint(2, 5))))
     groups = groups if rng.random() < 0.5 else list(dict.fromkeys(["local", *groups]))
     if _samples(_data_of(settings))[1].ndim != 4:  # augmentations are of images
         groups = [group for group in groups if group != "data.augment"]
     for group in groups:
-        for _ in range(TRIES):
-            candidate = settings | _drawn_group(rng, group, settings)
-            if is_valid(candidate) and is_runnable(candidate):
-                settings = candidate
-                break
+        settings = _with_group(rng, group, settings, wanted)[0]
     return settings
+
+
+def drawn_with(rng: random.Random, wanted: Sequence[str]) -> tuple[Settings, str | None]:
+    """Return a small experiment with the groups of keys `wanted`, and None, or why none of the tries was valid."""
+    for _ in range(TRIES):
+        settings, line = _basis(rng), None
+        for group in [group for group in wanted if group in GROUPS]:
+            nested = [name for name in GROUPS if name == group or name.startswith(f"{group}.")]
+            settings, refused = _with_group(rng, rng.choice(nested), settings, wanted)
+            line = line or refused
+        if line is None:
+            break
+    return settings, line
+
+
+def _with_group(
+    rng: random.Random, group: str, settings: Settings, wanted: Sequence[str]
+) -> tuple[Settings, str | None]:
+    """Return the settings with a drawn group of keys, and None. Or the settings, and why none of the tries was valid.
+
+    What was drawn before for `wanted` keys remains.
+    """
+    before, line = changed_keys(settings), None
+    needed = {key for key in before if key in wanted} | {group.partition(".")[0]} - CHOSEN_WITH_THE_DATA
+    for _ in range(TRIES):
+        candidate = settings | _drawn_group(rng, group, settings)
+        if refused := refusal(candidate):
+            line = refused
+        elif needed <= changed_keys(candidate):
+            return candidate, None
+    return settings, line or f"{group}: has no other value"
+
+
+def changed_keys(settings: Settings) -> set[str]:
+    """Return the top-level keys whose value is set and differs from the default. None of invalid settings."""
+    try:
+        experiment = load_experiment(settings)
+    except FedsimError:
+        return set()
+    defaults = type(experiment).model_fields
+    return {key for key in experiment.model_fields_set if getattr(experiment, key) != defaults[key].default}
 
 
 def is_valid(settings: Settings) -> bool:
@@ -104,21 +155,27 @@ def is_valid(settings: Settings) -> bool:
 
 def is_runnable(settings: Settings) -> bool:
     """Whether the settings fit the data and the model, as fedsim checks before the first round."""
+    return refusal(settings) is None
+
+
+def refusal(settings: Settings) -> str | None:
+    """Return the line with which fedsim refuses an experiment before the first round. None: it can be run."""
+    engine = {} if settings.get("mode") == "race" else {"engine": "serial"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with Session() as session:
-                check_run(with_data(load_experiment({**settings, "engine": "serial"})), session, to_run=False)
-        except FedsimError:
-            return False
+                check_run(with_data(load_experiment({**settings, **engine})), session, to_run=False)
+        except FedsimError as error:
+            return str(error).splitlines()[0]
         except Exception:  # a failure that the check of a property reports
-            return True
-    return True
+            return None
+    return None
 
 
 def _basis(rng: random.Random) -> Settings:
     """Return the keys that every experiment has: data, model, task, sizes and local work."""
-    data = rng.choice([*DATA, *TEXT, *TEXT, *({"data.name": name} for name in _registered_data())])
+    data = rng.choice([*DATA, *OWNERS, *TEXT, *TEXT, *({"data.name": name} for name in _registered_data())])
     work = rng.choice([{"local.epochs": 1}, {"local.epochs": 2}, *({"local.steps": n} for n in (1, 2, 3))])
     if _samples(json.dumps(data))[0] > 1000:
         work = {"local.steps": rng.randint(1, 3)}
@@ -237,6 +294,10 @@ def _drawn_group(rng: random.Random, group: str, settings: Settings) -> Settings
         drawn["policy.name"] = rng.choice([r.name for r in schema.AsyncPolicy.registry if r.target.uses_topology])
     if "policy.name" in drawn or group == "clock":
         drawn["mode"] = "clock"
+    if group == "race":
+        drawn["mode"] = "race"
+    if group == "gradient_rounds":
+        drawn["sync"] = "post_local"
     if group == "worker_evaluation":
         drawn |= {"data.local_test_fraction": 0.3, "worker_evaluation.every": rng.randint(1, 2)}
     if group == "stop":
@@ -275,6 +336,8 @@ def _groups() -> dict[str, Any]:
 def _key(field: FieldInfo, name: str, rng: random.Random, settings: Settings) -> Settings:
     if name == "cohort":
         return {"cohort": rng.randint(1, settings["workers"])}
+    if name in WORDS:
+        return {name: rng.choice(WORDS[name])}
     return {name: value_of(rng, field.annotation, field.metadata, None, settings["workers"])}
 
 

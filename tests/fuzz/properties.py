@@ -19,6 +19,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,26 @@ WHOLE_SHARD = 10_000  # a batch size that is larger than each shard
 # inputs of components that depend on the order of the workers
 DRAWING = {"rng", "draws", "seed", "generator", "workers", "worker"}
 
-Property = Callable[[Lab, Settings], str | None]
+Check = Callable[[Lab, Settings], str | None]
+
+
+@dataclass(frozen=True)
+class Property:
+    """A property of every experiment.
+
+    Attributes:
+        check: function that returns what violates the property, or None.
+        wants: groups of keys, of which the draws for this property often have one.
+        often: whether the property concerns every experiment and is quick, and is therefore checked more often.
+        of_races: whether races have the property.
+    """
+
+    check: Check
+    wants: tuple[str, ...] = ()
+    often: bool = False
+    of_races: bool = False
+
+
 PROPERTIES: dict[str, Property] = {}
 
 
@@ -51,9 +71,9 @@ class NotApplicable(Exception):  # noqa: N818
     """The experiment lacks what the property is about."""
 
 
-def named(name: str) -> Callable[[Property], Property]:
-    def register(function: Property) -> Property:
-        PROPERTIES[name] = function
+def named(name: str, **traits: Any) -> Callable[[Check], Check]:
+    def register(function: Check) -> Check:
+        PROPERTIES[name] = Property(function, **traits)
         return function
 
     return register
@@ -130,18 +150,23 @@ class Perturbed(fedsim.Callback):
         row.mul_(1 + PERTURBATION * noise).add_(noise, alpha=PERTURBATION)
 
 
+def serially(settings: Settings) -> Settings:
+    """Return the settings with the engine `serial`, unless they have another engine or need several processes."""
+    return settings if settings.get("mode") == "race" else {"engine": "serial", **settings}
+
+
 def in_float64(settings: Settings) -> Settings:
     return {**settings, "precision": "float64"}
 
 
-@named("hash seed")
+@named("hash seed", often=True)
 def hash_seed(lab: Lab, settings: Settings) -> str | None:
     """The same command gives the same bits in each process."""
     first, second = lab.in_children(settings)
     return difference(first, second, "two processes")
 
 
-@named("stacks")
+@named("stacks", often=True)
 def stacks(lab: Lab, settings: Settings) -> str | None:
     """`batched` gives the numbers of `serial`, up to rounding."""
     settings = in_float64(settings)
@@ -149,7 +174,7 @@ def stacks(lab: Lab, settings: Settings) -> str | None:
     return far(lab, settings, lab.run(settings), batched, "serial and batched")
 
 
-@named("pool")
+@named("pool", often=True)
 def pool(lab: Lab, settings: Settings) -> str | None:
     """`processes` gives the bits of `serial`."""
     return difference(lab.run(settings), lab.run(settings, engine="processes", processes=2), "serial and processes")
@@ -555,10 +580,10 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     return low
 
 
-@named("printed")
+@named("printed", of_races=True)
 def printed(lab: Lab, settings: Settings) -> str | None:
     """What a run prints and returns is what its folder has."""
-    settings, shown = {"engine": "serial", **settings}, io.StringIO()
+    settings, shown = serially(settings), io.StringIO()
     with lab.folder() as folder:
         with contextlib.redirect_stdout(shown):
             result = result_of(settings, folder / "run", progress=True)

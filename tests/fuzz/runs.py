@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from tests.waves import in_waves
 REFUSALS = (ExperimentError, DataError, MissingPackageError)
 HASH_SEEDS = ("1", "2")
 QUIET = {"records.curve": False, "records.figures": []}
+COMPLETED: list[Settings] = []  # experiments that were run to their end since the list was cleared
 
 
 @dataclass
@@ -54,7 +56,9 @@ def run(settings: Settings, out: Path | None = None, **options: Any) -> Outcome:
 def result_of(settings: Settings, out: Path | None = None, **options: Any) -> fedsim.Result:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return fedsim.run({**QUIET, **settings}, out, **options)
+        result = fedsim.run({**QUIET, **settings}, out, **options)
+    COMPLETED.append({**QUIET, **settings})
+    return result
 
 
 class Lab:
@@ -75,6 +79,7 @@ class Lab:
     def forget(self) -> None:
         """Forget the results, before another draw."""
         self._known.clear()
+        COMPLETED.clear()
 
     def in_children(self, settings: Settings) -> list[Outcome]:
         """Run an experiment in processes with different hash seeds."""
@@ -94,12 +99,19 @@ class Lab:
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
+        COMPLETED.append({"engine": "serial", **QUIET, **settings})
         return answers
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(dir=self._folder.name) as path:
             yield Path(path)
+
+    def end_children(self) -> None:
+        """End the processes, which may be at work, before new ones start for the next experiment."""
+        for child in self._children:
+            child.kill()
+        self._children = []
 
     def close(self) -> None:
         for child in self._children:
@@ -124,6 +136,7 @@ class Child:
             command,
             **{"cwd": ROOT, "env": environment, "text": True},
             **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL},
+            start_new_session=True,
         )
 
     def send(self, settings: Settings, environment: dict[str, str]) -> None:
@@ -136,6 +149,10 @@ class Child:
         if not self._process.stdout.readline():
             raise RuntimeError(f"the process of the fuzzer ended with exit code {self._process.wait()}")
         return torch.load(self._answer, weights_only=False)
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self.close()
 
     def close(self) -> None:
         assert self._process.stdin

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import shlex
+import time
 
 import pytest
 import torch
 
 from fedsim.aggregation.rule import rule
-from tests.fuzz.__main__ import checked, command, in_turn, is_failure, settings_in
-from tests.fuzz.draw import GROUPS, draw, is_runnable, is_valid
-from tests.fuzz.properties import PROPERTIES, difference
+from tests.fuzz.__main__ import OK, TOO_LONG, checked, command, drawn_for, in_turn, is_failure, settings_in, verdict
+from tests.fuzz.draw import GROUPS, changed_keys, draw, drawn_with, is_runnable, is_valid
+from tests.fuzz.pairs import Pairs
+from tests.fuzz.properties import PROPERTIES, Property, difference
 from tests.fuzz.runs import Lab, Outcome
 from tests.fuzz.shrink import shrunk
 
@@ -24,11 +26,49 @@ def session_lab():
         yield lab
 
 
-@pytest.mark.parametrize("number", [pytest.param(k, marks=() if k < 30 else pytest.mark.slow) for k in range(400)])
+@pytest.mark.parametrize("number", [pytest.param(k, marks=() if k < 24 else pytest.mark.slow) for k in range(400)])
 def test_a_drawn_experiment_has_the_property(number, session_lab):
-    settings = draw(random.Random(f"test {number}"))
-    ((name, answer),) = checked(session_lab, settings, in_turn(list(PROPERTIES), number))
+    names = in_turn(list(PROPERTIES), number)
+    settings = drawn_for(f"test {number}", names[0])
+    ((name, answer),) = checked(session_lab, settings, names)
     assert not is_failure(answer), f"{answer}\n{command(name, settings)}"
+
+
+SMALL = settings_in(["data.name=tests.components:few", "model.name=logistic", "workers=4", "rounds=3", "seed=0"])
+CROSSINGS = [
+    ("lengthened", "local.schedule.name=cosine"),
+    ("lengthened", "server.schedule.name=one_cycle"),
+    ("lengthened", "data.local_test_fraction=0.3 worker_evaluation.every=3"),
+    ("names", "data.name=tests.fuzz.tables:owners data.form=csv"),
+    *(("stopped", f"groups=2 group_rounds=3 seed={seed}") for seed in (0, 1, 2)),
+]
+
+
+@pytest.mark.parametrize(("name", "words"), CROSSINGS)
+def test_features_that_meet_have_the_property(name, words, session_lab):
+    session_lab.forget()
+    assert verdict(session_lab, name, {**SMALL, **settings_in(words.split())}) == OK
+
+
+def test_a_draw_has_a_pair_of_keys_if_they_are_allowed_together():
+    assert {"stop", "groups"} <= changed_keys(draw(random.Random(0), ["stop", "groups"]))
+    assert "does not work with groups" in drawn_with(random.Random(0), ["groups", "broadcast"])[1]
+
+
+def test_pairs_are_tried_evenly_and_counted_if_both_keys_were_changed():
+    pairs = Pairs(0)
+    tried = [pairs.rarest() for _ in range(2 * len(pairs.all))]
+    assert len(set(tried[: len(pairs.all)])) == len(pairs.all)
+    pairs.count([{**SMALL, "cohort": 2, "buffers": "average"}, {**SMALL, "cohort": 3}])  # the default of buffers
+    assert pairs.run["workers", "cohort"] == 0  # workers = 4 is the default too
+    assert pairs.run["rounds", "cohort"] == 1
+    assert not any("buffers" in pair for pair in pairs.run)
+
+
+def test_a_check_that_takes_too_long_ends(session_lab, monkeypatch):
+    monkeypatch.setattr("tests.fuzz.__main__.LONGEST", 1)
+    monkeypatch.setitem(PROPERTIES, "slow", Property(lambda lab, settings: time.sleep(60)))
+    assert verdict(session_lab, "slow", SMALL) == TOO_LONG
 
 
 def test_a_draw_depends_on_its_number_alone():
