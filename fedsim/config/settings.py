@@ -401,6 +401,11 @@ class Settings(Table):
         return self.sampling.component.largest(self.workers, self.cohort_size)
 
     @property
+    def repetitions(self) -> int:
+        """Number of times that the experiment is run: `race.runs` in a race, otherwise 1."""
+        return self.race.runs if self.mode == "race" else 1
+
+    @property
     def expected_updates(self) -> float:
         """Expected number of updates in a round, from which privacy mechanisms compute the mean."""
         return self.cohort_size * (1 - self.sampling.client_dropout)

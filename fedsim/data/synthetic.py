@@ -8,8 +8,12 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData
+from fedsim.system.devices import require_memory
 
 FEATURES, CLASSES = 60, 10
+BYTES_PER_USER = (
+    453 * FEATURES * 20
+)  # 453 samples on average, in float64, once more while they are joined, and in float32
 
 
 @dataset("synthetic")
@@ -46,6 +50,7 @@ def synthetic(
     >>> train.inputs.shape[1], len(np.unique(train.ids["user"]))
     (60, 30)
     """
+    require_memory(users * BYTES_PER_USER, f"data.users = {users}", "fewer users")
     rng = np.random.default_rng(seed)
     sizes = rng.lognormal(4, 2, users).astype(int) + 50
     model_means, input_means = rng.normal(0, alpha, users), rng.normal(0, beta, users)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsim.asynchronous.server_state import server_bytes
 from fedsim.clients import FeatureLoss
 from fedsim.clients.schedule import Varying
 from fedsim.config.experiment import Experiment
@@ -229,13 +230,16 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
     may_replace = not engine.traits.chooses and engine.traits.may_lose_processes(processes)
     copies = int(may_replace and experiment.process_retries > 0)
     copies += 3 if recorded and experiment.checkpoint.every != 0 else 0  # a snapshot, its bytes, and the file
+    copies = experiment.repetitions * (copies + (experiment.repetitions > 1))
     most = 1 if engine.traits.chooses else processes  # the engine `auto` may choose one process
     stacked = engine.traits.stacks and not engine.traits.chooses
-    parts = memory_needed(task, layout, most, stacked=stacked, copies=copies)
+    server = server_bytes(task, layout.d, layout.n_buffer_values)
+    parts = memory_needed(task, layout, most, stacked=stacked, copies=copies, server=server)
     needed, free = sum(parts.values()), free_memory()
     if needed > free:
         listed = ", ".join(f"{purpose} {show_bytes(nbytes)}" for purpose, nbytes in parts.items())
         fewer = ", fewer processes" if processes > 1 else ""
+        fewer += ", a smaller race.runs" if experiment.repetitions > 1 else ""
         raise ExperimentError(
             f"cohort = {experiment.cohort_size}: with a model of {layout.d:,} parameters this run needs about "
             f"{show_bytes(needed)} of memory ({listed}), but only {show_bytes(free)} are free; use a smaller "

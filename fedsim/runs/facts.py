@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from fedsim.asynchronous.server_state import server_bytes
 from fedsim.config.experiment import Experiment
 from fedsim.data import label_counts
 from fedsim.engines import Engine, RunTask
 from fedsim.rounds.participants import workers_to_describe
 from fedsim.runs.setup import engine_of
 from fedsim.system.devices import describe_device
+from fedsim.training.memory import state_needed
+from fedsim.training.shared_state import SharedState
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class RunFacts:
             topology=experiment.topology_facts,
             assumed=shared.data.train.assumed,
             noise=experiment.noise_found(task.experiment),
-            record_bytes=shared.server.row.nbytes * _rows_on_record(experiment, how),
+            record_bytes=_record_bytes(task, shared, how),
         )
 
     @property
@@ -121,16 +124,14 @@ def _how_it_runs(task: RunTask, engine: Engine) -> dict[str, Any]:
     return how
 
 
-def _rows_on_record(experiment: Experiment, how: dict[str, Any]) -> int:
-    """Return how many copies of the model's parameters the files of a run contain.
-
-    `how` is the result of `_how_it_runs`.
-    """
-    rows = experiment.records.model + len(experiment.records.updates) * experiment.largest_cohort
+def _record_bytes(task: RunTask, shared: SharedState, how: dict[str, Any]) -> int:
+    """Return the approximate size of the run's large files in bytes. `how` is the result of `_how_it_runs`."""
+    experiment, row = task.experiment, shared.server.row
+    nbytes = (experiment.records.model + len(experiment.records.updates) * experiment.largest_cohort) * row.nbytes
     if experiment.checkpoint.every != 0:
-        rows_per_checkpoint = 1 if experiment.in_rounds else experiment.cohort_size
+        d, b = len(row), len(shared.server.buffers)
+        checkpoint = experiment.repetitions * sum(state_needed(task, d, b, server_bytes(task, d, b)).values())
         if experiment.gradient_hook is not None and experiment.gradient_hook.keeps:
-            rows_per_checkpoint += how["ranks"]
-        # the oldest is removed after the newest is written
-        rows += (experiment.checkpoint.keep + 1) * rows_per_checkpoint
-    return rows
+            checkpoint += how["ranks"] * row.nbytes
+        nbytes += (experiment.checkpoint.keep + 1) * checkpoint  # the oldest is removed after the newest is written
+    return nbytes

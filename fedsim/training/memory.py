@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from fedsim.clients import State
 from fedsim.core.rows import Layout
@@ -18,7 +19,33 @@ from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
 
 
-def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: bool, copies: int) -> dict[str, int]:
+def state_needed(task: RunTask, d: int, n_buffer_values: int, server: int) -> dict[str, int]:
+    """Estimate the bytes of a run's state between two rounds, by purpose. A race has a state for each repetition.
+
+    Args:
+        task: run to compute.
+        d, n_buffer_values: number of the model's parameters and of its buffers' values.
+        server: bytes of the tensors that only the server of an asynchronous run has.
+    """
+    experiment, cohort, row = task.experiment, task.experiment.largest_cohort, d * task.dtype.itemsize
+    rows = 1 + task.keeps_last + sum(len(task.stepper(sync).start(torch.zeros(1))) for sync in task.syncs)
+    rows += bool(experiment.broadcast)
+    like = torch.empty(d, dtype=task.dtype, device="meta")
+    share = 1 - (1 - cohort / experiment.workers) ** experiment.rounds  # expected fraction of workers that participate
+    of_worker, exchanged = _of_worker(task, like, n_buffer_values)
+    return {
+        "global model and optimizer state": rows * row,
+        "models of the groups": experiment.group_count * (1 + task.keeps_last) * row,
+        "state of the client algorithm at the server": _bytes(task.algorithm.server_state(like)),
+        "state that workers keep between rounds": round(experiment.workers * share) * of_worker,
+        "server of an asynchronous run": server,
+        "work in progress": 0 if experiment.in_rounds else cohort * (row + of_worker + exchanged),
+    }
+
+
+def memory_needed(
+    task: RunTask, layout: Layout, processes: int, *, stacked: bool, copies: int, server: int
+) -> dict[str, int]:
     """Estimate the bytes of main memory that a run on CPUs needs, by purpose, such as "rows" or "modules".
 
     Args:
@@ -26,50 +53,53 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
         layout: positions of the model's parameters.
         processes: number of processes that train the workers.
         stacked: whether a process trains several workers at once.
-        copies: number of copies of the run's state that are kept for recovery and checkpoints.
+        copies: number of copies of the run's state that are kept for repetitions, recovery and checkpoints.
+        server: bytes of the tensors that only the server of an asynchronous run has.
     """
     experiment, cohort, d = task.experiment, task.experiment.largest_cohort, layout.d
-    row, sample_row = d * task.dtype.itemsize, torch.zeros(1)
+    row = d * task.dtype.itemsize
     n_rows = cohort + experiment.rule.accepts("root")
-    algorithm_state = len(task.algorithm.start(sample_row))
-    state = 1 + task.keeps_last + sum(len(task.stepper(sync).start(sample_row)) for sync in task.syncs)
-    state += bool(experiment.broadcast)
+    algorithm_state = len(task.algorithm.start(torch.zeros(1)))
     held = processes * (experiment.batched.max_workers or 1 if stacked else 1) if task.streams else n_rows
-    lasting = state if experiment.in_rounds else state + n_rows  # without rounds, checkpoints also contain the rows
-    group_rows = experiment.group_count * (1 + task.keeps_last)
-    gradients_of_all = "gradients" in task.syncs and not stacked
-    modules = 3 * processes + (n_rows - processes if gradients_of_all and n_rows > processes else 0)
+    races_without_locks = experiment.mode == "race" and experiment.policy.component.locking == "nothing"
+    module_each = races_without_locks or ("gradients" in task.syncs and not stacked)
+    modules = 3 * processes + (n_rows - processes if module_each and n_rows > processes else 0)
     if stacked:
         width = min(experiment.batched.max_workers or 1, -(-n_rows // processes))
         training = processes * (3 + 2 * algorithm_state) * width
     else:
         training = processes * (1 + algorithm_state)
     like = torch.empty(d, dtype=task.dtype, device="meta")
-    server_state = task.algorithm.server_state(like)
-    chain_state = initial_states(experiment.chain, like, task.shapes)
-    state_bytes = _bytes(task.algorithm.worker_state(like)) + _bytes(chain_state)
-    state_bytes += task.algorithm.buffers_kept(layout.n_buffer_values).width * torch.double.itemsize
-    received = 0 if experiment.in_rounds else _bytes(task.algorithm.send(server_state))
-    exchanged = _bytes(task.algorithm.message(like)) + received
-    share = 1 - (1 - cohort / experiment.workers) ** experiment.rounds  # expected fraction of workers that participate
-    stored = round(experiment.workers * share) * state_bytes
+    of_worker, exchanged = _of_worker(task, like, layout.n_buffer_values)
+    state = state_needed(task, d, layout.n_buffer_values, server)
+    copied = copies * sum(state.values())
+    del state["work in progress"]  # the rows, and the state and messages of the workers
+    stored = state["state that workers keep between rounds"]
     limit = stored if task.worker_state_memory is None else task.worker_state_memory
-    new = min(cohort * state_bytes, limit) if task.streams else 0  # states of a round that has not ended
+    new = min(cohort * of_worker, limit) if task.streams else 0  # states of a round that has not ended
+    state["state that workers keep between rounds"] = min(stored, limit) + new
     parts = {
         "rows": held * row,
-        "global model and optimizer state": state * row,
-        "models of the groups": group_rows * row,
+        **state,
         "sums of updates and messages": row + exchanged if task.streams else 0,
-        "worker state and messages": (state_bytes + exchanged) * held,
-        "state of the client algorithm at the server": (1 + copies) * _bytes(server_state),
+        "worker state and messages": (of_worker + exchanged) * held,
         "full gradients": held * row if task.algorithm.full_gradient else 0,
-        "state that workers keep between rounds": min(stored, limit) + copies * stored + new,
         "modules": modules * row,
         "gradients and client algorithm state": training * row,
-        "copies for recovery and checkpoints": copies * (lasting + group_rows) * row,
+        "copies for repetitions, recovery and checkpoints": copied,
         "distances of all pairs": 8 * cohort * cohort if experiment.rule.accepts("gram") else 0,
     }
     return {purpose: nbytes for purpose, nbytes in parts.items() if nbytes}
+
+
+def _of_worker(task: RunTask, like: Tensor, n_buffer_values: int) -> tuple[int, int]:
+    """Return the bytes of a worker's state and of its messages, as a pair. `like`: a row [d] on the device meta."""
+    chain_state = initial_states(task.experiment.chain, like, task.shapes)
+    state = _bytes(task.algorithm.worker_state(like)) + _bytes(chain_state)
+    state += task.algorithm.buffers_kept(n_buffer_values).width * torch.double.itemsize
+    server_state = task.algorithm.server_state(like)
+    received = 0 if task.experiment.in_rounds else _bytes(task.algorithm.send(server_state))
+    return state, _bytes(task.algorithm.message(like)) + received
 
 
 def _bytes(state: State) -> int:

@@ -10,6 +10,7 @@ import shutil
 import pytest
 
 import fedsim
+from fedsim.callbacks import records
 from fedsim.callbacks.loggers import scalars
 from fedsim.comparison.folder import read_history
 from fedsim.errors import RecordError
@@ -156,6 +157,25 @@ def test_an_event_file_that_cannot_be_written_is_a_record_error(tiny_experiment,
         with pytest.raises(RecordError, match=r"events\.out\..*: File too large"):
             log(1, numbers)
         assert [path.stat().st_size < 100 for path in tmp_path.glob("events*")] == [True]
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"server": "adam"},
+        {"local": "scaffold"},
+        {"policy": "fedbuff", "mode": "clock"},
+        {"policy": "hogwild", "mode": "race", "race": {"runs": 3}, "engine": "processes", "processes": 1},
+    ],
+)
+def test_the_space_of_all_checkpoints_is_asked_for(tables, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(records, "require_space", lambda folder, needed, purpose: asked.append(needed))
+    once = {"rounds": 1, "records": {"model": False, "curve": False}, "checkpoint": {"every": 1, "keep": 1}}
+    data = {"data": "tests.components:tiny", "workers": 3, "model": "logistic", "engine": "serial"}
+    fedsim.run({**data, **once, **tables}, tmp_path / "run")
+    (stored,) = (tmp_path / "run" / "checkpoints").glob("*.safetensors")
+    assert asked[0] / 2 < stored.stat().st_size < asked[0] / 2 + 10_000, "the newest is written beside the oldest"
 
 
 def test_a_lack_of_space_is_reported_with_both_sizes(tmp_path, monkeypatch):

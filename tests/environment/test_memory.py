@@ -37,6 +37,17 @@ def test_the_memory_of_all_rows_is_checked_before_the_first_round(tables, record
     fedsim.run({**SERIAL, **tables}, out)
 
 
+def test_the_states_of_all_repetitions_of_a_race_are_counted(monkeypatch):
+    race = {**SERIAL, "engine": "processes", "processes": 1, "mode": "race", "policy": "fedbuff", "process_retries": 0}
+    live = 4 + 1 + 3 + 1 + 4 + 2  # rows, global model, module, gradient, start models, sum of updates in float64
+    monkeypatch.setattr(checks, "free_memory", lambda: (live + 1.0) * ROW)
+    fedsim.run({**race, "race": {"runs": 1}})
+    states = 2 * (4 + 1 + 4 + 2)
+    monkeypatch.setattr(checks, "free_memory", lambda: (live + states) * ROW - 1.0)
+    with pytest.raises(ExperimentError, match=r"copies for repetitions, .* a smaller race.runs or a smaller model"):
+        fedsim.run({**race, "race": {"runs": 2}})
+
+
 def test_rules_that_compare_all_pairs_need_memory_for_them(monkeypatch):
     monkeypatch.setattr(checks, "free_memory", lambda: 9.0 * ROW)
     with pytest.raises(ExperimentError, match="distances of all pairs 128 B"):

@@ -181,8 +181,9 @@ def windows(
     inputs = stream.unfold(0, length, 1)[:-1]
     following = stream[1:].unfold(0, length, 1) if targets == "all" else stream[length:]
     ends = np.cumsum([len(tokens) for tokens in arrays])
+    steps = [min(stride or length, max(1, len(tokens))) for tokens in arrays]  # a larger stride could overflow
     starts = [
-        np.arange(end - len(tokens), end - length, stride or length) for end, tokens in zip(ends, arrays, strict=True)
+        np.arange(end - len(tokens), end - length, step) for end, tokens, step in zip(ends, arrays, steps, strict=True)
     ]
 
     def part(which: int, most: int | None = None) -> TensorData:
