@@ -11,9 +11,7 @@ from fedsim.data.tensors import TensorData
 from fedsim.system.devices import require_memory
 
 FEATURES, CLASSES = 60, 10
-BYTES_PER_USER = (
-    453 * FEATURES * 20
-)  # 453 samples on average, in float64, once more while they are joined, and in float32
+BYTES_PER_USER = 453 * FEATURES * 20  # 453 samples on average, twice in float64 and once in float32
 
 
 @dataset("synthetic")

@@ -109,6 +109,12 @@ def test_lists_that_take_very_long_are_refused_at_once(changes, place, monkeypat
     assert [line.startswith(place) for line in caught.value.lines] == [True]
 
 
+@pytest.mark.parametrize("users", [10**7, 2**63 - 1])
+def test_a_generated_data_set_that_does_not_fit_into_memory_is_refused(users):
+    with pytest.raises(ExperimentError, match=rf"memory: data.users = {users} .* free; .* or use fewer users"):
+        fedsim.load_dataset("synthetic", users=users)
+
+
 @pytest.mark.parametrize("hidden", [10**6, 10**9, 10**18])
 def test_a_model_that_does_not_fit_into_memory_is_refused(hidden):
     with pytest.raises(

@@ -55,7 +55,12 @@ def test_the_plays_have_the_roles_and_characters_that_their_source_states(plays)
 
 @pytest.mark.parametrize(
     "params",
-    [{}, {"targets": "last", "stride": 7}, {"length": 33, "stride": 50, "test_fraction": 0.4, "min_characters": 9000}],
+    [
+        {},
+        {"stride": 2**63 - 1},
+        {"targets": "last", "stride": 7},
+        {"length": 33, "stride": 50, "test_fraction": 0.4, "min_characters": 9000},
+    ],
 )
 def test_windows_of_each_role_are_cut_in_time(plays, params):
     length, stride = params.get("length", 80), params.get("stride", 80)
