@@ -17,11 +17,12 @@ from fedsim.data.columns import PART_NAMES, TRAIN_PARTS, DataColumn, parts_of, w
 from fedsim.data.drawn_tests import split_test
 from fedsim.data.encoding import NOBODY, WORKER, table_of, target_numbers, train_and_test
 from fedsim.data.tensors import TensorData, as_tensor_data
-from fedsim.errors import DataError, called, show
+from fedsim.errors import DataError, called, plural, show
 
 ACCEPTED = (
     "a name, a path, a function, a data set, a data frame or a tuple (inputs, targets), a tuple (train, test) of them, "
-    'or one of these for each worker: a list, or a dict such as {"A": (train, test), "B": (train, test)}'
+    "or one of these for each worker: a list such as [(inputs_1, targets_1), (inputs_2, targets_2)], or a dict such as "
+    '{"A": (train, test), "B": (train, test)}'
 )
 TRAIN, TEST = "the training data", "the test data"
 Parts = tuple[Any, ...]  # the training part, or the training part and the test part, of which one may be None
@@ -120,8 +121,8 @@ def _with_own_tests(train: list[tuple[str, Any]], test: list[tuple[str, Any]]) -
         return [("", (first, second)) for (_, first), (_, second) in zip(train, test, strict=True)]
     if not (train[0][0] and test[0][0]):
         raise DataError(
-            f"there are {len(train)} training parts and {len(test)} test parts of workers; pass two lists of equal "
-            "length, two dicts, or one test set for all workers"
+            f"there are {plural(len(train), 'training part')} and {plural(len(test), 'test part')} of workers; pass two "
+            "lists of equal length, two dicts, or one test set for all workers"
         )
     first, second = dict(train), dict(test)
     return [(name, (first.get(name), second.get(name))) for name in {**first, **second}]
@@ -150,6 +151,12 @@ def _parts(data: Any, *, of_worker: bool) -> Parts:
         warn_of_unused(list(data), (train, test), TRAIN)
     elif isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], (Tensor, np.ndarray)):
         parts = data
+        shapes = [[array.shape[1:] for array in part] for part in data if isinstance(part, list) and is_pair(part)]
+        if len(shapes) == 2 and shapes[0][0] == shapes[0][1] != shapes[1][0]:
+            raise DataError(
+                "there is a list of inputs and a list of targets; for one data set per worker, pass "
+                "data=list(zip(inputs, targets))"
+            )
     else:
         parts = (data,)
     if of_worker and len(parts) == 2 and not getattr(parts[1], "__len__", lambda: 1)():

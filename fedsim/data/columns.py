@@ -84,6 +84,8 @@ class DataColumn(NamedTuple):
             return array
         if array.dtype.kind not in "OUT":
             return array
+        if array.shape[1:] == (1,):
+            array = array[:, 0]
         self._require_values(array)
         if all(isinstance(value, str) for value in array):
             return without_spaces(array.astype(str), self.place, self.row)

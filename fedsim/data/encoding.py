@@ -134,7 +134,7 @@ def train_and_test(
         arrays = [name for name in inputs if np.ndim(next(iter(candidates[name]), 0))]
         if arrays and len(inputs) > 1:
             raise DataError(
-                f"{place}: the columns {cut(', '.join(map(str, inputs)))} are no single input, because "
+                f"{place}: the columns {cut(', '.join(map(str, inputs)))} are not a single input, because "
                 f"{show(str(arrays[0]))} has several numbers per sample; set `inputs` to one of these columns, or to "
                 "columns of numbers that are joined"
             )

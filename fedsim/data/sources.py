@@ -80,7 +80,7 @@ def data_table(value: Any) -> dict[str, Any]:
                 f"data=text data.path={name} to train on its characters"
             )
         return {**table, "name": known, "path": name}
-    keys = {str(key).casefold() for key in table}
+    keys = {str(key).casefold() for key, part in table.items() if not isinstance(part, (int, float))}
     pairs_of_arrays = {"x", "y"} <= keys or {"inputs", "targets"} <= keys
     if not isinstance(name, (str, NoneType)) or pairs_of_arrays or (name is None and keys & {"train", "x_train"}):
         raise ExperimentError(

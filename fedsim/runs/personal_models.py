@@ -74,11 +74,11 @@ class PersonalModels:
             raise RecordError(f"{folder}: the checkpoint of round {round} has no tensor {error}") from None
         return cls(task_of(experiment, CPU, weights=False), models, clusters, places, rows)
 
-    def of(self, worker: int) -> nn.Module:
+    def of(self, worker: int | str) -> nn.Module:
         """Return the personal model of a worker: the initial one, if the worker has not taken part."""
         task, workers = self.task, self.task.experiment.workers
         if not isinstance(worker, Integral) or isinstance(worker, bool) or not 0 <= worker < workers:
-            raise ExperimentError(f"worker = {show(worker)}: must be between 0 and {workers - 1}")
+            raise ExperimentError(f"worker = {show(worker)}: must be between 0 and {workers - 1}, or in worker_names")
         if self.task.algorithm.clusters > 1 and worker not in self.clusters:
             raise ExperimentError(f"worker = {worker}: has selected no global model, because it has not taken part")
         row, buffers = self.models[self.clusters.get(worker, 0)]

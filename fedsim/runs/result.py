@@ -119,7 +119,7 @@ class Result(HintingAttributes):
         """
         return save(draw_curve(self.history, self.experiment.name), out)
 
-    def personal_model(self, worker: int) -> nn.Module:
+    def personal_model(self, worker: int | str) -> nn.Module:
         """Return the personal model of a worker after the last round, on the CPU and in evaluation mode.
 
         A worker that has not taken part has its initial personal model. With `ifca`, the personal model is the global
@@ -129,7 +129,7 @@ class Result(HintingAttributes):
         this checkpoint.
 
         Args:
-            worker: worker ID.
+            worker: ID or name of the worker.
 
         Raises ExperimentError if the client algorithm has no personal models or if there is no such worker, and
         RecordError if there is no checkpoint of the last round.
@@ -143,7 +143,8 @@ class Result(HintingAttributes):
         """
         if not isinstance(self.experiment.local.component, PersonalModel):
             raise ExperimentError(f"{self.experiment.local.setting}: workers have no personal models; use result.model")
-        return self._personal_models.of(worker)
+        is_name = isinstance(worker, str) and worker in self.worker_names
+        return self._personal_models.of(self.worker_names.index(worker) if is_name else worker)
 
     @functools.cached_property
     def _personal_models(self) -> PersonalModels:

@@ -45,6 +45,7 @@ WORDS = [
     ("data.path=clean.csv", "write data=clean.csv for a file or folder of your own"),
     ("test_size=0.2", "write data.test_fraction=0.2 for a table without a test part, or data.local_test_fraction=0.2"),
     ("data.client=hospital", "write data.ids=hospital partition=natural for one worker per owner"),
+    ("data.train=1000", "data.train = 1000: unknown key"),
     ("data.num_clients=10", "(the data set is mnist5k); write workers=10"),
     ("partition.column=hospital", "write data.ids=hospital partition=natural for one worker per owner"),
     ("partition.by=hospital", "write partition=natural partition.by=hospital for one worker per owner"),

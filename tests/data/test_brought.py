@@ -171,11 +171,12 @@ class TestOneDataSetPerWorker:
             r"data: must be a name, .* tuple \(train, test\) of them, or one of these for each",
         ),
         (torch.zeros(3, 2), r"data: must be a name, .* a tuple \(inputs, targets\)"),
-        ([INPUTS, LABELS], r"one of these for each worker: a list, or a dict such as \{\"A\": \(train, test\)"),
+        ([INPUTS, LABELS], r"one of these for each worker: a list such as \[\(inputs_1, targets_1"),
+        (([INPUTS, INPUTS[:9]], [LABELS, LABELS[:9]]), r"list of targets; .* pass data=list\(zip\(inputs, targets\)\)"),
         ({1: PAIRS, "1": PAIRS}, 'two workers are called "1"; give each worker another name'),
         (
             ([PAIRS, PAIRS], {"A": PAIRS}),
-            "2 training parts and 1 test parts of workers; pass two lists of equal length",
+            "2 training parts and 1 test part of workers; pass two lists of equal length",
         ),
         ([(torch.zeros(2), 1), (torch.ones(2), 0)], "data: must be a name, "),
         ((INPUTS, LABELS, INPUTS, LABELS), "data: must be a name, "),
@@ -316,7 +317,7 @@ def test_names_of_classes_in_arrays_are_numbered_in_sorted_order(tmp_path):
     np.savez(tmp_path / "a.npz", x=INPUTS[:6], y=names, x_test=INPUTS[:2], y_test=np.array(["owl", "cow"]))
     refused(str(tmp_path / "a.npz"), 'test_targets: the class "cow" has no training samples')
     for kind in (str, object):
-        train, test = load(((INPUTS[:6], names.astype(kind)), (INPUTS[:2], names[:2])))
+        train, test = load(((INPUTS[:6], names[:, None].astype(kind)), (INPUTS[:2], names[:2])))
         assert (train.targets.tolist(), test.targets.tolist()) == ([2, 0, 2, 1, 0, 1], [2, 0])
         train, test = load(
             [((INPUTS[:3], names[:3].astype(kind)), None), ((INPUTS[3:6], names[3:]), (INPUTS[:6], names))]

@@ -103,6 +103,15 @@ def test_no_number_depends_on_them():
         assert samples == dict(zip("ABC", SIZES, strict=True))
 
 
+def test_personal_models_by_name(tmp_path):
+    tables = {"local": {"algorithm": "ditto"}, "checkpoint": {"every": 2}, "records": {"figures": []}}
+    result = fedsim.run({**SMALL, **tables, "data": clients(["A", "B", "C"])}, tmp_path / "r")
+    named, numbered = (result.personal_model(worker).state_dict() for worker in ("B", 1))
+    assert all(torch.equal(value, numbered[key]) for key, value in named.items())
+    with pytest.raises(fedsim.ExperimentError, match='^worker = "D": must be between 0 and 2, or in worker_names$'):
+        result.personal_model("D")
+
+
 def test_data_without_names_have_no_column_of_names(tmp_path):
     fedsim.run(SMALL, data=[(PARTS[k], TESTS[k]) for k in range(3)], out=tmp_path / "r", records={"figures": []})
     assert (tmp_path / "r" / "workers-00002.csv").read_text().startswith("worker,samples,")
