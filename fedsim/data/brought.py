@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedsim.core.learning_task import described
 from fedsim.core.objects import is_pair, is_samples
-from fedsim.data.columns import PART_NAMES, TRAIN_PARTS, DataColumn, parts_of, warn_of_unscaled, warn_of_unused
+from fedsim.data.columns import PART_NAMES, DataColumn, parts_of, warn_of_unscaled, warn_of_unused
 from fedsim.data.drawn_tests import split_test
 from fedsim.data.encoding import NOBODY, WORKER, table_of, target_numbers, train_and_test
 from fedsim.data.tensors import TensorData, as_tensor_data
@@ -44,6 +44,8 @@ class Part(NamedTuple):
 
 def source_of(target: Any) -> Callable[..., tuple[TensorData, TensorData]]:
     """Return a data set function for a Python object. Its parameters are those that the object needs.
+
+    Its attribute `one_per_worker` says whether there is one data set for each worker.
 
     Args:
         target: one data set, a tuple (train, test), a dict of parts such as {"train": ..., "test": ...}, or one of
@@ -93,14 +95,8 @@ def source_of(target: Any) -> Callable[..., tuple[TensorData, TensorData]]:
     options = ("target", "inputs", "ids", "standardize") * of_tables + of_split * (not has_test)
     known = inspect.signature(train_and_test, eval_str=True).parameters
     read.__signature__ = inspect.Signature([known[name] for name in options])  # type: ignore[attr-defined]
+    read.one_per_worker = shares  # type: ignore[attr-defined]
     return read
-
-
-def has_clients(target: Any) -> bool:
-    """Whether an object for `source_of` has one data set for each worker."""
-    if isinstance(target, Mapping) and (train := [key for key in target if str(key).casefold() in TRAIN_PARTS]):
-        target = target[train[0]]
-    return _clients(target[0] if isinstance(target, tuple) and target else target) is not None
 
 
 def _clients(data: Any) -> list[tuple[str, Any]] | None:
@@ -121,8 +117,8 @@ def _with_own_tests(train: list[tuple[str, Any]], test: list[tuple[str, Any]]) -
         return [("", (first, second)) for (_, first), (_, second) in zip(train, test, strict=True)]
     if not (train[0][0] and test[0][0]):
         raise DataError(
-            f"there are {plural(len(train), 'training part')} and {plural(len(test), 'test part')} of workers; pass two "
-            "lists of equal length, two dicts, or one test set for all workers"
+            f"there are {plural(len(train), 'training part')} and {plural(len(test), 'test part')} of workers; pass "
+            "two lists of equal length, two dicts, or one test set for all workers"
         )
     first, second = dict(train), dict(test)
     return [(name, (first.get(name), second.get(name))) for name in {**first, **second}]

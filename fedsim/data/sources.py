@@ -22,7 +22,7 @@ import torch
 from fedsim.core.import_policy import IMPORT_PATH
 from fedsim.core.objects import ObjectName, name_of, plain
 from fedsim.core.registry import Registration, Registry
-from fedsim.data.brought import ACCEPTED, has_clients, source_of
+from fedsim.data.brought import ACCEPTED, source_of
 from fedsim.data.columns import TRAIN_PARTS
 from fedsim.data.drawn_tests import DRAW, Draw
 from fedsim.data.partitions.ids import NUMBER
@@ -91,12 +91,12 @@ def data_table(value: Any) -> dict[str, Any]:
 
 def one_per_worker(value: Any) -> bool:
     """Whether the setting `data` has one data set for each worker."""
-    with contextlib.suppress(ExperimentError):  # reported together with the errors of the other tables
+    with contextlib.suppress(ExperimentError, DataError):  # reported together with the errors of the other tables
         table = data_table(value)
         name, path = table.get("name"), table.get("path")
-        if not isinstance(name, ObjectName):
-            return name in ("csv", "parquet") and isinstance(path, str) and os.path.isdir(user_path(path))
-        return has_clients(name.target)
+        if isinstance(name, ObjectName):
+            return getattr(dataset.get(name).target, "one_per_worker", False)
+        return name in ("csv", "parquet") and isinstance(path, str) and os.path.isdir(user_path(path))
     return False
 
 

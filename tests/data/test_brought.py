@@ -174,10 +174,7 @@ class TestOneDataSetPerWorker:
         ([INPUTS, LABELS], r"one of these for each worker: a list such as \[\(inputs_1, targets_1"),
         (([INPUTS, INPUTS[:9]], [LABELS, LABELS[:9]]), r"list of targets; .* pass data=list\(zip\(inputs, targets\)\)"),
         ({1: PAIRS, "1": PAIRS}, 'two workers are called "1"; give each worker another name'),
-        (
-            ([PAIRS, PAIRS], {"A": PAIRS}),
-            "2 training parts and 1 test part of workers; pass two lists of equal length",
-        ),
+        (([PAIRS, PAIRS], {"A": PAIRS}), "2 training parts and 1 test part of workers; pass two lists of equal length"),
         ([(torch.zeros(2), 1), (torch.ones(2), 0)], "data: must be a name, "),
         ((INPUTS, LABELS, INPUTS, LABELS), "data: must be a name, "),
         (
