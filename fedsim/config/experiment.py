@@ -30,7 +30,7 @@ from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import own_copy, plain
 from fedsim.core.suggestions import VOCABULARY, answer
 from fedsim.core.validation_errors import explain
-from fedsim.data.drawn_tests import kept_together, strata_of
+from fedsim.data.drawn_tests import strata_of
 from fedsim.data.formats.images import lacks_files
 from fedsim.data.shapes import SampleShape
 from fedsim.data.sources import (
@@ -208,9 +208,8 @@ def count_workers(tables: Mapping[str, Any]) -> int | None:
         train = load_dataset_once(*source)[0]
         if not train.ids or not data.validation_fraction:
             return train.ids
-        strata, owners = strata_of(train, data.stratify), kept_together(train, **source[2])
-        share, seed = data.validation_fraction, tables.get("seed", 0)
-        remaining, _ = validation_positions(len(train), share, seed, strata=strata, owners=owners)
+        strata, seed = strata_of(train, **source[2]), tables.get("seed", 0)
+        remaining, _ = validation_positions(len(train), data.validation_fraction, seed, strata=strata)
         return {name: column[remaining] for name, column in train.ids.items()}
 
     return None if count is None else count(ids)

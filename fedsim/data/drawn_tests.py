@@ -12,7 +12,7 @@ import numpy as np
 from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.suggestions import nearest
-from fedsim.data.partitions.allocation import draw_part
+from fedsim.data.partitions.allocation import Strata, draw_part
 from fedsim.data.partitions.ids import owners_of
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, plural, show
@@ -46,28 +46,27 @@ def split_test(
     return replace(train, assumed=(*train.assumed, how), drawn_by=strata), test
 
 
-def strata_of(data: TensorData, stratify: bool | None) -> np.ndarray | None:
-    """Return the classes [n] by which parts of the training samples `data` are stratified, or None for no strata.
+def strata_of(
+    data: TensorData,
+    *,
+    stratify: bool | None = None,
+    split_by: str | None = None,
+    partitioned_by: str | None = None,
+    **params: Any,
+) -> Strata:
+    """Return what later draws from the training samples `data` observe. The settings are those of `load_dataset`.
 
-    `stratify`: setting of `data.stratify`. Raises DataError if it is true and the targets are not class labels.
+    If they are unset, classes and owners are observed where the test samples of the data were drawn so.
+
+    Raises DataError if strata are demanded, and the targets are not class labels.
     """
     if stratify and not data.has_labels:
         raise DataError(NO_CLASSES.format(described(data.targets)))
-    chosen = data.drawn_by == "class" and data.has_labels if stratify is None else stratify
-    return data.sample_targets.cpu().numpy() if chosen else None
-
-
-def kept_together(
-    data: TensorData, split_by: str | None = None, partitioned_by: str | None = None, **params: Any
-) -> np.ndarray | None:
-    """Return the owner of each sample, int64 [n], if samples of one owner stay together in later draws, otherwise None.
-
-    The arguments are those of `load_dataset`. Unset, `split_by` is used if the test samples of the data were drawn.
-    """
-    if split_by is None and data.drawn_by is None:
-        return None
-    column = _column(data.ids, Draw(None, split_by, partitioned_by))
-    return owners_of(data.ids, column)[1] if column else None
+    by_class = data.drawn_by == "class" and data.has_labels if stratify is None else stratify
+    may_join = split_by is not None or data.drawn_by is not None
+    column = _column(data.ids, Draw(None, split_by, partitioned_by)) if may_join else ""
+    strata = data.sample_targets.cpu().numpy() if by_class else None
+    return Strata(strata, owners_of(data.ids, column)[1] if column else None)
 
 
 def _column(ids: Mapping[str, np.ndarray], draw: Draw, workers: int = 1) -> str:
@@ -151,7 +150,7 @@ def drawn_rows(
                 f"{place}: {held_out} of {n} samples would be drawn for tests, but at least {count} training "
                 f"samples must remain, one per {kind}; use a smaller data.test_fraction, or give a separate test part"
             )
-    positions = draw_part(order, fraction, held_out, strata, owners)
+    positions = draw_part(order, fraction, held_out, Strata(strata, owners))
     if not len(positions):
         why = f"each owner in {show(column)} has all samples of a {kind or 'data set'}"
         if draw.split_by is not None:
@@ -159,7 +158,7 @@ def drawn_rows(
                 f"{place}: no test samples can be drawn, because {why}; set data.split_by={SAMPLES} or another column "
                 "of owners, or give a separate test part"
             )
-        positions, column = draw_part(order, fraction, held_out, strata), ""
+        positions, column = draw_part(order, fraction, held_out, Strata(strata)), ""
         how = f"{how.replace('nearly ', '')}, and owners are divided, because {why}"
     chosen[positions] = True
     for name in ids or {}:

@@ -14,7 +14,7 @@ from fedsim.core.attributes import takes_component
 from fedsim.core.randomness import Draws, numpy_generator, torch_generator
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.partitions import Transform, partition_shards, transforms_of_workers
-from fedsim.data.partitions.allocation import draw_part
+from fedsim.data.partitions.allocation import NO_STRATA, Strata, draw_part
 from fedsim.data.partitions.ids import Ids
 from fedsim.data.tensors import TensorData, as_pair, as_targets
 from fedsim.errors import ExperimentError
@@ -201,12 +201,7 @@ def _as_array(targets: Any) -> np.ndarray:
 
 
 def split_validation(
-    train: TensorData,
-    share: float,
-    seed: int,
-    fewest: int = 1,
-    strata: np.ndarray | None = None,
-    owners: np.ndarray | None = None,
+    train: TensorData, share: float, seed: int, fewest: int = 1, strata: Strata = NO_STRATA
 ) -> tuple[TensorData, TensorData, np.ndarray | None]:
     """Split the training samples at random into remaining training samples and held-out validation samples.
 
@@ -215,8 +210,7 @@ def split_validation(
         share: fraction of the samples to hold out, 0 <= share < 1, rounded to a whole number of samples.
         seed: seed for the random split.
         fewest: minimum number of samples that must remain for training, such as the number of workers.
-        strata: class of each sample, [n], for a stratified draw (see `draw_part`). None: no strata.
-        owners: owner of each sample, [n], whose samples stay together. None: owners may be divided.
+        strata: classes and owners that the draw observes (see `draw_part`).
 
     Returns (remaining, held out, index_of): the samples, each in the data set's order, and the index of each of the n
     samples among the remaining ones, int64 [n], -1 for samples that are held out. If `share` is 0, samples are not
@@ -231,14 +225,14 @@ def split_validation(
     """
     if not share:
         return train, train.take(np.zeros(0, dtype=np.int64)), None
-    remaining, held_out = validation_positions(len(train), share, seed, fewest, strata, owners)
+    remaining, held_out = validation_positions(len(train), share, seed, fewest, strata)
     index_of = np.full(len(train), -1)
     index_of[remaining] = np.arange(len(remaining))
     return train.take(remaining), train.take(held_out), index_of
 
 
 def validation_positions(
-    n: int, share: float, seed: int, fewest: int = 1, strata: np.ndarray | None = None, owners: np.ndarray | None = None
+    n: int, share: float, seed: int, fewest: int = 1, strata: Strata = NO_STRATA
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the ascending indices of the samples that `split_validation` keeps and holds out, out of n samples."""
     where, held_out = f"data.validation_fraction = {share}", round(share * n)
@@ -247,11 +241,11 @@ def validation_positions(
             f"{where}: leaves only {n - held_out:,} training samples for {fewest:,} workers, fewer than one each; use "
             "a smaller fraction or fewer workers"
         )
-    positions = draw_part(numpy_generator(seed, "validation_split").permutation(n), share, held_out, strata, owners)
+    positions = draw_part(numpy_generator(seed, "validation_split").permutation(n), share, held_out, strata)
     if not len(positions):
         raise ExperimentError(
             f"{where}: holds out no sample, because {n:,} times this fraction rounds to 0"
-            f"{', or each class has one sample' * (strata is not None)}"
-            f"{', or each owner has all samples of a class' * (owners is not None)}; must be larger, or 0"
+            f"{', or each class has one sample' * (strata.stratum is not None)}"
+            f"{', or each owner has all samples of a class' * (strata.owner is not None)}; must be larger, or 0"
         )
     return np.setdiff1d(np.arange(n), positions), positions

@@ -13,7 +13,7 @@ from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator, sample_workers
 from fedsim.data import ListedShards, Shards, TensorData, hold_out, partition_shards
 from fedsim.data.encoding import NOBODY, WORKER
-from fedsim.data.partitions.allocation import group
+from fedsim.data.partitions.allocation import Strata, group
 from fedsim.data.partitions.ids import joined, owners_of
 from fedsim.errors import DataError, ExperimentError, plural, show
 from fedsim.privacy import Releases
@@ -38,11 +38,7 @@ def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shar
 
 
 def shards_of(
-    experiment: Experiment,
-    train: TensorData,
-    index_of: np.ndarray | None,
-    strata: np.ndarray | None,
-    owners: np.ndarray | None,
+    experiment: Experiment, train: TensorData, index_of: np.ndarray | None, strata: Strata
 ) -> tuple[Shards, Shards | None]:
     """Return (training samples of each worker, local test samples of each worker).
 
@@ -53,8 +49,7 @@ def shards_of(
         train: training samples, without those that are held out for validation.
         index_of: index in `train` of each training sample of the data set, [n], -1 for samples that are held out. None:
             no sample is held out.
-        strata: class of each sample in `train`, if local test samples are stratified, otherwise None.
-        owners: owner of each sample in `train`, if their samples stay together, otherwise None.
+        strata: classes and owners of the samples in `train` that the draw of local test samples observes.
     """
     chosen, labels = experiment.partition, train.sample_targets.cpu()
     shards = partition_shards(
@@ -62,7 +57,7 @@ def shards_of(
     )
     fraction = experiment.data.local_test_fraction
     held_out = fraction and fraction != OWN
-    return hold_out(shards, fraction, experiment.seed, strata, owners) if held_out else (shards, None)
+    return hold_out(shards, fraction, experiment.seed, strata) if held_out else (shards, None)
 
 
 def tests_of_owners(

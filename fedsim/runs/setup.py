@@ -22,7 +22,7 @@ from fedsim.core.objects import names_in, own_copy, why_unsendable
 from fedsim.core.randomness import preserve_random_state
 from fedsim.core.rows import Layout
 from fedsim.data import Shards, TensorData
-from fedsim.data.drawn_tests import kept_together, strata_of
+from fedsim.data.drawn_tests import strata_of
 from fedsim.data.formats.images import lacks_files
 from fedsim.data.sources import default_root
 from fedsim.data.subsets import split_validation
@@ -166,19 +166,18 @@ def _with_data(
     drawn = train.drawn_by is not None or data.validation_fraction or data.local_test_fraction not in (0, OWN)
     if data.split_by is not None and not drawn:
         raise DataError(f"data.split_by = {show(data.split_by)}: nothing is drawn, as there is a test part; omit it")
-    strata, owners = strata_of(train, data.stratify), kept_together(train, **source[2])
+    strata = strata_of(train, **source[2])
     checked = own_copy(task)  # the checks call user objects, which may change their state
     train, test = checks.with_numbers(checked, train, test)
     checks.check_outputs_of_model(checked, train, test, data.name)
     classes = max(train.classes, test.classes)
     # virtual shards may overlap
     fewest = 1 if "worker" in experiment.partition.registration.takes else experiment.workers
-    kept = fewest, strata, owners
-    train, validation, index_of = split_validation(train, data.validation_fraction, experiment.seed, *kept)
-    strata, owners = (of if of is None or index_of is None else of[index_of >= 0] for of in (strata, owners))
+    train, validation, index_of = split_validation(train, data.validation_fraction, experiment.seed, fewest, strata)
+    strata = strata if index_of is None else strata.take(index_of >= 0)
 
     on_setup(f"partitioning the data among {experiment.workers:,} workers")
-    shards, worker_tests = shards_of(experiment, train, index_of, strata, owners)
+    shards, worker_tests = shards_of(experiment, train, index_of, strata)
     task = replace(task, worker_names=names_of_workers(experiment, train, test, shards))
     WORKER_NAMES.set(task.worker_names)
     checks.warn_of_held_out_classes(experiment, train, validation, shards, worker_tests)

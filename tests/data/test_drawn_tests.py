@@ -13,6 +13,7 @@ import torch
 import fedsim
 from fedsim.data import ListedShards, hold_out
 from fedsim.data.drawn_tests import split_test
+from fedsim.data.partitions.allocation import Strata
 from fedsim.data.partitions.population import DrawnShards
 from fedsim.data.subsets import validation_positions
 from fedsim.errors import DataError, SettingWarning
@@ -75,11 +76,11 @@ def test_each_class_has_its_share_of_the_test_samples(sizes, fraction):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_each_class_has_its_share_of_validation_and_local_test_samples(sizes, fraction):
     labels, n = labels_of_sizes(*sizes), sum(sizes)
-    kept, held_out = validation_positions(n, fraction, 3, strata=labels)
+    kept, held_out = validation_positions(n, fraction, 3, strata=Strata(labels))
     assert np.bincount(labels[held_out], minlength=len(sizes)).tolist() == stratified(sizes, fraction)
     assert sorted([*kept, *held_out]) == list(range(n))
     shards = ListedShards.of_arrays([np.arange(0, n, 3), np.setdiff1d(np.arange(n), np.arange(0, n, 3))])
-    for train, test in (hold_out(shards, fraction, 1, labels), hold_out(on_demand(shards, n), fraction, 1, labels)):
+    for train, test in (hold_out(held, fraction, 1, Strata(labels)) for held in (shards, on_demand(shards, n))):
         for worker in (0, 1):
             own = labels[shards.of(worker).numpy()]
             most = min(max(1, round(fraction * len(own))), len(own) - 1)
@@ -270,7 +271,7 @@ def test_targets_without_classes_are_not_stratified():
 
 def test_classes_of_one_sample_cannot_be_held_out():
     with pytest.raises(fedsim.ExperimentError, match="holds out no sample, because .* or each class has one sample; "):
-        validation_positions(5, 0.4, 0, strata=np.arange(5))
+        validation_positions(5, 0.4, 0, strata=Strata(np.arange(5)))
 
 
 def test_samples_of_a_class_are_drawn_at_random():

@@ -244,7 +244,7 @@ def settings_that_do_not_test(name):
         "another partition": {"partition": "iid", "workers": 3},
         "a policy": {"mode": "clock", "policy": "fedasync"},
         "drawn attackers": {"attack": {"name": "sign_flipping", "f": 1, "resample": True}, "worker_evaluation": {}},
-        "updates": {"records": {"updates": [2], "curve": False}, "worker_evaluation": {}},
+        "updates": {"records": {"updates": [2], "curve": False}, "worker_evaluation": {"every": 2}},
     }[name]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -60,9 +60,26 @@ def group(members: np.ndarray, owners: np.ndarray, n_owners: int) -> list[np.nda
     return np.split(members[np.argsort(owners, kind="stable")], np.cumsum(sizes)[:-1])
 
 
-def draw_part(
-    order: np.ndarray, fraction: float, total: int, strata: np.ndarray | None = None, owners: np.ndarray | None = None
-) -> np.ndarray:
+class Strata(NamedTuple):
+    """What a random draw of samples observes.
+
+    Attributes:
+        stratum: stratum of each sample, such as its class, [n]. The draw takes the same fraction of each. None: none.
+        owner: owner of each sample, [n], whose samples stay together. None: owners may be divided.
+    """
+
+    stratum: np.ndarray | None = None
+    owner: np.ndarray | None = None
+
+    def take(self, positions: np.ndarray) -> Strata:
+        """Return the strata and owners of the samples at `positions`, indices or a mask."""
+        return Strata(*(values if values is None else values[positions] for values in self))
+
+
+NO_STRATA = Strata()
+
+
+def draw_part(order: np.ndarray, fraction: float, total: int, strata: Strata = NO_STRATA) -> np.ndarray:
     """Return the ascending indices of the samples that a random part of n samples contains.
 
     Without strata, the part contains the first `total` samples in `order`. With strata, it contains floor(fraction n_s)
@@ -74,17 +91,17 @@ def draw_part(
         order: random permutation of the samples, [n].
         fraction: fraction of the samples in the part, rounded to `total` samples.
         total: number of samples in the part.
-        strata: stratum of each sample, such as its class, [n].
-        owners: owner of each sample, [n], if all samples of an owner belong to the part or none (see `_draw_owners`).
+        strata: strata, and owners if all samples of an owner belong to the part or none (see `_draw_owners`).
 
-    >>> draw_part(np.arange(6), 0.5, 3, strata=np.array([0, 1, 1, 2, 2, 2]))
+    >>> draw_part(np.arange(6), 0.5, 3, Strata(np.array([0, 1, 1, 2, 2, 2])))
     array([1, 3, 4])
     """
-    if owners is not None:
-        return _draw_owners(order, fraction, np.zeros(len(order), int) if strata is None else strata, owners)
-    if strata is None:
+    if strata.owner is not None:
+        stratum = np.zeros(len(order), int) if strata.stratum is None else strata.stratum
+        return _draw_owners(order, fraction, stratum, strata.owner)
+    if strata.stratum is None:
         return np.sort(order[:total])
-    _, stratum_of, sizes = np.unique(strata, return_inverse=True, return_counts=True)
+    _, stratum_of, sizes = np.unique(strata.stratum, return_inverse=True, return_counts=True)
     quotas = [Fraction(str(fraction)) * size for size in sizes.tolist()]
     counts = np.array([int(quota) for quota in quotas])
     by_remainder = np.array(sorted(range(len(sizes)), key=lambda stratum: int(quotas[stratum]) - quotas[stratum]))

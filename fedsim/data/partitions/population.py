@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedsim.core.randomness import numpy_generator
-from fedsim.data.partitions.allocation import draw_part, has_classes, samples_by_class
+from fedsim.data.partitions.allocation import NO_STRATA, Strata, draw_part, has_classes, samples_by_class
 from fedsim.errors import ExperimentError
 
 KEPT = 4096  # maximum number of drawn shards that a process caches, so that most are drawn only once per round
@@ -209,9 +209,7 @@ class DrawnShards(Shards):
             )
 
 
-def hold_out(
-    shards: Shards, fraction: float, seed: int, strata: np.ndarray | None = None, owners: np.ndarray | None = None
-) -> tuple[Shards, Shards]:
+def hold_out(shards: Shards, fraction: float, seed: int, strata: Strata = NO_STRATA) -> tuple[Shards, Shards]:
     """Split every worker's shard at random into training samples and local test samples.
 
     Args:
@@ -219,10 +217,8 @@ def hold_out(
         fraction: fraction of test samples, 0 < fraction < 1. A worker with n samples has round(fraction n) test
             samples, but at least one and at most n - 1. A worker with a single sample has no test samples.
         seed: seed for the splits. Each worker's split depends only on (seed, worker).
-        strata: class of each sample of the data set, [n], so that each worker's split is stratified (see `draw_part`).
-            A worker has fewer test samples if its classes have too few samples. None: no strata.
-        owners: owner of each sample of the data set, [n], whose samples in one shard stay together. A worker with the
-            samples of a single owner has no test samples. None: owners may be divided.
+        strata: classes and owners of all samples of the data set, which each worker's split observes (see `draw_part`).
+            A worker has fewer test samples if its classes have too few samples, and none if all samples have one owner.
 
     Returns (training shards, test shards). If `shards` are drawn on demand, so are both results.
 
@@ -230,7 +226,7 @@ def hold_out(
     >>> train.size(0), test.size(0)
     (8, 2)
     """
-    part = partial(PartOfShards, shards, fraction, seed, strata, owners)
+    part = partial(PartOfShards, shards, fraction, seed, strata)
     parts = part(held_out=False), part(held_out=True)
     if not shards.listed:
         return parts
@@ -245,23 +241,16 @@ class PartOfShards(Shards):
         shards: shards of all workers.
         fraction: fraction of test samples, 0 < fraction < 1.
         seed: seed for the splits.
-        strata, owners: class and owner of each sample of the data set, [n], or None.
+        strata: classes and owners of all samples of the data set.
         held_out: whether this object contains the test part.
     """
 
     def __init__(
-        self,
-        shards: Shards,
-        fraction: float,
-        seed: int,
-        strata: np.ndarray | None = None,
-        owners: np.ndarray | None = None,
-        *,
-        held_out: bool,
+        self, shards: Shards, fraction: float, seed: int, strata: Strata = NO_STRATA, *, held_out: bool
     ) -> None:
         self._shards, self._fraction, self._seed, self._held_out = shards, fraction, seed, held_out
-        self._strata, self._owners = strata, owners
-        self.equal_sizes = shards.equal_sizes and strata is None and owners is None
+        self._strata, self._observes = strata, any(values is not None for values in strata)
+        self.equal_sizes = shards.equal_sizes and not self._observes
 
     @property
     def listed(self) -> bool:  # type: ignore[override]
@@ -271,7 +260,7 @@ class PartOfShards(Shards):
         return len(self._shards)
 
     def size(self, worker: int) -> int:
-        if self._strata is not None or self._owners is not None:
+        if self._observes:
             return len(self.of(worker))
         tests = self._tests(n := self._shards.size(worker))
         return tests if self._held_out else n - tests
@@ -283,9 +272,8 @@ class PartOfShards(Shards):
     def of(self, worker: int) -> Tensor:
         positions = self._shards.of(worker)
         n = len(positions)
-        strata, owners = (None if of is None else of[positions.numpy()] for of in (self._strata, self._owners))
         order = numpy_generator(self._seed, "local_test_fraction", worker).permutation(n)
-        chosen = draw_part(order, self._fraction, self._tests(n), strata, owners)
+        chosen = draw_part(order, self._fraction, self._tests(n), self._strata.take(positions.numpy()))
         chosen = chosen if self._held_out else np.setdiff1d(np.arange(n), chosen)
         return positions[torch.from_numpy(chosen)]
 
