@@ -10,6 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+Iterations = Annotated[PositiveInt, Field(le=10_000)]  # each takes as long as an aggregation
 PositiveCount = Annotated[PositiveInt, Field(lt=2**63)]
 Count = Annotated[NonNegativeInt, Field(lt=2**63)]
 

@@ -153,10 +153,12 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def usable_cores() -> int:
     """Return the number of cores that this process may use (CPU affinity and CPU quota of its container or job)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for group in _cgroups(""):
+    places = [(group, ["cpu.max"]) for group in _cgroups("")]
+    places += [(group, ["cpu.cfs_quota_us", "cpu.cfs_period_us"]) for group in _cgroups("cpu")]  # version 1
+    for group, names in places:
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
-            quota, period = (group / "cpu.max").read_text().split()
-            cores = min(cores, int(quota) // int(period))
+            quota, period = (int(number) for name in names for number in (group / name).read_text().split())
+            cores = min(cores, quota // period) if quota > 0 else cores  # -1: no quota
     return max(1, cores)
 
 

@@ -34,6 +34,10 @@ DEEP = 5_000
         ("local = {lr = [1e308, 1.0, 1.0, 1.0]}", "local.lr = 1e+308: must be at most 3.4e+38"),
         (f"rounds = {2**63}", "rounds = 9223372036854775808: must be less than 9223372036854775808"),
         ("processes = 100000\nengine = 'processes'", "processes = 100000: must be less than or equal to 1024"),
+        (
+            "aggregate = {rule = 'dnc', f = 1, iterations = 1000000000}",
+            "aggregate.iterations = 1000000000: must be less",
+        ),
         ('"local[" = 1', "local[ = 1: unknown key"),
     ],
 )

@@ -61,6 +61,12 @@ def test_usable_cores_respect_the_quotas_of_the_container_and_of_a_job_within(tm
         assert devices.usable_cores() == cores, group
     (tmp_path / "slice" / "job" / "cpu.max").write_text("100000 100000\n")
     assert devices.usable_cores() == 1
+    (tmp_path / "own").write_text("4:memory:/elsewhere\n2:cpu,cpuacct:/job\n")
+    (tmp_path / "cpu" / "job").mkdir(parents=True)  # version 1
+    (tmp_path / "cpu" / "job" / "cpu.cfs_period_us").write_text("100000\n")
+    for quota, cores in (("-1\n", 8), ("600000\n", 6)):
+        (tmp_path / "cpu" / "job" / "cpu.cfs_quota_us").write_text(quota)
+        assert devices.usable_cores() == cores
 
 
 @pytest.mark.parametrize(

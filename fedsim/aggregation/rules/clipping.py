@@ -6,13 +6,14 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import distances_to, norms
 from fedsim.aggregation.numerics.gram import Gram, times
 from fedsim.aggregation.numerics.lazy_rows import LazyRows
 from fedsim.aggregation.rule import ByzantineCount, LinearCombination, pre_aggregator, require, rule
+from fedsim.core.numbers import Iterations
 from fedsim.errors import ExperimentError
 
 
@@ -94,7 +95,7 @@ def centered_clipping(
     metrics: dict[str, Any],
     *,
     tau: PositiveFloat = 10.0,
-    iterations: PositiveInt = 1,
+    iterations: Iterations = 1,
     start: Literal["zeros", "mean"] = "zeros",
 ) -> LinearCombination:
     """Average the updates after clipping their distances from a centre (centered clipping, Karimireddy et al. 2021).
@@ -135,7 +136,7 @@ def geometric_median(
     weights: Tensor | None = None,
     *,
     nu: PositiveFloat = 1e-6,
-    iterations: PositiveInt = 1_000,
+    iterations: Iterations = 1_000,
     tol: NonNegativeFloat = 1e-10,
     start: Literal["mean", "zeros"] = "mean",
 ) -> LinearCombination:

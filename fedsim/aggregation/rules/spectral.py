@@ -14,7 +14,7 @@ from fedsim.aggregation.numerics.columns import distances_on_device, most_column
 from fedsim.aggregation.numerics.gram import TIED, Gram, require_no_overflow
 from fedsim.aggregation.rule import ByzantineCount, LinearCombination, average_of, require, require_finite, rule
 from fedsim.aggregation.rules.clipping import clip_factors
-from fedsim.core.numbers import PositiveFraction
+from fedsim.core.numbers import Iterations, PositiveFraction
 from fedsim.core.randomness import Draws
 from fedsim.errors import ExperimentError
 from fedsim.system.devices import wide_dtype
@@ -78,7 +78,7 @@ def dnc(
     f: ByzantineCount,
     b: PositiveInt = 10_000,
     c: PositiveFloat = 1.0,
-    iterations: PositiveInt = 1,
+    iterations: Iterations = 1,
 ) -> LinearCombination:
     """Average the updates except those farthest along the top singular vector (DnC, Shejwalkar and Houmansadr 2021).
 
