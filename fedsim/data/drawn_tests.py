@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,21 +13,10 @@ from fedsim.core.randomness import numpy_generator
 from fedsim.core.suggestions import nearest
 from fedsim.data.partitions.allocation import Strata, draw_part
 from fedsim.data.partitions.ids import owners_of
-from fedsim.data.tensors import TensorData
+from fedsim.data.tensors import Reading, TensorData, reading
 from fedsim.errors import DataError, plural, show
 
 SAMPLES = "samples"  # value of `data.split_by` if samples of one owner may be divided
-
-
-class Draw(NamedTuple):
-    """How test samples are drawn: the arguments of `load_dataset` with these names."""
-
-    stratify: bool | None = None
-    split_by: str | None = None
-    partitioned_by: str | None = None
-
-
-DRAW: ContextVar[Draw] = ContextVar("fedsim_draw", default=Draw())  # noqa: B039  # a tuple
 NO_CLASSES = "data.stratify = true: needs one class label per sample, but the targets are {}; omit it"
 
 
@@ -64,12 +52,12 @@ def strata_of(
         raise DataError(NO_CLASSES.format(described(data.targets)))
     by_class = data.drawn_by == "class" and data.has_labels if stratify is None else stratify
     may_join = split_by is not None or data.drawn_by is not None
-    column = _column(data.ids, Draw(None, split_by, partitioned_by)) if may_join else ""
+    column = _column(data.ids, Reading(None, split_by, partitioned_by)) if may_join else ""
     strata = data.sample_targets.cpu().numpy() if by_class else None
     return Strata(strata, owners_of(data.ids, column)[1] if column else None)
 
 
-def _column(ids: Mapping[str, np.ndarray], draw: Draw, workers: int = 1) -> str:
+def _column(ids: Mapping[str, np.ndarray], draw: Reading, workers: int = 1) -> str:
     """Return the column of owners whose samples stay together, or "" if there is none.
 
     `workers`: number of workers if each has its own data set.
@@ -104,8 +92,9 @@ def drawn_rows(
     """Draw round(fraction n) test samples at random. The draw is the same for every seed.
 
     For class labels, the draw is stratified (see `draw_part`): each class has the same fraction of test samples up to
-    rounding, and at least one training sample. With `workers`, the draw is stratified by worker instead. `DRAW`
-    can demand strata of classes, or none. Samples of one owner stay together if `_column` returns a column of `ids`.
+    rounding, and at least one training sample. With `workers`, the draw is stratified by worker instead.
+    `load_dataset` can demand strata of classes, or none. Samples of one owner stay together if `_column` returns a
+    column of `ids`.
 
     Args:
         targets: targets [n, ...].
@@ -131,7 +120,7 @@ def drawn_rows(
         )
     may_be_classes = targets.ndim == 1 and targets.dtype.kind in "iub" and not (targets < 0).any()
     chosen, how = np.zeros(n, dtype=bool), ""
-    strata, kind, draw = workers, "" if workers is None else "worker", DRAW.get()
+    strata, kind, draw = workers, "" if workers is None else "worker", reading()
     column = _column(ids or {}, draw, 1 if workers is None else len(np.unique(workers)))
     owners = owners_of(ids or {}, column)[1] if column else None
     by_class = draw.stratify

@@ -27,9 +27,9 @@ from fedsim.data.columns import (
     warn_of_unscaled,
     warn_of_unused,
 )
-from fedsim.data.drawn_tests import DRAW, SAMPLES, drawn_rows
+from fedsim.data.drawn_tests import SAMPLES, drawn_rows
 from fedsim.data.partitions.ids import joined
-from fedsim.data.tensors import TensorData
+from fedsim.data.tensors import TensorData, reading
 from fedsim.errors import DataError, cut, plural, show
 
 Names = str | list[str]  # one column, or several
@@ -124,7 +124,7 @@ def train_and_test(
             line = f"is an input, because of the values {cut(', '.join(others))}; correct them, or set data.split"
             warn(f"{place}: column {show(named[0])}: {line} or data.inputs")
     owned_by = [*([ids] if isinstance(ids, str) else train[0].index if ids is None else ids)]
-    if (split_by := DRAW.get().split_by) not in (None, SAMPLES, *owned_by):
+    if (split_by := reading().split_by) not in (None, SAMPLES, *owned_by):
         owned_by.append(str(split_by))
     target = target or only_target(train[0].columns, place)
     if inputs is None:

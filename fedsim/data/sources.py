@@ -24,10 +24,9 @@ from fedsim.core.objects import ObjectName, name_of, plain
 from fedsim.core.registry import Registration, Registry
 from fedsim.data.brought import ACCEPTED, source_of
 from fedsim.data.columns import TRAIN_PARTS
-from fedsim.data.drawn_tests import DRAW, Draw
 from fedsim.data.partitions.ids import NUMBER
 from fedsim.data.shapes import SampleShape
-from fedsim.data.tensors import CHANNELS, ChannelOrder, TensorData
+from fedsim.data.tensors import READING, Reading, TensorData
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show
 from fedsim.system.files import is_file, user_path
 from fedsim.system.global_settings import plain_arithmetic
@@ -226,8 +225,7 @@ def load_dataset(
     name = params.pop("name")
     registration = dataset.get(name, "data.name")
     params = registration.check(params, "data", beside=["name", "root"])
-    order = ChannelOrder(channels)
-    tokens = DRAW.set(Draw(stratify, split_by, partitioned_by)), CHANNELS.set(order)
+    token = READING.set(settings := Reading(stratify, split_by, partitioned_by, channels))
     try:
         folder = user_path(root) if root else default_root()
         loaded = registration.target(**registration.select_inputs(root=folder), **params)
@@ -243,9 +241,8 @@ def load_dataset(
     except Exception as error:
         raise DataError(f"data.name = {show(name)}: {one_line(error)}") from error
     finally:
-        DRAW.reset(tokens[0])
-        CHANNELS.reset(tokens[1])
-    if channels and not order.used:
+        READING.reset(token)
+    if channels and not settings.has_images:
         raise DataError(
             f"data.channels = {show(channels)}: is not used, because the data set has no arrays of images [n, height, "
             "width, channels] or [n, channels, height, width]; omit it"
@@ -313,8 +310,7 @@ def load_dataset_once(
 def known_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape | None:
     """Return the shape of a data set's samples if it is declared, or known within `data_loaded_once`, else None."""
     if declared := getattr(dataset.get(name).target, "declared", None) if name in dataset.names() else None:
-        known = (*Draw._fields, "channels")
-        return declared(**{key: value for key, value in params.items() if key not in known})
+        return declared(**{key: value for key, value in params.items() if key not in vars(Reading())})
     return loaded.shapes.get(_key(name, root, params)) if (loaded := _loaded.get()) else None
 
 

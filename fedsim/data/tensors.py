@@ -27,20 +27,29 @@ FROM_FRAME = 'frame.drop(columns="y").to_numpy("float32") and frame["y"].to_nump
 
 
 @dataclass
-class ChannelOrder:
-    """Setting `data.channels` while a data set is read.
+class Reading:
+    """Arguments of `load_dataset` for all data sets, while one is read.
 
     Attributes:
-        given: whether images have the shape [n, channels, height, width] ("first") or [n, height, width, channels]
+        stratify, split_by, partitioned_by: how test samples are drawn.
+        channels: whether images have the shape [n, channels, height, width] ("first") or [n, height, width, channels]
             ("last"). None: the shape decides.
-        used: whether there were images of such a shape.
+        has_images: whether there were images of such a shape.
     """
 
-    given: str | None = None
-    used: bool = False
+    stratify: bool | None = None
+    split_by: str | None = None
+    partitioned_by: str | None = None
+    channels: str | None = None
+    has_images: bool = False
 
 
-CHANNELS: ContextVar[ChannelOrder | None] = ContextVar("fedsim_channels", default=None)
+READING: ContextVar[Reading | None] = ContextVar("fedsim_reading", default=None)
+
+
+def reading() -> Reading:
+    """Return the arguments of the current `load_dataset`, or those that are unset."""
+    return READING.get() or Reading()
 
 
 @dataclass(frozen=True)
@@ -309,22 +318,22 @@ def _channels_first(inputs: Tensor) -> Tensor:
     Without a setting `data.channels`, the last axis contains the channels if it has at most 4 elements and is shorter
     than the others, and the first axis has more than 4. Raises DataError if both axes may contain channels.
     """
-    shape, order = list(inputs.shape[1:]), CHANNELS.get()
+    shape, settings = list(inputs.shape[1:]), reading()
     if len(shape) != 3 or not all(shape):
         return inputs
-    order, (first, height, last) = order or ChannelOrder(), shape
-    is_last = order.given == "last"
-    if order.given is None:
+    first, height, last = shape
+    is_last = settings.channels == "last"
+    if settings.channels is None:
         is_last = last <= MOST_CHANNELS < first and last < height
         if not is_last and (last <= MOST_CHANNELS or last < min(first, height)):
             raise DataError(
                 f"inputs of shape {shape} may be images with {plural(first, 'channel')} first or with "
                 f'{plural(last, "channel")} last; set data.channels to "first" or "last"'
             )
-        if is_last and not order.used:
+        if is_last and not settings.has_images:
             line = f"inputs of shape {shape} are taken for images with channels last, and become {[last, *shape[:2]]}"
             warnings.warn(f'{line}; data.channels = "last" confirms this', FedsimWarning, stacklevel=3)
-    order.used = True
+    settings.has_images = True
     return inputs.permute(0, 3, 1, 2).contiguous() if is_last else inputs
 
 

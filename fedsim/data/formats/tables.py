@@ -27,12 +27,11 @@ from fedsim.data.columns import (
     signed_numbers,
     unreadable,
 )
-from fedsim.data.drawn_tests import DRAW
 from fedsim.data.encoding import NOBODY, DataTable, Names, train_and_test
 from fedsim.data.formats.worker_files import files_of_parts, natural_order
 from fedsim.data.partitions.ids import NUMBER
 from fedsim.data.sources import dataset
-from fedsim.data.tensors import TensorData
+from fedsim.data.tensors import TensorData, reading
 from fedsim.errors import DataError, MissingPackageError, cut, plural, show
 from fedsim.system.files import decoded
 from fedsim.system.packages import import_extra
@@ -105,7 +104,7 @@ def table(
     if thousands is not None and thousands == decimal:
         raise DataError(f"data.thousands = {show(thousands)}: is data.decimal too; the two signs must differ")
     signs = _Signs(delimiter, decimal, thousands)
-    no_inputs = [*([ids] if isinstance(ids, str) else ids or ()), split, DRAW.get().split_by]
+    no_inputs = [*([ids] if isinstance(ids, str) else ids or ()), split, reading().split_by]
     train_files, test_files = files_of_parts(data_path(path), test_path and data_path(test_path))
     names = natural_order(train_files)
     names += [name for name in natural_order(test_files) if name not in train_files]
