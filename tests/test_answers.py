@@ -308,6 +308,10 @@ def test_a_daemonic_process_is_told_how_to_run_processes():
             lambda: fedsim.load_comparison("run", x=1),
             "load_comparison: x = 1: no such argument; allowed: folder, allow_imports",
         ),
+        *(
+            (partial(load, nn.Flatten()), "Flatten(start_dim=1, end_dim=-1): must be a path, such as the folder of a run")
+            for load in (fedsim.load_run, fedsim.load_model, fedsim.load_comparison)
+        ),
     ],
 )
 def test_an_unknown_argument_leads_to_another(call, message):

@@ -32,7 +32,8 @@ def divide_workers(groups: int | list[int] | str, workers: int) -> np.ndarray:
         )
     except Exception as error:
         need = "must be a number, a list or a function of the number of workers, package.module:name"
-        raise ExperimentError(f"{place}: {need}; it cannot be called: {one_line(error)}") from error
+        why = f"; it cannot be called: {one_line(error)}" if ":" in str(groups) else ""
+        raise ExperimentError(f"{place}: {need}{why}") from error
     if not np.array_equal(listed, again):
         raise ExperimentError(f"{place}: returned two different lists; use a fixed seed for random draws")
     is_valid = listed.shape == (workers,) and listed.dtype.kind in "iu"

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fedsim.errors import RecordError, show, show_bytes
+from fedsim.errors import ExperimentError, RecordError, show, show_bytes
 from fedsim.system.limits import limit_hint
 
 ELSEWHERE = "or choose another folder with --out"
@@ -217,8 +217,14 @@ def _release(handle: int) -> None:
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path that a user wrote, with `~` at its start replaced by the home folder."""
-    return Path(os.path.expanduser(path))
+    """Return a path that a user wrote, with `~` at its start replaced by the home folder.
+
+    Raises ExperimentError if `path` is not a path, for example the result of a run instead of its folder.
+    """
+    try:
+        return Path(os.path.expanduser(path))
+    except TypeError:
+        raise ExperimentError(f"{show(path)}: must be a path, such as the folder of a run") from None
 
 
 def read_bounded(path: Path, most: float, inside: Path | None = None) -> bytes:

@@ -91,14 +91,15 @@ STOPPED = {
 
 
 @pytest.mark.parametrize("case", STOPPED)
-def test_a_run_that_stops_returns_the_model_of_its_last_record(case, tiny_experiment):
+def test_a_run_that_stops_returns_the_model_of_its_last_record(case, tiny_experiment, tmp_path):
     tables, ends = STOPPED[case]
-    tables = {**tiny_experiment, "rounds": 8, **tables}
+    tables = {**tiny_experiment, "rounds": 8, "records.figures": [], **tables}
     if "workers" in case:
         data = {"name": "tests.components:tiny", "local_test_fraction": 0.2}
         tables |= {"data": data, "worker_evaluation.every": 2}
     with in_waves() if case == "waves" else contextlib.nullcontext():
-        result = fedsim.run(tables, on_round=None if "stop" in tables else stop_after(4))
+        result = fedsim.run(tables, tmp_path / "run", on_round=None if "stop" in tables else stop_after(4))
+    assert fedsim.load_run(tmp_path / "run", allow_imports=True).stopped == result.stopped
     assert (len(result.history), result.stopped is None) == (ends, False)
     test = fedsim.load_dataset("tests.components:tiny")[1].to(torch.device("cpu"), torch.float32)
     inputs, targets = test.gather(torch.arange(len(test)))

@@ -196,6 +196,10 @@ NEEDS_GROUPS = "must be a number of groups, a list with one group per worker, or
             "package.module:name; it cannot be called: ModuleNotFoundError: No module named 'nowhere'",
         ),
         (
+            {"groups": "client"},
+            'groups = "client": must be a number, a list or a function of the number of workers, package.module:name',
+        ),
+        (
             {"groups": f"{__name__}:drawn"},
             f'groups = "{__name__}:drawn": returned two different lists; use a fixed seed for random draws',
         ),

@@ -17,7 +17,8 @@ import fedsim
 from fedsim.asynchronous.policies import policy
 from fedsim.errors import FedsimWarning
 from fedsim.records import checkpoints
-from fedsim.runs.resume import _warn_of_other_rounding
+from fedsim.records.run_folder import RunFolder
+from fedsim.runs.resume import ResumeState, _warn_of_other_rounding
 from tests.matrix import in_turn
 
 ROUNDS = 5
@@ -236,6 +237,20 @@ def test_a_longer_run_keeps_the_plan_of_the_first_run(tables, tmp_path):
     fedsim.run(tmp_path / "run" / "experiment.toml", tmp_path / "again", allow_imports=True)
     assert_the_same(tmp_path / "again", tmp_path / "run")
     assert not torch.equal(result.global_row, fedsim.run(tables, rounds=6).global_row)
+
+
+def test_ranks_are_asked_for_the_plan_of_the_first_run(tables, tmp_path):
+    """Rank 0 alone reads the folder, so it must not change the plan."""
+    tables |= {"local.schedule": "cosine"}
+    fedsim.run(tables, tmp_path / "run", rounds=3)
+    tables |= {"engine": "distributed", "rounds": 6}
+    with RunFolder(tmp_path / "run", resume=True) as folder:
+        line = "^rounds = 6: planned_rounds stays 3 for local.schedule, which ranks cannot know; add planned_rounds=3$"
+        with pytest.raises(fedsim.ExperimentError, match=line):
+            ResumeState(folder, fedsim.load_experiment(tables))
+        with pytest.warns(FedsimWarning, match="planned_rounds stays 3"):
+            same = ResumeState(folder, planned := fedsim.load_experiment(tables | {"planned_rounds": 3})).experiment
+        assert same.resolved() == planned.resolved()
 
 
 def test_settings_of_the_plan_may_change_and_the_folder_says_so(tables, tmp_path):

@@ -14,7 +14,7 @@ from torch import nn
 import fedsim
 from fedsim.integrations.rounds import RuleOverRounds
 from fedsim.system.global_settings import AUTOCAST, DEFAULT_DEVICE, PRECISION, SETTINGS, THREADS
-from tests.foreign import WALKED, foreign, foreign_value
+from tests.foreign import FOREIGN, WALKED, foreign, foreign_value
 from tests.fuzz.properties import difference
 from tests.fuzz.runs import Outcome
 
@@ -56,6 +56,10 @@ def assert_undisturbed(engine, settings, tiny_experiment, undisturbed):
         outcome = Outcome.of(fedsim.run(tables))
         assert [setting.read() for setting in WALKED] == before
     assert difference(undisturbed[engine["engine"]], outcome, "without and with foreign settings") is None
+
+
+def test_no_setting_is_missing():
+    assert FOREIGN.keys() - {"einsum"} <= {setting.name for setting in WALKED}  # einsum needs an optional package
 
 
 @pytest.mark.parametrize("setting", WALKED, ids=lambda setting: setting.name)
