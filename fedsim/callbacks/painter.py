@@ -80,16 +80,13 @@ def _files(drawings: Drawings, formats: Sequence[str]) -> dict[str, bytes]:
 
 def _serve(pipe: Connection) -> None:
     init_child_process()
-    with contextlib.suppress(FedsimError):  # then the parent draws, and reports the error
-        _answer(Channel(pipe))
+    channel = Channel(pipe)
+    # an invalid setting of matplotlib, which the parent reports when it draws, or the end of the run
+    with contextlib.suppress(FedsimError, EOFError, OSError):
+        from fedsim.core.figure import Figure
 
-
-def _answer(channel: Channel) -> None:
-    from fedsim.core.figure import Figure
-
-    figure = Figure(layout="constrained")
-    figure.subplots().plot([0, 1], label="0123456789")
-    encode(figure, "png")  # loads fonts
-    with contextlib.suppress(EOFError, OSError):  # raised when the run has ended
+        figure = Figure(layout="constrained")
+        figure.subplots().plot([0, 1], label="0123456789")
+        encode(figure, "png")  # loads fonts
         if (message := channel.receive()) is not None:
             channel.send(_files(*message.load()))

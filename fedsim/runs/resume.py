@@ -40,9 +40,8 @@ NO_EFFECT = (  # keys that change results at most by rounding, of which a warnin
     *("records.figures", "records.tensorboard", "records.loggers"),
 )
 LENGTH = ("rounds", *(f"stop.{key}" for key in Stop.model_fields))  # keys that only determine when a run ends
-PLAN = (  # keys of what is planned for a number of rounds, which a longer run may change
-    *("planned_rounds", *(f"{place}.schedule.{key}" for place in ("local", "server") for key in LENGTHS)),
-)
+# keys of what is planned for a number of rounds, which a longer run may change
+PLAN = ("planned_rounds", *(f"{place}.schedule.{key}" for place in ("local", "server") for key in LENGTHS))
 
 
 class ResumeState:
@@ -89,11 +88,9 @@ class ResumeState:
         settings = experiment.resolved()
         with reading_stored_run(), untrusted_config(folder / EXPERIMENT, [settings]):
             self._before = before = experiment_of(with_objects(stored, names_in(experiment.model_dump())))
-        planned = {"planned_rounds": before.schedule_rounds}, {"planned_rounds": experiment.schedule_rounds}
-        ignored = (*NO_EFFECT, *LENGTH, "planned_rounds")
-        lines = differences_of(before.resolved(), settings, ignored)
-        if experiment.planned_rounds is not None and experiment.planned_settings:
-            lines += differences_of(*planned)
+        lines = differences_of(before.resolved(), settings, (*NO_EFFECT, *LENGTH, "planned_rounds"))
+        if experiment.planned_rounds not in (None, before.schedule_rounds) and experiment.planned_settings:
+            lines.append(f"planned_rounds: {before.schedule_rounds} there, {experiment.planned_rounds} here")
         may_change = PLAN if experiment.privacy.target_epsilon is None else ()  # noise that has been added stays
         self._changed = [line for line in lines if line.partition(":")[0] in may_change]
         lines = [line for line in lines if line not in self._changed]
