@@ -309,7 +309,7 @@ def test_a_daemonic_process_is_told_how_to_run_processes():
             "load_comparison: x = 1: no such argument; allowed: folder, allow_imports",
         ),
         *(
-            (partial(load, nn.Flatten()), "Flatten(start_dim=1, end_dim=-1): must be a path, such as the folder of a run")
+            (partial(load, nn.Flatten()), "Flatten(start_dim=1, end_dim=-1): must be a path, such as the")
             for load in (fedsim.load_run, fedsim.load_model, fedsim.load_comparison)
         ),
     ],
