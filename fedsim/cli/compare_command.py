@@ -20,7 +20,6 @@ from fedsim.cli.words import (
     source_and_overrides,
 )
 from fedsim.config.files import experiments
-from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ def compare(
         from fedsim.comparison.typeset import TABLES
 
         if table not in TABLES:
-            raise ExperimentError(f"--table {show(table)}: is not an allowed value; {nearest(table, TABLES)}")
+            raise ExperimentError(f"--table {show(table)}: must be {', '.join(TABLES)}")
         settings = ComparisonSettings(
             target=target,
             tune=key or None,

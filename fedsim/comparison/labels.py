@@ -32,7 +32,7 @@ def check_labels(labels: Mapping[str, str], axes: Axes) -> None:
     names = _names_in(axes)
     for name, text in labels.items():
         if name not in names:
-            raise ExperimentError(f"label {show(name)}: is no compared key or value; {nearest(name, names)}")
+            raise ExperimentError(f"label {show(name)}: is not a compared key or value; {nearest(name, names)}")
         if not (isinstance(text, str) and text.strip()):
             raise ExperimentError(f"label {show(name)} = {show(text)}: must be a non-empty string, as in {name}=NEW")
     for group in (axes, *(map(label, values) for values in axes.values())):

@@ -96,7 +96,7 @@ class DataColumn(NamedTuple):
             kinds = ", ".join(sorted({type(value).__name__ for value in array}))
             raise DataError(
                 f"{self.place}: must contain only text, or only numbers of one shape, not {cut(kinds)}; convert the "
-                "values, or leave the column out with `inputs`"
+                "values, or leave the column out with data.inputs"
             ) from None
 
     def numbers_or_text(self, *, convert: bool = True) -> np.ndarray:
@@ -113,7 +113,7 @@ class DataColumn(NamedTuple):
             kind = "dates or times" if array.dtype.kind in "mM" else f"{array.dtype} values"
             raise DataError(
                 f"{self.place}: contains {kind}, such as {show(str(array[0]))}, instead of numbers or text; convert "
-                "them, or leave the column out with `inputs`"
+                "them, or leave the column out with data.inputs"
             )
         return array
 
@@ -126,7 +126,7 @@ class DataColumn(NamedTuple):
             raise self.error(
                 f"contains {value}, which is not a number,",
                 int(bad[0]),
-                "remove such rows, write numbers, or leave the column out with `inputs`",
+                "remove such rows, write numbers, or leave the column out with data.inputs",
                 len(bad),
             )
         return texts.astype(float)

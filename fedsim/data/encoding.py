@@ -322,7 +322,7 @@ def _one_hot(values: np.ndarray, parts: Sequence[Rows], place: str) -> tuple[np.
     if len(known) > MOST_TEXTS:
         raise DataError(
             f"{place} has {len(known):,} different texts, such as {show(str(known[0]))}; at most {MOST_TEXTS} become "
-            "inputs; leave the column out with `inputs`, or name it in `ids` if it contains the owners of the samples"
+            "inputs; leave the column out with data.inputs, or name it in data.ids if it contains the owners of samples"
         )
     new = int((~np.isin(values[parts[1]], known)).sum())
     unseen = f", all 0 in {new} test samples with other texts" * (new > 0)

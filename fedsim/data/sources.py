@@ -79,13 +79,18 @@ def data_table(value: Any) -> dict[str, Any]:
                 f"data=text data.path={name} to train on its characters"
             )
         return {**table, "name": known, "path": name}
-    keys = {str(key).casefold() for key, part in table.items() if not isinstance(part, (int, float))}
-    pairs_of_arrays = {"x", "y"} <= keys or {"inputs", "targets"} <= keys
-    if not isinstance(name, (str, NoneType)) or pairs_of_arrays or (name is None and keys & {"train", "x_train"}):
+    are_samples = isinstance(table.get("train"), list) or any(map(_has_array, table.values()))
+    if not isinstance(name, (str, NoneType)) or (name is None and are_samples):
         raise ExperimentError(
             f'data: must be {ACCEPTED}; to set parameters, pass a dict, such as data={{"name": frame, "ids": "client"}}'
         )
     return table
+
+
+def _has_array(value: Any) -> bool:
+    """Whether a value is an array of several axes as nested lists, or a dict that contains an array."""
+    parts = value.values() if isinstance(value, Mapping) else ()
+    return (isinstance(value, list) and bool(value) and isinstance(value[0], list)) or any(map(_has_array, parts))
 
 
 def one_per_worker(value: Any) -> bool:

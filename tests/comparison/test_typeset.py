@@ -74,8 +74,8 @@ def test_other_names_are_in_text_figures_and_settings_and_change_no_number(compa
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["krun=Krum"], 'label "krun": is no compared key or value; did you mean "krum"?'),
-        (["seed=Seed"], 'label "seed": is no compared key or value; allowed: aggregate.rule'),
+        (["krun=Krum"], 'label "krun": is not a compared key or value; did you mean "krum"?'),
+        (["seed=Seed"], 'label "seed": is not a compared key or value; allowed: aggregate.rule'),
         (["krum"], 'label "krum" = "": must be a non-empty string, as in krum=NEW'),
         (["krum=mean"], 'label "mean": would name two keys or values; use different labels'),
     ],

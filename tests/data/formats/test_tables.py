@@ -175,7 +175,7 @@ def test_at_most_100_texts_become_inputs(csv):
     assert load("csv", path=path, test_path=path, inputs="x")[0].inputs.shape == (200, 1)
     refused(
         "csv",
-        r'"t" has 101 different texts, such as "t0"; at most 100 .* `inputs`, or name it in `ids`',
+        r'"t" has 101 different texts, such as "t0"; at most 100 .* data.inputs, or name it in data.ids',
         path=path,
         test_path=path,
     )
