@@ -289,6 +289,7 @@ def test_functions_that_work_without_an_experiment_take_objects():
             r'data: must be .* \(inputs, targets\), .* such as data={"name": frame, "ids": "client"}',
         ),
         ({"data": {"x": torch.zeros(3, 1), "y": torch.zeros(3)}}, r"data: must be .* tuple \(train, test\) of "),
+        ({"data": (torch.arange(4), torch.zeros(4, 2))}, "data: each input is a single integer"),
         ({"data": {"val_images": torch.zeros(3, 1)}}, r"data: must be .* tuple \(train, test\) of "),
         ({"data": {"A": {"x": torch.zeros(3, 1)}}}, r"data: must be .* tuple \(train, test\) of "),
         ({"data": [[0.0, 1.0], [0, 1]]}, r"data: must be .* tuple \(train, test\) of "),

@@ -183,7 +183,6 @@ class TestOneDataSetPerWorker:
         ),
         ((INPUTS, np.array(["cat", 3] * 30, object)), "the training data: targets: must contain only text, or only"),
         (((INPUTS, np.array(["a"] * 60)), PAIRS), "targets are text in some data sets only; pass each data set"),
-        ((LABELS, INPUTS), r"each input is a single integer; pass \(inputs, targets\), in this order"),
         ((INPUTS, LABELS[:5]), "there are 60 inputs, but 5 targets"),
         (
             (np.where(INPUTS > 2, np.nan, INPUTS), LABELS),
