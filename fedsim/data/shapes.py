@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedsim.core.learning_task import Binary, Classification, LearningTask, output_count
 from fedsim.data.tensors import TensorData, compact
-from fedsim.errors import DataError, plural
+from fedsim.errors import ExperimentError, plural
 
 FEWEST_PIXELS = 16  # sides of the smallest images for which the model `net` is chosen
 MOST_CLASSES = 100  # with more classes, most of them must have samples, or their number must be set
@@ -79,7 +79,7 @@ class SampleShape:
         values = {"classes": outputs, "outputs": outputs}
         if self.tokens:
             if not self.inputs:
-                raise DataError(
+                raise ExperimentError(
                     "data: each input is a single integer; pass (inputs, targets), in this order, or float inputs"
                 )
             return {**values, "vocabulary": self.tokens, "context": self.inputs[-1], "last_only": not self.targets}
