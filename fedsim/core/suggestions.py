@@ -14,6 +14,7 @@ from typing import Any
 from fedsim.errors import MAX_NAME, ExperimentError, cut, show
 from fedsim.synonyms import synonyms
 
+MAX_TABLE = 500  # maximum number of characters of a table whose keys are explained
 SHORT = 4  # characters; shorter names are not completed
 CUTOFF = 0.75  # difflib ratio from which a name with the right first letter counts as a misspelling
 CERTAIN = 0.9  # the same for a phrase of another library
@@ -80,6 +81,8 @@ def nearest_key(name: str, allowed: Iterable[str], place: str | None = None, val
         return nearest(name, allowed)
     if place and VOCABULARY.keys_called(form) == [form]:
         return f"{form} is a top-level key; in a file write it above the first [table]"
+    if isinstance(value, Mapping) and len(str(value)) > MAX_TABLE:  # explaining very many keys takes time
+        value = None
     hint = meaning(f"{place}.{name}", value) or did_you_mean(closest(name, allowed))
     misspelled = [] if place else difflib.get_close_matches(form, synonyms("answers"), 1, CERTAIN)
     return hint or "".join(answer(phrase, value) for phrase in misspelled) or _listed(allowed)

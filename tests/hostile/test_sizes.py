@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 
@@ -13,7 +14,7 @@ from fedsim.comparison import plan_comparison
 from fedsim.comparison.on_paper import draw_heatmap
 from fedsim.comparison.results import Comparison, read_records
 from fedsim.config.components import list_module
-from fedsim.errors import ExperimentError, RecordError
+from fedsim.errors import ExperimentError, FedsimError, RecordError
 from fedsim.report.on_page import MOST_CELLS, weights_heat_map
 from tests.report.folders import invent_round, invent_run
 
@@ -53,7 +54,12 @@ def test_values_beyond_the_limits_are_one_short_line(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(
-    "text", [f"aggregate = {{weights = [{'-1,' * 20_000}]}}", "".join(f"k{number} = 1\n" for number in range(2_000))]
+    "text",
+    [
+        f"aggregate = {{weights = [{'-1,' * 20_000}]}}",
+        "".join(f"k{number} = 1\n" for number in range(2_000)),
+        pytest.param("".join(f"k.k{number}.k = 1\n" for number in range(15_000)), marks=pytest.mark.slow),
+    ],
 )
 def test_of_very_many_problems_the_first_are_reported(tmp_path, text):
     (tmp_path / "x.toml").write_text(text)
@@ -139,6 +145,35 @@ def test_a_comparison_has_only_so_many_combinations():
 def test_a_heat_map_of_very_many_values_is_not_drawn():
     plan = Comparison("wide", {"local.lr": [0.1, 0.2], "local.momentum": [number / 1000 for number in range(500)]}, [])
     assert draw_heatmap(plan) is None
+
+
+ZEROS = np.zeros((5_000, 3))
+
+
+def write_csv_gz(path):
+    path.write_bytes(gzip.compress(b"a,b,label\n" + b"0,0,0\n" * len(ZEROS)))
+
+
+def write_parquet(path):
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(pyarrow.table(dict(zip(["a", "b", "label"], ZEROS.T, strict=True))), path)
+
+
+COMPRESSED = {
+    "x.npz": lambda path: np.savez_compressed(path, inputs=ZEROS, targets=ZEROS[:, 0]),
+    "x.csv.gz": write_csv_gz,
+    "x.parquet": write_parquet,
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_a_small_file_with_more_content_than_memory_is_refused(tmp_path, name, monkeypatch):
+    COMPRESSED[name](tmp_path / name)
+    assert len(fedsim.load_dataset(str(tmp_path / name))[0]) > 3_000
+    monkeypatch.setattr("fedsim.system.devices.free_memory", lambda: 2.5e4)
+    monkeypatch.setattr("fedsim.data.formats.tables.free_memory", lambda: 2.5e4)
+    with pytest.raises(FedsimError, match=rf"{name} takes .* are free; |{name}: .* its content is larger than the"):
+        fedsim.load_dataset(str(tmp_path / name))
 
 
 def metrics(folder, records):

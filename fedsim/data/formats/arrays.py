@@ -12,7 +12,8 @@ from fedsim.data.drawn_tests import split_test
 from fedsim.data.encoding import target_numbers
 from fedsim.data.sources import PICKLES, dataset
 from fedsim.data.tensors import TensorData
-from fedsim.errors import DataError, show
+from fedsim.errors import DataError, ExperimentError, show
+from fedsim.system.devices import require_memory
 
 NAMES = {  # accepted names of each array
     "inputs": ("inputs", "x_train", "x", "X", "images", "train_images", "data"),
@@ -105,7 +106,10 @@ def _read(path: str) -> dict[str, np.ndarray]:
 
             return load_file(path)
         with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+            require_memory(sum(part.file_size for part in file.zip.infolist()), f"reading {path}", "a smaller file")
+            arrays = {name: file[name] for name in file.files}
+    except ExperimentError:
+        raise
     except Exception as error:  # errors of zip files, of NumPy and of safetensors
         if "allow_pickle" in str(error):
             raise DataError(
@@ -113,3 +117,6 @@ def _read(path: str) -> dict[str, np.ndarray]:
                 "array.astype(str), and numbers as array.astype(float)"
             ) from None
         raise unreadable(path, error) from None
+    if others := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+        raise DataError(f"{path}: {show(others[0])} is not an array of NumPy; write the file with numpy.savez")
+    return arrays

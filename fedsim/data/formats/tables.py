@@ -8,6 +8,7 @@ import gzip
 import io
 import itertools
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -32,7 +33,8 @@ from fedsim.data.formats.worker_files import files_of_parts, natural_order
 from fedsim.data.partitions.ids import NUMBER
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData, reading
-from fedsim.errors import DataError, MissingPackageError, cut, plural, show
+from fedsim.errors import DataError, FedsimError, cut, plural, show
+from fedsim.system.devices import free_memory, require_memory
 from fedsim.system.files import decoded
 from fedsim.system.packages import import_extra
 
@@ -158,14 +160,17 @@ def _read(path: str, signs: _Signs, is_text: Callable[[str], bool], target: str 
             raise DataError(f"data.{key} = {show(sign)}: is only used for CSV files; remove it")
     try:
         return _parquet(path) if parquet else _csv(path, signs, is_text, target)
-    except (DataError, MissingPackageError):
+    except FedsimError:
         raise
     except Exception as error:  # the errors of PyArrow have no common base class
         raise unreadable(path, error) from None
 
 
 def _parquet(path: str) -> DataTable:
-    content = import_extra("pyarrow.parquet", extra="tables", purpose="reading tables").read_table(path)
+    module = import_extra("pyarrow.parquet", extra="tables", purpose="reading tables")
+    size = module.read_metadata(path)  # equal values take almost no room in the file
+    require_memory(4 * size.num_rows * size.num_columns, f"reading {path}", "a smaller file")
+    content = module.read_table(path)
     described = (content.schema.pandas_metadata or {}).get("index_columns", [])
     named = [name for name in described if isinstance(name, str) and not NUMBERING.fullmatch(name)]
     return DataTable(_columns(content, path), path, named)
@@ -177,14 +182,15 @@ def _csv(path: str, signs: _Signs, is_text: Callable[[str], bool], target: str |
     found, names, skipped = _header(path, signs.delimiter)
 
     def read(texts: Collection[str], **options: Any) -> Any:
-        return module.read_csv(
-            path,
-            read_options=module.ReadOptions(skip_rows=len(skipped)),
-            parse_options=module.ParseOptions(delimiter=found, newlines_in_values=True),
-            convert_options=module.ConvertOptions(
-                null_values=[""], strings_can_be_null=True, column_types=dict.fromkeys(texts, "string"), **options
-            ),
-        )
+        with _opened(path) as file:
+            return module.read_csv(
+                file,
+                read_options=module.ReadOptions(skip_rows=len(skipped)),
+                parse_options=module.ParseOptions(delimiter=found, newlines_in_values=True),
+                convert_options=module.ConvertOptions(
+                    null_values=[""], strings_can_be_null=True, column_types=dict.fromkeys(texts, "string"), **options
+                ),
+            )
 
     try:
         content = read([name for name in names if is_text(name.strip())])
@@ -333,7 +339,22 @@ def _columns(content: Any, path: str) -> dict[str, Any]:
 
 
 def _opened(path: str) -> Any:
-    return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")
+    return _Compressed(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")
+
+
+class _Compressed(gzip.GzipFile):
+    """A compressed file. `read` raises DataError where its content becomes larger than the free memory at the start."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._free = free_memory()
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = self._free - self.tell()
+        content = super().read(int(min(left + 1, sys.maxsize)) if size is None or size < 0 else size)
+        if len(content) > left:
+            raise DataError(f"{self.name}: cannot be read: its content is larger than the free memory")
+        return content
 
 
 def _line_of(path: str, delimiter: str, row: int, skipped: int) -> int:
