@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from fedsim.data import ListedShards, Shards, TensorData, hold_out, partition_sh
 from fedsim.data.encoding import NOBODY, WORKER
 from fedsim.data.partitions.allocation import Strata, group
 from fedsim.data.partitions.ids import joined, owners_of
-from fedsim.errors import DataError, ExperimentError, plural, show
+from fedsim.errors import DataError, ExperimentError, FedsimWarning, plural, show
 from fedsim.privacy import Releases
 
 USE_OWN = "data.local_test_fraction = {} holds out training samples instead, data.local_test_fraction=own uses these"
@@ -56,8 +57,21 @@ def shards_of(
         labels, chosen.name, experiment.workers, experiment.seed, ids=train.ids, index_of=index_of, **chosen.params
     )
     fraction = experiment.data.local_test_fraction
-    held_out = fraction and fraction != OWN
-    return hold_out(shards, fraction, experiment.seed, strata) if held_out else (shards, None)
+    if not fraction or fraction == OWN:
+        return shards, None
+    parts = hold_out(shards, fraction, experiment.seed, strata)
+    if strata.owner is not None and shards.listed:
+        trained, tested = (
+            np.unique(strata.owner[np.concatenate([part.of(k).numpy() for k in range(len(part))])]) for part in parts
+        )
+        if divided := len(np.intersect1d(trained, tested)):
+            warnings.warn(
+                f"data.local_test_fraction = {fraction}: {plural(divided, 'owner')} with local test samples at one "
+                "worker also have training samples at another; to keep owners together, use partition=natural",
+                FedsimWarning,
+                stacklevel=2,
+            )
+    return parts
 
 
 def tests_of_owners(
