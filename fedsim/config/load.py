@@ -22,12 +22,11 @@ from fedsim.errors import DataError, ExperimentError, SettingWarning, cut, show
 from fedsim.system.files import is_file
 from fedsim.system.limits import without_inner_frames
 
-FILES = ".csv", ".csv.gz", ".tsv", ".tsv.gz", ".parquet", ".pq", ".npz", ".safetensors", ".txt"
-PATHS = {  # keys of paths, and the endings by which paths differ from other values
-    **dict.fromkeys(("data", "data.name", "policy.topology", "policy.topology.name"), FILES),
-    **dict.fromkeys(("data.path", "data.test_path", "data.images", "model.weights", "partition.path"), ("",)),
-    **dict.fromkeys(("sampling.trace", "policy.topology.path", "clock.noise.path", "clock.replay_log"), ("",)),
-}
+PATHS = (  # keys of paths
+    *("data.path", "data.test_path", "data.images", "model.weights", "partition.path"),
+    *("sampling.trace", "policy.topology.path", "clock.noise.path", "clock.replay_log"),
+)
+NAMES_OR_PATHS = "data", "data.name", "policy.topology", "policy.topology.name"  # values with a dot may be paths
 
 
 def load_experiment(
@@ -139,13 +138,13 @@ def _complete_paths(tables: dict[str, Any], prefix: str, file: Path) -> None:
         key = f"{prefix}{name}".removeprefix(f"{COMPARISON}.")
         if isinstance(value, dict):
             _complete_paths(value, f"{key}.", file)
-        elif key in PATHS:
+        elif key in (*PATHS, *NAMES_OR_PATHS):
             completed = [_complete_path(key, path, file) for path in (value if isinstance(value, list) else [value])]
             tables[name] = completed if isinstance(value, list) else completed[0]
 
 
 def _complete_path(key: str, path: Any, file: Path) -> Any:
-    is_path = isinstance(path, str) and path.lower().endswith(PATHS[key])
+    is_path = isinstance(path, str) and (key in PATHS or "." in path)
     if not is_path or path != os.path.expanduser(path) or not os.path.exists(beside := str(file.parent / path)):
         return path
     if not os.path.exists(path):
