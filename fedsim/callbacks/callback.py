@@ -105,7 +105,7 @@ class UserCallbacks(Callback):
 
     def on_round(self, record: RoundRecord) -> str | None:
         reasons = [reason for callback in self._callbacks if (reason := _reason(callback, record))]
-        self._reason = next(iter(reasons), None) if self._reason is None else self._reason
+        self._reason = self._reason or next(iter(reasons), None)
         between = record.round % self._run.experiment.stopping[1]  # the global model lacks the groups' latest rounds
         reason = self._run.engine.broadcast(None if between else self._reason)
         self._run.on_request = reason is not None
