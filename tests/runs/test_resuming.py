@@ -210,6 +210,7 @@ def test_a_resumed_run_with_more_rounds_equals_the_longer_run(experiment, tables
     longer = fedsim.run(tables, tmp_path / "longer", rounds=7)
     shorter = fedsim.run(tables, tmp_path / "shorter", rounds=4)
     assert (shorter.stopped, shorter.worker_accuracy is None) == (None, experiment != "tests of workers")
+    assert fedsim.load_run(tmp_path / "shorter", allow_imports=True).stopped is None
 
     def interrupt(record):
         raise ZeroDivisionError

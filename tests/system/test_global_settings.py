@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedsim
+from fedsim.engines import base
 from fedsim.integrations.rounds import RuleOverRounds
 from fedsim.system.global_settings import AUTOCAST, DEFAULT_DEVICE, PRECISION, SETTINGS, THREADS
 from tests.foreign import FOREIGN, WALKED, foreign, foreign_value
@@ -120,6 +122,22 @@ def test_the_settings_of_the_user_are_found_again_after_an_early_end(error, engi
         before = [setting.read() for setting in WALKED]
         with contextlib.nullcontext() if error is fedsim.StopRun else pytest.raises(error):
             fedsim.run({**tiny_experiment, **engine}, on_round=end)
+        assert [setting.read() for setting in WALKED] == before
+
+
+def test_a_process_of_a_pool_has_the_settings_during_a_task(monkeypatch):
+    """Spawned processes do not inherit them."""
+    monkeypatch.setattr(base, "Group", lambda *_: None)
+    monkeypatch.setattr(base, "_new_executor", lambda *_: [setting.read() == setting.in_run for setting in SETTINGS])
+    process = SimpleNamespace(state={})
+    task = SimpleNamespace(device=torch.device("cpu"), experiment=SimpleNamespace(threads_per_process=1))
+    with contextlib.ExitStack() as stack:
+        for setting in WALKED:
+            stack.enter_context(foreign(setting))
+        before = [setting.read() for setting in WALKED]
+        base._make_executor(process, torch.zeros(1, device="cpu"), task)
+        assert all(process.state["executor"])
+        base._drop_executor(process)
         assert [setting.read() for setting in WALKED] == before
 
 
