@@ -52,7 +52,7 @@ class HeartbeatTable:
     """
 
     def __init__(self, count: int, *, shared: bool = True) -> None:
-        cells = torch.zeros(LINE * (count + 1), dtype=torch.long)
+        cells = torch.zeros(LINE * (count + 1), dtype=torch.long, device="cpu")
         if shared:
             share([cells])
         self.__setstate__((count, cells))

@@ -68,7 +68,7 @@ def share(tensors: Iterable[Tensor]) -> None:
     places = dict(zip(storages, itertools.accumulate(sizes, initial=0), strict=False))  # offsets by storage address
     for address, storage in storages.items():
         room = block[places[address] : places[address] + storage.nbytes()]
-        room.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+        room.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
     for tensor in on_host:
         place = places.get(tensor.untyped_storage().data_ptr(), 0)
         offset = place // tensor.element_size() + tensor.storage_offset()
@@ -86,7 +86,7 @@ def _block(nbytes: int) -> Tensor | None:
         raise _no_memory(nbytes, one_line(error), "") from error
     finally:
         os.close(descriptor)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def _no_memory(nbytes: int, reason: str, remedy: str) -> ExperimentError:

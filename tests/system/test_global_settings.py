@@ -15,6 +15,7 @@ from torch import nn
 import fedsim
 from fedsim.engines import base
 from fedsim.integrations.rounds import RuleOverRounds
+from fedsim.processes.process_context import HeartbeatTable
 from fedsim.system.global_settings import AUTOCAST, DEFAULT_DEVICE, PRECISION, SETTINGS, THREADS
 from tests.foreign import FOREIGN, WALKED, foreign, foreign_value
 from tests.fuzz.properties import difference
@@ -139,6 +140,11 @@ def test_a_process_of_a_pool_has_the_settings_during_a_task(monkeypatch):
         assert all(process.state["executor"])
         base._drop_executor(process)
         assert [setting.read() for setting in WALKED] == before
+
+
+def test_a_default_device_does_not_reach_the_processes_of_a_comparison():
+    with foreign(DEFAULT_DEVICE):
+        assert HeartbeatTable(2).count == 2
 
 
 def test_a_session_does_not_keep_the_threads_of_a_run(tiny_experiment):
