@@ -106,7 +106,10 @@ HeatMap = Annotated[
         show_default="the first two",
     ),
 ]
-Table = Annotated[str, typer.Option(metavar="FORM", help="Form of the printed table: text, markdown or latex.")]
+Table = Annotated[
+    str | None,
+    typer.Option(metavar="FORM", help="Form of the printed table: text, markdown or latex.", show_default="text"),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check all runs, list them, and stop.")]
 
 
@@ -122,7 +125,7 @@ def compare(
     metric: ComparedNumber = None,
     skip_invalid: SkipInvalid = False,
     heatmap: HeatMap = None,
-    table: Table = "text",
+    table: Table = None,
     label: Labels = None,
     dry_run: DryRun = False,
     quiet: Quiet = False,
@@ -144,6 +147,11 @@ def compare(
         from fedsim.comparison.rows import ComparisonSettings
         from fedsim.comparison.typeset import TABLES
 
+        if (table or label) and (quiet or shard or dry_run):
+            raise ExperimentError(
+                "--table and --label: no table is printed with --quiet, --shard or --dry-run; omit them"
+            )
+        table = table or "text"
         if table not in TABLES:
             raise ExperimentError(f"--table {show(table)}: must be {', '.join(TABLES)}")
         settings = ComparisonSettings(

@@ -104,8 +104,11 @@ class ResumeState:
         before, experiment = self._before, self.experiment
         assert before is not None
         kept, rounds, target = before.schedule_rounds, experiment.rounds, experiment.privacy.target_epsilon
+        if not experiment.planned_settings:  # a `T_max` that is set now replaces what was planned
+            self.experiment = experiment.model_copy(update={"planned_rounds": None})
+            return
         unset = experiment.planned_rounds is None
-        if not experiment.planned_settings or kept == rounds or not (unset or experiment.planned_rounds == kept):
+        if kept == rounds or not (unset or experiment.planned_rounds == kept):
             return
         line = f"rounds = {rounds}: planned_rounds stays {kept} for {' and '.join(experiment.planned_settings)}"
         if unset and traits_of(experiment.engine).ranks:  # the other ranks do not read the folder

@@ -91,9 +91,9 @@ def run(
             experiment = with_data(under_launcher(load_experiment(experiment, allow_imports=allow_imports, **changes)))
             warn_of_copies(experiment.engine)
             live, callbacks = stack.enter_context(live_run(experiment, out, resume, users, session, progress))
-            lines = warnings_about(experiment)
+            lines = warnings_about(live.experiment)
             if live.recorded and experiment.checkpoint.every != 0:
-                lines += warnings_about_objects(experiment, resumed=live.facts.done > 0)
+                lines += warnings_about_objects(live.experiment, resumed=live.facts.done > 0)
             for line in lines if _is_main(experiment) else ():
                 warnings.warn(line, SettingWarning, stacklevel=2)
             for callback in callbacks:

@@ -270,6 +270,17 @@ def test_settings_of_the_plan_may_change_and_the_folder_says_so(tables, tmp_path
     assert event == {"event": "changed", "round": 3, "settings": lines}
 
 
+def test_a_period_that_is_set_replaces_the_plan_without_a_warning_about_the_plan(tables, tmp_path):
+    fedsim.run(tables, tmp_path / "run", rounds=3, local={"schedule": "cosine"}, planned_rounds=4)
+    stored = fedsim.load_experiment(tmp_path / "run" / "experiment.toml", allow_imports=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        changes = {"rounds": 6, "local.schedule.T_max": 9}
+        result = fedsim.run(stored.resolved() | changes, tmp_path / "run", resume=True, allow_imports=True)
+    assert result.experiment.planned_rounds is None
+    assert [str(warning.message) for warning in caught if "planned_rounds has no effect" in str(warning.message)] == []
+
+
 def test_an_edited_experiment_is_refused_unless_the_command_line_restores_it(tmp_path, cli):
     words = "data=tests.components:tiny", "model=logistic", "workers=3", "rounds=2", "checkpoint.every=1"
     assert cli("run", *words, "--out", "run").exit_code == 0
