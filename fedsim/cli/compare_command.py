@@ -147,10 +147,8 @@ def compare(
         from fedsim.comparison.rows import ComparisonSettings
         from fedsim.comparison.typeset import TABLES
 
-        if (table or label) and (quiet or shard or dry_run):
-            raise ExperimentError(
-                "--table and --label: no table is printed with --quiet, --shard or --dry-run; omit them"
-            )
+        if (table or label) and (quiet or shard):
+            raise ExperimentError("--table and --label: no table is printed with --quiet or --shard; omit them")
         table = table or "text"
         if table not in TABLES:
             raise ExperimentError(f"--table {show(table)}: must be {', '.join(TABLES)}")

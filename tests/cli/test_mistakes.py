@@ -188,7 +188,7 @@ COMPARED = [
     ("server=sgd diloco", "write an experiment first, and several values as in fedsim compare server=sgd,diloco"),
     ("--resume cc", "--resume: no such option; write --out cc, which continues a comparison"),
     ("which_rule --format latex", "--format: no such option; write --table latex"),
-    ("which_rule --table latex --quiet", "--table and --label: no table is printed with --quiet, --shard or --dry-run"),
+    ("which_rule --table latex --quiet", "--table and --label: no table is printed with --quiet or --shard"),
     ("which_rule --table tex", '--table "tex": must be text, markdown, latex'),
     ("--jobs two", "error: fedsim compare: Invalid value for '--jobs'"),
     ("", "nothing to compare"),
