@@ -38,7 +38,7 @@ class Net(nn.Module):
 def images(root: Path, *, train: int = 50_000, test: int = 1_000) -> tuple[TensorData, TensorData]:
     """Return the first images of CIFAR-10, or random images of the same shape if its files are missing."""
     if lacks_files("cifar10", root):
-        return synthetic(root, train=train, test=test, channels=3, size=32)
+        return synthetic(root, train=train, test=test, depth=3, size=32)
     sizes = zip(load_dataset("cifar10", root), (train, test), strict=True)
     first, last = (replace(data, inputs=data.inputs[:n], targets=data.targets[:n]) for data, n in sizes)
     return first, last

@@ -16,19 +16,19 @@ def has_mnist() -> bool:
 
 
 def synthetic(
-    root: Path, *, train: int = 60_000, test: int = 10_000, channels: int = 1, size: int = 28
+    root: Path, *, train: int = 60_000, test: int = 10_000, depth: int = 1, size: int = 28
 ) -> tuple[TensorData, TensorData]:
     """Return ten blurred patterns with noise, by default with the numbers and sizes of MNIST's images.
 
     They can be learned. `size` is the height and width of the images, a multiple of 4.
     """
     generator = torch.Generator().manual_seed(0)
-    patterns = torch.rand(10, channels, size // 4, size // 4, generator=generator)
+    patterns = torch.rand(10, depth, size // 4, size // 4, generator=generator)
     patterns = patterns.repeat_interleave(4, 2).repeat_interleave(4, 3)
 
     def images(count: int) -> TensorData:
         labels = torch.arange(count) % 10
-        noise = torch.rand(count, channels, size, size, generator=generator)
+        noise = torch.rand(count, depth, size, size, generator=generator)
         return TensorData(((patterns[labels] + noise) * 127).to(torch.uint8), labels, 1 / 78.5, -1.6)
 
     return images(train), images(test)
