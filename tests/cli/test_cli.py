@@ -192,6 +192,7 @@ def test_list_shows_the_functions_and_classes_of_a_file_without_running_it(cli, 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "components.py").write_text(text)
     expected = ["mine/components.py", "  mine.components:rule   One.", "  mine.components:Attack no docstring"]
+    expected.append("  The file was not run. To check a component: fedsim run KEY=mine.components:NAME --dry-run")
     assert cli("list", "mine/components.py").stdout.splitlines() == expected
 
 
