@@ -151,9 +151,12 @@ def test_a_mean_that_equals_the_target_up_to_rounding_reaches_it():
 @pytest.mark.parametrize(("mode", "sign"), [("max", 1), ("min", -1)])
 def test_early_stopping_compares_up_to_rounding(mode, sign):
     """0.81 - 0.8 is 0.010000000000000009 as a float, but an improvement must be larger than 0.01."""
-    history = [RoundRecord(round=k, metrics={"x": sign * value}) for k, value in enumerate([0.8, 0.81, 0.811], start=1)]
+    history = [
+        RoundRecord(round=k, cohort=[0], metrics={"x": sign * value})
+        for k, value in enumerate([0.8, 0.81, 0.811], start=1)
+    ]
     stop = Stop(metric="metrics.x", mode=mode, patience=1, min_delta=0.01)
     assert "has not improved by more than 0.01 for 1 round; the best is" in stop_reason(history[:2], stop)
     assert stop_reason([history[0], history[2]], stop) is None
-    reached = [RoundRecord(round=1, metrics={"x": sign * 0.1 * 3})]
+    reached = [RoundRecord(round=1, cohort=[0], metrics={"x": sign * 0.1 * 3})]
     assert "has reached the target" in stop_reason(reached, Stop(metric="metrics.x", mode=mode, target=sign * 0.3))
