@@ -319,7 +319,7 @@ def _channels_first(inputs: Tensor) -> Tensor:
     than the others, and the first axis has more than 4. Raises DataError if both axes may contain channels.
     """
     shape, settings = list(inputs.shape[1:]), reading()
-    if len(shape) != 3 or not all(shape):
+    if len(shape) != 3 or not all(shape) or shape == [1, 1, 1]:
         return inputs
     first, height, last = shape
     is_last = settings.channels == "last"

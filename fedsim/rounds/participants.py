@@ -66,8 +66,8 @@ def shards_of(
         )
         if divided := len(np.intersect1d(trained, tested)):
             warnings.warn(
-                f"data.local_test_fraction = {fraction}: {plural(divided, 'owner')} with local test samples at one "
-                "worker also have training samples at another; to keep owners together, use partition=natural",
+                f"data.local_test_fraction = {fraction}: samples of {plural(divided, 'owner')} are both local test samples "
+                "of a worker and training samples of another; to keep owners together, use partition=natural",
                 FedsimWarning,
                 stacklevel=2,
             )

@@ -19,6 +19,8 @@ from fedsim.runs.setup import begun
 from tests.components import one_table
 from tests.textbook import Federation
 
+pytestmark = pytest.mark.filterwarnings("ignore:data.local_test_fraction = .* owner")  # each sample has an owner here
+
 
 def data(root):
     return fedsim.load_dataset(one_table)
