@@ -66,7 +66,7 @@ def shards_of(
         )
         if divided := len(np.intersect1d(trained, tested)):
             warnings.warn(
-                f"data.local_test_fraction = {fraction}: samples of {plural(divided, 'owner')} are both local test samples "
+                f"data.local_test_fraction = {fraction}: samples of {plural(divided, 'owner')} are both local tests "
                 "of a worker and training samples of another; to keep owners together, use partition=natural",
                 FedsimWarning,
                 stacklevel=2,

@@ -167,7 +167,7 @@ class TestOwners:
         tables = {**TINY_RUN, **settings, "data": {**data, **settings.get("data", {})}, "model": "logistic"}
         if "partition" in settings:
             del tables["workers"]
-        divided = "owners are both local test samples of a worker and training samples of another"
+        divided = "owners are both local tests of a worker and training samples of another"
         warned = pytest.warns(FedsimWarning, match=divided) if not settings else contextlib.nullcontext()
         with warned, fedsim.Session() as session, begun(fedsim.Experiment(**tables), session) as (_, engine):
             shared = engine.shared.data
