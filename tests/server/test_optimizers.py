@@ -284,14 +284,14 @@ def test_other_classes_are_an_error(name):
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("adm", {}, 'optimizer = "adm": no such server optimizer; did you mean "adam"?'),
+        ("adm", {}, 'name = "adm": no such server optimizer; did you mean "adam"?'),
         ("adam", {"v0": "tau"}, 'v0 = "tau": must be a valid number or "tau^2"'),
         (
             "adagrad",
             {"beta2": 0.9},
             "beta2 = 0.9: unknown key (the server optimizer is adagrad); beta2 is a parameter of adam, ",
         ),
-        ("yogi", {"bias_correction": True, "v0": 1.0}, "server.bias_correction = true: "),
+        ("yogi", {"bias_correction": True, "v0": 1.0}, "bias_correction = true: "),
     ],
 )
 def test_a_wrong_name_or_parameter_is_an_error(name, params, message):
