@@ -131,6 +131,8 @@ def experiments():
         sync = {"sync": "gradients"} if registration.name == "sync" else {}
         more = {"model": "tests.models:Normalised", "policy": settings_of(registration), "cohort": 6, **sync}
         tables_by_name[f"policy: {registration.name}"] = {**clock, **more}
+    # with lr=0.05, this experiment turns rounding of 1e-16 into 1e-12, so the numbers differ between CPUs
+    tables_by_name["policy: ad_psgd"]["local"] = {**SMALL["local"], "lr": 0.01}
     return {name: {**SMALL, **tables} for name, tables in tables_by_name.items()}
 
 

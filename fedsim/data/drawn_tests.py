@@ -13,7 +13,7 @@ from fedsim.core.randomness import numpy_generator
 from fedsim.core.suggestions import nearest
 from fedsim.data.partitions.allocation import Strata, draw_part
 from fedsim.data.partitions.ids import owners_of
-from fedsim.data.tensors import Reading, TensorData, reading
+from fedsim.data.tensors import ReadSettings, TensorData, reading
 from fedsim.errors import DataError, plural, show
 
 SAMPLES = "samples"  # value of `data.split_by` if samples of one owner may be divided
@@ -52,12 +52,12 @@ def strata_of(
         raise DataError(NO_CLASSES.format(described(data.targets)))
     by_class = data.drawn_by == "class" and data.has_labels if stratify is None else stratify
     may_join = split_by is not None or data.drawn_by is not None
-    column = _column(data.ids, Reading(None, split_by, partitioned_by)) if may_join else ""
+    column = _column(data.ids, ReadSettings(None, split_by, partitioned_by)) if may_join else ""
     strata = data.sample_targets.cpu().numpy() if by_class else None
     return Strata(strata, owners_of(data.ids, column)[1] if column else None)
 
 
-def _column(ids: Mapping[str, np.ndarray], draw: Reading, workers: int = 1) -> str:
+def _column(ids: Mapping[str, np.ndarray], draw: ReadSettings, workers: int = 1) -> str:
     """Return the column of owners whose samples stay together, or "" if there is none.
 
     `workers`: number of workers if each has its own data set.

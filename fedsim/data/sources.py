@@ -26,7 +26,7 @@ from fedsim.data.brought import ACCEPTED, source_of
 from fedsim.data.columns import TRAIN_PARTS
 from fedsim.data.partitions.ids import NUMBER
 from fedsim.data.shapes import SampleShape
-from fedsim.data.tensors import READING, Reading, TensorData
+from fedsim.data.tensors import READING, ReadSettings, TensorData
 from fedsim.errors import DataError, ExperimentError, FedsimError, one_line, show
 from fedsim.system.files import is_file, user_path
 from fedsim.system.global_settings import plain_arithmetic
@@ -230,7 +230,7 @@ def load_dataset(
     name = params.pop("name")
     registration = dataset.get(name, "data.name")
     params = registration.check(params, "data", beside=["name", "root"])
-    token = READING.set(settings := Reading(stratify, split_by, partitioned_by, channels))
+    token = READING.set(settings := ReadSettings(stratify, split_by, partitioned_by, channels))
     try:
         folder = user_path(root) if root else default_root()
         loaded = registration.target(**registration.select_inputs(root=folder), **params)
@@ -315,7 +315,7 @@ def load_dataset_once(
 def known_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape | None:
     """Return the shape of a data set's samples if it is declared, or known within `data_loaded_once`, else None."""
     if declared := getattr(dataset.get(name).target, "declared", None) if name in dataset.names() else None:
-        return declared(**{key: value for key, value in params.items() if key not in vars(Reading())})
+        return declared(**{key: value for key, value in params.items() if key not in vars(ReadSettings())})
     return loaded.shapes.get(_key(name, root, params)) if (loaded := _loaded.get()) else None
 
 

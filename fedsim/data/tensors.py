@@ -27,7 +27,7 @@ FROM_FRAME = 'frame.drop(columns="y").to_numpy("float32") and frame["y"].to_nump
 
 
 @dataclass
-class Reading:
+class ReadSettings:
     """Arguments of `load_dataset` for all data sets, while one is read.
 
     Attributes:
@@ -44,12 +44,12 @@ class Reading:
     has_images: bool = False
 
 
-READING: ContextVar[Reading | None] = ContextVar("fedsim_reading", default=None)
+READING: ContextVar[ReadSettings | None] = ContextVar("fedsim_reading", default=None)
 
 
-def reading() -> Reading:
+def reading() -> ReadSettings:
     """Return the arguments of the current `load_dataset`, or those that are unset."""
-    return READING.get() or Reading()
+    return READING.get() or ReadSettings()
 
 
 @dataclass(frozen=True)
