@@ -128,7 +128,7 @@ def test_overlapping_shards_are_counted_when_the_data_is_known(engine, tiny_expe
     result = fedsim.run(tables, tmp_path / "run")
     noise, shards = found_noise(tmp_path / "run", "local.noise"), fedsim.partition
     targets = fedsim.load_dataset("tests.components:tiny")[0].targets
-    held = [sample for shard in shards(targets, 20, "virtual", samples=40) for sample in shard.tolist()]
+    held = [sample for shard in shards(targets, "virtual", 20, samples=40) for sample in shard.tolist()]
     holders = min(max(held.count(sample) for sample in set(held)), 10)
     assert holders > 1
     assert noise == pytest.approx(by_bisection(4.0, "rdp", gaussian, 6 * holders), rel=1e-9)

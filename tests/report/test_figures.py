@@ -185,7 +185,9 @@ def test_a_comparison_on_the_clock_interpolates_and_shows_the_time_to_the_target
     assert lines["sync"] == [(10, 0.2), (20, 0.9), (30, 0.95)]
     # Seed 0 has 0.3, 0.5, 0.6 at 1, 2, 3 s; seed 1 has 0.3, 0.5, 0.9 at 2, 4, 6 s. They overlap from 2 to 3 s.
     assert lines["asgd"] == [(2, pytest.approx((0.5 + 0.3) / 2)), (3, pytest.approx((0.6 + 0.4) / 2))]
-    assert context["table"]["head"][2:6] == ["virtual s to 90 percent", "updates", "arrivals", "virtual s"]
+    assert context["table"]["head"][2:6] == [
+        *("virtual s to 90 percent", "updates to target", "arrivals to target", "virtual s")
+    ]
     cells = [[str(cell) for cell in row["cells"][2:6]] for row in context["table"]["rows"]]
     assert cells == [
         ["20.0 (20.0, 20.0)", "2.00 (2.00, 2.00)", "4.00 (4.00, 4.00)", "30.0 (30.0, 30.0)"],

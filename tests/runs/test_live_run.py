@@ -28,14 +28,14 @@ class Fake:
         self.row, self.losses, self.replaced, self.states = torch.zeros(1), list(losses), 0, 0
         aggregate, local = SimpleNamespace(nonfinite="error"), SimpleNamespace(component=None)
         self.experiment = SimpleNamespace(process_retries=retries, rounds=rounds, aggregate=aggregate, local=local)
-        self.notes = []
+        self.notes, self.tests = [], None
 
     def live(self):
         folder = SimpleNamespace(path=None, event=lambda *kind, **facts: self.notes.append((*kind, facts)))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(live_run, "loop_of", lambda *_: self)
             patch.setattr(live_run.RunFacts, "of", lambda *_: self.maybe("facts"))
-            return Run(self.experiment, None, self, folder)
+            return Run(self.experiment, SimpleNamespace(worker_names=()), self, folder)
 
     def maybe(self, where):
         if self.losses and self.losses[0] == where:
