@@ -23,7 +23,7 @@ from tests.fuzz.runs import Outcome
 
 SERIAL = {"engine": "serial"}
 SPAWNED = {"engine": "processes", "processes": 2, "start_method": "spawn"}
-OTHERS = [{"engine": "batched"}, {"engine": "processes", "processes": 2, "start_method": "fork"}]
+OTHERS = [{"engine": "batched"}, {"engine": "processes", "processes": 2}]
 
 
 class Sensitive(nn.Module):
