@@ -340,8 +340,7 @@ class ServerSchedule(ComponentTable):
     @property
     def spans_run(self) -> bool:
         """Whether the learning rates depend on the planned number of rounds."""
-        own_length = getattr(self, "per", "round") == "step" or any(self.params.get(key) for key in LENGTHS)
-        return "length" in self.registration.takes and not own_length
+        return "length" in self.registration.takes and not any(self.params.get(key) for key in LENGTHS)
 
     def schedule(self, length: int | None, per: Literal["round", "step"] = "round") -> LRSchedule | None:
         """Return the schedule for `length` rounds or steps, or None if the learning rate is constant."""
@@ -358,6 +357,10 @@ class LocalSchedule(ServerSchedule):
 
     per: Literal["round", "step"] = "round"
     """Whether the learning rate changes over the rounds, or over the steps of each round."""
+
+    @property
+    def spans_run(self) -> bool:
+        return self.per == "round" and super().spans_run
 
 
 class Local(ComponentTable):

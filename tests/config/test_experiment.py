@@ -261,3 +261,16 @@ def test_an_experiment_is_frozen_and_can_be_pickled():
 
 def test_the_named_engines_have_the_traits_that_experiments_are_checked_with():
     assert {registration.name: registration.target.traits for registration in engine} == TRAITS
+
+
+def test_checking_a_correct_experiment_looks_for_no_suggestion(monkeypatch):
+    """Suggestions read the parameters of all components, which takes as long as all checks together."""
+
+    def suggest(*_):
+        raise AssertionError("an attribute that does not exist was read")
+
+    monkeypatch.setattr("fedsim.core.base_table.attribute_error", suggest)
+    for schedule in ({}, {"server.schedule": "cosine", "local.schedule": {"name": "cosine", "per": "step"}}):
+        experiment = fedsim.Experiment(**schedule)
+        assert warnings_about(experiment) == []
+        assert experiment.planned_settings == ["server.schedule"] * bool(schedule)
