@@ -270,7 +270,7 @@ def test_checking_a_correct_experiment_looks_for_no_suggestion(monkeypatch):
         raise AssertionError("an attribute that does not exist was read")
 
     monkeypatch.setattr("fedsim.core.base_table.attribute_error", suggest)
-    for schedule in ({}, {"server": {"schedule": "cosine"}, "local": {"schedule": {"name": "cosine", "per": "step"}}}):
+    for schedule in ({}, {"server": {"schedule": "cosine"}}):
         experiment = fedsim.Experiment(**schedule)
         assert warnings_about(experiment) == []
         assert experiment.planned_settings == ["server.schedule"] * bool(schedule)
