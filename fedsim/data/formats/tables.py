@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import gzip
 import io
@@ -11,34 +10,24 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import Any, Literal
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.data.columns import (
-    ALIKE,
-    NUMBERING,
-    TARGETS,
-    DataColumn,
-    data_path,
-    require_different_names,
-    signed_numbers,
-    unreadable,
-)
+from fedsim.data.columns import NUMBERING, TARGETS, data_path, require_different_names, unreadable
 from fedsim.data.encoding import NOBODY, DataTable, Names, train_and_test
+from fedsim.data.formats.number_signs import Signs, require_one_text_per_number
 from fedsim.data.formats.worker_files import files_of_parts, natural_order
 from fedsim.data.partitions.ids import NUMBER
 from fedsim.data.sources import dataset
 from fedsim.data.tensors import TensorData, reading
-from fedsim.errors import DataError, FedsimError, cut, plural, show
+from fedsim.errors import DataError, FedsimError, plural, show
 from fedsim.system.devices import free_memory, require_memory
 from fedsim.system.files import decoded
 from fedsim.system.packages import import_extra
 
 DELIMITERS = ",;\t|"
+TYPES = "int64", "double", "string"  # types of PyArrow whose values may have been written in several ways
 SAMPLE = 2**16  # maximum number of bytes of the column names
 
 
@@ -105,21 +94,24 @@ def table(
         raise DataError(f'data.delimiter = {show(delimiter)}: must be one character, such as ";"')
     if thousands is not None and thousands == decimal:
         raise DataError(f"data.thousands = {show(thousands)}: is data.decimal too; the two signs must differ")
-    signs = _Signs(delimiter, decimal, thousands)
+    signs = Signs(delimiter, decimal, thousands)
     no_inputs = [*([ids] if isinstance(ids, str) else ids or ()), split, reading().split_by]
     train_files, test_files = files_of_parts(data_path(path), test_path and data_path(test_path))
     names = natural_order(train_files)
     names += [name for name in natural_order(test_files) if name not in train_files]
     worker = {name: number for number, name in enumerate(names)} | {"": NOBODY}
 
+    def is_target(name: str) -> bool:
+        return name.casefold() in TARGETS if target is None else name == target
+
     def is_text(name: str) -> bool:
-        if inputs is None or _is_target(name, target):
+        if inputs is None or is_target(name):
             return name in no_inputs
         return name not in ([inputs] if isinstance(inputs, str) else inputs)
 
     def read(files: Mapping[str, str], is_text: Callable[[str], bool]) -> list[DataTable]:
         ordered = [name for name in names if name in files]
-        return [replace(_read(files[name], signs, is_text, target), worker=worker[name]) for name in ordered]
+        return [replace(_read(files[name], signs, is_text, is_target), worker=worker[name]) for name in ordered]
 
     train = read(train_files, is_text)
     texts = {name for part in train for name, values in part.columns.items() if values.dtype.kind == "O"}
@@ -135,23 +127,14 @@ def table(
     return replace(first, assumed=assumed, worker_names=tuple(name for name in names if name)), second
 
 
-class _Signs(NamedTuple):
-    """Parameters of a CSV file, as they are set."""
-
-    delimiter: str | None
-    decimal: str | None
-    thousands: str | None
-
-
-def _is_target(name: str, target: str | None) -> bool:
-    """Whether a column may contain the targets, which are in the column `target` if it is set."""
-    return name.casefold() in TARGETS if target is None else name == target
-
-
-def _read(path: str, signs: _Signs, is_text: Callable[[str], bool], target: str | None) -> DataTable:
+def _read(path: str, signs: Signs, is_text: Callable[[str], bool], is_target: Callable[[str], bool]) -> DataTable:
     """Return a CSV or Parquet file as a table. Raise DataError if the file cannot be read.
 
-    `is_text`: whether the column with a name is read as text from a CSV file, so that 01 remains 01, such as owners.
+    Args:
+        path: the file.
+        signs: parameters of a CSV file.
+        is_text: whether the column with a name is read as text from a CSV file, so that 01 remains 01, such as owners.
+        is_target: whether the column with a name may contain the targets.
     """
     path = data_path(path)
     parquet = Path(path).suffix.lower() in (".parquet", ".pq")
@@ -159,7 +142,7 @@ def _read(path: str, signs: _Signs, is_text: Callable[[str], bool], target: str 
         if sign is not None:
             raise DataError(f"data.{key} = {show(sign)}: is only used for CSV files; remove it")
     try:
-        return _parquet(path) if parquet else _csv(path, signs, is_text, target)
+        return _parquet(path) if parquet else _csv(path, signs, is_text, is_target)
     except FedsimError:
         raise
     except Exception as error:  # the errors of PyArrow have no common base class
@@ -176,9 +159,8 @@ def _parquet(path: str) -> DataTable:
     return DataTable(_columns(content, path), path, named)
 
 
-def _csv(path: str, signs: _Signs, is_text: Callable[[str], bool], target: str | None) -> DataTable:
+def _csv(path: str, signs: Signs, is_text: Callable[[str], bool], is_target: Callable[[str], bool]) -> DataTable:
     module = import_extra("pyarrow.csv", extra="tables", purpose="reading tables")
-    compute = import_module("pyarrow.compute")
     found, names, skipped = _header(path, signs.delimiter)
 
     def read(texts: Collection[str], **options: Any) -> Any:
@@ -209,35 +191,22 @@ def _csv(path: str, signs: _Signs, is_text: Callable[[str], bool], target: str |
         spaces = ', for example with pandas.read_csv(FILE, sep=r"\\s+").to_csv(FILE, index=False)'
         remedy = f"separate the columns by commas{spaces}" if " " in names[0].strip() else "set `delimiter`"
         raise DataError(f"{path}: {only}; {remedy}, or add columns of inputs")
-    keys = "set {}" if signs.decimal is None and signs.thousands is None else ""
+    keys = "" if signs.are_set else "set {}"
     table = DataTable(columns, path, (), lambda row: f"line {_line_of(path, found, row, len(skipped))}", signs=keys)
-    kinds = {name: str(column.type) for name, column in zip(columns, content.columns, strict=True)}
-    labels = [name for name in columns if kinds[name] == "int64" and _is_target(name, target)]
-    doubles = [name for name in columns if kinds[name] == "double"]
-    strings = {
-        name: column
-        for name, column in zip(columns, content.columns, strict=True)
-        if kinds[name] == "string" and not is_text(name)
-    }
-    commas = _decimal_commas(strings, compute) if keys and found != "," else []
-    if keys and not commas:
-        doubles = [name for name in doubles if _may_be_thousands(columns[name])]
-    elif signs.decimal == "." and signs.thousands is None:
-        doubles = []
-    raw = dict(zip(map(str.strip, names), names, strict=True))
-    again = {name: raw[name] for name in [*labels, *doubles]}
-    written = read(again.values(), include_columns=[*again.values()]) if again else {}
-    for name in labels:
-        _require_one_text_per_number(table.column(name), compute.utf8_trim_whitespace(written[again[name]]))
-    for name in doubles if keys else ():
-        _require_points(table.column(name), written[again[name]].to_pylist(), commas, found)
-    strings |= {name: written[again[name]] for name in doubles if not keys}
-    decimal = signs.decimal or ("," if commas or signs.thousands == "." else ".")
-    for name in commas if keys else strings:
-        numbers = _numbers(table.column(name), strings[name], decimal, signs.thousands, compute)
-        columns[name] = columns[name] if numbers is None else numbers
-    assumed += [f"column {name} has decimal commas, such as {strings[name][0]}" for name in commas]
-    return replace(table, assumed=tuple(assumed))
+    arrays, raw = dict(zip(columns, content.columns, strict=True)), dict(zip(columns, names, strict=True))
+    of_type = {kind: [name for name in columns if str(arrays[name].type) == kind] for kind in TYPES}
+
+    def written(chosen: Sequence[str]) -> dict[str, Any]:
+        """Return columns as they were written, arrays of text of PyArrow."""
+        again = [raw[name] for name in chosen]
+        content = read(again, include_columns=again) if again else {}
+        return {name: content[raw[name]] for name in chosen}
+
+    for name, text in written([name for name in of_type["int64"] if is_target(name)]).items():
+        require_one_text_per_number(table.column(name), text)
+    texts = {name: arrays[name] for name in of_type["string"] if not is_text(name)}
+    numbers, signed = signs.numbers(table, texts, of_type["double"], written, found)
+    return replace(table, columns=columns | numbers, assumed=(*assumed, *signed))
 
 
 def _header(path: str, delimiter: str | None) -> tuple[str, list[str], list[str]]:
@@ -257,78 +226,6 @@ def _header(path: str, delimiter: str | None) -> tuple[str, list[str], list[str]
     if header > first and lines[header - 1].count(found) == line.count(found) > 0:
         header -= any(NUMBER.fullmatch(cell.strip()) for cell in line.split(found))
     return found, next(csv.reader(lines[header : header + 1], delimiter=found), []), lines[:header]
-
-
-def _decimal_commas(columns: Mapping[str, Any], compute: Any) -> list[str]:
-    """Return the names of the columns of text, arrays of PyArrow, that contain numbers with decimal commas.
-
-    If each could also have commas between thousands, as in 54,031, there are none.
-    """
-    numbers = {name: text for name, text in columns.items() if _all_match(text, r"\d*,\d+|\d+,?", compute)}
-    clear = [name for name, text in numbers.items() if not _all_match(text, r"[1-9]\d{0,2},\d{3}|\d{1,3}", compute)]
-    return list(numbers) if clear else []
-
-
-def _all_match(text: Any, pattern: str, compute: Any) -> bool:
-    """Whether all values of an array of PyArrow match a pattern after a sign, before an exponent."""
-    return bool(compute.all(compute.match_substring_regex(text, rf"^\s*[-+]?({pattern})([eE][-+]?\d+)?\s*$")).as_py())
-
-
-def _may_be_thousands(numbers: np.ndarray) -> bool:
-    """Whether numbers [n] with decimals may be whole numbers with points between thousands, such as 5.840 and 966."""
-    if not (abs(numbers) < 1000).all():
-        return False
-    thousandths, whole = numbers * 1000, numbers % 1 == 0
-    return 0 < whole.sum() < len(whole) and np.allclose(thousandths, thousandths.round())
-
-
-def _require_points(column: DataColumn, texts: Sequence[str | None], commas: Sequence[str], delimiter: str) -> None:
-    """Raise DataError if points in the texts of numbers may separate thousands: beside columns of decimal commas,
-
-    or if all numbers have groups of three digits, as 5.840 and 966. In a file with commas, one of them must end in 0.
-    """
-    row = next((row for row, text in enumerate(texts) if text and "." in text), None)
-    if row is None:
-        return
-    value, why = texts[row], f"beside decimal commas in column {cut(commas[0])}" if commas else "beside whole numbers"
-    groups = all(re.fullmatch(r"[-+]?([1-9]\d{0,2}\.\d{3}|\d{1,3})", text) for text in texts if text)
-    if commas or (groups and (delimiter != "," or any(re.search(r"\.\d\d0", text) for text in texts if text))):
-        remedy = f'set data.thousands="." {"and" if commas else "or"} data.decimal={show("," if commas else ".")}'
-        raise column.error(f"contains {show(value)} {why}, so the point may separate thousands,", row, remedy)
-
-
-def _require_one_text_per_number(column: DataColumn, text: Any) -> None:
-    """Raise DataError if two texts of a column of class labels, an array of PyArrow, are one number, as 01 and 1."""
-    names = dict[int, str]()
-    for name in text.unique().drop_null().to_pylist() if len(text.unique()) > len(np.unique(column.values)) else ():
-        if (other := names.setdefault(int(name), name)) != name:
-            raise DataError(
-                f"{column.place}: contains {show(other)} and {show(name)}, which may be one class or two; write each "
-                "class in one way"
-            )
-
-
-def _numbers(column: DataColumn, text: Any, decimal: str, thousands: str | None, compute: Any) -> np.ndarray | None:
-    """Return a column of text, an array of PyArrow, as numbers with these signs. None: less than half are numbers.
-
-    Raises DataError with the first value that is not such a number.
-    """
-    point, sign = re.escape(decimal), f"[{ALIKE.get(thousands, thousands)}]" if thousands else ""
-    groups = rf"|[1-9]\d{{0,2}}({sign}\d{{3}})+" * bool(sign) + r"|[1-9]\d?(,\d\d)+,\d{3}" * (thousands == ",")
-    pattern = rf"^\s*[-+]?((\d+{groups})({point}\d*)?|{point}\d+)([eE][-+]?\d+)?\s*$"
-    matching = compute.match_substring_regex(text, pattern).to_numpy(zero_copy_only=False)
-    if len(wrong := np.flatnonzero(matching == False)):  # noqa: E712  # None has no value
-        values = [value.strip() for value in text.to_pylist() if value]
-        if 2 * max((matching == True).sum(), len(signed_numbers(values))) < len(values):  # noqa: E712
-            return None
-        said = f"decimal {show(decimal)}" + f" and thousands {show(thousands)}" * (thousands is not None)
-        problem = f"contains {show(text[int(wrong[0])].as_py())}, which is not a number with {said},"
-        raise column.error(problem, int(wrong[0]), "correct it, or leave the column out with data.inputs", len(wrong))
-    plain = compute.utf8_trim_whitespace(compute.replace_substring_regex(text, sign, "") if sign else text)
-    plain = compute.replace_substring(plain, decimal, ".")
-    with contextlib.suppress(ValueError):  # other than integers
-        return plain.cast("int64").to_numpy()
-    return plain.cast("float64").to_numpy()
 
 
 def _columns(content: Any, path: str) -> dict[str, Any]:
