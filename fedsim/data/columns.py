@@ -143,14 +143,15 @@ class DataColumn(NamedTuple):
             return
         between = next((sign for sign, forms in ALIKE.items() if between and between in forms), between)
         sign = unit or between or decimal
-        remedy = self.signs.format(f"data.decimal={show(sign)} or " * (sign == ",") + f"data.thousands={show(sign)}")
+        may_be_decimal = sign == "," and first[0].count(sign) == 1
+        remedy = self.signs.format(f"data.decimal={show(sign)} or " * may_be_decimal + f"data.thousands={show(sign)}")
         if between and (decimal or between == "."):
             remedy = self.signs.format(f"data.thousands={show(between)} and data.decimal={show(decimal or ',')}")
         if unit:
             remedy = f"remove {show(unit)} from all values"
         raise DataError(
             f"{self.place}: contains {show(first[0])}, which is a number except for {show(sign)}; {remedy}, or leave "
-            "the column out with `inputs`"
+            "the column out with data.inputs"
         )
 
     def owners(self) -> np.ndarray:

@@ -18,6 +18,7 @@ from fedsim.processes import process_pool
 from fedsim.processes.child_process import start_process
 from tests.comparison.test_runner import without_times
 from tests.lethal import order
+from tests.processes.pool_calls import never_report
 
 
 def children():
@@ -50,11 +51,6 @@ class Observer(Callback):
 
     def on_retry(self, run):
         self.retried.append(run.id)
-
-
-def never_report(*_):
-    """Main function of a process that never reports that it has started."""
-    signal.pause()
 
 
 def test_several_jobs_give_the_results_of_one_and_keep_their_processes(quick, serial, tmp_path):

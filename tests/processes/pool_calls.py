@@ -125,6 +125,11 @@ class KillsItsReader:
         return kill_this, ()
 
 
+def never_report(*_):
+    """Main function of a process that never reports that it has started."""
+    signal.pause()
+
+
 def kill_this():
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -15,6 +15,8 @@ import torch
 import fedsim
 from fedsim.engines import base
 from fedsim.errors import ExperimentError, ProcessLostError, WorkerError
+from fedsim.processes import process_pool
+from fedsim.processes.child_process import start_process
 from fedsim.processes.messages import MAX_FILES, Channel, Message
 from fedsim.processes.process_pool import ProcessPool
 from tests.commands import assert_none_left, run_python, start_python
@@ -31,6 +33,7 @@ from tests.processes.pool_calls import (
     leave_a_note_at_the_end,
     meet,
     misbehave,
+    never_report,
     refuse,
     remember,
     threads,
@@ -122,7 +125,11 @@ def test_a_death_between_calls_is_found_at_the_next_which_is_the_last():
         assert failure_of(pool, who) == "the process pool has been closed; create a new one"
 
 
-def test_a_process_killed_as_it_starts_is_named_without_a_worker():
+def test_a_process_killed_as_it_starts_is_named_without_a_worker(monkeypatch):
+    def start(serve, index, *arguments, **options):
+        return start_process(never_report if index == 1 else serve, index, *arguments, **options)
+
+    monkeypatch.setattr(process_pool, "start_process", start)  # a process that is ready within 10 ms could report first
     with ProcessPool(2) as pool:
         os.kill(pool._children[1].process.pid, signal.SIGKILL)
         assert failure_of(pool, who) == "process 1 was killed by SIGKILL (exit code -9), while it started"
