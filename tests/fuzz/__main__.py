@@ -76,7 +76,8 @@ def _fuzz(lab: Lab, options: argparse.Namespace) -> int:
             break
         order, pair = in_turn(names, number), options.pair.split(",") if options.pair else pairs.rarest()
         label = f"{options.seed} {number}"
-        settings = drawn_for(label, order[0], pair)
+        settings, refused = drawn_for(label, order[0], pair)
+        pairs.refused.update({tuple(pair): refused} if refused else {})
         drawn.update(components(settings))
         for name, answer in checked(lab, settings, names if everything else order, everything):
             kind = answer if answer in KINDS else "failed" if is_failure(answer) else REFUSED
@@ -89,8 +90,8 @@ def _fuzz(lab: Lab, options: argparse.Namespace) -> int:
     return int(any(kind == "failed" for _, kind in verdicts))
 
 
-def drawn_for(label: str, name: str, pair: Sequence[str] = ()) -> Settings:
-    """Return the draw with a label for a property, with a pair of keys and often with what the property is about."""
+def drawn_for(label: str, name: str, pair: Sequence[str] = ()) -> tuple[Settings, str | None]:
+    """Return a draw for a property, with a pair of keys and often with what the property is about (see `draw`)."""
     rng, wants = random.Random(label), PROPERTIES[name].wants
     return draw(rng, [*pair, *([rng.choice(wants)] if wants and rng.random() < 0.7 else [])])
 

@@ -88,12 +88,13 @@ VARYING = [schema.Local.model_fields[key] for key in ("epochs", "steps", "batch_
 TRIES = 6  # to draw a group of keys that fits the others
 
 
-def draw(rng: random.Random, wanted: Sequence[str] = ()) -> Settings:
+def draw(rng: random.Random, wanted: Sequence[str] = ()) -> tuple[Settings, str | None]:
     """Return an experiment that passes the checks before the first round, with the groups of keys `wanted` if possible.
 
-    Names of keys that every draw has, or that properties set, may be among `wanted`.
+    The second value is None, or the reason why no try with all `wanted` groups was valid. Names of keys that every draw
+    has, or that properties set, may be among `wanted`.
     """
-    settings, _ = drawn_with(rng, wanted)
+    settings, refused = _drawn_with(rng, wanted)
     weighted = [group for group in GROUPS for _ in range(WEIGHT if group in OFTEN else 1)]
     groups = list(dict.fromkeys(rng.choices(weighted, k=rng.randint(2, 5))))
     groups = groups if rng.random() < 0.5 else list(dict.fromkeys(["local", *groups]))
@@ -101,10 +102,10 @@ def draw(rng: random.Random, wanted: Sequence[str] = ()) -> Settings:
         groups = [group for group in groups if group != "data.augment"]
     for group in groups:
         settings = _with_group(rng, group, settings, wanted)[0]
-    return settings
+    return settings, refused
 
 
-def drawn_with(rng: random.Random, wanted: Sequence[str]) -> tuple[Settings, str | None]:
+def _drawn_with(rng: random.Random, wanted: Sequence[str]) -> tuple[Settings, str | None]:
     """Return a small experiment with the groups of keys `wanted`, and None, or why none of the tries was valid."""
     for _ in range(TRIES):
         settings, line = _basis(rng), None

@@ -11,7 +11,7 @@ import torch
 
 from fedsim.aggregation.rule import rule
 from tests.fuzz.__main__ import OK, TOO_LONG, checked, command, drawn_for, in_turn, is_failure, settings_in, verdict
-from tests.fuzz.draw import GROUPS, changed_keys, draw, drawn_with, is_runnable, is_valid
+from tests.fuzz.draw import GROUPS, changed_keys, draw, is_runnable, is_valid
 from tests.fuzz.pairs import Pairs
 from tests.fuzz.properties import PROPERTIES, Property, difference
 from tests.fuzz.runs import Lab, Outcome
@@ -29,7 +29,7 @@ def session_lab():
 @pytest.mark.parametrize("number", [pytest.param(k, marks=() if k < 24 else pytest.mark.slow) for k in range(400)])
 def test_a_drawn_experiment_has_the_property(number, session_lab):
     names = in_turn(list(PROPERTIES), number)
-    settings = drawn_for(f"test {number}", names[0])
+    settings = drawn_for(f"test {number}", names[0])[0]
     ((name, answer),) = checked(session_lab, settings, names)
     assert not is_failure(answer), f"{answer}\n{command(name, settings)}"
 
@@ -51,8 +51,8 @@ def test_features_that_meet_have_the_property(name, words, session_lab):
 
 
 def test_a_draw_has_a_pair_of_keys_if_they_are_allowed_together():
-    assert {"stop", "groups"} <= changed_keys(draw(random.Random(0), ["stop", "groups"]))
-    assert "does not work with groups" in drawn_with(random.Random(0), ["groups", "broadcast"])[1]
+    assert {"stop", "groups"} <= changed_keys(draw(random.Random(0), ["stop", "groups"])[0])
+    assert "does not work with groups" in draw(random.Random(0), ["groups", "broadcast"])[1]
 
 
 def test_pairs_are_tried_evenly_and_counted_if_both_keys_were_changed():
@@ -63,6 +63,10 @@ def test_pairs_are_tried_evenly_and_counted_if_both_keys_were_changed():
     assert pairs.run["workers", "cohort"] == 0  # workers = 4 is the default too
     assert pairs.run["rounds", "cohort"] == 1
     assert not any("buffers" in pair for pair in pairs.run)
+    pairs.refused["groups", "broadcast"] = "groups: no"
+    lines = pairs.lines()
+    assert "1 refused in one line" in lines[0]
+    assert lines[-1] == "  refused groups + broadcast: groups: no"
 
 
 def test_a_check_that_takes_too_long_ends(session_lab, monkeypatch):
@@ -100,7 +104,7 @@ def test_a_new_component_is_drawn():
 
 
 def test_a_failure_is_reduced_to_the_settings_that_cause_it():
-    settings = next(s for n in range(1000) if (s := draw(random.Random(f"shrink {n}"))).get("model.lora.rank"))
+    settings = next(s for n in range(1000) if (s := draw(random.Random(f"shrink {n}"))[0]).get("model.lora.rank"))
     small = shrunk(settings, lambda candidate: bool(candidate.get("model.lora.rank")), seconds=60)
     assert {key for key in small if not key.startswith(("data.", "model.", "task."))} == {"workers", "rounds", "seed"}
     assert (small["rounds"], small["workers"], small["seed"]) == (1, 2, 0)
@@ -108,7 +112,7 @@ def test_a_failure_is_reduced_to_the_settings_that_cause_it():
 
 def test_a_command_has_the_settings_of_the_draw():
     for number in range(8):
-        settings = draw(random.Random(f"command {number}"))
+        settings, _ = draw(random.Random(f"command {number}"))
         words = command("pool", settings).split("--check pool ")[1]
         assert settings_in(shlex.split(words)) == settings
         assert is_valid(settings)
