@@ -514,10 +514,6 @@ def hint_for(key: str, recorded: Sequence[str]) -> str:
 
 def _check_worker_tests(where: str, key: str, experiments: Sequence[Experiment]) -> None:
     """Raise ExperimentError if an experiment does not test workers in the way that the metric `key` needs."""
-    if key.startswith("metrics.personal_"):
-        now = key.replace("metrics.personal_", "").removesuffix("_mean")
-        now = now if now in KEYS else f"metrics.{now}"
-        raise ExperimentError(f"{where}: is now called {now}; it also exists for algorithms without personal models")
     for experiment in experiments:
         if problem := problem_with_worker_tests(experiment):
             raise ExperimentError(f"{where}: {problem}")

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints, model_validator
 
 from fedsim.comparison.rows import NO_SETTINGS, SETTINGS, ComparisonSettings, canonical
-from fedsim.config.files import with_new_names
 from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import ObjectName, with_objects
 from fedsim.errors import RecordError
@@ -62,5 +61,4 @@ def read_comparison_file(path: Path, objects: Iterable[ObjectName] = ()) -> Comp
     file = validated(ComparisonFile, path, MOST_BYTES)
     if problem := problem_with_words(file.model_dump()):
         raise RecordError(f"{path}: {problem}")
-    with_new_names(file.base)
     return ComparisonFile.model_validate(with_objects(file.model_dump(), objects))

@@ -122,23 +122,6 @@ def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
         raise ExperimentError(f"{where}: cannot be read as TOML: {cut(str(error))}") from None
     if problem := problem_with_words(tables):
         raise ExperimentError(f"{where}: {problem}")
-    return with_new_names(tables) if path.name == EXPERIMENT else tables
-
-
-def with_new_names(tables: dict[str, Any]) -> dict[str, Any]:
-    """Rename settings that an earlier version of fedsim has stored, in place, and return them.
-
-    The engine `spawn` with `start_method = "fork"` was what `processes` with `auto` is now.
-    """
-    local, batched, policy = tables.get("local"), tables.get("batched"), tables.get("policy")
-    if isinstance(policy, dict) and policy.get("name") in ("gossip", "ad_psgd") and "graph" in policy:
-        policy["topology"] = policy.pop("graph")
-    if isinstance(local, dict) and "accumulate" in local:
-        values = {("engine", "spawn"): "processes", ("start_method", "fork"): "auto"}
-        tables |= {key: new for (key, old), new in values.items() if tables.get(key) == old}
-        local["accumulation_steps"], local["trainable"] = local.pop("accumulate"), local.pop("train", [])
-        if isinstance(batched, dict) and "max_rows" in batched:
-            batched["max_workers"] = batched.pop("max_rows")
     return tables
 
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from fedsim.config.files import EXPERIMENT
 from fedsim.core.input_limits import problem_with_words
 from fedsim.errors import RecordError, cut
-from fedsim.records.record import MOST_NAMES, RoundRecord, read_record
+from fedsim.records.record import MOST_NAMES, RECORD, RoundRecord
 from fedsim.system.files import is_file, read_bounded, to_json
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
@@ -78,7 +78,7 @@ def read_history(folder: Path) -> list[RoundRecord]:
     records: list[RoundRecord] = []
     for line in lines:
         try:
-            record = read_record(line)
+            record = RECORD.validate_json(line)
         except ValidationError:
             break
         accuracy, first = record.test_accuracy, records[0] if records else record
@@ -118,7 +118,7 @@ def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
                 f"{where}: exceeds the limit of {MOST_LINE_BYTES:,} bytes per line or {MOST_ROUNDS:,} rounds"
             )
         try:
-            record = read_record(line)
+            record = RECORD.validate_json(line)
         except ValidationError as error:
             if error.errors(include_url=False)[0]["type"] == "json_invalid" and not lines.read().strip():
                 return records, True

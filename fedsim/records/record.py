@@ -7,19 +7,18 @@ field: they are in `RoundRecord.metrics`, and are shown under their names.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, AliasChoices, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from fedsim.core.attributes import attribute_error, attribute_hint
 from fedsim.core.equality import same
 from fedsim.core.numbers import Count
-from fedsim.errors import ExperimentError, cut
+from fedsim.errors import cut
 
 LARGEST = 1e145  # largest number that is read from a file; a sum of squares of such numbers is finite
 MOST_NAMES = 50  # maximum number of phases, and of metrics, in a round
@@ -122,20 +121,15 @@ Text = Annotated[str, AfterValidator(cut)]
 Named = Annotated[dict[Text, Number], Field(max_length=MOST_NAMES)]
 
 
-RENAMED = {"torn_reads": "overlapped_gradients"}  # former names of fields
-
-
 class Record(dict[str, Any]):
     """Immutable dataclass that can also be used as a dict of its fields, for example by `json.dumps` and pandas."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __missing__(self, key: str) -> Any:
-        raise KeyError(f"{key}: {f'is now called {RENAMED[key]}' if key in RENAMED else attribute_hint(key, self)}")
+        raise KeyError(f"{key}: {attribute_hint(key, self)}")
 
     def __getattr__(self, name: str) -> Any:
-        if name in RENAMED:
-            raise AttributeError(f"{name}: is now called {RENAMED[name]}")
         raise attribute_error(f"{type(self).__name__!r} object", name, self)
 
     def __post_init__(self) -> None:
@@ -190,9 +184,7 @@ class RaceRecord(Record):
     lost_fraction: Annotated[Number, Metric("Updates lost (fraction)", "lower", column="lost", share=True)] = None
     """`updates_lost` / `updates`."""
     overlapped_gradients: Annotated[
-        Number,
-        Field(validation_alias=AliasChoices("overlapped_gradients", "torn_reads")),
-        Metric("Gradients overlapped by a write (fraction)", "lower", share=True),
+        Number, Metric("Gradients overlapped by a write (fraction)", "lower", share=True)
     ] = None
     """Fraction of gradients during whose forward and backward pass another process was writing to the model. Such a
     gradient may be computed from a mixture of two versions, but need not be. 0 if locks are used."""
@@ -314,21 +306,6 @@ class RoundRecord(Record):
 RECORD = TypeAdapter(RoundRecord)
 
 
-def read_record(line: bytes | str) -> RoundRecord:
-    """Return the record in a line of JSON, with the present names of all numbers. Raises pydantic.ValidationError."""
-    record = RECORD.validate_json(line)
-    prefixes = ("worker_", "personal_worker_", "global_worker_")  # those of the model that workers would use first
-    prefix = next((word for word in prefixes if any(name.startswith(word) for name in record.metrics)), "worker_")
-    if prefix == "worker_" and "pull_down" not in record.seconds:
-        return record
-    old = [name for name in record.metrics if name.startswith(prefix) and prefix != "worker_"]
-    named = {f"worker_{name.removeprefix(prefix)}": record.metrics[name] for name in old}
-    means = {name: named.pop(f"{name}_mean", None) for name in ("worker_accuracy", "worker_loss")} if old else {}
-    others = {name: value for name, value in record.metrics.items() if not name.startswith("personal_worker_")}
-    seconds = {current_name(f"seconds.{name}").partition(".")[2]: value for name, value in record.seconds.items()}
-    return replace(record, **means, metrics=named | others, seconds=seconds)
-
-
 def _sum(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
@@ -403,30 +380,14 @@ class History(list[RoundRecord]):
         return super().__getitem__(index)
 
 
-def current_name(key: str) -> str:
-    """Return the present name of a number that an earlier version of fedsim has recorded.
-
-    >>> current_name("metrics.personal_worker_accuracy_mean"), current_name("seconds.pull_down")
-    ('worker_accuracy', 'seconds.broadcast')
-    """
-    former = re.fullmatch(r"metrics\.personal_(worker_(?:accuracy|loss))_(\w+)", key)
-    if former is None:
-        return "seconds.broadcast" if key == "seconds.pull_down" else key
-    return former[1] if former[2] == "mean" else f"metrics.{former[1]}_{former[2]}"
-
-
 def metric_called(name: str) -> Metric:
     """Return the metric with this name. A sign before the name says whether higher (+) or lower (-) is better.
-
-    Former names of numbers are accepted, except of fields of races, for which ExperimentError is raised.
 
     >>> metric_called("-metrics.drift").key, metric_called("-metrics.drift").better, metric_called("test_loss").better
     ('metrics.drift', 'lower', 'lower')
     """
-    key = current_name(name.removeprefix(name[:1]) if name[:1] in SIGNS else name)
+    key = name.removeprefix(name[:1]) if name[:1] in SIGNS else name
     path = tuple(key.split(".", 1))
-    if path[0] == "race" and path[-1] in RENAMED:
-        raise ExperimentError(f"metric {key}: is now called race.{RENAMED[path[-1]]}")
     declared = [metric.named(path[-1]) if "{}" in metric.label else metric for metric in METRICS]
     metric = next((known for known in declared if known.key == key), Metric(key, None, path=path))
     return replace(metric, better=SIGNS.get(name[:1], metric.better))

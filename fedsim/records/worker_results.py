@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 2**28  # maximum size of a table that is read, much more than any run writes
 LABELS = {"global": "global model", "personal": "personal model", "fine_tuned": "after local training"}
 WORST = 0.1  # fraction of workers in the mean over the worst workers
-METRIC = re.compile(r"(metrics\.((global|fine_tuned|personal|unseen)_)?)?worker_(accuracy|loss)(_\w+)?")
+METRIC = re.compile(r"(metrics\.((global|fine_tuned|unseen)_)?)?worker_(accuracy|loss)(_\w+)?")
 
 Tested = dict[str, tuple[float, float | None]]  # loss and accuracy by model; accuracy None if the task has none
 

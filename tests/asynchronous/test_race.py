@@ -18,7 +18,7 @@ from fedsim.asynchronous.race.worker import LockedRaceWorker, ProcessResult
 from fedsim.core.randomness import batch_order, draw_key
 from fedsim.core.rows import Layout
 from fedsim.processes.process_pool import ProcessPool
-from fedsim.records.record import RECORD, AsyncRecord, metric_called
+from fedsim.records.record import AsyncRecord
 from fedsim.rounds.evaluation import EvaluationResult
 from fedsim.runs.loops.race_loop import RaceRoundResult, _race_record
 from tests import components
@@ -245,19 +245,6 @@ def scripted_race(folder, policy, script, steps):
         **{"data": f"{COMPONENTS}:worker_ids", "partition": f"{COMPONENTS}:in_halves"},
         **{"policy": {"name": f"{COMPONENTS}:{policy}", **where}, "local": {"steps": steps, "batch_size": 2}},
     ).history[0]
-
-
-def test_the_former_name_of_overlapped_gradients_reports_the_new_one():
-    record = RECORD.validate_json('{"round": 1, "race": {"torn_reads": 0.5}}')  # from the folder of an earlier run
-    assert record["race"]["overlapped_gradients"] == 0.5
-    with pytest.raises(KeyError, match="torn_reads: is now called overlapped_gradients"):
-        record["race"]["torn_reads"]
-    with pytest.raises(AttributeError, match="torn_reads: is now called overlapped_gradients"):
-        _ = record.race.torn_reads
-    with pytest.raises(
-        fedsim.ExperimentError, match=r"metric race.torn_reads: is now called race.overlapped_gradients"
-    ):
-        metric_called("-race.torn_reads")
 
 
 def test_lost_updates_are_counted():

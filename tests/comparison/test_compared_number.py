@@ -89,8 +89,6 @@ def test_the_number_is_stored_and_reported(cli, tmp_path):
         ("personal_accuracy", 'metric = "personal_accuracy": is not a .* did you mean "worker_accuracy"'),
         ("worker_accuracy", 'metric = "worker_accuracy": needs tests of .* workers; add data.local_test_fraction=0.2'),
         ("metrics.global_worker_loss_mean", 'metric = "metrics.global_.* add data.local_test_fraction=0.2'),
-        ("metrics.personal_worker_accuracy_mean", 'metric = "metrics.personal_.* add data.local_test_fraction=0.2'),
-        ("metrics.personal_worker_loss_std", "add data.local_test_fraction=0.2"),
     ],
 )
 def test_a_number_that_rounds_do_not_have_is_refused_before_the_runs(by, message, serial):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import pickle
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -17,14 +16,11 @@ from torch import nn
 
 import fedsim
 from fedsim.clients import SGD, PersonalModel
-from fedsim.config.schema import Stop
 from fedsim.core.philox import Stream, shuffles
 from fedsim.core.randomness import draw_key
 from fedsim.data import ListedShards, hold_out
 from fedsim.data.partitions import partition_shards
-from fedsim.records.early_stopping import stop_reason
 from fedsim.records.reader import Run
-from fedsim.records.record import read_record
 from fedsim.records.worker_results import describe
 from fedsim.runs.personal_models import PersonalModels
 from fedsim.runs.setup import begun
@@ -178,21 +174,6 @@ def test_results_hold_no_worker_states(tables):
     results += [fedsim.run(tables) for _ in range(2)]
     assert (len(list(files.iterdir())) if files.is_dir() else 0) == before
     assert not any(isinstance(value, PersonalModels) for value in vars(results[0]).values())
-
-
-def test_records_of_an_earlier_version_are_read_with_the_present_names():
-    old = {"global_worker_accuracy_mean": 0.5, "global_worker_accuracy_std": 0.1}
-    record = read_record(json.dumps({"round": 1, "metrics": old, "seconds": {"pull_down": 1.0}}))
-    assert (record.worker_accuracy, record.seconds) == (0.5, {"broadcast": 1.0})
-    assert record.metrics == {"worker_accuracy_std": 0.1, **old}
-    old |= {"personal_worker_accuracy_mean": 0.75, "personal_worker_accuracy_std": 0.2}
-    record = read_record(json.dumps({"round": 1, "metrics": old}))
-    assert record.worker_accuracy == 0.75
-    assert "personal_worker_accuracy_std" not in record.metrics
-    assert record.metrics["worker_accuracy_std"] == 0.2
-    assert read_record(json.dumps(record)) == record
-    stop = Stop(metric="metrics.personal_worker_accuracy_mean", mode="max", target=0.7)
-    assert stop_reason([replace(record, cohort=[0])], stop).endswith("has reached the target 0.7")
 
 
 def test_personal_models_are_tested_with_the_buffers_of_their_workers(tables, tmp_path):

@@ -366,18 +366,6 @@ def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_us
     assert stored.engine == "serial"
 
 
-def test_a_run_of_the_version_before_resumes_with_the_new_names(tmp_path, cli):
-    words = "data=tests.components:tiny", "model=logistic", "workers=4", "rounds=2"
-    assert cli("run", *words, "engine=processes", "processes=2", "--out", "run").exit_code == 0
-    file, now = tmp_path / "run" / "experiment.toml", {"engine": "processes", "start_method": "auto"}
-    before = file.read_text().replace('"processes"', '"spawn"').replace('"auto"', '"fork"', 1)
-    before = before.replace("accumulation_steps", "accumulate").replace("trainable", "train")
-    file.write_text(before)
-    stored = fedsim.load_experiment(file, allow_imports=True)
-    assert now == {key: getattr(stored, key) for key in now}
-    assert cli("run", "--resume", "run", "rounds=3", "--allow-imports").exit_code == 0
-
-
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("names", [["letter.txt"], [".thesis.part", "notes"], [".experiment.toml.part", "notes"]])
 def test_a_refused_folder_keeps_all_its_files(tables, tmp_path, names, resume):
