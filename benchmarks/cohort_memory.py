@@ -1,7 +1,7 @@
 """Memory of large cohorts, computed before a run and measured in one round on random tokens.
 
 The settings are those of pfl-research for StackOverflow and for language models. The computed memory is that of
-fedsim's check before the first round (`fedsim.training.memory.memory_needed`), with two processes and without
+fedsim's check before the first round (`fedsim.runs.memory.memory_needed`), with two processes and without
 checkpoints. It does not count libraries, data and activations.
 
     python benchmarks/cohort_memory.py            computed memory
@@ -22,8 +22,8 @@ from fedsim.config.load import load_experiment
 from fedsim.core.randomness import torch_generator
 from fedsim.core.rows import Layout
 from fedsim.data import TensorData
+from fedsim.runs.memory import memory_needed
 from fedsim.runs.setup import task_of
-from fedsim.training.memory import memory_needed
 
 SAMPLES, LENGTH = 200, 8
 MODELS = {

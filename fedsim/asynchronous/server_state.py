@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,25 +157,6 @@ class ServerState(AsyncServer):
         for key, state in (("kept", cohort.kept), ("messages", cohort.messages), ("received", cohort.received)):
             in_flight |= {f"{key}.{name}": tensor for name, tensor in state.items()}
         return {**in_flight, **{f"server.{name}": tensor for name, tensor in self.own_tensors.items()}}
-
-
-def server_bytes(task: RunTask, d: int, n_buffer_values: int) -> int:
-    """Return the bytes of the tensors that a `ServerState` creates, before they are allocated.
-
-    `d` and `n_buffer_values` are the number of the model's parameters and of its buffers' values. The result is 0 for
-    synchronous rounds, and for a policy whose initial state depends on the values of tensors.
-    """
-    if task.experiment.in_rounds:
-        return 0
-    n, meta = task.experiment.largest_cohort, torch.device("meta")
-    rows, buffers = new_rows(n, d, task.dtype, meta), new_rows(n, n_buffer_values, torch.double, meta)
-    server, cohort = SimpleNamespace(row=rows[0], buffers=buffers[0]), SimpleNamespace(rows=rows, buffers=buffers)
-    shared: Any = SimpleNamespace(server=server, cohort=cohort)
-    try:
-        tensors = ServerState(replace(task, device=meta), shared, WorkerStates({})).own_tensors
-    except RuntimeError:  # such as that of Tensor.item
-        return 0
-    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 Tables = tuple[tuple[int, int, int], ...]  # per embedding: offset in the flat row, num_embeddings, embedding_dim

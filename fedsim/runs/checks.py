@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.asynchronous.server_state import server_bytes
 from fedsim.clients import FeatureLoss
 from fedsim.clients.schedule import Varying
 from fedsim.config.experiment import Experiment
@@ -32,8 +31,8 @@ from fedsim.data.tensors import compact
 from fedsim.engines import Engine, RunTask
 from fedsim.errors import DataError, ExperimentError, FedsimError, SettingWarning, called, one_line, show, show_bytes
 from fedsim.processing import initial_states
+from fedsim.runs.memory import memory_needed
 from fedsim.system.devices import free_memory
-from fedsim.training.memory import memory_needed
 from fedsim.training.operations import reason_of
 from fedsim.training.probe import Trials
 
@@ -233,8 +232,7 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
     copies = experiment.repetitions * (copies + (experiment.repetitions > 1))
     most = 1 if engine.traits.chooses else processes  # the engine `auto` may choose one process
     stacked = engine.traits.stacks and not engine.traits.chooses
-    server = server_bytes(task, layout.d, layout.n_buffer_values)
-    parts = memory_needed(task, layout, most, stacked=stacked, copies=copies, server=server)
+    parts = memory_needed(task, layout, most, stacked=stacked, copies=copies)
     needed, free = sum(parts.values()), free_memory()
     if needed > free:
         listed = ", ".join(f"{purpose} {show_bytes(nbytes)}" for purpose, nbytes in parts.items())

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.asynchronous.server_state import server_bytes
 from fedsim.config.experiment import Experiment
 from fedsim.data import label_counts
 from fedsim.engines import Engine, RunTask
 from fedsim.rounds.participants import workers_to_describe
+from fedsim.runs.memory import RunBytes
 from fedsim.runs.setup import engine_of
 from fedsim.system.devices import describe_device
-from fedsim.training.memory import state_needed
 from fedsim.training.shared_state import SharedState
 
 
@@ -129,8 +128,8 @@ def _record_bytes(task: RunTask, shared: SharedState, how: dict[str, Any]) -> in
     experiment, row = task.experiment, shared.server.row
     nbytes = (experiment.records.model + len(experiment.records.updates) * experiment.largest_cohort) * row.nbytes
     if experiment.checkpoint.every != 0:
-        d, b = len(row), len(shared.server.buffers)
-        checkpoint = experiment.repetitions * sum(state_needed(task, d, b, server_bytes(task, d, b)).values())
+        of_run = RunBytes.of(task, len(row), len(shared.server.buffers), experiment.largest_cohort)
+        checkpoint = experiment.repetitions * of_run.saved
         if experiment.gradient_hook is not None and experiment.gradient_hook.keeps:
             checkpoint += how["ranks"] * row.nbytes
         nbytes += (experiment.checkpoint.keep + 1) * checkpoint  # the oldest is removed after the newest is written

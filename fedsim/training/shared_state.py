@@ -328,18 +328,18 @@ class SharedState:
         parts = data.train, data.test, data.validation, data.own_tests
         share([tensor for part in parts for tensor in part.tensors])
         shards = [*data.shards.tensors, *data.worker_tests.tensors, data.root]
-        share([*shards, *_tensors_in(self.server), *_tensors_in(self.cohort), *_tensors_in(self.tests)])
+        share([*shards, *tensors_in(self.server), *tensors_in(self.cohort), *tensors_in(self.tests)])
         return self
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield all tensors in a tensor, dict or dataclass, including nested ones."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict) or is_dataclass(value):
         parts = value.values() if isinstance(value, dict) else (getattr(value, item.name) for item in fields(value))
         for part in parts:
-            yield from _tensors_in(part)
+            yield from tensors_in(part)
 
 
 def _rows_of_groups(task: RunTask, n: int, row: Tensor, buffers: Tensor) -> State:

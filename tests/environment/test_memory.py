@@ -10,6 +10,7 @@ from fedsim.runs import checks
 from fedsim.system.limits import format_failure
 
 ROW = 4 * 7_850  # bytes of a row of the model "logistic"
+SMALL = ROW / 2  # more than all tensors that are not rows
 SERIAL = {"workers": 4, "model": "logistic", "data": "tests.components:tiny", "engine": "serial", "rounds": 1}
 
 
@@ -30,10 +31,12 @@ SERIAL = {"workers": 4, "model": "logistic", "data": "tests.components:tiny", "e
 )
 def test_the_memory_of_all_rows_is_checked_before_the_first_round(tables, recorded, rows, tmp_path, monkeypatch):
     out = tmp_path / "run" if recorded else None
-    monkeypatch.setattr(checks, "free_memory", lambda: rows * ROW - 1.0)
-    with pytest.raises(ExperimentError, match=r"^cohort = 4: .* needs about .* of memory \(rows .* are free; use a s"):
+    monkeypatch.setattr(checks, "free_memory", lambda: rows * ROW - SMALL)
+    with pytest.raises(
+        ExperimentError, match=r"^cohort = 4: .* needs about .* of memory \(models and .* are free; use"
+    ):
         fedsim.run({**SERIAL, **tables}, out)
-    monkeypatch.setattr(checks, "free_memory", lambda: rows * ROW + 0.0)
+    monkeypatch.setattr(checks, "free_memory", lambda: rows * ROW + SMALL)
     fedsim.run({**SERIAL, **tables}, out)
 
 
@@ -43,13 +46,13 @@ def test_the_states_of_all_repetitions_of_a_race_are_counted(monkeypatch):
     monkeypatch.setattr(checks, "free_memory", lambda: (live + 1.0) * ROW)
     fedsim.run({**race, "race": {"runs": 1}})
     states = 2 * (4 + 1 + 4 + 2)
-    monkeypatch.setattr(checks, "free_memory", lambda: (live + states) * ROW - 1.0)
+    monkeypatch.setattr(checks, "free_memory", lambda: (live + states) * ROW - SMALL)
     with pytest.raises(ExperimentError, match=r"copies for repetitions, .* a smaller race.runs or a smaller model"):
         fedsim.run({**race, "race": {"runs": 2}})
 
 
 def test_rules_that_compare_all_pairs_need_memory_for_them(monkeypatch):
-    monkeypatch.setattr(checks, "free_memory", lambda: 9.0 * ROW)
+    monkeypatch.setattr(checks, "free_memory", lambda: 9 * ROW - SMALL)
     with pytest.raises(ExperimentError, match="distances of all pairs 128 B"):
         fedsim.run({**SERIAL, "aggregate": {"rule": "krum", "f": 0}})
 
