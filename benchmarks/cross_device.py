@@ -58,7 +58,7 @@ PINS = {
     "engine": "engine",
     "processes": "processes",
     "threads_per_process": "threads",
-    "batched.max_workers": "width",
+    "batched.stack_size": "width",
 }  # keys that repeat a run in the same way
 
 

@@ -144,7 +144,7 @@ def numbers(result):
     return {"row": [*projections(row), *projections(state)], "rounds": rounds}
 
 
-KEYS = ("test_loss", "test_accuracy", "train_loss", "attack_success", "coefficients", "bytes_up", "virtual_seconds")
+KEYS = ("test_loss", "test_accuracy", "train_loss", "attack_success", "weights", "bytes_up", "virtual_seconds")
 
 
 def projections(row):

@@ -241,4 +241,4 @@ def _algorithm(experiment: Experiment) -> str:
 def _aggregated(experiment: Experiment) -> str:
     if experiment.sync != "post_local":
         return experiment.sync
-    return f"gradients, of parameters after round {experiment.gradient_rounds}"
+    return f"gradients, of parameters after round {experiment.switch_after_round}"

@@ -180,7 +180,7 @@ def _engine_plan(name: str, task: RunTask, serial: Engine) -> str:
     processes, traits = processes_of(experiment, task.device), traits_of(name)
     if traits.chooses:
         plan = AutoEngine(
-            processes, experiment.threads_per_process, experiment.timeout, experiment.start_method
+            processes, experiment.threads_per_process, experiment.process_timeout, experiment.start_method
         ).choose(task, shared)
         how = "stacks of workers" if plan.stacked else "one worker at a time"
         return f"{_count(plan.processes)}, {how}, because {plan.reason}"

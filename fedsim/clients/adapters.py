@@ -45,7 +45,7 @@ def as_algorithm(algorithm: Stepper) -> ClientAlgorithm:
 class KeptState(AlgorithmOnly):
     """Client algorithm whose workers keep their optimizer state, such as momentum, between rounds.
 
-    It wraps another client algorithm, and is used if `local.keep_state` is set.
+    It wraps another client algorithm, and is used if `local.keep_optimizer_state` is set.
 
     Args:
         algorithm: client algorithm that has an optimizer state, and defines only `start`, `step` and optionally
@@ -60,7 +60,7 @@ class KeptState(AlgorithmOnly):
     {'momentum': tensor([0., 0.])}
     """
 
-    setting = "local.keep_state = true"
+    setting = "local.keep_optimizer_state = true"
 
     def __init__(self, algorithm: ClientAlgorithm) -> None:
         super().__init__(algorithm)
@@ -69,12 +69,12 @@ class KeptState(AlgorithmOnly):
         unsupported = rounds[0] != rounds[1] or not algorithm.element_wise or isinstance(algorithm, UpdateCorrection)
         if unsupported or algorithm.uses_start_row or exchanges(algorithm):
             raise ExperimentError(
-                "local.keep_state = true: only works with client algorithms such as sgd and adam; omit it"
+                "local.keep_optimizer_state = true: only works with client algorithms such as sgd and adam; omit it"
             )
         if not algorithm.start(torch.zeros(1)):
             raise ExperimentError(
-                "local.keep_state = true: the client algorithm has no state (such as momentum) with the given "
-                "parameters; omit keep_state"
+                "local.keep_optimizer_state = true: the client algorithm has no state (such as momentum) with the "
+                "given parameters; omit keep_optimizer_state"
             )
 
     def worker_state(self, row: Tensor) -> State:

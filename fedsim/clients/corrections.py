@@ -206,7 +206,7 @@ class Mime(MimeLite, CohortGradient, UpdateCorrection):
 
     Each step replaces the batch's gradient at x by (gradient at x) - (gradient at w) + c. w is the model that the
     worker received. c, which the server sends, is the mean of the cohort's full gradients at w. Workers that drop out
-    (`sampling.client_dropout`) do not count in c. If a worker is trained only for an evaluation, w is the model that it
+    (`sampling.dropout_rate`) do not count in c. If a worker is trained only for an evaluation, w is the model that it
     starts with, and c is the worker's own full gradient at w.
 
     Args:

@@ -111,7 +111,7 @@ def run_here(work: Iterable[Work], on_round: OnRound, on_end: OnEnd) -> None:
 def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnEnd, on_retry: OnRetry) -> None:
     """Execute the runs in at most `count` processes, each of which executes one run at a time.
 
-    A run is repeated if its process dies or no longer responds. After `process_retries` repetitions, it counts as
+    A run is repeated if its process dies or no longer responds. After `max_restarts` repetitions, it counts as
     failed.
 
     Args:
@@ -185,7 +185,7 @@ def attempt(
 
 def _hear(pool: ProcessPool, planned: PlannedRun, on_round: OnRound, record: RoundRecord | None) -> None:
     """Handle a message from a run's process: the record of a round, or None when the first round is about to start."""
-    pool.expect_heartbeats(planned.experiment.timeout)
+    pool.expect_heartbeats(planned.experiment.process_timeout)
     if record is not None:
         on_round(planned, record)
 
@@ -203,7 +203,7 @@ def _reason_of_failure(planned: PlannedRun, number: int, error: FedsimError) -> 
     if signal.SIGKILL.name in error.why:
         line = f"{error}; if memory ran out, try fewer jobs"
         error = ProcessLostError(line, error.why, error.process, error.worker)
-    retries = planned.experiment.process_retries
+    retries = planned.experiment.max_restarts
     if last := last_error(error, number, retries, "the run has been tried"):
         return str(last)
     announce(error, number, retries, run=f"{planned.id}: ", then=", and the run is done again")

@@ -33,7 +33,7 @@ COMPONENTS = {  # kind: key that names a component, and registry, which is impor
     "attacks": ("attack.name", "fedsim.byzantine:attack_strategy"),
     "rules": ("aggregate.rule", "fedsim.aggregation:rule"),
     "pre-aggregators": ("aggregate.rule, before a rule", "fedsim.aggregation:pre_aggregator"),
-    "processors": ("processors, broadcast", "fedsim.processing:processor"),
+    "processors": ("processors, downlink", "fedsim.processing:processor"),
     "privacy": ("privacy.mechanism", "fedsim.privacy:privacy_mechanism"),
     "server-optimizers": ("server.name", "fedsim.server:server_optimizer"),
     "policies": ("policy.name", "fedsim.asynchronous.policies:policy"),

@@ -15,7 +15,7 @@ from fedsim.system.devices import default_processes
 
 DEFAULT_ENGINE = "auto"
 RACING = "processes"  # the engine that runs `mode = "race"`
-SETTINGS_OF_POOLS = frozenset(("start_method", "timeout", "process_retries"))
+SETTINGS_OF_POOLS = frozenset(("start_method", "process_timeout", "max_restarts"))
 
 
 @dataclass(frozen=True)

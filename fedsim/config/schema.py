@@ -250,7 +250,7 @@ class Sampling(ComponentTable):
     place, named_by, registry = "sampling", "name", sampling_strategy
 
     name: Name = "uniform"
-    client_dropout: FractionBelowOne = 0.0
+    dropout_rate: FractionBelowOne = 0.0
     """Probability that a chosen worker drops out and its update is lost."""
 
 
@@ -393,7 +393,7 @@ class Local(ComponentTable):
     trainable: list[str] = Field(default=[])
     """Name patterns of the parameters that are trained, such as `["fc2.*"]`. All other parameters are frozen, and rows
     do not contain them. Empty: all parameters, or only the adapters of `model.lora`."""
-    keep_state: bool = False
+    keep_optimizer_state: bool = False
     """Whether a worker keeps the state of its client algorithm (momentum, ...) between its rounds."""
     schedule: LocalSchedule = LocalSchedule()
     """Schedule of the parameter `lr` of the client algorithm. It multiplies rates that differ between workers."""
@@ -408,7 +408,7 @@ class Local(ComponentTable):
         algorithm = (
             TrainFunction(registration, params) if registration.takes else as_algorithm(registration.bind(params))
         )
-        return KeptState(algorithm) if self.keep_state else algorithm
+        return KeptState(algorithm) if self.keep_optimizer_state else algorithm
 
     @property
     def steps_setting(self) -> str:
@@ -501,7 +501,7 @@ class Attack(TopAttack):
 
     by_class: Count | None = None
     """Class label. The Byzantine workers are those with the most samples of this class."""
-    compressed: bool = False
+    before_processors: bool = False
     """Whether the attackers' updates pass through `processors` like those of honest workers. Otherwise attackers see
     the processed updates, and send theirs unprocessed. Attacks on data only are always processed."""
 
@@ -640,16 +640,16 @@ class Privacy(ComponentTable):
         return self.registration.bind(self.params)
 
 
-class BroadcastProcessor(Processor):
+class DownlinkProcessor(Processor):
     """One processing step for what the server sends: the difference of the global model to the workers' copy of it."""
 
-    place = "broadcast"
+    place = "downlink"
 
     def check_parameters(self) -> None:
         super().check_parameters()
         if self.error_feedback:
             raise ExperimentError(
-                "broadcast.error_feedback = true: the difference to the workers' copy already contains what earlier "
+                "downlink.error_feedback = true: the difference to the workers' copy already contains what earlier "
                 "messages left out; omit it"
             )
 
@@ -667,7 +667,7 @@ class Server(ComponentTable):
 class Batched(Table):
     """Settings of the engine `batched`."""
 
-    max_workers: PositiveCount | None = None
+    stack_size: PositiveCount | None = None
     """Maximum number of workers in a stack. Unset: depends on the model and the cohort, and on a GPU on its memory."""
 
 

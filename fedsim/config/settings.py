@@ -75,9 +75,9 @@ class Settings(Table):
     """How processes start. `fork` copies this program, which takes hundredths of a second. `spawn` starts a new Python
     that imports PyTorch, which takes seconds. `auto` forks where forking is safe: on Linux without a GPU, with one
     thread per process, in a program without other threads."""
-    timeout: PositiveFloat = 300.0
+    process_timeout: PositiveFloat = 300.0
     """Seconds without a training step after which a process counts as lost."""
-    process_retries: Count = 2
+    max_restarts: Count = 2
     """Maximum number of times that a round is repeated with new processes after a process was lost. 0: the run ends."""
     worker_state_memory: PositiveCount = 4_000_000_000
     """Maximum size in bytes of the state that workers keep in memory between rounds. Larger state is stored in a
@@ -93,9 +93,9 @@ class Settings(Table):
     """`rounds`: synchronous rounds. `clock`: virtual time. `race`: processes that train concurrently."""
     sync: Literal["parameters", "gradients", "post_local"] = "parameters"
     """`parameters`: workers train locally, then the server aggregates their updates. `gradients`: the server aggregates
-    the gradients of each step. `post_local`: gradients in the first `gradient_rounds` rounds, then parameters."""
-    gradient_rounds: Count | None = None
-    """Number of rounds with gradient aggregation, for `sync = "post_local"`."""
+    the gradients of each step. `post_local`: gradients up to round `switch_after_round`, then parameters."""
+    switch_after_round: Count | None = None
+    """Last round that aggregates gradients, for `sync = "post_local"`. 0: all rounds aggregate parameters."""
     buffers: Literal["average", "local", "frozen", "error"] = "average"
     """Treatment of buffers such as BatchNorm statistics. `average`: the server averages the buffers. `local`: each
     worker keeps its own buffers, and tests use their average. `frozen`: buffers are never updated. `error`: models with
@@ -103,7 +103,7 @@ class Settings(Table):
     processors: Annotated[list[schema.Processor], schema.OneOrMore, Field(max_length=100)] = Field(default=[])
     """Processing steps (not CPUs, which `processes` sets) for each update or gradient before aggregation, such as
     `"sign"`: names or tables, applied in this order."""
-    broadcast: Annotated[list[schema.BroadcastProcessor], schema.OneOrMore, Field(max_length=100)] = Field(default=[])
+    downlink: Annotated[list[schema.DownlinkProcessor], schema.OneOrMore, Field(max_length=100)] = Field(default=[])
     """Processing steps for the difference of the global model to the workers' copy of it, which the server sends to all
     workers before each round: names or tables, applied in this order. Empty: workers receive the global model."""
     task: schema.Task = schema.Task()
@@ -205,9 +205,9 @@ class Settings(Table):
         return [table.component for table in self.processors]
 
     @property
-    def broadcast_chain(self) -> list[UpdateProcessor]:
+    def downlink_chain(self) -> list[UpdateProcessor]:
         """Processors of what the server sends, with their parameters."""
-        return [table.component for table in self.broadcast]
+        return [table.component for table in self.downlink]
 
     @property
     def weights(self) -> Weighting:
@@ -379,7 +379,7 @@ class Settings(Table):
         """Number of rounds, at the start of the run, in which workers send gradients instead of training locally."""
         if not self.in_rounds:
             return 0
-        return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.gradient_rounds or 0)
+        return {"parameters": 0, "gradients": self.rounds}.get(self.sync, self.switch_after_round or 0)
 
     def sync_in(self, round: int) -> Literal["parameters", "gradients"]:
         """Return "gradients" if `round` aggregates the gradients of each step, otherwise "parameters"."""
@@ -408,4 +408,4 @@ class Settings(Table):
     @property
     def expected_updates(self) -> float:
         """Expected number of updates in a round, from which privacy mechanisms compute the mean."""
-        return self.cohort_size * (1 - self.sampling.client_dropout)
+        return self.cohort_size * (1 - self.sampling.dropout_rate)

@@ -60,7 +60,7 @@ def problems_with(experiment: Settings) -> list[str]:
         partial(policy.check, experiment.cohort_size),
         *([partial(experiment.policy.topology.component.check, *sizes)] if policy.uses_topology else []),
         partial(check_order, experiment.chain, "processors"),
-        partial(check_order, experiment.broadcast_chain, "broadcast"),
+        partial(check_order, experiment.downlink_chain, "downlink"),
         *_checks_of_rules(experiment),
     ]
     if experiment.privacy.target_epsilon is None:  # otherwise the noise is not known yet
@@ -171,8 +171,8 @@ def _unused_keys(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
     else:
         yield (
             f"policy={experiment.policy.name}",
-            {"sync", "gradient_rounds", "processors", "broadcast", "records.updates"}
-            | {"sampling", "sampling.client_dropout"}
+            {"sync", "switch_after_round", "processors", "downlink", "records.updates"}
+            | {"sampling", "sampling.dropout_rate"}
             | {f"aggregate.{key}" for key in ("rule", "f", "weights", "root_samples")}
             | ({"server"} if not policy.uses_server_optimizer else set()),
         )
@@ -188,7 +188,7 @@ def _unused_in_rounds(experiment: Settings, *, ranks: bool) -> Iterator[tuple[st
     reason = experiment.needs_rows if experiment.rounds_of_gradients else f"sync={sync}"
     if reason and ranks:
         yield f"{reason}, because ranks do not average gradients", {"distributed.hook"}
-    yield f"sync={sync}", {"gradient_rounds"} if sync != "post_local" else ()
+    yield f"sync={sync}", {"switch_after_round"} if sync != "post_local" else ()
     yield f"sync={sync}", {"server"} if sync == "gradients" else ()
     rule_keys = {
         "aggregate.f": experiment.aggregate.takes_f or experiment.records.updates,  # `fedsim replay` uses it
@@ -206,7 +206,7 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
     function = f"local.algorithm={experiment.local.algorithm}, which performs the steps itself"
     by_function = {"local.clip_norm", "local.accumulation_steps", "local.schedule.per"}
     of_clock = {f"clock.{key}" for key in Clock.model_fields if key != "replay_log"}
-    of_attack = {"attack.name", "attack.start_round", "attack.compressed"}
+    of_attack = {"attack.name", "attack.start_round", "attack.before_processors"}
     private = f"privacy.mechanism={experiment.privacy.mechanism}"
     attacked = not experiment.groups or experiment.top_attack.count(experiment.group_count)
     uses: list[tuple[Any, str, set[str]]] = [  # (whether the keys are used, the setting, the keys)
@@ -221,7 +221,7 @@ def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]
             "no Byzantine groups (set top_attack.f)",
             {"top_attack.name", "top_attack.start_round", "top_attack.resample"},
         ),
-        (experiment.processors, "processors unset", {"attack.compressed"}),
+        (experiment.processors, "processors unset", {"attack.before_processors"}),
         (attack.fraction or attack.f, "attack.f and attack.fraction unset", {"attack.resample", "attack.by_class"}),
         (experiment.model.lora.rank, "model.lora.rank=0", {"model.lora.alpha", "model.lora.targets"}),
         (experiment.data.local_test_fraction, "data.local_test_fraction unset", {"worker_evaluation"}),
@@ -239,7 +239,7 @@ def _why_no_attackers(experiment: Settings) -> str:
 
 
 def _needs_local_steps(experiment: Settings, setting: str, instead: str) -> str:
-    remedy = "omit it" if experiment.local.keep_state else "use another algorithm"
+    remedy = "omit it" if experiment.local.keep_optimizer_state else "use another algorithm"
     where = experiment.local.steps_setting
     return f"{where}: needs local steps, so it does not work with {setting}; {remedy}, or {instead}"
 
@@ -311,22 +311,22 @@ def check_worker_tests(experiment: Settings) -> Iterator[str]:
 
 
 def _check_sync(experiment: Settings) -> Iterator[str]:
-    sync, count, algorithm = experiment.sync, experiment.gradient_rounds, experiment.local.component
+    sync, count, algorithm = experiment.sync, experiment.switch_after_round, experiment.local.component
     if experiment.aggregate.nonfinite == "exclude" and isinstance(algorithm, CohortGradient):
         yield (
             f"{experiment.local.setting}: averages the gradients of all workers before any worker can be excluded, so "
             'aggregate.nonfinite = "exclude" is not supported; use aggregate.nonfinite = "error", or another client '
             "algorithm"
         )
-    if experiment.broadcast and experiment.rounds_of_gradients:
+    if experiment.downlink and experiment.rounds_of_gradients:
         yield (
-            "broadcast: workers that send gradients need the global model in each step, so it does not work with "
+            "downlink: workers that send gradients need the global model in each step, so it does not work with "
             f"sync={sync}; omit it, or use sync=parameters"
         )
     if sync == "post_local" and count is None:
-        yield 'sync = "post_local": needs gradient_rounds, the number of initial rounds that aggregate gradients'
+        yield 'sync = "post_local": needs switch_after_round, the last round that aggregates gradients'
     if sync == "post_local" and (count or 0) > experiment.rounds:
-        yield f"gradient_rounds = {count}: must be at most {experiment.rounds}, the number of rounds"
+        yield f"switch_after_round = {count}: must be at most {experiment.rounds}, the number of rounds"
     if experiment.rounds_of_gradients and needs_local_steps(algorithm):
         yield _needs_local_steps(experiment, f"sync={sync}", "sync=parameters")
     if algorithm.alters_gradients:
@@ -503,7 +503,7 @@ def _check_groups(experiment: Settings) -> Iterator[str]:
     refused = {
         **{
             key: reduce(getattr, key.split("."), experiment)
-            for key in ("broadcast", "aggregate.secure", "records.updates")
+            for key in ("downlink", "aggregate.secure", "records.updates")
         },
         f"mode={experiment.mode}": experiment.mode != "rounds",
         f"sync={experiment.sync}": experiment.sync != "parameters",

@@ -84,8 +84,8 @@ def probe_if_stacks_pay(task: RunTask, shared: SharedState) -> tuple[StackingPro
         return None, f"models are too large for the caches ({show_bytes(task.row_bytes)})"
     if on_cpu and workers < SMALLEST_COHORT:
         return None, f"a round has {workers} workers (fewer than {SMALLEST_COHORT})"
-    if on_cpu and (width := task.experiment.batched.max_workers) is not None and width < SMALLEST_STACK:
-        return None, f"batched.max_workers = {width} (less than {SMALLEST_STACK})"
+    if on_cpu and (width := task.experiment.batched.stack_size) is not None and width < SMALLEST_STACK:
+        return None, f"batched.stack_size = {width} (less than {SMALLEST_STACK})"
     try:
         probe = StackingProbe.of(task, shared)
     except ExperimentError as refusal:

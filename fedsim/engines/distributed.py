@@ -136,7 +136,7 @@ class DistributedEngine(Engine):
             return super().trainers(task, shared)
         probe = StackingProbe.of(task, shared)
         width = stack_width(task, shared, probe, self._threads)
-        if task.device.type != "cpu" and task.experiment.batched.max_workers is None:
+        if task.device.type != "cpu" and task.experiment.batched.stack_size is None:
             width = max(1, width // self._group.neighbours)  # all ranks of this machine, which may share a GPU
         return partial(StackTrainer, width=width, probe=probe), {"width": width}
 

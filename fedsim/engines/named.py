@@ -37,8 +37,8 @@ def stacked(
     if task.device.type == "cpu":
         at_once = min(workers, width * processes)
         needed = at_once * bytes_per_worker(task, shared, probe)
-        purpose = f"training {at_once} workers at once (batched.max_workers = {width}, processes = {processes})"
-        require_memory(needed, purpose, "a smaller batched.max_workers, fewer processes or engine=serial")
+        purpose = f"training {at_once} workers at once (batched.stack_size = {width}, processes = {processes})"
+        require_memory(needed, purpose, "a smaller batched.stack_size, fewer processes or engine=serial")
     return partial(StackTrainer, width=width, probe=probe), {"width": width}
 
 

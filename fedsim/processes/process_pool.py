@@ -245,7 +245,7 @@ class ProcessPool:
         if index in self._starting:
             return self._lost(index, f"has not started within {self._silent_seconds:g} s")
         where = self._table.worker(index) or self._table.activity(index)
-        hint = f" ({where}); if a step takes longer, increase `timeout`"
+        hint = f" ({where}); if a step takes longer, increase `process_timeout`"
         return self._lost(index, f"has given no sign of life for {self._silent_seconds:g} s", hint=hint)
 
     def _death(self, index: int) -> WorkerError:

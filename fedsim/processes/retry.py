@@ -51,7 +51,7 @@ def last_error(loss: ProcessLostError, attempt: int, retries: int, attempted: st
     """
     if attempt <= retries:
         return None
-    return loss if attempt == 1 else WorkerError(f"{loss}; {attempted} {attempt} times (process_retries = {retries})")
+    return loss if attempt == 1 else WorkerError(f"{loss}; {attempted} {attempt} times (max_restarts = {retries})")
 
 
 def announce(

@@ -95,7 +95,7 @@ def places_on(scale: str, progress: Sequence[Progress], history: Sequence[RoundR
 
 def _sent_by_each(record: RoundRecord, experiment: Mapping[str, Any]) -> Sequence[int] | None:
     """Return how many results each worker of the cohort sends in a synchronous round, or None if unknown."""
-    cohort, sync, first = record.cohort, experiment.get("sync"), experiment.get("gradient_rounds")
+    cohort, sync, first = record.cohort, experiment.get("sync"), experiment.get("switch_after_round")
     if not (sync == "gradients" or (sync == "post_local" and isinstance(first, int) and record.round <= first)):
         return [1] * len(cohort)
     local = experiment.get("local")
@@ -164,7 +164,7 @@ def byzantine_weight(history: Iterable[RoundRecord], byzantine: Collection[int])
     """
     shares = []
     for record in history:
-        sizes = {worker: abs(weight or 0.0) for worker, weight in record.weights}
+        sizes = {worker: abs(weight or 0.0) for worker, weight in record.weights_by_worker}
         if total := sum(sizes.values()):
             shares.append(sum(size for worker, size in sizes.items() if worker in byzantine) / total)
     return mean_or_none(shares)

@@ -245,7 +245,7 @@ class RoundRecord(Record):
     """Seconds of each phase: `broadcast` (copying the global model to the workers), `train`, `aggregate`, `test`."""
     cohort: list[Count] = field(default_factory=list)
     """IDs of the workers that took part. Empty if no worker was available or no worker reported."""
-    coefficients: list[Number] | None = None
+    weights: list[Number] | None = None
     """Weight of each worker of the cohort in the aggregate, or None if the rule has no weights."""
     clusters: list[Count] = field(default_factory=list)
     """Index of the global model that each worker of the cohort selected and trained. Empty if there is one model."""
@@ -254,8 +254,8 @@ class RoundRecord(Record):
     diverged: Text | None = None
     """Description of the NaN or infinity that ended the run (`aggregate.nonfinite = "stop"`). In such a round, test
     results are those of the global model before the round, and the record has no other numbers."""
-    lost: list[Count] = field(default_factory=list)
-    """IDs of the workers that were sampled but did not report (`sampling.client_dropout`)."""
+    dropped: list[Count] = field(default_factory=list)
+    """IDs of the workers that were sampled but did not report (`sampling.dropout_rate`)."""
     bytes_up: Annotated[Count | None, Metric("Bytes up", "lower", "B", tag="bytes/up", chart=False)] = None
     """Bytes that a real network would carry from workers to server."""
     bytes_down: Annotated[Count | None, Metric("Bytes down", "lower", "B", tag="bytes/down", chart=False)] = None
@@ -276,10 +276,8 @@ class RoundRecord(Record):
     """Numbers that components recorded, by name."""
 
     def __post_init__(self) -> None:
-        if self.coefficients is not None and len(self.coefficients) != len(self.cohort):
-            raise ValueError(
-                f"there are {len(self.coefficients)} coefficients, but {len(self.cohort)} workers in the cohort"
-            )
+        if self.weights is not None and len(self.weights) != len(self.cohort):
+            raise ValueError(f"there are {len(self.weights)} weights, but {len(self.cohort)} workers in the cohort")
         super().__post_init__()
 
     @property
@@ -298,9 +296,9 @@ class RoundRecord(Record):
         return mean_staleness([self])
 
     @property
-    def weights(self) -> list[tuple[int, float | None]]:
+    def weights_by_worker(self) -> list[tuple[int, float | None]]:
         """Pairs of worker ID and aggregation weight. Empty if the rule has no weights."""
-        return [] if self.coefficients is None else list(zip(self.cohort, self.coefficients, strict=True))
+        return [] if self.weights is None else list(zip(self.cohort, self.weights, strict=True))
 
 
 RECORD = TypeAdapter(RoundRecord)

@@ -373,7 +373,9 @@ def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> d
     If there are more than `columns` rounds, each column shows the mean over several rounds. `when` contains the choices
     in the menus for which the heat map is shown.
     """
-    if not any(record.excluded or any(weight is not None for _, weight in record.weights) for record in run.history):
+    if not any(
+        record.excluded or any(weight is not None for _, weight in record.weights_by_worker) for record in run.history
+    ):
         return None
     workers = sorted({worker for record in run.history for worker in [*record.cohort, *record.excluded]})
     columns = max(1, min(columns, MOST_CELLS // len(workers)))
@@ -405,7 +407,7 @@ def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> d
 def _mean_weights(records: Sequence[RoundRecord]) -> dict[int, float | None]:
     cells: dict[int, list[float | None]] = {}
     for record in records:
-        for worker, weight in record.weights:
+        for worker, weight in record.weights_by_worker:
             cells.setdefault(worker, []).append(weight)
     return {worker: mean_or_none(weights, digits=4) for worker, weights in cells.items()}
 

@@ -139,7 +139,7 @@ def _weights_note(run: Run) -> str | None:
     """Return why the report has no heat map of aggregation weights; None if the training has no such weights."""
     if run.history[-1].asynchronous is not None:
         return None
-    if any(record.coefficients is not None for record in run.history):
+    if any(record.weights is not None for record in run.history):
         return "This aggregation rule does not weight whole updates, and no worker was excluded."
     return "The run recorded no worker weights."
 
@@ -152,7 +152,7 @@ def rounds_table(run: Run) -> dict[str, Any]:
     for metric in metrics_in(run.history):
         columns.append((line_name(metric), [show(metric, metric.read(record)) for record in shown]))
     columns.append(("cohort", [str(len(record.cohort)) for record in shown]))
-    for name in ("excluded", "lost"):
+    for name in ("excluded", "dropped"):
         if any(getattr(record, name) for record in run.history):
             workers = [[called(worker, run.partition.names) for worker in getattr(record, name)] for record in shown]
             columns.append((name, [", ".join(of_round) or fmt.MISSING for of_round in workers]))

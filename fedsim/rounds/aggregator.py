@@ -384,9 +384,9 @@ class ReportCheck:
         if reason := self._refusal(n, weightless):
             problem, remedy = f"the cohort has {n} workers", "other aggregate.weights or " * weightless
             if cohort.dropped:
-                dropout, chosen = self._experiment.sampling.client_dropout, n + len(cohort.dropped)
-                problem = f"sampling.client_dropout = {dropout:g} leaves {n} of {chosen} workers"
-                remedy = f"a lower sampling.client_dropout or {remedy}"
+                dropout, chosen = self._experiment.sampling.dropout_rate, n + len(cohort.dropped)
+                problem = f"sampling.dropout_rate = {dropout:g} leaves {n} of {chosen} workers"
+                remedy = f"a lower sampling.dropout_rate or {remedy}"
             raise ExperimentError(f"round {round}{where}: {problem}; {reason}; or use {remedy}another aggregate.rule")
 
 

@@ -56,7 +56,7 @@ class ParameterServer:
         blocks: ranges of the parameters [d] that this process aggregates and updates, one after another.
         sent: parameters [d] from which the workers of the current round start, read-only.
         has_last: whether the aggregated update of the previous aggregation is available to rules and attacks.
-        broadcast_bytes: bytes that every worker received in the current round; 0 without the setting `broadcast`.
+        broadcast_bytes: bytes that every worker received in the current round; 0 without the setting `downlink`.
     """
 
     def __init__(self, group: Group, task: RunTask, shared: SharedState) -> None:
@@ -86,9 +86,9 @@ class ParameterServer:
             self.sent = torch.empty_like(self.sent)
             self.sent[self.columns] = start
             self._group.complete(self.sent)
-        if self._task.experiment.broadcast:
+        if self._task.experiment.downlink:
             self.broadcast_bytes = self._group.from_first(self._update_copy(round) if self._group.computes else 0)
-            self.sent = self._shared.server.broadcast["copy"]
+            self.sent = self._shared.server.downlink["copy"]
         return self.sent
 
     def _update_copy(self, round: int) -> int:
@@ -96,10 +96,10 @@ class ParameterServer:
 
         Returns the number of bytes that each worker receives.
         """
-        task, state = self._task, self._shared.server.broadcast
+        task, state = self._task, self._shared.server.downlink
         columns = task.algorithm.personal_columns.others(len(self.sent))
         difference = columns.of(self.sent - state["copy"])
-        chain, seed = task.experiment.broadcast_chain, task.experiment.seed
+        chain, seed = task.experiment.downlink_chain, task.experiment.seed
         nbytes = apply_chain(chain, difference, seed, (round,), {}, state, task.shapes, "broadcast")
         columns.write(state["copy"], columns.of(state["copy"]).add_(difference))
         return nbytes

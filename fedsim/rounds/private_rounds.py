@@ -1,8 +1,8 @@
 """Differential privacy in the rounds of a run: clipping and noise, and the numbers that are recorded.
 
 The order in a round is: local update, clipping and noise of the workers, processors, attack (before the processors with
-`attack.compressed`), clipping by the server if an attack or processors may have lengthened updates, sum, noise of the
-server.
+`attack.before_processors`), clipping by the server if an attack or processors may have lengthened updates, sum, noise
+of the server.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class RoundClock:
 
     Args:
         delays: delays of workers and network.
-        row_bytes: bytes of the global parameters that a worker receives, without the setting `broadcast`.
+        row_bytes: bytes of the global parameters that a worker receives, without the setting `downlink`.
         buffer_bytes: bytes of the buffers that a worker receives, and also sends.
         message_bytes: bytes that a worker receives and sends per round in addition to parameters and buffers.
 
@@ -50,7 +50,7 @@ class RoundClock:
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> RoundClock:
         """Return a clock for a run, at time 0."""
-        row_bytes = 0 if task.experiment.broadcast else shared.server.row.nbytes - personal_bytes(task)
+        row_bytes = 0 if task.experiment.downlink else shared.server.row.nbytes - personal_bytes(task)
         return cls(delays_of(task.experiment), row_bytes, buffer_bytes(task, shared), sum(message_bytes(task, shared)))
 
     def pass_round(self, gradients: Mapping[int, int], sent: Mapping[int, Sequence[int]], broadcast: int = 0) -> None:
@@ -59,7 +59,7 @@ class RoundClock:
         Args:
             gradients: number of gradients that each worker of the cohort computes, by worker ID.
             sent: bytes of each worker's updates after compression, by worker ID.
-            broadcast: bytes that each worker receives with the setting `broadcast`.
+            broadcast: bytes that each worker receives with the setting `downlink`.
         """
         received = self._row_bytes + self._message_bytes + 2 * self._buffer_bytes + broadcast
         self._pass({worker: (count, received + sum(sent[worker])) for worker, count in gradients.items()})

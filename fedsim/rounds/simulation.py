@@ -168,10 +168,10 @@ class Simulation(Executor):
             train_loss=train_loss,
             seconds=self.timer.seconds,
             cohort=drawn.workers,
-            coefficients=stats.shares,
+            weights=stats.shares,
             clusters=stats.clusters,
             excluded=stats.excluded,
-            lost=drawn.dropped,
+            dropped=drawn.dropped,
             bytes_up=self.bytes_up(drawn, stats.sent, round),
             bytes_down=self.bytes_down(drawn, stats.sent, round),
             samples=[] if samples is None else samples.tolist(),
@@ -652,7 +652,7 @@ class Simulation(Executor):
         start = for_buffers + message_bytes(task, self.shared)[0]
         if task.sync_in(round) == "gradients":
             total += sent.count * row_bytes  # global parameters, at each step
-        elif not task.experiment.broadcast:
+        elif not task.experiment.downlink:
             start += row_bytes - personal_bytes(task)
         elif drawn.workers:
             total += task.experiment.workers * self.server.broadcast_bytes
@@ -718,7 +718,7 @@ def cohorts_of(experiment: Experiment, shards: Shards) -> CohortSampler:
         seed=experiment.seed,
         size=experiment.cohort_size,
         shards=shards,
-        dropout=experiment.sampling.client_dropout,
+        dropout=experiment.sampling.dropout_rate,
         weighted=experiment.aggregate.weights == "inverse_probability",
     )
 

@@ -134,7 +134,7 @@ def check_client_algorithm(task: RunTask, layout: Layout) -> None:
     if task.algorithm.personal_columns.width == layout.d:
         aggregated = {
             "processors": experiment.processors,
-            "broadcast": experiment.broadcast,
+            "downlink": experiment.downlink,
             "attack": task.byzantine,
             "server": experiment.server != Server(),
             "aggregate.rule": not task.experiment.rule.linear_by_weights,
@@ -158,7 +158,7 @@ def _check_clusters(task: RunTask, layout: Layout) -> None:
         "aggregate.secure = true": experiment.aggregate.secure,
         experiment.attack.setting: task.byzantine and {"state", "last"} & attack.accepts.keys(),
         "processors with error feedback": chain_state,
-        "broadcast": experiment.broadcast,
+        "downlink": experiment.downlink,
         "records.updates": experiment.records.updates,
         f"model.lora.rank = {experiment.model.lora.rank}": experiment.model.lora.rank,
     }
@@ -227,7 +227,7 @@ def check_memory(engine: type[Engine], task: RunTask, processes: int, *, recorde
         return
     layout = Layout.of(task.new_module())
     may_replace = not engine.traits.chooses and engine.traits.may_lose_processes(processes)
-    copies = int(may_replace and experiment.process_retries > 0)
+    copies = int(may_replace and experiment.max_restarts > 0)
     copies += 3 if recorded and experiment.checkpoint.every != 0 else 0  # a snapshot, its bytes, and the file
     copies = experiment.repetitions * (copies + (experiment.repetitions > 1))
     most = 1 if engine.traits.chooses else processes  # the engine `auto` may choose one process
@@ -525,7 +525,7 @@ def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
 def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
     """Raise ExperimentError if so few workers have samples left in the last step of a round that the rule fails."""
     experiment = task.experiment
-    partial = len(sizes) > experiment.cohort_size or experiment.sampling.client_dropout
+    partial = len(sizes) > experiment.cohort_size or experiment.sampling.dropout_rate
     if not experiment.rounds_of_gradients or partial or "now" in experiment.sampling.component.accepts:
         return
     weights = experiment.weights if isinstance(experiment.weights, list) and experiment.rule.accepts_weights else None

@@ -48,7 +48,7 @@ def loop_of(experiment: Experiment, task: RunTask, engine: Engine, folder: RunFo
 class LiveRun:
     """A run in progress, as passed to `Callback.on_start`.
 
-    A round depends only on the state after the previous round. If a process is lost and `process_retries` allows it,
+    A round depends only on the state after the previous round. If a process is lost and `max_restarts` allows it,
     this state is restored, new processes are started, and the round is repeated. The result is bit-identical to a run
     without the loss, except in races.
 
@@ -85,7 +85,7 @@ class LiveRun:
         self.stopped: str | None = None
         self.ended: str | None = None
         self.on_request = False
-        self._repeats = experiment.process_retries > 0 and engine.can_lose_processes
+        self._repeats = experiment.max_restarts > 0 and engine.can_lose_processes
         self._before: Snapshot | None = None  # state before the current round, if rounds may have to be repeated
         self.loop = loop_of(experiment, task, engine, folder)
         self._repeated(self.loop.prepare, STARTED)
@@ -97,7 +97,7 @@ class LiveRun:
     def _run_or_repeat(self, round: int) -> RoundRecord:
         """Run one round, and return its record. If a process dies, repeat the round.
 
-        Raises WorkerError if a process dies more than `process_retries` times.
+        Raises WorkerError if a process dies more than `max_restarts` times.
         """
         self.state()
 
@@ -183,7 +183,7 @@ class LiveRun:
             then: end of this warning, such as ", and round 3 is repeated".
             restores: whether new processes need the state of the run for this call, not only the task.
         """
-        engine, retries = self.engine, self.experiment.process_retries
+        engine, retries = self.engine, self.experiment.max_restarts
 
         def attempt() -> T:
             if not engine.at_work:  # also after an error in one of its processes, which has closed the pool

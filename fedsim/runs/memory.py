@@ -91,7 +91,7 @@ def memory_needed(task: RunTask, layout: Layout, processes: int, *, stacked: boo
     """
     experiment, cohort, row = task.experiment, task.experiment.largest_cohort, layout.d * task.dtype.itemsize
     n_rows = cohort + experiment.rule.accepts("root")
-    at_once = experiment.batched.max_workers or 1 if stacked else 1  # workers that a process trains at once
+    at_once = experiment.batched.stack_size or 1 if stacked else 1  # workers that a process trains at once
     needed = RunBytes.of(task, layout.d, layout.n_buffer_values, processes * at_once if task.streams else n_rows)
     limit = needed.stored if task.worker_state_memory is None else task.worker_state_memory
     new = min(cohort * needed.worker_state, limit) if task.streams else 0  # states of a round that has not ended

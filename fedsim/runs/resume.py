@@ -34,9 +34,9 @@ State = tuple[int, Snapshot]  # (last finished round, state after this round)
 
 
 NO_EFFECT = (  # keys that change results at most by rounding, of which a warning then tells
-    *("name", "engine", "processes", "start_method", "timeout", "batched.max_workers", "cuda_graphs"),
+    *("name", "engine", "processes", "start_method", "process_timeout", "batched.stack_size", "cuda_graphs"),
     *("distributed.backend", "distributed.timeout", "distributed.init_method", "distributed.trainer"),
-    *("checkpoint.every", "checkpoint.keep", "process_retries", "worker_state_memory"),
+    *("checkpoint.every", "checkpoint.keep", "max_restarts", "worker_state_memory"),
     *("records.figures", "records.tensorboard", "records.loggers"),
 )
 LENGTH = ("rounds", *(f"stop.{key}" for key in Stop.model_fields))  # keys that only determine when a run ends
@@ -127,9 +127,9 @@ class ResumeState:
         newest, experiment = self.newest(), self.experiment
         traits, table = traits_of(experiment.engine), experiment.batched
         width = _rounding_in(newest[1]).get("width") if newest else None
-        if not _is_count(width) or table.max_workers is not None or traits.ranks or not traits.stacks:
+        if not _is_count(width) or table.stack_size is not None or traits.ranks or not traits.stacks:
             return experiment
-        return experiment.model_copy(update={"batched": table.model_copy(update={"max_workers": width})})
+        return experiment.model_copy(update={"batched": table.model_copy(update={"stack_size": width})})
 
     def restore(self, run: LiveRun) -> int:
         """Restore the state of a run from the newest usable checkpoint. Later records and checkpoints are dropped.

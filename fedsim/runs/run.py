@@ -83,7 +83,7 @@ def run(
         ExperimentError: the experiment is invalid, cannot be run on this machine, or another thread runs an experiment.
         DataError: the data is missing or invalid.
         RecordError: the folder has other content, or cannot be written.
-        WorkerError: a worker failed, or processes were lost more often than `process_retries` allows.
+        WorkerError: a worker failed, or processes were lost more often than `max_restarts` allows.
     """
     users = UserCallbacks(FunctionCallback(on_setup, on_start, on_round), callbacks)
     try:

@@ -82,7 +82,9 @@ def begun(
         run_settings(threads),  # the user's modules may have changed settings when they were imported
         preserve_random_state(device),
         workers_named(),
-        session.engine(engine_name, device, processes, threads, experiment.timeout, experiment.start_method) as engine,
+        session.engine(
+            engine_name, device, processes, threads, experiment.process_timeout, experiment.start_method
+        ) as engine,
     ):
         engine.prepare(device)
         on_setup(f"making the model {show(experiment.model.name)}")
@@ -107,13 +109,13 @@ def _begin(
 ) -> RunTask:
     """Load the data of a run, and let the engine begin its task. Returns the task with its Byzantine workers.
 
-    If a process dies, the engine begins again, up to `process_retries` times. Only the engine keeps references to the
+    If a process dies, the engine begins again, up to `max_restarts` times. Only the engine keeps references to the
     tensors, so that it can free them.
     """
     task, *data = _with_data(experiment, task, session, task.device, on_setup)
     on_setup(f"getting the engine {experiment.engine} ready for the first round")
     shared, note = engine.allocate(task, *data), folder.event if folder else None
-    retried(lambda: engine.begin(task, shared), experiment.process_retries, STARTED, note)
+    retried(lambda: engine.begin(task, shared), experiment.max_restarts, STARTED, note)
     return task
 
 

@@ -44,8 +44,8 @@ def what_would_fit(task: RunTask, processes: int, width: int | None = None) -> s
 
     Example: `cuda:0 is out of memory; reduce one of: processes (now 4), local.batch_size (now 64)`.
     """
-    width = width or task.experiment.batched.max_workers
-    sizes = {"processes": processes, "batched.max_workers": width or 1, "local.batch_size": task.schedule.largest_batch}
+    width = width or task.experiment.batched.stack_size
+    sizes = {"processes": processes, "batched.stack_size": width or 1, "local.batch_size": task.schedule.largest_batch}
     larger = [f"{key} (now {size})" for key, size in sizes.items() if size > 1]
     remedy = f"reduce one of: {', '.join(larger)}" if larger else "use a smaller model"
     return f"{task.device} is out of memory; {remedy}{task.remedy_for_updates}"

@@ -96,7 +96,7 @@ class GlobalModel:
         last: [d], latest aggregated update, if the rule or the attack uses it; otherwise [0].
         algorithm: state that the client algorithm keeps at the server, a flat tensor for each name. With several global
             models, "clusters" [clusters - 1, d] and "cluster_buffers" [clusters - 1, b] are those after the first.
-        broadcast: with the setting `broadcast`, the workers' `copy` of the parameters [d], and what the compressors
+        downlink: with the setting `downlink`, the workers' `copy` of the parameters [d], and what the compressors
             keep; otherwise empty.
         states: optimizer states, tensors [d] by name: under "parameters" those of the server optimizer, under
             "gradients" those of the client algorithm. Only the keys that the run uses exist.
@@ -109,7 +109,7 @@ class GlobalModel:
     buffers: Tensor
     last: Tensor
     algorithm: State
-    broadcast: State
+    downlink: State
     states: dict[Sync, State]
     groups: State
 
@@ -125,7 +125,7 @@ class GlobalModel:
                 parameters.
         """
         chain, groups, others = (
-            task.experiment.broadcast_chain,
+            task.experiment.downlink_chain,
             task.experiment.group_count,
             task.algorithm.clusters - 1,
         )
@@ -135,7 +135,7 @@ class GlobalModel:
             buffers=buffers,
             last=torch.zeros_like(row) if (task.top if groups else task).keeps_last else row.new_zeros(0),
             algorithm=algorithm | ({"cluster_buffers": buffers.repeat(others, 1)} if others else {}),
-            broadcast={"copy": row.clone()} | initial_states(chain, row, task.shapes) if chain else {},
+            downlink={"copy": row.clone()} | initial_states(chain, row, task.shapes) if chain else {},
             states={sync: task.stepper(sync).start(row) for sync in task.syncs if ranks == 1},
             groups=_rows_of_groups(task, groups, row, buffers) if groups else {},
         )
@@ -313,7 +313,7 @@ class SharedState:
         server = self.server
         named = {"global_row": server.row, "last": server.last, "global_buffers": server.buffers}
         named |= {f"algorithm.{name}": tensor for name, tensor in server.algorithm.items()}
-        named |= {f"broadcast.{name}": tensor for name, tensor in server.broadcast.items()}
+        named |= {f"downlink.{name}": tensor for name, tensor in server.downlink.items()}
         named |= {f"groups.{name}": tensor for name, tensor in server.groups.items()}
         states = {f"{sync}.{name}": tensor for sync, state in server.states.items() for name, tensor in state.items()}
         return named | states

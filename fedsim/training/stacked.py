@@ -259,8 +259,8 @@ def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, thread
         probe: result of a trial run of the model.
         threads: PyTorch threads of each process.
     """
-    if task.experiment.batched.max_workers is not None:
-        return task.experiment.batched.max_workers
+    if task.experiment.batched.stack_size is not None:
+        return task.experiment.batched.stack_size
     workers = shared.cohort.size
     if task.device.type != "cpu":
         fitting = MEMORY_SHARE * total_memory_of(task.device) / bytes_per_worker(task, shared, probe)

@@ -139,7 +139,7 @@ class RunTask:
     def attackers_skip_chain(self) -> bool:
         """Whether attackers send updates that no processor has changed."""
         attack = self.experiment.attack
-        return bool(self.experiment.chain) and attack.component.alters_rows and not attack.compressed
+        return bool(self.experiment.chain) and attack.component.alters_rows and not attack.before_processors
 
     def sync_in(self, round: int) -> Sync:
         """Return "gradients" if `round` aggregates the gradients of each step, otherwise "parameters"."""

@@ -266,7 +266,7 @@ def test_engines_agree(case, engine, session):
         for name, value in serial.model.state_dict().items():
             assert torch.equal(value, spawned.model.state_dict()[name]), name
         return
-    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_workers": 2}})
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"stack_size": 2}})
     for name, value in serial.model.state_dict().items():
         assert torch.allclose(value, stacked.model.state_dict()[name], rtol=0, atol=1e-9), name
     for key in ("virtual_seconds", "asynchronous", "samples", "cohort", "bytes_up", "bytes_down"):

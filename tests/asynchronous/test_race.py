@@ -241,7 +241,7 @@ def scripted_race(folder, policy, script, steps):
     return race(
         None,
         policy,
-        **{"workers": 2, "model": {"name": f"{COMPONENTS}:Scripted", **where}, "timeout": 60.0},
+        **{"workers": 2, "model": {"name": f"{COMPONENTS}:Scripted", **where}, "process_timeout": 60.0},
         **{"data": f"{COMPONENTS}:worker_ids", "partition": f"{COMPONENTS}:in_halves"},
         **{"policy": {"name": f"{COMPONENTS}:{policy}", **where}, "local": {"steps": steps, "batch_size": 2}},
     ).history[0]

@@ -27,7 +27,7 @@ KILLED = r"process [01], working on worker 1 in round 1, was killed by SIGKILL \
             marks=pytest.mark.slow,
         ),
         (
-            {"policy": {"name": f"{COMPONENTS}:FailingLocked", "how": "stop"}, "timeout": 1.0},
+            {"policy": {"name": f"{COMPONENTS}:FailingLocked", "how": "stop"}, "process_timeout": 1.0},
             r"process [01] has given no sign of life for 1 s \(worker 1 in round 1\); if a step takes .*",
         ),
     ],
@@ -35,7 +35,7 @@ KILLED = r"process [01], working on worker 1 in round 1, was killed by SIGKILL \
 )
 def test_a_failing_worker_ends_the_run_with_one_line(tables, message):
     changes = {"mode": "race", "workers": 2, "rounds": 3, "model": "logistic", "data": "tests.components:tiny"}
-    changes["process_retries"] = 0
+    changes["max_restarts"] = 0
     with pytest.raises(fedsim.WorkerError) as caught:
         fedsim.run({**changes, **tables})
     assert re.fullmatch(message, str(caught.value)), str(caught.value)

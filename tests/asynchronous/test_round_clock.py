@@ -100,11 +100,11 @@ def test_a_round_waits_for_the_attacker_that_does_not_compress(sync, waits, engi
 ONE_WORKER = {  # settings that change what travels
     "parameters": {},
     "gradients": {"sync": "gradients"},
-    "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 1},
+    "gradients, then parameters": {"sync": "post_local", "switch_after_round": 1},
     "messages": {"local": {"algorithm": "scaffold", "steps": 3}},
     "personal parameters": {"local": {"algorithm": "fedper", "personal": ["*.bias"], "steps": 3}},
     "several global models": {"local": {"algorithm": "ifca", "k": 3, "steps": 3}},
-    "compressed both ways": {"processors": [{"name": "qsgd"}], "broadcast": [{"name": "top_k", "k": 5}]},
+    "compressed both ways": {"processors": [{"name": "qsgd"}], "downlink": [{"name": "top_k", "k": 5}]},
     "compressed gradients": {"processors": [{"name": "top_k", "k": 5}], "sync": "gradients"},
     "asgd": {"policy": {"name": "asgd", "n_push": 3}},
     "fedbuff": {"policy": "fedbuff"},
@@ -143,7 +143,7 @@ FURTHER = {  # in addition to all client algorithms with their defaults
     "accumulated gradients": {"algorithm": "sgd", "accumulation_steps": 2},
     "smaller batches left out": {"algorithm": "mimelite", "drop_last": True},
     "ifca": {"algorithm": "ifca", "k": 2},
-    "kept momentum": {"algorithm": "sgd", "momentum": 0.9, "keep_state": True},
+    "kept momentum": {"algorithm": "sgd", "momentum": 0.9, "keep_optimizer_state": True},
 }
 LOCAL = {**{registration.name: {"algorithm": registration.name} for registration in client_algorithm}, **FURTHER}
 ASYNCHRONOUS = ("sgd", "fedsam", "ditto of few steps", "mimelite", "scaffold with full gradients")

@@ -130,7 +130,7 @@ def test_a_linear_rule_draws_its_coefficients_again_in_each_aggregation(rule, sy
     assert torch.allclose(first.global_row, start + torch.from_numpy(drawn[0]) @ updates, rtol=0, atol=1e-12)
     history = fedsim.run({**tables, **change, "rounds": 2}).history
     for record, expected in zip(history, drawn, strict=True):
-        assert record["coefficients"] == pytest.approx(expected.tolist(), abs=1e-12)
+        assert record["weights"] == pytest.approx(expected.tolist(), abs=1e-12)
 
 
 def test_rows_of_noise_are_a_function_of_seed_and_round(tables):

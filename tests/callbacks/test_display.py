@@ -167,7 +167,7 @@ def test_the_table_of_a_run_on_the_clock_has_virtual_seconds_updates_and_stalene
         ),
         ({"mode": "clock", "policy": "fedbuff", "cohort": 2}, "3 workers, 2 at a time; "),
         ({"cohort": 2}, "3 workers, 2 per round; 2 rounds; weighted_mean of parameters"),
-        ({"sync": "post_local", "gradient_rounds": 1}, "weighted_mean of gradients, of parameters after round 1"),
+        ({"sync": "post_local", "switch_after_round": 1}, "weighted_mean of gradients, of parameters after round 1"),
         ({"attack": {"name": "ipm", "workers": [1]}}, "3 workers, 1 of them Byzantine (ipm); "),
         (
             {"groups": 3, "group_rounds": 2, "top_attack": {"name": "ipm", "f": 1}, "top_aggregate": "median"},

@@ -84,8 +84,8 @@ def test_a_dry_run_finds_errors_that_need_the_model_or_the_data(words, key, cli)
 
 @pytest.mark.filterwarnings("always")
 def test_a_dry_run_warns_of_a_key_without_effect(cli):
-    done = cli("run", "engine=serial", "timeout=5", "--dry-run")
-    assert (done.exit_code, done.stderr) == (0, "warning: timeout has no effect with engine=serial; omit it\n")
+    done = cli("run", "engine=serial", "process_timeout=5", "--dry-run")
+    assert (done.exit_code, done.stderr) == (0, "warning: process_timeout has no effect with engine=serial; omit it\n")
 
 
 def test_a_dry_run_prints_the_resolved_experiment_and_leaves_nothing(cli, tmp_path):
@@ -174,7 +174,7 @@ def test_list_searches_names_and_documentation(cli):
     assert "krum" not in done
     assert "partitions" not in done, "kinds without a match are omitted"
     lines = cli("list", "--search", "counts as lost").stdout.splitlines()
-    assert any(line.startswith("  timeout = ") for line in lines)
+    assert any(line.startswith("  process_timeout = ") for line in lines)
     assert cli("list", "attacks", "--search", "median").stdout.startswith("attacks (attack.name)")
     assert "  staleness " in cli("list", "experiments", "--search", "staleness").stdout
 
@@ -295,7 +295,7 @@ def test_a_killed_program_leaves_no_process_and_nothing_in_the_temporary_folder(
 
 
 def test_a_suspended_program_with_spawned_processes_continues(tmp_path):
-    process = start(*ENDLESS, "rounds=30", "timeout=0.5", "sync=gradients", "workers=3", cwd=tmp_path)
+    process = start(*ENDLESS, "rounds=30", "process_timeout=0.5", "sync=gradients", "workers=3", cwd=tmp_path)
     read_until(process, "    2")
     os.killpg(process.pid, signal.SIGSTOP)
     time.sleep(0.8)

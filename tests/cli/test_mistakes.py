@@ -34,7 +34,7 @@ WORDS = [
     ("strategy=FedAvg", "write aggregate.rule=weighted_mean local.algorithm=sgd server=sgd, which is the default"),
     ("strategy=FedProx", "unknown key; write local.algorithm=fedprox"),
     ("strategy.fraction_fit=0.1", "write cohort=N"),
-    ("compression=top_k", "unknown key; write processors=top_k or broadcast=top_k"),
+    ("compression=top_k", "unknown key; write processors=top_k or downlink=top_k"),
     ("topk=0.1", """write processors='[{name="top_k",ratio=0.1}]'"""),
     ("async=true", "write mode=clock policy=fedbuff"),
     ("mu=0.01", "write local.algorithm=fedprox local.mu=0.01"),

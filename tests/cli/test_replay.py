@@ -74,8 +74,8 @@ def test_a_replay_has_the_weights_and_the_result_of_the_run(changes, tables, tmp
     (replayed,) = replay(stored, [{"rule": rule, **params} if params else rule])
     if updates:
         assert torch.allclose(replayed.update, updates[-1], rtol=0, atol=1e-9, equal_nan=True)
-    if result.history[1].coefficients and changes.get("sync") != "gradients":  # else they are means over the steps
-        assert list(replayed.shares.values()) == pytest.approx(result.history[1].coefficients, rel=1e-12)
+    if result.history[1].weights and changes.get("sync") != "gradients":  # else they are means over the steps
+        assert list(replayed.shares.values()) == pytest.approx(result.history[1].weights, rel=1e-12)
 
 
 ADAPTIVE, LOCAL = {**CENTRAL, "mechanism": "adaptive"}, {**CENTRAL, "mechanism": "local"}
@@ -103,7 +103,7 @@ def test_a_run_and_its_replay_have_the_coefficients_of_the_definition(
 ):
     numbers = [float(worker) for worker in range(1, 10)]
     tables |= {"attack": {}, "partition": "tests.components:uneven", "cohort": 6, "seed": 3}
-    tables |= {"sampling": {"name": "uniform", "client_dropout": dropout}} | ({"privacy": privacy} if privacy else {})
+    tables |= {"sampling": {"name": "uniform", "dropout_rate": dropout}} | ({"privacy": privacy} if privacy else {})
     for rule, other in (("mean", "weighted_mean"), ("weighted_mean", "mean")):
         aggregate = {"rule": rule} | ({"weights": numbers if weights == "list" else weights} if weights else {})
         record = fedsim.run({**tables, "aggregate": aggregate}, tmp_path / rule).history[0]
@@ -123,7 +123,7 @@ def test_a_run_and_its_replay_have_the_coefficients_of_the_definition(
             values = weights_of_kind[weights or default].double()
             return (values / {None: values.sum(), 6: 6 * (1 - dropout), 1: 1}[divisor]).tolist()
 
-        assert record.coefficients == pytest.approx(expected(rule), rel=1e-12)
+        assert record.weights == pytest.approx(expected(rule), rel=1e-12)
         for replayed, name in zip(replay(stored, [rule, other]), [rule, other], strict=True):
             assert list(replayed.shares.values()) == pytest.approx(expected(name), rel=1e-12)
 

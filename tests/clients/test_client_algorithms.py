@@ -50,7 +50,7 @@ def tables_of(name, params, **changes):
 @in_turn(
     ("variant", "engine"),
     VARIANTS,
-    [{"engine": "serial"}, {"engine": "batched", "processes": 1, "batched": {"max_workers": 2}}],
+    [{"engine": "serial"}, {"engine": "batched", "processes": 1, "batched": {"stack_size": 2}}],
 )
 def test_the_rows_equal_those_of_a_plain_loop(variant, engine):
     """The cohorts are partial and the shards uneven, so some workers take more steps, also an odd number of steps."""

@@ -20,7 +20,7 @@ from tests.textbook import finished
 K = 3
 ENGINES = [
     {"engine": "serial"},
-    {"engine": "batched", "processes": 1, "batched": {"max_workers": 2}},
+    {"engine": "batched", "processes": 1, "batched": {"stack_size": 2}},
     {"engine": "processes", "processes": 2},
     {"engine": "auto"},
 ]
@@ -125,14 +125,14 @@ def test_a_model_that_nobody_selects_does_not_change():
 def test_the_rule_and_the_weights_are_those_of_each_model():
     run = finished(tables_of(rounds=1, cohort=None, aggregate="median"))
     record = run.records[0]
-    assert record.coefficients is None
+    assert record.weights is None
     for k in set(record.clusters):
         updates = run.updates[[slot for slot, cluster in enumerate(record.clusters) if cluster == k]]
         mine = run.models[k][0] - initial_row(k)
         torch.testing.assert_close(mine, fedsim.aggregate(updates, "median"), rtol=0, atol=1e-12)
     record = finished(tables_of(rounds=1, cohort=None)).records[0]
     for k in set(record.clusters):
-        own = [share for share, c in zip(record.coefficients, record.clusters, strict=True) if c == k]
+        own = [share for share, c in zip(record.weights, record.clusters, strict=True) if c == k]
         assert sum(own) == pytest.approx(1)
 
 
@@ -230,7 +230,7 @@ REFUSED = {
         'attack.name = "mimic"',
     ),
     "residuals": ({"processors": [{"name": "top_k", "ratio": 0.1, "error_feedback": True}]}, "processors with error"),
-    "compressed broadcasts": ({"broadcast": ["cast"]}, "broadcast"),
+    "compressed broadcasts": ({"downlink": ["cast"]}, "downlink"),
     "stored updates": ({"records": {"updates": [1]}}, "records.updates"),
     "adapters that start at 0": ({"model": {**MODEL, "lora": {"rank": 2}}}, "model.lora.rank = 2"),
 }
@@ -260,7 +260,10 @@ def test_what_needs_a_single_model_is_refused_in_one_line(case):
         ),
         ({"sync": "gradients"}, "needs local steps, so it does not work with sync=gradients"),
         ({"local": {"k": 0}}, "local.k = 0"),
-        ({"local": {"keep_state": True, "momentum": 0.5}}, "only works with client algorithms such as sgd and adam"),
+        (
+            {"local": {"keep_optimizer_state": True, "momentum": 0.5}},
+            "only works with client algorithms such as sgd and adam",
+        ),
     ],
 )
 def test_other_refusals_name_the_remedy(changes, line):

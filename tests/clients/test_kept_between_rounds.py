@@ -27,11 +27,11 @@ ALIE = {"attack": {"name": "alie", "workers": [4], "z": 1.5}, "aggregate": {"rul
 OWN_BUFFERS = {"model": "tests.models:Normalised", "buffers": "local"}
 CASES = {
     "algorithm state and own buffers": {
-        **{**OWN_BUFFERS, "local": {"batch_size": 16, "steps": 3, "algorithm": "adam", "keep_state": True}},
+        **{**OWN_BUFFERS, "local": {"batch_size": 16, "steps": 3, "algorithm": "adam", "keep_optimizer_state": True}},
         "partition": "iid",
     },
     "algorithm state and residuals of updates": {
-        "local": {"batch_size": 16, "steps": 3, "lr": 0.1, "momentum": 0.9, "keep_state": True},
+        "local": {"batch_size": 16, "steps": 3, "lr": 0.1, "momentum": 0.9, "keep_optimizer_state": True},
         "processors": [HALF],
     },
     "momentum and residuals of gradients": {"sync": "gradients", "local": AT_WORKER, "processors": [HALF]},
@@ -53,7 +53,7 @@ def run(case, out=None, engine="serial", session=None, **changes):
 def test_spawn_is_bit_identical_to_serial_and_stacks_agree(case, session):
     serial = run(case)
     assert torch.equal(serial, run(case, engine="processes", processes=2, session=session))
-    stacked = run(case, engine="batched", processes=1, batched={"max_workers": 2})
+    stacked = run(case, engine="batched", processes=1, batched={"stack_size": 2})
     assert torch.allclose(serial, stacked, rtol=0, atol=1e-9)
 
 
@@ -91,7 +91,7 @@ OPTIMIZERS = {
 
 
 def with_kept_state(algorithm="adam", **changes):
-    local = {"batch_size": 16, "keep_state": True, "algorithm": algorithm, **OPTIMIZERS[algorithm][1]}
+    local = {"batch_size": 16, "keep_optimizer_state": True, "algorithm": algorithm, **OPTIMIZERS[algorithm][1]}
     return {**PLAIN, "workers": 5, "cohort": 2, "local": local, **changes}
 
 

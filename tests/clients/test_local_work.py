@@ -36,7 +36,7 @@ EXPERIMENT = {
     "data": "tests.asynchronous.test_clock_runs:points",
     "aggregate": "mean",
 }
-STACKED = {"engine": "batched", "processes": 1, "batched": {"max_workers": 3}}
+STACKED = {"engine": "batched", "processes": 1, "batched": {"stack_size": 3}}
 ENGINES = {"serial": {}, "stacks": STACKED}
 
 

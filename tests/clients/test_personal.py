@@ -145,7 +145,7 @@ def test_local_only_averages_nothing_and_sends_nothing(tables):
 @pytest.mark.parametrize("algorithm", ["fedper", "fedrep"])
 def test_personal_columns_are_not_sent_or_processed_and_attackers_cannot_send_them(algorithm, tables):
     tables |= {"aggregate": {"rule": "krum", "f": 0}}
-    tables |= {"attack": {"name": "gaussian", "fraction": 0.4, "compressed": True}}
+    tables |= {"attack": {"name": "gaussian", "fraction": 0.4, "before_processors": True}}
     tables |= {"processors": [{"name": "gaussian_noise", "std": 0.1}, {"name": "top_k", "k": 50}]}
     tables["local"] |= {"algorithm": algorithm, "epochs": 2, **HEAD}
     run = finished(tables)
@@ -215,7 +215,7 @@ TABLES = {
 }
 ENGINES = {
     "serial": {"engine": "serial"},
-    "batched": {"engine": "batched", "processes": 1, "batched": {"max_workers": 3}},
+    "batched": {"engine": "batched", "processes": 1, "batched": {"stack_size": 3}},
     "processes": {"engine": "processes", "processes": 2},
 }
 

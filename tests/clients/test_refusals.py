@@ -37,19 +37,19 @@ def scheduled(schedule, **keys):
     return {"local": {"schedule": schedule, **keys}}
 
 
-KEPT = of_local(algorithm="adam", keep_state=True)
+KEPT = of_local(algorithm="adam", keep_optimizer_state=True)
 REFUSED = [
     (of_local(nesterov=True), "local.nesterov = true: needs local.momentum > 0"),
     (of_local(nesterov=True, dampening=0.9, momentum=0.9), "local.nesterov = true: needs local.dampening = 0"),
     (of_local(mu=0.1), "local.mu = 0.1: unknown key (the client algorithm is sgd); mu is a parameter of fedprox"),
     (of_local(algorithm="adam", momentum=0.9), "client algorithm is adam); momentum is a parameter of apfl, ditto, "),
     # kept state
-    ({**KEPT, "sync": "gradients"}, "local.keep_state = true: needs local steps"),
-    ({**KEPT, **RACE}, "local.keep_state = true: keeps worker state"),
-    (of_local(keep_state=True), "local.keep_state = true: the client algorithm has no state"),
+    ({**KEPT, "sync": "gradients"}, "local.keep_optimizer_state = true: needs local steps"),
+    ({**KEPT, **RACE}, "local.keep_optimizer_state = true: keeps worker state"),
+    (of_local(keep_optimizer_state=True), "local.keep_optimizer_state = true: the client algorithm has no state"),
     (
-        of_local(algorithm="fedprox", keep_state=True),
-        "local.keep_state = true: only works with client algorithms such as sgd and adam",
+        of_local(algorithm="fedprox", keep_optimizer_state=True),
+        "local.keep_optimizer_state = true: only works with client algorithms such as sgd and adam",
     ),
     # momentum of the workers
     (of_local(**AT_WORKER), 'local.momentum_at = "worker": is only used with sync=gradients, not with sync=parameters'),

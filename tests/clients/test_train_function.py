@@ -197,7 +197,7 @@ def test_a_batch_takes_the_time_of_the_gradients_that_a_function_declares():
     [
         (of_other_names, {}, r"local\.algorithm = .*of_other_names.*ClientAlgorithm.*own-client-algorithm\.md"),
         (by_optimizer, {}, r"local\.lr: is required"),
-        (silent, {"keep_state": True}, r"local\.keep_state = true: "),
+        (silent, {"keep_optimizer_state": True}, r"local\.keep_optimizer_state = true: "),
         (silent, {"schedule": "cosine"}, r"local\.schedule: needs .*`lr`"),
         (talkative, {}, r"local\.algorithm = .*talkative.*returned a dict"),
         (reading_twice, {}, r"local\.algorithm: the function iterates over its batches twice.*local\.epochs"),

@@ -126,8 +126,8 @@ def test_a_parameter_of_one_value_of_an_axis_is_a_difference_too(serial, tmp_pat
     [
         {},
         {"name": "other"},
-        {"engine": "processes", "processes": 2, "timeout": 9.0},
-        {"engine": "batched", "batched": {"max_workers": 2}},
+        {"engine": "processes", "processes": 2, "process_timeout": 9.0},
+        {"engine": "batched", "batched": {"stack_size": 2}},
     ],
 )
 def test_another_engine_is_not_a_difference(how, finished, quick, plan):

@@ -168,11 +168,11 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
 
 @pytest.mark.slow
 def test_a_run_that_loses_every_process_fails_and_says_how_often_it_was_tried(quick, tmp_path):
-    tables = {**quick, "rounds": 1, "process_retries": 1, "model": {"name": "tests.models:Fails", "how": "kill"}}
+    tables = {**quick, "rounds": 1, "max_restarts": 1, "model": {"name": "tests.models:Fails", "how": "kill"}}
     with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .restart 1 of at most 1"):
         comparison = run_comparison(plan_comparison(tables, {"seed": [0, 1]}), tmp_path, 2)
     ends = [run.error.rpartition("; ")[2] for run in comparison.failed]
-    assert ends == ["the run has been tried 2 times (process_retries = 1)"] * 2
+    assert ends == ["the run has been tried 2 times (max_restarts = 1)"] * 2
 
 
 def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp_path, monkeypatch):
@@ -213,8 +213,8 @@ def test_a_process_that_is_stopped_while_it_prepares_a_run_is_replaced(quick, se
 
 def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not_fail(quick, tmp_path):
     """The slow model takes longer than the timeout but reports progress: 15 steps, each 0.2 s from the fourth on."""
-    tables = {**quick, "rounds": 1, "workers": 1, "timeout": 2.0, "local": {"batch_size": 14}}
-    tables["model"], tables["process_retries"] = {"name": "tests.models:Fails", "how": "never"}, 0
+    tables = {**quick, "rounds": 1, "workers": 1, "process_timeout": 2.0, "local": {"batch_size": 14}}
+    tables["model"], tables["max_restarts"] = {"name": "tests.models:Fails", "how": "never"}, 0
     axes = {"model.how": ["hang", "slow", "kill", "exit", "never"]}
     hang, slow, kill, exited, never = fedsim.compare(tables, axes, tmp_path, jobs=2).runs
     process = "its process, working on worker 0 in round 1, "

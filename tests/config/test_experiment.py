@@ -26,10 +26,13 @@ WRONG = [
     ("workers=0", "workers = 0: must be greater than 0"),
     (f"seed={2**63}", f"seed = {2**63}: must be less than {2**63}"),
     ("cohort=9", "cohort = 9: must be at most 4, the number of workers"),
-    ({"timeout": float("inf")}, "timeout = inf: must be a finite number"),
+    ({"process_timeout": float("inf")}, "process_timeout = inf: must be a finite number"),
     ("precision=half", 'precision = "half": must be "float32", "float64", "tf32" or "bf16"'),
-    ("sync=post_local", 'sync = "post_local": needs gradient_rounds, the number of initial rounds that aggreg'),
-    ("gradient_rounds=11 sync=post_local rounds=10", "gradient_rounds = 11: must be at most 10, the number of rounds"),
+    ("sync=post_local", 'sync = "post_local": needs switch_after_round, the last round that aggregates gradients'),
+    (
+        "switch_after_round=11 sync=post_local rounds=10",
+        "switch_after_round = 11: must be at most 10, the number of rounds",
+    ),
     (
         "sync=gradients local=fedprox",
         'local.algorithm = "fedprox": needs local steps, so it does not work with sync=gra',
@@ -107,12 +110,12 @@ def test_a_wrong_experiment_gives_one_line_with_key_value_and_remedy(tables, lin
 # Words of an experiment, and the keys and settings of its warnings: the key has no effect with this setting.
 PRIVATE = "privacy.mechanism=central privacy.clip=1.0 privacy.noise=1.0"
 WITHOUT_EFFECT = [
-    ("gradient_rounds=2", "gradient_rounds: sync=parameters"),
-    ("engine=serial processes=2 timeout=5.0", "processes: engine=serial, timeout: engine=serial"),
-    ("engine=processes batched.max_workers=3", "batched: engine=processes"),
-    ("engine=distributed batched.max_workers=3", "batched: engine=distributed"),
-    ("engine=distributed distributed.trainer=batched batched.max_workers=3", ""),
-    ("engine=batched processes=1 process_retries=0", "process_retries: engine=batched"),
+    ("switch_after_round=2", "switch_after_round: sync=parameters"),
+    ("engine=serial processes=2 process_timeout=5.0", "process_timeout: engine=serial, processes: engine=serial"),
+    ("engine=processes batched.stack_size=3", "batched: engine=processes"),
+    ("engine=distributed batched.stack_size=3", "batched: engine=distributed"),
+    ("engine=distributed distributed.trainer=batched batched.stack_size=3", ""),
+    ("engine=batched processes=1 max_restarts=0", "max_restarts: engine=batched"),
     ("engine=serial processes=1 cuda_graphs=false", ""),
     ('aggregate.root_samples=50 aggregate=["nnm","mean"]', "aggregate.root_samples: aggregate.rule=nnm + mean"),
     (
@@ -130,11 +133,11 @@ WITHOUT_EFFECT = [
     ("sync=gradients server=momentum", "server: sync=gradients"),
     ("clock.step_seconds=2.0 race.runs=3", "clock: mode=rounds, race: mode=rounds"),
     ("mode=clock policy=asgd clock.replay_log=x clock.latency=1.0", "clock.latency: clock.replay_log"),
-    ("mode=race policy=hogwild batched.max_workers=3", "batched: mode=race"),
+    ("mode=race policy=hogwild batched.stack_size=3", "batched: mode=race"),
     ("mode=clock policy=asgd sync=gradients aggregate=median", "aggregate.rule: policy=asgd, sync: policy=asgd"),
     (
-        "mode=clock policy=asgd sampling=by_size sampling.client_dropout=0.1",
-        "sampling: policy=asgd, sampling.client_dropout: policy=as",
+        "mode=clock policy=asgd sampling=by_size sampling.dropout_rate=0.1",
+        "sampling: policy=asgd, sampling.dropout_rate: policy=as",
     ),
     ("mode=clock policy=asgd server=momentum records.updates=[1]", "records.updates: policy=asgd, server: policy=asg"),
     ("mode=clock policy=fedbuff server=momentum", ""),
@@ -146,7 +149,10 @@ WITHOUT_EFFECT = [
     ("aggregate.f=1", "aggregate.f: aggregate.rule=weighted_mean"),
     ("aggregate=trimmed_mean aggregate.f=1", ""),
     ("attack.resample=true", "attack.resample: attack.f and attack.fraction unset"),
-    ("attack=sign_flipping attack.fraction=0.25 attack.compressed=true", "attack.compressed: processors unset"),
+    (
+        "attack=sign_flipping attack.fraction=0.25 attack.before_processors=true",
+        "attack.before_processors: processors unset",
+    ),
     ("privacy.delta=0.001", "privacy.delta: privacy.mechanism=none"),
     (f"{PRIVATE} workers=40 privacy.delta=0.2", "privacy.delta = 0.2: is larger than 1 / workers = 0.025, so the guar"),
     (f"{PRIVATE} workers=40 privacy.delta=0.024", ""),
@@ -171,7 +177,13 @@ def test_a_key_without_effect_is_a_warning(words, expected):
     [
         (
             {},
-            {"processes": 2, "timeout": 9.0, "batched": {"max_workers": 2}, "cuda_graphs": True, "gradient_rounds": 1},
+            {
+                "processes": 2,
+                "process_timeout": 9.0,
+                "batched": {"stack_size": 2},
+                "cuda_graphs": True,
+                "switch_after_round": 1,
+            },
         ),
         ({}, {"distributed": {"trainer": "batched", "timeout": 9.0}, "race": {"runs": 3}, "clock": {"latency": 1.0}}),
         ({}, {"attack": "alie", "worker_evaluation": {"every": 1}, "stop": {"metric": "test_loss"}}),
@@ -181,7 +193,7 @@ def test_a_key_without_effect_is_a_warning(words, expected):
             {"mode": "clock", "policy": "asgd"},
             {
                 **{"sync": "gradients", "aggregate": "krum", "processors": ["sign"], "sampling": "by_size"},
-                **{"sampling.client_dropout": 0.5, "server": "momentum", "records": {"updates": [1]}, "workers": 3},
+                **{"sampling.dropout_rate": 0.5, "server": "momentum", "records": {"updates": [1]}, "workers": 3},
             },
         ),
     ],
@@ -207,8 +219,8 @@ def test_an_error_survives_pickling():
     [
         # defaults, as a run folder holds them
         {"checkpoint": {"every": 0, "keep": 2}, "aggregate": {"root_samples": 100}},
-        {"process_retries": 2, "engine": "serial"},
-        {"process_retries": 0, "processes": 1},  # `auto` may choose a single process
+        {"max_restarts": 2, "engine": "serial"},
+        {"max_restarts": 0, "processes": 1},  # `auto` may choose a single process
         {"aggregate": {"rule": "mean", "f": 1}, "records": {"updates": [1]}},  # f is used by `fedsim replay`
         {"rounds": 3, "records": {"updates": [7]}},  # the run may be continued to more rounds
         {"mode": "clock", "policy": "asgd", "clock": {"departures": {"0": 5, "3": 0}}},
@@ -243,9 +255,9 @@ def test_the_default_name_consists_of_model_data_and_rule_or_policy(tables, name
     [
         ({}, 0),
         ({"sync": "gradients"}, 10),
-        ({"sync": "post_local", "gradient_rounds": 3, "server": "momentum"}, 3),
-        ({"sync": "post_local", "gradient_rounds": 10}, 10),
-        ({"sync": "post_local", "gradient_rounds": 0, "local": "fedprox"}, 0),
+        ({"sync": "post_local", "switch_after_round": 3, "server": "momentum"}, 3),
+        ({"sync": "post_local", "switch_after_round": 10}, 10),
+        ({"sync": "post_local", "switch_after_round": 0, "local": "fedprox"}, 0),
     ],
 )
 def test_the_number_of_rounds_that_aggregate_gradients(tables, rounds):

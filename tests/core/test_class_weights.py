@@ -73,7 +73,7 @@ RUN |= {"data": f"{__name__}:data", "model": f"{__name__}:network"}
 LISTED = [0.5, 2.0, 7.0]
 CASES = {
     "balanced": ("balanced", {}, {}),
-    "listed, stacked": (LISTED, {}, {"engine": "batched", "batched": {"max_workers": 3}}),
+    "listed, stacked": (LISTED, {}, {"engine": "batched", "batched": {"stack_size": 3}}),
     "listed, two processes": (LISTED, {}, {"engine": "processes", "processes": 2}),
     "smoothed": ("balanced", {"label_smoothing": 0.2}, {"engine": "batched"}),
     "two micro-batches": (LISTED, {}, {"local": {"accumulation_steps": 2, "batch_size": BATCH // 2, "lr": LR}}),

@@ -59,7 +59,7 @@ CASES = {
             **{"batch_size": 16, "epochs": 2},
         },
     },
-    "more members than the width": {**UNEVEN, "workers": 5, "batched": {"max_workers": 3}},
+    "more members than the width": {**UNEVEN, "workers": 5, "batched": {"stack_size": 3}},
     "a model with buffers": {"model": f"{__name__}:Counting", **UNEVEN},
     "dropout of many steps": {"model": f"{__name__}:Dropping", **UNEVEN, "local": {"steps": 19, "batch_size": 8}},
     "rounds on the clock": {"mode": "clock", "policy": "fedasync", "rounds": 2, **UNEVEN},

@@ -52,7 +52,7 @@ CASES = {
     "own buffers": {"model": "tests.models:Normalised", "buffers": "local"},
     "a model that refuses NaN": {"model": "tests.device.test_gradient_rounds:Strict"},
     "the last update": {"workers": 5, "attack": {"name": "free_rider", "fraction": 0.2, "what": "last"}},
-    "updates after a round": {"sync": "post_local", "gradient_rounds": 1},
+    "updates after a round": {"sync": "post_local", "switch_after_round": 1},
 }
 
 

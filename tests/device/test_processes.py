@@ -87,7 +87,7 @@ def test_a_round_that_lost_a_process_is_repeated(number):
             os.kill(lost[0], number)
 
     lost = []
-    result = run({**PLAIN, **SPAWN, "timeout": 8}, on_round=on_round)
+    result = run({**PLAIN, **SPAWN, "process_timeout": 8}, on_round=on_round)
     assert lost
     assert_same_model(run_on_cpu(PLAIN), result, ROUNDING)
 
@@ -109,7 +109,7 @@ def test_a_kernel_that_fails_ends_one_run_with_an_error_and_no_later_one():
     """A token number beyond the embedding makes a kernel fail."""
     tables = {**TINY, **SPAWN, "model": "tests.models:Embedded", "data": f"{__name__}:tokens_beyond"}
     with pytest.raises(fedsim.FedsimError, match="index"):
-        run({**tables, "process_retries": 0})
+        run({**tables, "max_restarts": 0})
     assert_same_model(run_on_cpu(PLAIN), run({**PLAIN, **ENGINES["batched"]}), ROUNDING)
 
 

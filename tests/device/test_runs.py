@@ -95,7 +95,7 @@ WAVES = (
 @with_engines("case", WAVES)
 def test_a_cohort_in_waves(case, engine):
     tables = with_small_data({**TINY, **ALL_CASES[case], "precision": "float64"})
-    narrow = {"batched": {"max_workers": 2}} if engine == "batched" else {}
+    narrow = {"batched": {"stack_size": 2}} if engine == "batched" else {}
     with in_waves():
         assert_same_results(run_on_cpu(tables), run_on_gpu({**tables, **narrow}, **ENGINES[engine]))
 

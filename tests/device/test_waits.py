@@ -18,7 +18,7 @@ from tests.device.pretend import pretend_gpu
 FEW, MANY = 4, 12  # workers in a round
 CHANCE = 2  # waits and copies that depend on whether the drawn workers happen to be consecutive
 LOCAL = {"batch_size": 2, "epochs": 1}
-STACKS = {"batched": {"max_workers": 2}}  # the number of stacks grows with the number of workers
+STACKS = {"batched": {"stack_size": 2}}  # the number of stacks grows with the number of workers
 NO_GRAPHS = {"cuda_graphs": False}
 DROPOUT = {"model": "tests.device.test_waits:with_dropout"}
 
@@ -37,7 +37,7 @@ CASES = {
     "an attack": {"attack": {"name": "sign_flipping", "fraction": 0.25}, "aggregate": "median"},
     "an attack on data": {"attack": {"name": "label_flipping", "fraction": 0.25}},
     "compression": {"processors": ["natural"]},
-    "workers that drop out": {"sampling": {"client_dropout": 0.2}},
+    "workers that drop out": {"sampling": {"dropout_rate": 0.2}},
     "gradients": {"sync": "gradients"},
     "stacks": STACKS,
     "stacks without graphs": STACKS | NO_GRAPHS,

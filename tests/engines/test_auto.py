@@ -48,7 +48,7 @@ def test_small_batches_of_several_rows_are_stacked_and_others_are_not(tables):
     assert stacks(tables)
     assert not stacks(tables, workers=7)
     assert not stacks(tables, local={"batch_size": auto.LARGEST_BATCH + 1})
-    assert not stacks(tables, batched={"max_workers": 2})
+    assert not stacks(tables, batched={"stack_size": 2})
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_too_little_main_memory_for_stacks_is_an_error_that_names_the_settings(t
     monkeypatch.setattr("fedsim.system.devices.free_memory", lambda: 6e5)
     with pytest.raises(
         fedsim.ExperimentError,
-        match=r"^memory: training 4 workers at once \(batched.max_workers = 4, processes = 1\) takes .* only 600 kB",
+        match=r"^memory: training 4 workers at once \(batched.stack_size = 4, processes = 1\) takes .* only 600 kB",
     ):
         fedsim.run(tables)
 
@@ -223,7 +223,7 @@ def test_runs_that_differ_in_nothing_that_a_plan_depends_on_share_it(tables, mon
             how_it_was_done({**tables, **change}, session)
         assert len(tried) == 1
         sized = "tests.models:sized"  # distinguished by its content, not by its memory address
-        changes = {"rounds": 3}, {"workers": 9}, {"local": {"batch_size": 8}}, {"batched": {"max_workers": 5}}
+        changes = {"rounds": 3}, {"workers": 9}, {"local": {"batch_size": 8}}, {"batched": {"stack_size": 5}}
         changes = (*changes, {"model": {"name": sized, "hidden": [8, 8]}}, {"model": {"name": sized, "hidden": [9, 9]}})
         for count, change in enumerate(changes, start=2):
             for _ in range(2):

@@ -22,7 +22,7 @@ def test_the_width_of_stacks_does_not_show(width, tiny_experiment):
     tables = {**tiny_experiment, "workers": 5, "partition": "tests.components:uneven", "precision": "float64"}
     settings = []
     serial = fedsim.run(tables)
-    stacked = fedsim.run({**tables, **STACKED, "batched": {"max_workers": width}}, on_start=settings.append)
+    stacked = fedsim.run({**tables, **STACKED, "batched": {"stack_size": width}}, on_start=settings.append)
     assert_close(serial, stacked, ROUNDING)
     assert settings[0].how == {"engine": "batched", "threads": 1, "processes": 1, "width": width}
 

@@ -64,7 +64,7 @@ CASES = {
     "a rule on whole rows": {"aggregate": {"rule": "tests.components:clipped_mean", "c": 0.5}},
     "server momentum": {"server": {"name": "momentum", "lr": 0.5}},
     "gradients first, then parameters": {
-        **{"sync": "post_local", "gradient_rounds": 1, "rounds": 3, "partition": "tests.components:uneven"},
+        **{"sync": "post_local", "switch_after_round": 1, "rounds": 3, "partition": "tests.components:uneven"},
         "server": {"name": "momentum", "lr": 0.5},
     },
     "augmentation": {"data": {"name": "tests.components:tiny", "augment": ["flip", {"name": "shift", "pixels": 1}]}},
@@ -107,7 +107,7 @@ CASES = {
         **{"aggregate": "centered_clipping", "processors": "qsgd"},
         **{"top_aggregate": {"rule": "dnc", "b": 50, "f": 1}, "top_attack": {"name": "alie", "workers": [0]}},
     },
-    "buffers and momentum in groups": {**GROUPED, **NORMALISED, **by("sgd", momentum=0.9, keep_state=True)},
+    "buffers and momentum in groups": {**GROUPED, **NORMALISED, **by("sgd", momentum=0.9, keep_optimizer_state=True)},
     "an attack on data": {**ATTACKED, "attack": {"name": "backdoor", "fraction": 0.3, "gamma": 3.0}},
     "rows left out": {**ATTACKED, **NAN_LEFT_OUT},
     "rows left out of a rule by distances": {
@@ -155,10 +155,10 @@ PROCESSED = {
     "updates and broadcasts compressed": {
         **{"workers": 5, "cohort": 3, "rounds": 3, "partition": "tests.components:uneven", "server": {"name": "bmuf"}},
         **{"processors": [{"name": "powersgd", "rank": 1, "error_feedback": True}, "natural"]},
-        "broadcast": [{"name": "powersgd", "rank": 1}, {"name": "top_k", "ratio": 0.3}],
+        "downlink": [{"name": "powersgd", "rank": 1}, {"name": "top_k", "ratio": 0.3}],
     },
     "an attack that passes through the chain": {
-        **{**ATTACKED, "attack": {"name": "alie", "fraction": 0.3, "compressed": True}, "aggregate": "median"},
+        **{**ATTACKED, "attack": {"name": "alie", "fraction": 0.3, "before_processors": True}, "aggregate": "median"},
         "processors": ["clip", {"name": "rand_k", "ratio": 0.1}, "terngrad"],
     },
     "a rule with data of the server's own, and processed updates": {
@@ -241,7 +241,7 @@ ALGORITHMS = {  # with the data that their additional gradients and full gradien
     },
     "several global models under attack": {
         **{**ATTACKED, **by("ifca", k=2), "model": "net", "aggregate": "geometric_median"},
-        **{"attack": {"name": "ipm", "fraction": 0.3}, "sampling.client_dropout": 0.2, "rounds": 3},
+        **{"attack": {"name": "ipm", "fraction": 0.3}, "sampling.dropout_rate": 0.2, "rounds": 3},
     },
     "features of three models": {**SOME, **by("moon"), "model": "net", "rounds": 3},
     "features of normalised models": {
@@ -250,7 +250,7 @@ ALGORITHMS = {  # with the data that their additional gradients and full gradien
 }
 ALL_CASES = {**CASES, **PROCESSED, **TASKS, **WORK, **ALGORITHMS, **SAMPLED}
 SPAWN = {"engine": "processes", "processes": 2}  # bit-identical to serial on a CPU
-BATCHED = {"engine": "batched", "processes": 1, "batched": {"max_workers": 3}}  # several stacks; agrees up to rounding
+BATCHED = {"engine": "batched", "processes": 1, "batched": {"stack_size": 3}}  # several stacks; agrees up to rounding
 REFUSED = {("batched", "state that no row holds"): "which are not stored for each worker; use engine=processes"}
 ROUNDING = 1e-9  # tolerance in float64, after a few rounds
 

@@ -56,7 +56,7 @@ FURTHER = {
         "aggregate": {"rule": "qfedavg", "lr": 0.05},
     },
     "data of the server's own, and workers that do not report": {
-        **{"workers": 5, "cohort": 4, "rounds": 3, "sampling.client_dropout": 0.4},
+        **{"workers": 5, "cohort": 4, "rounds": 3, "sampling.dropout_rate": 0.4},
         "aggregate": {"rule": "fltrust", "root_samples": 20},
     },
     "stacked in each rank": {

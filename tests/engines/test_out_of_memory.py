@@ -28,7 +28,7 @@ class TooLarge(nn.Module):
 
 def test_all_that_can_be_less_is_named_with_its_number(prepared):
     task, _ = prepared(local={"batch_size": 64})
-    named = "processes (now 4), batched.max_workers (now 16), local.batch_size (now 64)"
+    named = "processes (now 4), batched.stack_size (now 16), local.batch_size (now 64)"
     assert what_would_fit(task, 4, 16) == f"cpu is out of memory; reduce one of: {named}"
     assert what_would_fit(task, 1).endswith("reduce one of: local.batch_size (now 64)")
     task, _ = prepared(local={"batch_size": 1})
@@ -40,7 +40,7 @@ def test_it_is_reported_once_and_other_errors_pass(prepared):
     with pytest.raises(torch.OutOfMemoryError) as caught, explain_oom(task, 4), explain_oom(task, 2, 8):
         raise torch.OutOfMemoryError(SAID)
     assert str(caught.value) == (
-        "cpu is out of memory; reduce one of: processes (now 2), batched.max_workers (now 8), "
+        "cpu is out of memory; reduce one of: processes (now 2), batched.stack_size (now 8), "
         "local.batch_size (now 64) (CUDA out of memory. Tried to allocate 2.00 GiB)"
     )
     with pytest.raises(ZeroDivisionError), explain_oom(task, 1):

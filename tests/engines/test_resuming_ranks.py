@@ -17,7 +17,7 @@ WORDS = (
 KEPT = {
     "momentum of workers": ("sync=gradients", "local.momentum_at=worker", "aggregate.rule=median"),
     "error feedback": ('processors=[{name="top_k",k=500,error_feedback=true}]',),
-    "state and buffers": ("model=tests.models:Normalised", "buffers=local", "local.keep_state=true"),
+    "state and buffers": ("model=tests.models:Normalised", "buffers=local", "local.keep_optimizer_state=true"),
     "personal models": (
         *("model=tests.models:Normalised", "local.algorithm=ditto", "local.lam=0"),
         *("data.local_test_fraction=0.25", "worker_evaluation.fine_tune=1"),
@@ -67,7 +67,9 @@ def test_two_ranks_keep_the_state_of_workers_and_resume(case, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [(), ("local.momentum=0.9", "local.keep_state=true")], ids=["", "worker state"])
+@pytest.mark.parametrize(
+    "settings", [(), ("local.momentum=0.9", "local.keep_optimizer_state=true")], ids=["", "worker state"]
+)
 def test_torchrun_restarts_a_killed_rank_to_the_same_model(settings, tmp_path):
     words = (*WORDS, "model=tests.models:FailsInRankOnce", "model.how=kill", "model.after=20", *settings)
     out, _ = ranks(2, *words, cwd=tmp_path, start=start_torchrun)

@@ -19,7 +19,7 @@ from tests.textbook import start_of
 SAMPLES, BATCH, LR, SWITCH, ROUNDS = 200, 20, 0.1, 2, 4
 TABLES = {
     **{"rounds": ROUNDS, "workers": 2, "model": "2nn", "data": {"name": "tests.components:tiny", "train": SAMPLES}},
-    **{"sync": "post_local", "gradient_rounds": SWITCH, "local": {"batch_size": BATCH, "lr": LR}},
+    **{"sync": "post_local", "switch_after_round": SWITCH, "local": {"batch_size": BATCH, "lr": LR}},
     **{"aggregate": "mean", "precision": "float64"},
 }
 

@@ -21,11 +21,11 @@ SERIAL = {"workers": 4, "model": "logistic", "data": "tests.components:tiny", "e
         ({}, True, 4 + 1 + 3 + 1 + 3),
         ({"checkpoint": {"every": 0}}, True, 4 + 1 + 3 + 1),
         ({"local": {"momentum": 0.9}}, False, 4 + 1 + 3 + 2),
-        ({"local": {"momentum": 0.9, "keep_state": True}}, True, 4 + 1 + 3 + 2 + 4 + 4 + 3 + 3 * 4),
+        ({"local": {"momentum": 0.9, "keep_optimizer_state": True}}, True, 4 + 1 + 3 + 2 + 4 + 4 + 3 + 3 * 4),
         ({"server": "adam"}, True, 4 + 3 + 3 + 1 + 3 * 3),
         ({"sync": "gradients"}, False, 4 + 1 + 6 + 1),
         ({"engine": "processes", "processes": 2}, False, 4 + 1 + 6 + 2 + 1),
-        ({"engine": "batched", "processes": 1, "batched": {"max_workers": 2}}, False, 4 + 1 + 3 + 6),
+        ({"engine": "batched", "processes": 1, "batched": {"stack_size": 2}}, False, 4 + 1 + 3 + 6),
         ({"aggregate": "fltrust"}, False, 5 + 1 + 3 + 1),
     ],
 )
@@ -41,7 +41,7 @@ def test_the_memory_of_all_rows_is_checked_before_the_first_round(tables, record
 
 
 def test_the_states_of_all_repetitions_of_a_race_are_counted(monkeypatch):
-    race = {**SERIAL, "engine": "processes", "processes": 1, "mode": "race", "policy": "fedbuff", "process_retries": 0}
+    race = {**SERIAL, "engine": "processes", "processes": 1, "mode": "race", "policy": "fedbuff", "max_restarts": 0}
     live = 4 + 1 + 3 + 1 + 4 + 2  # rows, global model, module, gradient, start models, sum of updates in float64
     monkeypatch.setattr(checks, "free_memory", lambda: (live + 1.0) * ROW)
     fedsim.run({**race, "race": {"runs": 1}})

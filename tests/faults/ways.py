@@ -26,7 +26,7 @@ local.batch_size = 16
 checkpoint.every = 2
 records.curve = false
 """
-IN_POOLS = ("timeout=5", "process_retries=100")
+IN_POOLS = ("process_timeout=5", "max_restarts=100")
 DATA = "data=tests.components:tiny"
 RESUME = ("--resume", "run", "tiny.toml", DATA)
 RUN = ("-m", "fedsim", "run", *RESUME)

@@ -48,7 +48,7 @@ class StopAfter(fedsim.Callback):
         return "the fuzzer ends the run" if record.round == self._round else None
 
 
-LENGTHENED = ("worker_evaluation", "stop", "privacy", "groups", "gradient_rounds")
+LENGTHENED = ("worker_evaluation", "stop", "privacy", "groups", "switch_after_round")
 
 
 @named("lengthened", often=True, wants=LENGTHENED)
@@ -158,7 +158,7 @@ def _tested(
         return float(task.loss(outputs, targets)), accuracy
 
 
-ANY_MODE = ("groups", "worker_evaluation", "clock", "gradient_rounds", "local", "data", "broadcast")
+ANY_MODE = ("groups", "worker_evaluation", "clock", "switch_after_round", "local", "data", "downlink")
 
 
 @named("stopped", often=True, of_races=True, wants=ANY_MODE)

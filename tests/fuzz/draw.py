@@ -59,7 +59,7 @@ WORDS: dict[str, list[Any]] = {  # values of keys whose annotation is only `str`
     "name": ["fuzz"],
     "device": ["cpu"],
     "threads_per_process": [2],
-    "timeout": [200.0],
+    "process_timeout": [200.0],
     "distributed.timeout": [200.0],
     "distributed.backend": ["gloo"],
     "race.runs": [2],
@@ -73,7 +73,7 @@ OFTEN = {
     "model.lora",
     "privacy",
     "processors",
-    "broadcast",
+    "downlink",
     "aggregate",
     "partition",
     "attack",
@@ -297,7 +297,7 @@ def _drawn_group(rng: random.Random, group: str, settings: Settings) -> Settings
         drawn["mode"] = "clock"
     if group == "race":
         drawn["mode"] = "race"
-    if group == "gradient_rounds":
+    if group == "switch_after_round":
         drawn["sync"] = "post_local"
     if group == "worker_evaluation":
         drawn |= {"data.local_test_fraction": 0.3, "worker_evaluation.every": rng.randint(1, 2)}
@@ -306,7 +306,7 @@ def _drawn_group(rng: random.Random, group: str, settings: Settings) -> Settings
     if group == "privacy" and settings.get("local.algorithm") == "dp_sgd":
         drawn = {"privacy.target_epsilon": rng.choice(WORDS["privacy.target_epsilon"])}
     if drawn.get("sync") == "post_local":
-        drawn["gradient_rounds"] = rng.randint(1, settings["rounds"])
+        drawn["switch_after_round"] = rng.randint(1, settings["rounds"])
     return drawn
 
 

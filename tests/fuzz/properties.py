@@ -365,7 +365,13 @@ def _reduced(settings: Settings, more: tuple[str, ...]) -> Settings:
 def _optimizer_keys(settings: Settings) -> list[str]:
     """Return the keys of a client algorithm that `torch.optim` has too."""
     require(_torch_optimizer(settings.get("local.algorithm", "sgd")))
-    own = ("local.schedule", "local.keep_state", "local.accumulation_steps", "local.momentum_at", "local.trainable")
+    own = (
+        "local.schedule",
+        "local.keep_optimizer_state",
+        "local.accumulation_steps",
+        "local.momentum_at",
+        "local.trainable",
+    )
     return [key for key in settings if key.startswith("local.") and not key.startswith(own)]
 
 
@@ -469,7 +475,7 @@ def _without_draws(settings: Settings) -> Settings:
     drawing = ("sampling.", "clock.", "privacy.", "data.augment", "data.local_test", "data.validation")
     prefixes = (*drawing, "stop.", "worker_ev")
     kept = {key: value for key, value in settings.items() if not key.startswith(prefixes)}
-    for key in ("cohort", "broadcast", "attack.fraction", "attack.resample", "attack.by_class"):
+    for key in ("cohort", "downlink", "attack.fraction", "attack.resample", "attack.by_class"):
         kept.pop(key, None)
     require(kept.pop("mode", "rounds") == "rounds" or "policy.name" not in kept)
     kept = in_float64({**kept, "local.batch_size": WHOLE_SHARD})
@@ -502,8 +508,8 @@ def replayed(lab: Lab, settings: Settings) -> str | None:
     rule = settings.get("aggregate.rule", experiment.aggregate.rule)
     stage = rule if isinstance(rule, list) else {"rule": rule, **experiment.aggregate.params}
     answer = replay(stored, [stage])[0]
-    require(record.coefficients is not None and answer.shares is not None)
-    for worker, share in zip(record.cohort, record.coefficients, strict=True):
+    require(record.weights is not None and answer.shares is not None)
+    for worker, share in zip(record.cohort, record.weights, strict=True):
         if abs(share - answer.shares.get(worker, 0.0)) > 1e-5:
             return (
                 f"worker {worker} has weight {share:.6g} in the run and {answer.shares.get(worker):.6g} in the replay"

@@ -52,7 +52,7 @@ def test_features_that_meet_have_the_property(name, words, session_lab):
 
 def test_a_draw_has_a_pair_of_keys_if_they_are_allowed_together():
     assert {"stop", "groups"} <= changed_keys(draw(random.Random(0), ["stop", "groups"])[0])
-    assert "does not work with groups" in draw(random.Random(0), ["groups", "broadcast"])[1]
+    assert "does not work with groups" in draw(random.Random(0), ["groups", "downlink"])[1]
 
 
 def test_pairs_are_tried_evenly_and_counted_if_both_keys_were_changed():
@@ -63,10 +63,10 @@ def test_pairs_are_tried_evenly_and_counted_if_both_keys_were_changed():
     assert pairs.run["workers", "cohort"] == 0  # workers = 4 is the default too
     assert pairs.run["rounds", "cohort"] == 1
     assert not any("buffers" in pair for pair in pairs.run)
-    pairs.refused["groups", "broadcast"] = "groups: no"
+    pairs.refused["groups", "downlink"] = "groups: no"
     lines = pairs.lines()
     assert "1 refused in one line" in lines[0]
-    assert lines[-1] == "  refused groups + broadcast: groups: no"
+    assert lines[-1] == "  refused groups + downlink: groups: no"
 
 
 def test_a_check_that_takes_too_long_ends(session_lab, monkeypatch):

@@ -63,7 +63,7 @@ TABLES = [
     {
         "engine": "distributed",
         "distributed": {"trainer": "batched", "init_method": "env://"},
-        "batched": {"max_workers": 4},
+        "batched": {"stack_size": 4},
     },
     {"clock": {"departures": {"1": 3.0}, "replay_log": "x"}, "mode": "clock", "policy": "asgd", "workers": 3},
 ]
@@ -130,7 +130,7 @@ def page_of(folder: Path) -> None:
 
 
 def round_of(number: int) -> dict:
-    record = {**invent_round(number, 0.5), "coefficients": [0.5, 0.5], "excluded": [1], "attack_success": 0.5}
+    record = {**invent_round(number, 0.5), "weights": [0.5, 0.5], "excluded": [1], "attack_success": 0.5}
     race = {"runs": 2, "test_accuracies": [0.5, 0.5], "samples_per_second": [1.0, 2.0], "lost_fraction": 0.1}
     return {**record, **on_the_clock(2.0)({"round": number}), "race": race}
 

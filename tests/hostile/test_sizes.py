@@ -195,8 +195,8 @@ def test_a_page_does_not_grow_with_phases(tmp_path):
 def test_a_page_does_not_grow_with_workers_times_rounds(tmp_path):
     workers, rounds = 30_000, 300
     folder = invent_run(tmp_path / "run", [0.5])
-    shares = {"cohort": list(range(workers)), "coefficients": [1.0] * workers}
-    alone = {"cohort": [0], "coefficients": [1.0]}
+    shares = {"cohort": list(range(workers)), "weights": [1.0] * workers}
+    alone = {"cohort": [0], "weights": [1.0]}
     records = [{**invent_round(n, 0.5), **(shares if n == 1 else alone)} for n in range(1, rounds)]
     cells = weights_heat_map(read_records(metrics(folder, records)))["data"][0]["z"]
     assert np.size(cells) <= MOST_CELLS

@@ -54,7 +54,7 @@ def test_a_batch_that_needs_much_memory_is_computed_in_parts(engine, tiny_experi
 
 
 def test_dropout_keep_state_and_momentum_agree_in_stacks(tiny_experiment):
-    tables = {**tables_of(tiny_experiment, momentum=0.5, keep_state=True), "model": "net"}
+    tables = {**tables_of(tiny_experiment, momentum=0.5, keep_optimizer_state=True), "model": "net"}
     serial, stacked = (fedsim.run({**tables, "engine": engine}) for engine in ("serial", "batched"))
     assert torch.allclose(serial.global_row, stacked.global_row, rtol=0, atol=1e-9)
     assert serial.history[0].train_loss == pytest.approx(stacked.history[0].train_loss, abs=1e-9)

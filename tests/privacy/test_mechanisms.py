@@ -79,7 +79,7 @@ def test_the_divisor_is_the_expected_number_of_updates(rule, tiny_experiment):
     tables["aggregate"] = rule
     history = fedsim.run({**tables, "privacy": UNCLIPPED}).history
     assert len({len(record.cohort) for record in history}) > 1
-    assert all(record.coefficients == pytest.approx([1 / 5] * len(record.cohort)) for record in history)
+    assert all(record.weights == pytest.approx([1 / 5] * len(record.cohort)) for record in history)
     history = fedsim.run(
         {**tables, "privacy": central(1e-6)}
     ).history  # all updates of a cohort of any size are clipped

@@ -39,7 +39,7 @@ def seen_by_attack(honest: Tensor, own_updates: Tensor) -> Tensor:
 
 def test_workers_start_from_a_copy_to_which_the_server_sends_compressed_differences():
     """Compare with a plain PyTorch loop (EF21-P)."""
-    result = fedsim.run({**TABLES, "broadcast": [TOP]})
+    result = fedsim.run({**TABLES, "downlink": [TOP]})
     federation = Federation(logistic, components.tiny, 6, 16)
     copy = federation.row.clone()
     for round in range(1, 6):
@@ -67,10 +67,10 @@ def test_the_copy_converges_to_a_model_that_stays(name):
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"broadcast": [{**TOP, "error_feedback": True}]}, "already contains what earlier messages left out"),
-        ({"broadcast": ["sign"], "sync": "gradients"}, "need the global model in each step"),
-        ({"broadcast": ["sign", TOP]}, r"broadcast\[1\] = \"top_k\""),
-        ({"broadcast": ["tpo_k"]}, 'did you mean "top_k"'),
+        ({"downlink": [{**TOP, "error_feedback": True}]}, "already contains what earlier messages left out"),
+        ({"downlink": ["sign"], "sync": "gradients"}, "need the global model in each step"),
+        ({"downlink": ["sign", TOP]}, r"downlink\[1\] = \"top_k\""),
+        ({"downlink": ["tpo_k"]}, 'did you mean "top_k"'),
     ],
 )
 def test_a_broadcast_that_cannot_be_used_is_one_plain_line(tables, message):
@@ -82,14 +82,14 @@ def test_a_broadcast_that_cannot_be_used_is_one_plain_line(tables, message):
 def test_a_broadcast_leaves_out_personal_parameters():
     local = {**TABLES["local"], "algorithm": "fedper", "personal": ["*bias"]}
     chain = ["natural"]
-    result = fedsim.run({**TABLES, "local": local, "processors": chain, "broadcast": chain})
+    result = fedsim.run({**TABLES, "local": local, "processors": chain, "downlink": chain})
     nbytes = -(-(D - 10) * 12 // 8)
     assert {(record.bytes_up, record.bytes_down) for record in result.history} == {(3 * nbytes, 6 * nbytes)}
 
 
 def test_a_compressed_broadcast_takes_less_virtual_time():
     timed = {**TABLES, "mode": "clock", "clock": {"bandwidth": 1000.0}}
-    plain, small = (fedsim.run({**timed, **changes}).history[0] for changes in ({}, {"broadcast": [TOP]}))
+    plain, small = (fedsim.run({**timed, **changes}).history[0] for changes in ({}, {"downlink": [TOP]}))
     assert plain.virtual_seconds - small.virtual_seconds == pytest.approx((8 * D - TOP_BYTES) / 1000)
 
 
@@ -119,7 +119,7 @@ def test_attackers_send_no_personal_parameters():
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
 def test_compressed_attacks_pass_through_the_chain(sync):
     tables = {**TABLES, **ATTACKED, "sync": sync, "processors": [TOP], "rounds": 1}
-    tables["attack"] = {**tables["attack"], "compressed": True}
+    tables["attack"] = {**tables["attack"], "before_processors": True}
     result = fedsim.run({**tables, "aggregate": f"{__name__}:seen_by_rule"})
     assert SEEN["rule"].count_nonzero(1).tolist() == [200] * 6
     assert SEEN["attack"].count_nonzero(1).min() > 200
@@ -133,7 +133,7 @@ def test_attackers_that_only_change_data_follow_the_chain(name):
 
 
 def test_without_processors_the_setting_has_no_effect():
-    experiment = fedsim.Experiment(**{**TABLES, "attack": {"name": "ipm", "workers": [1], "compressed": True}})
+    experiment = fedsim.Experiment(**{**TABLES, "attack": {"name": "ipm", "workers": [1], "before_processors": True}})
     assert list(settings_without_effect(experiment)) == [
-        "attack.compressed has no effect with processors unset; omit it"
+        "attack.before_processors has no effect with processors unset; omit it"
     ]

@@ -77,7 +77,7 @@ STOPPED = {
     "workers with groups": ({**IN_GROUPS, "stop": {"metric": "worker_loss", "target": 9.0}}, 6),
     "request with groups": (IN_GROUPS, 6),
     "several global models": ({"local": {"algorithm": "ifca", "k": 2}, "cohort": 2}, 4),
-    "gradients, then parameters": ({"sync": "post_local", "gradient_rounds": 4}, 4),
+    "gradients, then parameters": ({"sync": "post_local", "switch_after_round": 4}, 4),
     "clock": ({"mode": "clock", "stop": {"metric": "train_loss", "target": 9.0}}, 1),
     "buffered updates": (
         {

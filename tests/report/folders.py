@@ -35,7 +35,7 @@ def _weights_without(cohort: list[int], byzantine: list[int]) -> dict[str, Any]:
     """Return equal weights for honest workers and 0 for Byzantine ones, the first of which is excluded."""
     honest = [worker for worker in cohort if worker not in byzantine]
     weights = [1 / len(honest) if worker in honest else 0.0 for worker in cohort]
-    return {"coefficients": weights, "excluded": list(byzantine)[:1], "attack_success": 0.25}
+    return {"weights": weights, "excluded": list(byzantine)[:1], "attack_success": 0.25}
 
 
 def write_comparison(folder: Path) -> Path:

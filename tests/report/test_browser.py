@@ -91,7 +91,7 @@ def test_the_controls_of_a_comparison_choose_what_is_drawn(show, tmp_path):
     def make(path, point):
         invent_run(path, [0.5, 1 / point["workers"]], mode="clock")
         add_to_rounds(path, on_the_clock(10.0))
-        add_to_rounds(path, lambda record: {"coefficients": [0.25, 0.75]})
+        add_to_rounds(path, lambda record: {"weights": [0.25, 0.75]})
         (path / "partition.json").write_text(json.dumps({"byzantine": [0] if point["seed"] else []}))
 
     axes = {"aggregate.rule": ["mean", "krum"], "attack.scale": [1, 2, 5], "workers": [2, 4, 8], "seed": [0, 1]}

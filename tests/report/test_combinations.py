@@ -28,7 +28,7 @@ def test_a_row_has_statistics_over_the_seeds_and_its_paired_difference_to_the_be
         final = FINAL[point["aggregate.rule"], point["attack.name"]][point["seed"]]
         if final is not None:
             invent_run(path, [0.05, final])
-            add_to_rounds(path, lambda record: {"coefficients": [0.25, 0.75]})
+            add_to_rounds(path, lambda record: {"weights": [0.25, 0.75]})
             (path / "partition.json").write_text('{"byzantine": [1]}')
 
     axes = {"aggregate.rule": ["mean", "median", "krum"], "attack.name": ["none", "alie"], "seed": [0, 1, 2]}

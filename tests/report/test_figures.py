@@ -52,7 +52,7 @@ def run_with(folder, weights, byzantine=()):
     for number, record in enumerate(weights, start=1):
         excluded = [worker for worker, weight in record.items() if weight == "excluded"]
         coefficients = [0.0 if worker in excluded else weight for worker, weight in record.items()]
-        lines.append({"round": number, "cohort": list(record), "coefficients": coefficients, "excluded": excluded})
+        lines.append({"round": number, "cohort": list(record), "weights": coefficients, "excluded": excluded})
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (folder / "partition.json").write_text(json.dumps({"byzantine": list(byzantine)}))
     return read_records(folder)

@@ -97,7 +97,7 @@ def test_the_page_is_written_into_the_folder_by_default_and_replaces_an_older_on
 def evil_run(folder):
     invent_run(folder, [0.1, 0.2], name=EVIL, device=EVIL)
     (folder / "environment.json").write_text(json.dumps({"device": EVIL, EVIL: {EVIL: [EVIL]}}))
-    add_to_rounds(folder, lambda record: {"seconds": {EVIL: 1.0, "__proto__": 2.0}, "coefficients": [0, 1]})
+    add_to_rounds(folder, lambda record: {"seconds": {EVIL: 1.0, "__proto__": 2.0}, "weights": [0, 1]})
     return folder
 
 

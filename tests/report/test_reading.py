@@ -56,8 +56,8 @@ def test_numbers_that_are_not_finite_become_none_and_unknown_keys_are_ignored(fr
         ('{"test_loss": 1}', r"metrics\.jsonl line 4: round: Field required$"),
         ('{"round": 4, "cohort": [-1]}', r"metrics\.jsonl line 4: cohort\.0: .*greater than or equal to 0$"),
         (
-            '{"round": 4, "cohort": [0], "coefficients": [0.5, 0.5]}',
-            r"line 4: there are 2 coefficients, but 1 workers in the cohort$",
+            '{"round": 4, "cohort": [0], "weights": [0.5, 0.5]}',
+            r"line 4: there are 2 weights, but 1 workers in the cohort$",
         ),
         ('{"round": 4, "seconds": {"\\u001b[2Jx\\n": []}}', r"line 4: seconds\.\?\[2Jx\?: .*number$"),
     ],

@@ -96,7 +96,7 @@ def test_groups_are_hier_favg(name):
 
 
 FLAT = {key: value for key, value in TABLES.items() if key != "groups"} | {"engine": "serial", "cohort": 4}
-MOMENTUM = {"server": {"name": "momentum", "lr": 0.5}, "processors": "qsgd", "sampling": {"client_dropout": 0.2}}
+MOMENTUM = {"server": {"name": "momentum", "lr": 0.5}, "processors": "qsgd", "sampling": {"dropout_rate": 0.2}}
 DRAWS = {"aggregate": {"rule": "dnc", "b": 50, "f": 1}, "attack": {"name": "gaussian", "workers": [1]}}
 
 
@@ -141,7 +141,7 @@ def test_bytes_are_counted_for_each_level():
 
 def test_coefficients_are_those_within_the_groups():
     record = fedsim.run({**FLAT, "cohort": WORKERS, "groups": GROUPS, "aggregate": "mean"}).history[0]
-    assert record.coefficients == pytest.approx([1 / GROUPS.count(group) for group in GROUPS])
+    assert record.weights == pytest.approx([1 / GROUPS.count(group) for group in GROUPS])
 
 
 def test_a_run_is_resumed_between_two_aggregations_at_the_top(tmp_path):

@@ -25,8 +25,8 @@ def local_epoch(model, shard, round, worker, optimizer, batch_size):
 
 
 FIELDS = """
-round test_loss test_accuracy train_loss validation_loss validation_accuracy metrics seconds virtual_seconds cohort lost
-samples coefficients clusters excluded attack_success bytes_up bytes_down top_bytes asynchronous race diverged
+round test_loss test_accuracy train_loss validation_loss validation_accuracy metrics seconds virtual_seconds cohort
+dropped samples weights clusters excluded attack_success bytes_up bytes_down top_bytes asynchronous race diverged
 worker_accuracy worker_loss
 """
 
@@ -272,7 +272,7 @@ def test_rule_and_attack_forget_when_a_run_changes_to_averaging_parameters(tiny_
     REMEMBERED.clear()
     ATTACKED.clear()
     attack, rule = {"name": f"{__name__}:attack_that_remembers", "workers": [1]}, f"{__name__}:rule_that_remembers"
-    tables = {**tiny_experiment, "local": {"steps": 2}, "sync": "post_local", "gradient_rounds": 1}
+    tables = {**tiny_experiment, "local": {"steps": 2}, "sync": "post_local", "switch_after_round": 1}
     fedsim.run({**tables, "attack": attack, "aggregate": rule})
     assert [bool(state) for state in ATTACKED] == [False, True, False]
     assert [kept is not None for kept, _, _ in REMEMBERED] == [False, True, False]

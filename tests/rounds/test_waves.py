@@ -16,14 +16,14 @@ from tests.engines.test_contract import ALL_CASES, ATTACKED, ROUNDING, TOGETHER,
 from tests.lethal import order
 from tests.waves import in_waves
 
-TWO = {"processes": 2, "batched": {"max_workers": 2}}
+TWO = {"processes": 2, "batched": {"stack_size": 2}}
 MORE = {
     "a worker without weight, left out": {
         "attack": {"name": "nan", "workers": [1]},
         "aggregate": {"weights": [1.0, 0.0, 5.0], "nonfinite": "exclude"},
     },
     "attackers of each kind": {**ATTACKED, "attack": {"name": "sign_flipping", "fraction": 0.3}},
-    "a whole cohort that does not report": {"workers": 5, "cohort": 3, "rounds": 4, "sampling.client_dropout": 0.6},
+    "a whole cohort that does not report": {"workers": 5, "cohort": 3, "rounds": 4, "sampling.dropout_rate": 0.6},
     "workers on a clock": {"workers": 5, "cohort": 4, "mode": "clock", "clock": {"slowdown": "lognormal"}},
     "workers that are tested": {
         **{"workers": 5, "cohort": 3, "data.local_test_fraction": 0.3, "worker_evaluation": {"fine_tune": 1}},
@@ -122,7 +122,7 @@ class Shapes(Callback):
     [
         ({"engine": "serial"}, 1),
         ({"engine": "processes", "processes": 2}, 2),
-        ({"engine": "batched", "processes": 1, "batched": {"max_workers": 3}}, 3),
+        ({"engine": "batched", "processes": 1, "batched": {"stack_size": 3}}, 3),
         ({"engine": "batched", **TWO}, 4),
     ],
 )

@@ -79,7 +79,7 @@ CASES = [
     {"engine": "auto", "workers": 8, "processes": 1},  # trains them in stacks
     {**CLOCK, "engine": "batched", "policy": "fedbuff"},
     {"mode": "race", "policy": "hogwild", "engine": "processes", "processes": 2},
-    {"engine": "batched", "processors": [{"name": "top_k", "ratio": 0.1}, "qsgd"], "broadcast": ["cast"]},
+    {"engine": "batched", "processors": [{"name": "top_k", "ratio": 0.1}, "qsgd"], "downlink": ["cast"]},
 ]
 
 

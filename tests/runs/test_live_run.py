@@ -27,7 +27,7 @@ class Fake:
     def __init__(self, *losses, retries=2, rounds=2):
         self.row, self.losses, self.replaced, self.states = torch.zeros(1), list(losses), 0, 0
         aggregate, local = SimpleNamespace(nonfinite="error"), SimpleNamespace(component=None)
-        self.experiment = SimpleNamespace(process_retries=retries, rounds=rounds, aggregate=aggregate, local=local)
+        self.experiment = SimpleNamespace(max_restarts=retries, rounds=rounds, aggregate=aggregate, local=local)
         self.notes, self.tests = [], None
 
     def live(self):
@@ -124,7 +124,7 @@ def test_losses_outside_of_rounds_count(losses, call, line, rounds):
     if rounds[0]:
         run.run_round(2)
     fake.losses = losses
-    expected = rf"^process 1 is gone; {line} 3 times \(process_retries = 2\)$"
+    expected = rf"^process 1 is gone; {line} 3 times \(max_restarts = 2\)$"
     with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match=expected):
         call(run)
     assert [facts["round"] for _, facts in fake.notes] == rounds

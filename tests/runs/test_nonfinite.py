@@ -65,7 +65,7 @@ def test_an_excluded_worker_of_a_small_cohort_is_named_by_its_id(tables):
     history = fedsim.run(tables, rounds=6).history
     assert [record.excluded for record in history] == [[2] if 2 in record.cohort else [] for record in history]
     for record in history:
-        coefficients = dict(zip(record.cohort, record.coefficients, strict=True))
+        coefficients = dict(zip(record.cohort, record.weights, strict=True))
         assert sum(coefficients.values()) == pytest.approx(1)
         assert [worker for worker, coefficient in coefficients.items() if not coefficient] == record.excluded
     assert {len(record.excluded) for record in history} == {0, 1}

@@ -34,7 +34,7 @@ def only_biases(update):
 FEEDBACK = {"processors": [{"name": "tests.runs.test_one_bad_batch:only_biases", "error_feedback": True}]}
 CASES = {
     "momentum": {"sync": "gradients", "local": {"momentum": 0.9, "momentum_at": "worker"}},
-    "kept momentum": {"local": {"momentum": 0.9, "keep_state": True}},
+    "kept momentum": {"local": {"momentum": 0.9, "keep_optimizer_state": True}},
     "control variates": {"local": {"algorithm": "scaffold"}},
     "personal models": {"local": {"algorithm": "ditto", "lam": 0.1}},
     "error feedback": FEEDBACK,

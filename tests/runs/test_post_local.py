@@ -15,7 +15,7 @@ from fedsim.server import ServerStep
 from tests.matrix import in_turn
 
 SWITCH, ROUNDS = 2, 4
-ENGINES = {"serial": {}, "processes": {"processes": 2}, "batched": {"processes": 1, "batched": {"max_workers": 2}}}
+ENGINES = {"serial": {}, "processes": {"processes": 2}, "batched": {"processes": 1, "batched": {"stack_size": 2}}}
 BUFFERED = {"model": "tests.models:Normalised", "workers": 5, "cohort": 3}
 
 
@@ -93,7 +93,7 @@ def test_it_is_gradient_averaging_before_and_parameter_averaging_after_the_switc
     engine, case, tiny_experiment, session
 ):
     tables = {**tiny_experiment, "rounds": ROUNDS, "engine": engine, **ENGINES[engine], **CASES[case]}
-    actual = worlds({**tables, "sync": "post_local", "gradient_rounds": SWITCH}, session)
+    actual = worlds({**tables, "sync": "post_local", "switch_after_round": SWITCH}, session)
     without_server = {key: value for key, value in tables.items() if key != "server"}
     before = worlds({**without_server, "sync": "gradients", "rounds": SWITCH}, session)
     assert all(map(same, actual[:SWITCH], before))
@@ -103,7 +103,7 @@ def test_it_is_gradient_averaging_before_and_parameter_averaging_after_the_switc
 
 def test_bytes_follow_the_phase(tiny_experiment):
     tables = {**tiny_experiment, "rounds": ROUNDS, "local": {"steps": 5}}
-    history = fedsim.run({**tables, "sync": "post_local", "gradient_rounds": SWITCH}).history
+    history = fedsim.run({**tables, "sync": "post_local", "switch_after_round": SWITCH}).history
     row = 4 * 16_330
     sent = [3 * 5 * row] * SWITCH + [3 * row] * (ROUNDS - SWITCH)
     assert [record["bytes_up"] for record in history] == [record["bytes_down"] for record in history] == sent
@@ -119,5 +119,5 @@ def test_on_the_virtual_clock_steps_wait_for_everybody_before_the_switch_and_rou
 
     in_step, in_rounds = (seconds(**tables, sync=sync)[0] for sync in ("gradients", "parameters"))
     assert in_step > in_rounds
-    measured = seconds(**tables, sync="post_local", gradient_rounds=SWITCH)
+    measured = seconds(**tables, sync="post_local", switch_after_round=SWITCH)
     assert measured == pytest.approx([in_step] * SWITCH + [in_rounds] * (ROUNDS - SWITCH))

@@ -72,7 +72,7 @@ def test_k_sync_counts_only_used_arrivals(tiny_experiment):
 
 
 def test_post_local_sgd_averages_gradients_at_first(tiny_experiment):
-    tables = {**tiny_experiment, "rounds": 3, "sync": "post_local", "gradient_rounds": 2}
+    tables = {**tiny_experiment, "rounds": 3, "sync": "post_local", "switch_after_round": 2}
     result = fedsim.run({**tables, "local": {"batch_size": 16, "lr": 0.05}})
     assert [record["cohort"] for record in result.history] == [[0, 1, 2]] * 3
     steps = math.ceil(68 / 16)  # of the 203 samples, two workers have 68 and one has 67

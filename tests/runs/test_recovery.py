@@ -89,7 +89,7 @@ def test_processes_killed_in_training_and_aggregation_do_not_change_the_result(m
     )
     assert len(said) == 2
     assert [len(record["cohort"]) for record in result.history] == [4] * 4
-    assert [record["lost"] for record in result.history] == [[]] * 4
+    assert [record["dropped"] for record in result.history] == [[]] * 4
 
 
 CHOICE = {"workers": 8, "cohort": 3, "sampling": {"name": "power_of_choice", "candidates": 6}}
@@ -129,7 +129,7 @@ def test_a_race_repeats_its_round_after_a_process_died_with_the_lock(mortal, ses
 def test_a_stopped_process_is_replaced_after_the_timeout(mortal, monkeypatch):
     """With stacks, each of the two processes has one stack."""
     monkeypatch.setattr("fedsim.processes.process_pool.GRACE", 0.5)  # seconds before a stopped process is killed
-    tables = {**mortal, "engine": "batched", "processes": 2, "timeout": 3.0, "rounds": 2}
+    tables = {**mortal, "engine": "batched", "processes": 2, "process_timeout": 3.0, "rounds": 2}
     with fedsim.Session() as session:
         result, said = run_ordered(tables, {2: ["train-stop"]}, session=session)
         assert_as_without_faults(result, tables, session)
@@ -182,7 +182,7 @@ def test_a_process_that_is_killed_while_it_starts(retries, tmp_path, monkeypatch
                 os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(base, "ProcessPool", Killed)
-    tables = {**TABLES, **SPAWN, "rounds": 2, "model": "logistic", "process_retries": retries}
+    tables = {**TABLES, **SPAWN, "rounds": 2, "model": "logistic", "max_restarts": retries}
     line = r"process 1 was killed by SIGKILL \(exit code -9\), while it started"
     if not retries:
         with pytest.raises(WorkerError, match=f"^{line}$"):

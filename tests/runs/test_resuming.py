@@ -36,7 +36,7 @@ CASES = {
         "processors": ["qsgd", {"name": "gaussian_noise", "std": 0.1}],
     },
     "compressors in both directions": {
-        **{"cohort": 2, "broadcast": [{"name": "powersgd", "rank": 1}, "qsgd"]},
+        **{"cohort": 2, "downlink": [{"name": "powersgd", "rank": 1}, "qsgd"]},
         "processors": [{"name": "powersgd", "rank": 1, "error_feedback": True}, "cast"],
     },
     "rule with a state": {
@@ -49,7 +49,7 @@ CASES = {
     "attack with a state": {
         **{"workers": 5, "aggregate": "median", "attack": {"name": "mimic", "workers": [3], "warmup": 4}}
     },
-    "gradients, then parameters": {"sync": "post_local", "gradient_rounds": 4, "server": "adam"},
+    "gradients, then parameters": {"sync": "post_local", "switch_after_round": 4, "server": "adam"},
     "worker state and messages": {
         **{"local": {"algorithm": "tests.components:Counting"}, "workers": 50, "cohort": 3},
         **{"model": "tests.models:Normalised", "buffers": "local"},
@@ -76,7 +76,7 @@ CASES = {
     "features": {"local": {"algorithm": "moon", "steps": 3}, "cohort": 2, "model": "2nn"},
     "virtual shards, on the clock": {**TIMED, "partition": "tests.components:some", "workers": 50, "cohort": 3},
     "cohorts of available workers, on the clock": {
-        **{**TIMED, "workers": 9, "cohort": 2, "sampling.client_dropout": 0.3},
+        **{**TIMED, "workers": 9, "cohort": 2, "sampling.dropout_rate": 0.3},
         **{"sampling": {"name": "daily", "period": 10.0}, "aggregate": {"weights": "inverse_probability"}},
     },
 }
@@ -306,7 +306,7 @@ def test_resuming_a_finished_run_changes_nothing(tables, tmp_path):
 def test_a_resumed_run_keeps_the_width_of_its_stacks(tables, tmp_path):
     """On a GPU, the default depends on the memory of the GPU."""
     tables |= {"engine": "batched", "processes": 1}
-    whole = fedsim.run({**tables, "batched": {"max_workers": 3}}, tmp_path / "whole")
+    whole = fedsim.run({**tables, "batched": {"stack_size": 3}}, tmp_path / "whole")
     folder = broken_off(tmp_path / "whole", tmp_path / "again", 2)
     result = fedsim.run(tables, folder, resume=True)
     assert torch.equal(result.global_row, whole.global_row)
@@ -315,10 +315,10 @@ def test_a_resumed_run_keeps_the_width_of_its_stacks(tables, tmp_path):
 
 def test_a_width_that_is_set_is_that_of_the_resumed_run(tables, tmp_path):
     tables |= {"engine": "batched", "processes": 1}
-    fedsim.run({**tables, "batched": {"max_workers": 3}}, tmp_path / "whole")
+    fedsim.run({**tables, "batched": {"stack_size": 3}}, tmp_path / "whole")
     folder, facts = broken_off(tmp_path / "whole", tmp_path / "again", 2), []
     with pytest.warns(FedsimWarning, match=r"in stacks of 3, now in stacks of 2$"):
-        fedsim.run({**tables, "batched": {"max_workers": 2}}, folder, resume=True, on_start=facts.append)
+        fedsim.run({**tables, "batched": {"stack_size": 2}}, folder, resume=True, on_start=facts.append)
     assert facts[0].how["width"] == 2
 
 
@@ -354,11 +354,11 @@ def test_another_experiment_is_refused_with_the_differences(tables, tmp_path):
 def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_use(tmp_path, cli):
     words = "data=tests.components:tiny", "model=logistic", "workers=4", "rounds=4", "checkpoint.every=1"
     words += ("checkpoint.keep=4",)
-    pooled = "engine=processes", "processes=2", "timeout=100", "process_retries=0"
+    pooled = "engine=processes", "processes=2", "process_timeout=100", "max_restarts=0"
     assert cli("run", *words, *pooled, "--out", "whole").exit_code == 0
     broken_off(tmp_path / "whole", tmp_path / "again", 2)
     resumed = cli("run", "--resume", "again", "engine=serial", "--allow-imports")
-    keys = ("process_retries", "processes", "timeout")
+    keys = ("max_restarts", "processes", "process_timeout")
     unused = [f"warning: {key} has no effect with engine=serial; omit it" for key in keys]
     assert (resumed.exit_code, resumed.stderr.splitlines()) == (0, unused)
     assert_the_same(tmp_path / "again", tmp_path / "whole")

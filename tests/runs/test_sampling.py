@@ -56,9 +56,9 @@ def test_the_mean_of_all_cohorts_by_inverse_probability_is_the_mean_of_all_worke
 def test_a_worker_that_drops_out_changes_nothing(tables, sync):
     """The round equals one with only the workers that report."""
     tables |= {"sync": sync, "partition": "tests.components:uneven"}
-    result = fedsim.run({**tables, "sampling.client_dropout": 0.5, "rounds": 1, "seed": 3})
+    result = fedsim.run({**tables, "sampling.dropout_rate": 0.5, "rounds": 1, "seed": 3})
     record = result.history[0]
-    assert (len(record.cohort), len(record.lost)) == (2, 1)
+    assert (len(record.cohort), len(record.dropped)) == (2, 1)
     fixed = {"name": "fixed", "workers": record.cohort}
     same = fedsim.run({**tables, "rounds": 1, "seed": 3, "cohort": 2, "sampling": fixed})
     assert torch.equal(result.global_row, same.global_row)
@@ -68,8 +68,8 @@ def test_a_worker_that_drops_out_changes_nothing(tables, sync):
 
 def test_the_state_of_a_worker_that_drops_out_is_lost(tables):
     tables |= {"local": {"algorithm": "tests.components:Counting", "batch_size": 16}, "rounds": 5}
-    result = fedsim.run({**tables, "sampling.client_dropout": 0.4})
-    assert sum(len(record.lost) for record in result.history) > 3
+    result = fedsim.run({**tables, "sampling.dropout_rate": 0.4})
+    assert sum(len(record.dropped) for record in result.history) > 3
     planned = {"name": "tests.components:planned", "cohorts": [record.cohort for record in result.history]}
     assert torch.equal(result.global_row, fedsim.run({**tables, "sampling": planned}).global_row)
 
@@ -79,7 +79,7 @@ def test_a_round_without_workers_keeps_the_global_model(tables, sync, tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("worker,from,to\n0,1,2\n1,1,2\n2,3,5\n")
     tables |= {"sync": sync, "sampling": {"name": "available", "trace": str(path)}}
-    tables |= {"gradient_rounds": 2, "server": "momentum"} if sync == "post_local" else {}
+    tables |= {"switch_after_round": 2, "server": "momentum"} if sync == "post_local" else {}
     history = fedsim.run(tables, tmp_path / "run", records={"updates": [2, 3]}).history
     assert [record.cohort for record in history] == [[0, 1], [], [2], [2]]
     assert history[1].test_loss == history[0].test_loss != history[2].test_loss
@@ -123,9 +123,9 @@ FEW = [
 
 @pytest.mark.parametrize(("changes", "reason"), FEW)
 def test_a_round_in_which_too_few_workers_report_gives_a_one_line_error(changes, reason, tables):
-    line = rf"^round \d+: sampling.client_dropout = 0\.5 leaves \d of 6 workers; .*{reason}"
+    line = rf"^round \d+: sampling.dropout_rate = 0\.5 leaves \d of 6 workers; .*{reason}"
     with pytest.raises(fedsim.ExperimentError, match=line):
-        fedsim.run({**tables, **changes, "cohort": 6, "rounds": 20, "sampling.client_dropout": 0.5})
+        fedsim.run({**tables, **changes, "cohort": 6, "rounds": 20, "sampling.dropout_rate": 0.5})
 
 
 def of_this_process(n_workers, size, *, others):
@@ -138,5 +138,12 @@ def test_processes_that_draw_different_cohorts_end_the_run_in_one_line(others, t
     sampling = {"name": "tests.runs.test_sampling:of_this_process", "others": others}
     with pytest.raises(fedsim.ExperimentError, match="returned different cohorts in different processes in round 1"):
         fedsim.run(
-            {**tables, "cohort": 2, "engine": "processes", "processes": 2, "timeout": 20.0, "sampling": sampling}
+            {
+                **tables,
+                "cohort": 2,
+                "engine": "processes",
+                "processes": 2,
+                "process_timeout": 20.0,
+                "sampling": sampling,
+            }
         )

@@ -105,7 +105,7 @@ def test_the_least_recently_used_data_set_is_dropped(loads):
 
 
 def test_a_failed_run_does_not_change_later_runs(spawned):
-    spawned = {**spawned, "processes": 1, "process_retries": 0}
+    spawned = {**spawned, "processes": 1, "max_restarts": 0}
     with Session() as session:
         for how in ("raise", "kill"):
             with pytest.raises(fedsim.WorkerError):

@@ -11,7 +11,7 @@ SAMPLED = {
             "cohort": 4,
             "rounds": 3,
             "partition": "tests.components:uneven",
-            "sampling.client_dropout": 0.3,
+            "sampling.dropout_rate": 0.3,
         },
         **{"sampling": "by_size", "aggregate": {"weights": "inverse_probability"}},
     },

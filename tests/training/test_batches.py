@@ -74,7 +74,7 @@ def test_the_server_trains_on_its_own_samples_as_one_more_worker(sync, prepared)
 
 
 def test_the_server_is_one_more_worker_again_after_rounds_of_gradients(prepared):
-    task, shared = prepared(**{"sync": "post_local", "gradient_rounds": 2, "rounds": 4, **ROOT})
+    task, shared = prepared(**{"sync": "post_local", "switch_after_round": 2, "rounds": 4, **ROOT})
     assert [BatchSource(task, shared).steps(5, round) > 10**9 for round in range(1, 5)] == [True, True, False, False]
 
 

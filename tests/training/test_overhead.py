@@ -20,7 +20,7 @@ CASES = {  # settings, and maximum calls of functions of fedsim per worker and r
     "facts": ({"local": {**LOCAL, "algorithm": "fednova"}}, 17),
     "personal state": ({"local": {**LOCAL, "algorithm": "scaffold"}}, 18),
     "an attack": ({"attack": {"name": "sign_flipping", "fraction": 0.25}, "aggregate": "median"}, 13),
-    "workers that drop out": ({"sampling": {"client_dropout": 0.5}}, 16),
+    "workers that drop out": ({"sampling": {"dropout_rate": 0.5}}, 16),
     "compression": ({"processors": ["natural"]}, 80),
 }
 
@@ -45,7 +45,7 @@ def calls_of_a_round(workers, changes, monkeypatch):
     tables = {
         **{"rounds": 2, "workers": 2 * workers, "cohort": workers, "model": "logistic", "partition": "contiguous"},
         **{"data": {"name": "tests.components:tiny", "train": 8 * workers}, "local": LOCAL, "device": "cpu"},
-        **{"engine": "batched", "processes": 1, "batched": {"max_workers": 32}},
+        **{"engine": "batched", "processes": 1, "batched": {"stack_size": 32}},
     }
     fedsim.run({**tables, **changes})
     monkeypatch.undo()

@@ -39,7 +39,7 @@ def test_a_model_that_is_stacked_agrees_with_serial_and_its_batches_are_merged_w
     tables, probes, of = {**experiment(kind), "sync": sync}, [], StackingProbe.of
     monkeypatch.setattr(StackingProbe, "of", lambda *arguments: probes.append(of(*arguments)) or probes[0])
     serial = fedsim.run({**tables, "engine": "serial"})
-    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_workers": 3}})
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"stack_size": 3}})
     assert_close(serial, stacked, ROUNDING)
     assert [(probe.coupled, probe.merged) for probe in probes] == [(kind in COUPLED, kind not in COUPLED | VMAPPED)]
 
@@ -223,7 +223,7 @@ LARGER += ["the last of a batch, but for the first", "its share of the batch"]
 def test_a_model_that_depends_on_the_size_of_batches_agrees_with_serial(kind, width):
     tables = {**experiment(kind), "local": {"batch_size": 7, "lr": 0.05}}
     serial = fedsim.run({**tables, "engine": "serial"})
-    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_workers": width}})
+    stacked = fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"stack_size": width}})
     assert_close(serial, stacked, ROUNDING)
 
 
@@ -234,4 +234,4 @@ def test_a_model_that_splits_large_batches_is_refused_when_it_does():
         fedsim.ExperimentError,
         match="the model's operations depend on the size or the values of a batch.*; use engine=processes$",
     ):
-        fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"max_workers": 2}})
+        fedsim.run({**tables, "engine": "batched", "processes": 1, "batched": {"stack_size": 2}})

@@ -21,9 +21,17 @@ MARK = "# fedsim race "
 KINDS = TAKEN, CANCELLED, LEFT = range(3)
 
 # Keys that may differ between a race and the experiment that repeats it.
-FREE = {"name", "engine", "processes", "threads_per_process", "timeout", "device", "mode", "rounds", "batched"} | {
-    *("clock", "race", "records", "checkpoint", "cuda_graphs", "process_retries", "worker_state_memory")
-}
+FREE = {
+    "name",
+    "engine",
+    "processes",
+    "threads_per_process",
+    "process_timeout",
+    "device",
+    "mode",
+    "rounds",
+    "batched",
+} | {*("clock", "race", "records", "checkpoint", "cuda_graphs", "max_restarts", "worker_state_memory")}
 
 
 class LogEntry(NamedTuple):
