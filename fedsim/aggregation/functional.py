@@ -11,14 +11,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.containers import (
-    Form,
-    MatrixForm,
-    as_rows,
-    checked_matrix,
-    refuse_unclear_pairs,
-    without_weights,
-)
+from fedsim.aggregation.containers import Form, MatrixForm, as_rows, checked_matrix
 from fedsim.aggregation.inputs import AggregationInputs, Nonfinite, screened
 from fedsim.aggregation.numerics.columns import NonfiniteError, all_finite, reading
 from fedsim.aggregation.numerics.threads import alone_if_small
@@ -51,18 +44,16 @@ def aggregate(
     """Aggregate n updates to one with a rule, for example `aggregate(updates, "krum", f=2)`.
 
     Args:
-        updates: a tensor or NumPy array [n, d] of any floating-point dtype and device, or n lists of d numbers; a list
+        updates: a tensor or NumPy array [n, d] of any floating-point dtype and device, n lists of d numbers, or a list
             or iterator of n updates, which are tensors or arrays of any shape, or dicts (such as state_dicts) or lists
-            of these; a dict of state_dicts by client; a list or dict of pairs (update, weight) or (weight, update),
-            with numbers as weights; or one dict of stacked tensors [n, ...]. `updates` is not changed. All updates have
-            the same entries, in any order. Entries that are not floating-point, such as BatchNorm's
-            num_batches_tracked, are taken from the first update. Entries of a dict that share memory in all updates,
-            such as tied weights, count once and share memory in the result.
+            of these. `updates` is not changed. All updates have the same entries, in any order. Entries that are not
+            floating-point, such as BatchNorm's num_batches_tracked, are taken from the first update. Entries of a dict
+            that share memory in all updates, such as tied weights, count once and share memory in the result.
         name: the rule: a registered name (see `fedsim.rules()`), "package.module:function", a function, or a list of
             pre-aggregators followed by a rule, such as `["nnm", "trimmed_mean"]`. An element of the list may also be a
             dict with its own parameters: `[{"name": "bucketing", "s": 3}, "krum"]`.
-        weights: weight of each update, [n], finite, >= 0 and not all zero, with any sum. None: equal weights, or those
-            in the pairs. Rules that do not support weights raise an error.
+        weights: weight of each update, [n], finite, >= 0 and not all zero, with any sum. None: equal weights. Rules
+            that do not support weights raise an error.
         root: update computed on the server's own data (for fltrust), [d] or with the structure of one update.
         losses: loss of each worker (for qfedavg), [n].
         last: previous aggregate, where centered_clipping starts, [d] or with the structure of one update.
@@ -78,7 +69,7 @@ def aggregate(
     Returns the aggregate with the structure, dtype and device of one update: [d] for a matrix [n, d].
 
     Raises ExperimentError (a ValueError) for an unknown rule, an invalid parameter, shape or weight, a NaN or infinity
-    in the updates (on a GPU, see `nonfinite`), a violated constraint on n and f, or updates whose form is ambiguous.
+    in the updates (on a GPU, see `nonfinite`), or a violated constraint on n and f.
 
     In a run: `fedsim.rounds.aggregator.RuleByColumns.aggregate` applies the rule.
 
@@ -89,27 +80,11 @@ def aggregate(
     tensor([2., 2.])
     >>> fedsim.aggregate([{"w": row} for row in updates], weights=[1, 1, 2, 0])
     {'w': tensor([2.2500, 1.7500])}
-    >>> fedsim.aggregate([({"w": torch.zeros(1)}, 10), ({"w": torch.ones(1)}, 30)])  # (update, number of samples)
-    {'w': tensor([0.7500])}
-    >>> fedsim.aggregate({"w": updates, "b": updates[:, 0]}, "median")
-    {'w': tensor([2.5000, 1.5000]), 'b': tensor(2.5000)}
     """
     checked_nonfinite(nonfinite)
     pipeline = _pipeline(name, params)
     form: Form = MatrixForm(is_array=False)
     if not isinstance(updates, Tensor):
-        updates, in_pairs = without_weights(updates, "updates")
-        if in_pairs is not None:
-            if weights is not None:
-                raise ExperimentError(
-                    "weights: are also in the pairs (update, weight) of `updates`; omit one of the two"
-                )
-            if not pipeline.accepts_weights:
-                raise ExperimentError(
-                    f"updates: the rule {pipeline.name} does not support the weights in the pairs (update, weight); "
-                    "pass only the updates"
-                )
-            weights = in_pairs
         updates, form = as_rows(updates, "updates")
     updates = checked_matrix(updates, "updates")
     n, d = updates.shape
@@ -203,7 +178,6 @@ def pre_aggregate(updates: Any, name: Stage | Sequence[Stage], *, seed: int = 0,
     """Apply one or more pre-aggregators to `updates` [n, d]. Returns the transformed updates [m, d].
 
     Arguments and errors are the same as for `aggregate`. For a list of n updates, the result is a list of m updates.
-    For a dict of tensors [n, ...], it is a dict of tensors [m, ...].
 
     >>> fedsim.pre_aggregate(torch.tensor([[0.0], [1.0], [9.0]]), "nnm", f=1)
     tensor([[0.5000],
@@ -211,7 +185,6 @@ def pre_aggregate(updates: Any, name: Stage | Sequence[Stage], *, seed: int = 0,
             [5.0000]])
     """
     pipeline = make_pipeline(resolve([*as_list(name), "mean"], params))
-    refuse_unclear_pairs(updates, "updates")
     updates, form = as_rows(updates, "updates")
     inputs = AggregationInputs(checked_matrix(updates, "updates"), seed=seed)
     with _setting(updates, pipeline):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsim.aggregation.containers import as_rows, checked_matrix, refuse_unclear_pairs
+from fedsim.aggregation.containers import as_rows, checked_matrix
 from fedsim.byzantine.base import Aggregate, attack_strategy
 from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError, SettingWarning, show
@@ -35,8 +35,8 @@ def attack(
 
     Args:
         honest: updates of the h honest workers, [h, d], h >= 1, of any floating-point dtype and device. `honest` is not
-            changed. It may also be a list of updates or a dict of stacked tensors, as for `aggregate`. Then
-            `own_updates`, `last` and the result have the same structure.
+            changed. It may also be a list of updates, as for `aggregate`. Then `own_updates`, `last` and the result
+            have the same structure.
         name: the attack: a registered name (see `fedsim.attacks()`), "package.module:function", or a function.
         n_byzantine: number b of Byzantine workers, >= 0.
         own_updates: updates that the b Byzantine workers computed by training, [b, d]. None: copies of the first b
@@ -59,7 +59,6 @@ def attack(
     """
     registration = attack_strategy.get(name, "attack.name")
     bound = attack_strategy.bind(registration, registration.check(params, "attack", beside=["name"]))
-    refuse_unclear_pairs(honest, "honest")
     honest, form = as_rows(honest, "honest")
     own_updates, _ = as_rows(own_updates, "own_updates", form)
     honest = checked_matrix(honest, "honest")
