@@ -16,7 +16,7 @@ from fedsim.records.checkpoints import CheckpointFolder, rounding_of
 from fedsim.records.figures import draw_curve, draw_workers
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
-from fedsim.rounds.simulation import Simulation
+from fedsim.rounds.synchronous_rounds import SynchronousRounds
 from fedsim.runs.live_run import LiveRun
 from fedsim.runs.result import Result
 from fedsim.system.files import require_space
@@ -88,7 +88,7 @@ def latest_updates(task: RunTask, engine: Engine, record: RoundRecord) -> dict[s
     gathered = engine.round_rows(record.cohort)
     if gathered is None:
         return {}
-    (rows, losses), (context, last) = gathered, engine.run(Simulation.latest_aggregation)[0]
+    (rows, losses), (context, last) = gathered, engine.run_rounds(SynchronousRounds.latest_aggregation)[0]
     byzantine, slots = task.byzantine.in_round(record.round), list(context.slots)
     updates = {
         "updates": rows[slots],

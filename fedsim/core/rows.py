@@ -230,7 +230,7 @@ def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(No
 
     Raises ExperimentError if an argument is not a tensor.
 
-    In a run: `fedsim.rounds.simulation.Simulation.copy_down` calls `pull_down`.
+    In a run: `fedsim.rounds.round_kind.RoundKind.copy_model` calls `pull_down`.
     """
     for name, tensor, shape in (("global_row", global_row, "[d]"), ("rows", rows, "[n, d]")):
         if not isinstance(tensor, Tensor):

@@ -22,8 +22,7 @@ from fedsim.processes.process_context import ProcessContext
 from fedsim.processes.process_pool import ProcessPool
 from fedsim.processes.shared_memory import share
 from fedsim.rounds.executor import Executor, MakeTrainer
-from fedsim.rounds.hierarchy import Hierarchy
-from fedsim.rounds.simulation import Simulation
+from fedsim.rounds.synchronous_rounds import SynchronousRounds
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.system.devices import release_memory, resolve_device, synchronize
 from fedsim.system.global_settings import run_settings
@@ -84,7 +83,7 @@ class Engine:
         self._in_pool = self.traits.may_lose_processes(processes) and not self.traits.chooses
         self._pool = self._new_pool() if self._in_pool else None
         self._threads = threads
-        self._executor: Executor | None = None  # of this process, if there is no pool
+        self._state: dict[str, Any] = {}  # of this process, if there is no pool: its executor and synchronous rounds
         self._work: tuple[Any, ...] = ()  # arguments with which the processes of a pool begin the task
         self._began = False
 
@@ -149,7 +148,7 @@ class Engine:
         self.shared = shared
         group = self.new_group(task)
         self.states, self._began = self.new_states(task, group), True
-        self._executor = _new_executor(group, task, shared, make_trainer, self.states)
+        self._state = _new_state(group, task, shared, make_trainer, self.states)
 
     def _begin_in_pool(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer) -> None:
         """Begin a task in the processes of the pool, and move all tensors of the run to memory that they share."""
@@ -171,23 +170,29 @@ class Engine:
             ) from error
 
     def run(self, method: Callable[..., T], *arguments: object) -> list[T]:
-        """Call a method of `Executor` or `Simulation` in every process, and return one result per process, in order.
+        """Call a method of `Executor` in every process, and return one result per process, in order.
 
-            engine.run(Simulation.run_round, round)
+            engine.run(Executor.test, round)
 
         Raises WorkerError if a process fails.
         """
+        return self._run("executor", method, *arguments)
+
+    def run_rounds(self, method: Callable[..., T], *arguments: object) -> list[T]:
+        """Call a method of `SynchronousRounds` in every process. See `run`."""
+        return self._run("rounds", method, *arguments)
+
+    def _run(self, of: str, method: Callable[..., T], *arguments: object) -> list[T]:
         if self._in_pool:
-            answers = self._call(_run, method, *arguments)
+            answers = self._call(_run, of, method, *arguments)
             distinct = {(warning.category, str(warning.message)): warning for _, noted in answers for warning in noted}
             for warning in distinct.values():  # several processes may give the same warning
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
             return [result for result, _ in answers]
-        executor = self._executor
-        assert executor is not None
+        executor = self._state["executor"]
         try:
             with executor.environment():
-                return [method(executor, *arguments)]
+                return [method(self._state[of], *arguments)]
         except FedsimError:
             raise
         except Exception as error:
@@ -248,7 +253,7 @@ class Engine:
         """Release the current task and its memory in every process. Do nothing if there is no task."""
         if not self._began:
             return
-        self._began, self._executor = False, None
+        self._began, self._state = False, {}
         device = self.shared.server.row.device
         try:
             if self._in_pool and self._pool and self._pool.at_work:
@@ -284,10 +289,11 @@ class EngineRegistry(Registry):
         return super()._registration(name, target)
 
 
-def _new_executor(group: Group, task: RunTask, *arguments: Any) -> Executor:
-    """Return the executor of a process, whose methods `Engine.run` calls."""
-    make = (Simulation if task.experiment.groups is None else Hierarchy) if task.experiment.in_rounds else Executor
-    return make(group, task, *arguments)
+def _new_state(group: Group, task: RunTask, *arguments: Any) -> dict[str, Any]:
+    """Return the executor of a process, and the rounds of a synchronous run, whose methods `Engine.run` calls."""
+    executor = Executor(group, task, *arguments)
+    rounds = {"rounds": SynchronousRounds(executor)} if task.experiment.in_rounds else {}
+    return {"executor": executor, **rounds}
 
 
 def _initialise(process: ProcessContext, device: torch.device) -> None:
@@ -304,18 +310,17 @@ def _make_executor(process: ProcessContext, mailbox: Tensor, task: RunTask, *arg
         torch.get_device_module(task.device).set_device(task.device)
     settings = process.state["settings"] = contextlib.ExitStack()
     settings.enter_context(run_settings(task.experiment.threads_per_process))
-    process.state["executor"] = _new_executor(Group(process, task.device, mailbox), task, *arguments)
+    process.state |= _new_state(Group(process, task.device, mailbox), task, *arguments)
 
 
 def _run(
-    process: ProcessContext, method: Callable[..., T], *arguments: object
+    process: ProcessContext, of: str, method: Callable[..., T], *arguments: object
 ) -> tuple[T, list[warnings.WarningMessage]]:
-    """Call a method of this process's executor. Return its result, and the warnings that it caused."""
-    executor = process.state["executor"]
+    """Call a method of this process's executor or rounds. Return its result, and the warnings that it caused."""
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("default")
-        with executor.environment():
-            return method(executor, *arguments), noted
+        with process.state["executor"].environment():
+            return method(process.state[of], *arguments), noted
 
 
 def _drop_executor(process: ProcessContext) -> None:

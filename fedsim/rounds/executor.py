@@ -6,18 +6,22 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
+from fedsim.clients.algorithm import state_at_first
 from fedsim.core.rows import new_rows, require_finite, require_finite_buffers
+from fedsim.core.timer import PhaseTimer
 from fedsim.errors import workers_named
 from fedsim.processes.group import Group
 from fedsim.processes.process_context import ProcessContext
 from fedsim.rounds.evaluation import Evaluation, EvaluationResult, WorkerTests
+from fedsim.rounds.update_steps import ProcessingStep
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.system.c_libraries import keep_freed_memory
 from fedsim.system.devices import synchronize
 from fedsim.system.precision import full_precision
-from fedsim.training.batches import BatchSource, WorkItem
+from fedsim.training.batches import BatchSource, WorkItem, WorkItems
 from fedsim.training.capture import can_capture
 from fedsim.training.memory import explain_oom
 from fedsim.training.row_module import RowModule
@@ -31,8 +35,7 @@ MakeTrainer = Callable[[ProcessContext, RunTask, SharedState, BatchSource], Trai
 class Executor:
     """Trains workers and tests the global model in one process of a run.
 
-    The subclass `Simulation` adds the aggregation of synchronous rounds. Methods must be called inside the context
-    manager `environment`, which applies PyTorch's settings for the run.
+    Methods must be called inside the context manager `environment`, which applies PyTorch's settings for the run.
 
     Args:
         group: processes that compute the run together.
@@ -40,6 +43,10 @@ class Executor:
         shared: tensors of the run, which receive the results.
         make_trainer: function that returns the trainer of this process.
         states: states of the workers, kept between rounds.
+
+    Attributes:
+        processing: step that applies compressors and other processors to updates.
+        timer: seconds of each phase of the current round.
     """
 
     def __init__(
@@ -48,6 +55,7 @@ class Executor:
         if task.device.type == "cpu":
             keep_freed_memory()
         self.group, self.process, self.task, self.shared, self.states = group, group.process, task, shared, states
+        self.processing, self.timer = ProcessingStep(group, task, shared), PhaseTimer()
         self.module = RowModule(task.new_module)
         self.gradient = new_rows(1, self.module.layout.d, task.dtype, task.device)[0]
         self.batch_source = BatchSource(task, shared)
@@ -76,6 +84,33 @@ class Executor:
     def in_precision(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that sets the floating-point precision of training, such as TF32."""
         return self.task.precision.training(self.task.device)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Return a context that measures the time of a phase, such as "train"."""
+        with self.timer(name):
+            yield
+            synchronize(self.task.device)
+
+    def load_states(self, cohort: Sequence[int], mine: WorkItems) -> None:
+        """Load the states that this process's workers have kept from earlier rounds.
+
+        Args:
+            cohort: IDs of all workers of the round.
+            mine: workers that this process trains.
+        """
+        server, algorithm = self.shared.server, self.task.algorithm
+        if algorithm.starts_from_current:
+            self.states.initial |= state_at_first(algorithm, server.row, server.buffers)
+        self.states.load_cohort(cohort, mine, self.shared.cohort.worker_rows)
+
+    def global_losses(self, workers: Sequence[int], round: int) -> np.ndarray:
+        """Return the mean loss of the global model on each worker's training samples, float64 [k] for k `workers`."""
+        losses, server = torch.zeros(len(workers)).double(), self.shared.server
+        for place in range(self.group.index, len(workers), self.group.count):
+            with self.process.working_on(workers[place], round):
+                losses[place] = self.worker_tests.training_loss(server.row, server.buffers, workers[place], round)
+        return np.sum(self.group.gather(losses.numpy()), axis=0)  # each loss is 0 in all processes but one
 
     def train(self, members: Sequence[WorkItem]) -> None:
         """Train the given workers in this process.

@@ -9,6 +9,10 @@ from typing import Any
 from fedsim.asynchronous.policies.delays import Delays
 from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import CheckpointModel, Counts, Seconds
+from fedsim.errors import ExperimentError
+from fedsim.records.round_stats import SentUpdates
+from fedsim.server import Cohort
+from fedsim.training.batches import WorkItems
 from fedsim.training.memory import buffer_bytes, personal_bytes
 from fedsim.training.shared_state import SharedState, message_bytes
 from fedsim.training.task import RunTask
@@ -45,13 +49,36 @@ class RoundClock:
         self._delays = delays
         self._row_bytes, self._buffer_bytes, self._message_bytes = row_bytes, buffer_bytes, message_bytes
         self._started: Counter[int] = Counter()  # number of started rounds or steps, by worker
-        self.now = 0.0
+        self.now: float = 0.0
 
-    @classmethod
-    def of(cls, task: RunTask, shared: SharedState) -> RoundClock:
-        """Return a clock for a run, at time 0."""
-        row_bytes = 0 if task.experiment.downlink else shared.server.row.nbytes - personal_bytes(task)
-        return cls(delays_of(task.experiment), row_bytes, buffer_bytes(task, shared), sum(message_bytes(task, shared)))
+    def require_workers(self, cohort: Cohort, strategy: Any, round: int) -> None:
+        """Raise ExperimentError if an empty cohort would be drawn again and again, because no time passes.
+
+        Args:
+            cohort: workers of the round, none of which sends an update.
+            strategy: cohort strategy that has drawn them.
+            round: number of the round.
+        """
+        if not cohort.dropped and "now" in strategy.accepts:
+            raise ExperimentError(
+                f"round {round}: no worker is available at {self.now:g} virtual seconds, and the virtual clock "
+                "does not advance without work; make workers available in sampling.*, or use mode=rounds, which skips "
+                "such rounds"
+            )
+
+    def finish_round(self, task: RunTask, work: WorkItems, sent: SentUpdates, broadcast: int) -> None:
+        """Advance the virtual time by a round in which the workers have done `work` and `sent` updates.
+
+        See `pass_round`.
+        """
+        batches = task.schedule.of(work.workers, work.rounds).batches_of_all(work.sizes)
+        columns = zip(work.workers.tolist(), work.steps.tolist(), batches.tolist(), strict=True)
+        gradients = {worker: task.algorithm.gradients(steps, count) for worker, steps, count in columns}
+        self.pass_round(gradients, sent.sizes(), broadcast)
+
+    def finish_steps(self, sent: SentUpdates) -> None:
+        """Advance the virtual time by a round in which the workers have `sent` gradients. See `pass_steps`."""
+        self.pass_steps(sent.sizes())
 
     def pass_round(self, gradients: Mapping[int, int], sent: Mapping[int, Sequence[int]], broadcast: int = 0) -> None:
         """Advance the virtual time by one round, after which each worker sends an update.
@@ -82,11 +109,11 @@ class RoundClock:
 
     def state(self) -> dict[str, Any]:
         """Return the state of the clock between two rounds, in JSON types, for a checkpoint."""
-        return {"now": self.now, "started": sorted(self._started.items())}
+        return {"clock": {"now": self.now, "started": sorted(self._started.items())}}
 
-    def resume(self, state: Mapping[str, Any]) -> None:
+    def resume(self, facts: Mapping[str, Any]) -> None:
         """Set the clock to a state that the method `state` has returned."""
-        saved = RoundClockState.model_validate(state)
+        saved = RoundClockState.model_validate(facts["clock"])
         self.now, self._started = saved.now, Counter(dict(saved.started))
 
     def _pass(self, work: Mapping[int, tuple[int, int]]) -> None:
@@ -98,3 +125,32 @@ class RoundClock:
         seconds = [self._delays.seconds(worker, self._started[worker], *amounts) for worker, amounts in work.items()]
         self._started.update(work.keys())
         self.now += max(seconds, default=0.0)
+
+
+class NoClock:
+    """Clock of a run without virtual time, whose methods do nothing."""
+
+    now = None
+
+    def require_workers(self, cohort: Cohort, strategy: Any, round: int) -> None: ...
+
+    def finish_round(self, task: RunTask, work: WorkItems, sent: SentUpdates, broadcast: int) -> None: ...
+
+    def finish_steps(self, sent: SentUpdates) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def resume(self, facts: Mapping[str, Any]) -> None: ...
+
+
+Clock = RoundClock | NoClock
+
+
+def clock_of(task: RunTask, shared: SharedState) -> Clock:
+    """Return the clock of a run, at time 0."""
+    if task.experiment.mode != "clock":
+        return NoClock()
+    row_bytes = 0 if task.experiment.downlink else shared.server.row.nbytes - personal_bytes(task)
+    messages = sum(message_bytes(task, shared))
+    return RoundClock(delays_of(task.experiment), row_bytes, buffer_bytes(task, shared), messages)

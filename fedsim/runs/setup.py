@@ -32,6 +32,7 @@ from fedsim.errors import WORKER_NAMES, DataError, ExperimentError, FedsimWarnin
 from fedsim.privacy import Releases
 from fedsim.processes.retry import STARTED, retried
 from fedsim.records.run_folder import RunFolder
+from fedsim.rounds.cohorts import sampler_of
 from fedsim.rounds.participants import (
     attackers_of,
     global_tests,
@@ -42,7 +43,6 @@ from fedsim.rounds.participants import (
     tests_of_owners,
     workers_to_describe,
 )
-from fedsim.rounds.simulation import cohorts_of
 from fedsim.runs import checks
 from fedsim.runs.session import Session
 from fedsim.system.c_libraries import warn_if_threads_spin
@@ -191,7 +191,7 @@ def _with_data(
     root = server_samples(experiment, train, worker_tests) if experiment.rule.accepts("root") else np.zeros(0, int)
     checks.check_local_work(task, sizes)
     checks.check_smallest_batch(task, train, {**sizes, len(shards): len(root)} if len(root) else sizes)
-    cohorts_of(experiment, shards)  # raises an error if it needs sizes of shards that are not known
+    sampler_of(experiment, shards)  # raises an error if it needs sizes of shards that are not known
     releases = releases_of(experiment, shards, root)  # raises an error if epsilon cannot be computed
     if (owned := tests_of_owners(experiment, train, test, shards)) is not None:
         by_owner, found = owned

@@ -14,7 +14,8 @@ import fedsim
 from fedsim.core.learning_task import Binary, Classification, class_weights_of
 from fedsim.errors import FedsimError
 from fedsim.privacy.mechanisms import MARGIN
-from fedsim.rounds.simulation import Simulation
+from fedsim.rounds.executor import Executor
+from fedsim.rounds.synchronous_rounds import SynchronousRounds
 from fedsim.runs.setup import begun
 from tests.components import one_table
 from tests.textbook import Federation
@@ -139,10 +140,10 @@ def test_the_loss_of_tests_and_their_accuracy_are_not_weighted():
     workers = federation(LISTED)
     with fedsim.Session() as session, begun(experiment, session) as (task, engine):
         shared, row = engine.shared.data, engine.shared.server.row.clone()
-        [seen] = engine.run(Simulation.global_losses, [0, 1], 1)[:1]
+        [seen] = engine.run(Executor.global_losses, [0, 1], 1)[:1]
         batches = [shared.train.gather(shared.shards.of(worker)) for worker in (0, 1)]
         assert seen == pytest.approx([workers.loss(row, batch).item() for batch in batches]), "as in training"
-        [results] = engine.run(Simulation.evaluate_workers, experiment.worker_evaluation.every)[:1]
+        [results] = engine.run_rounds(SynchronousRounds.test_workers, experiment.worker_evaluation.every)[:1]
         outputs = task.new_module().eval()
         for worker, loss in zip(results.workers, results.loss["global"], strict=True):
             inputs, targets = shared.train.gather(shared.worker_tests.of(worker))

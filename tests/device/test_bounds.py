@@ -13,7 +13,9 @@ from typing import NamedTuple
 import pytest
 
 import fedsim
-from fedsim.rounds.simulation import Simulation
+from fedsim.rounds.executor import Executor
+from fedsim.rounds.gradient_round import GradientRound
+from fedsim.rounds.parameter_round import ParameterRound
 from fedsim.training.stacked_module import StackedModule
 from tests.device.agreement import ENGINES
 from tests.device.pretend import Counts, pretend_gpu
@@ -54,25 +56,29 @@ class Bound(NamedTuple):
 
 
 NO_STEP = Bound(0, 0)
-METHODS = ("pull_down", "train_cohort", "aggregate_rows", "aggregate_each_step", "test")
+METHODS = {
+    **dict.fromkeys(("pull_down", "train", "aggregate"), ParameterRound),
+    "steps": GradientRound,
+    "test": Executor,
+}
 ORDERS = 165  # launches at the start of a round that draw the orders of all batches
-BOUNDS: dict[str, dict[str, tuple[Bound, Bound]]] = {  # by workload and Simulation method: (round, step)
+BOUNDS: dict[str, dict[str, tuple[Bound, Bound]]] = {  # by workload and method: (round, step)
     "w1": {
         "pull_down": (Bound(1, 1), NO_STEP),
-        "train_cohort": (Bound(15 + ORDERS, 6, 155), Bound(0, 0, 57)),  # 155 launches draw the dropout of all steps
-        "aggregate_rows": (Bound(2, 1), NO_STEP),
+        "train": (Bound(15 + ORDERS, 6, 155), Bound(0, 0, 57)),  # 155 launches draw the dropout of all steps
+        "aggregate": (Bound(2, 1), NO_STEP),
         "test": (Bound(31, 3), NO_STEP),
     },
     "w2": {
         "pull_down": (Bound(1, 1), NO_STEP),
-        "train_cohort": (Bound(15 + ORDERS, 5, 6), Bound(0, 0, 47)),
-        "aggregate_rows": (Bound(2, 1), NO_STEP),
+        "train": (Bound(15 + ORDERS, 5, 6), Bound(0, 0, 47)),
+        "aggregate": (Bound(2, 1), NO_STEP),
         "test": (Bound(30, 3), NO_STEP),
     },
     "w3": {
         "pull_down": (Bound(1, 1), NO_STEP),
-        "train_cohort": (Bound(15 + ORDERS, 5, 6), Bound(0, 0, 32)),
-        "aggregate_rows": (Bound(2, 1), NO_STEP),
+        "train": (Bound(15 + ORDERS, 5, 6), Bound(0, 0, 32)),
+        "aggregate": (Bound(2, 1), NO_STEP),
         "test": (Bound(26, 3), NO_STEP),
     },
 }
@@ -90,7 +96,7 @@ ON_THE_CLOCK = {  # a round of w3 with 3 workers and one step, row by row
 
 @pytest.fixture(scope="module")
 def phases():
-    """Return a cached function that returns the counts of a workload's last round by Simulation method."""
+    """Return a cached function that returns the counts of a workload's last round by method."""
     done: dict = {}
 
     def of(workload: str, steps: int, **changes) -> dict[str, Counts]:
@@ -108,11 +114,11 @@ def counted(tables: dict) -> dict[str, Counts]:
     gradients = StackedModule.gradients
     with pretend_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
 
-        def counting(method, simulation, *arguments):
-            if method.__name__ in ("train_cohort", "aggregate_each_step"):
+        def counting(method, owner, *arguments):
+            if method.__name__ in ("train", "steps"):
                 last_counts["model"] = Counts()
             with gpu.counting() as last_counts[method.__name__]:
-                return method(simulation, *arguments)
+                return method(owner, *arguments)
 
         def counting_model(*arguments, **more):
             with gpu.counting() as counts:
@@ -120,8 +126,8 @@ def counted(tables: dict) -> dict[str, Counts]:
             last_counts["model"].events += counts.events
             return result
 
-        for name in METHODS:
-            patch.setattr(Simulation, name, partialmethod(partial(counting, getattr(Simulation, name))))
+        for name, owner in METHODS.items():
+            patch.setattr(owner, name, partialmethod(partial(counting, getattr(owner, name))))
         patch.setattr(StackedModule, "gradients", counting_model)
         fedsim.run(tables)
     return last_counts
@@ -158,17 +164,17 @@ def test_a_round(workload, method, phases):
 
 @each_workload
 def test_a_step_that_is_not_captured(workload, phases):
-    few, many = (phases(workload, steps, cuda_graphs=False)["train_cohort"] for steps in (FEW, MANY))
+    few, many = (phases(workload, steps, cuda_graphs=False)["train"] for steps in (FEW, MANY))
     assert_within(NOT_CAPTURED[workload], few, many)
 
 
 @each_workload
 def test_a_step_of_gradients(workload, phases):
     few, many = (phases(workload, steps, sync="gradients") for steps in (FEW, MANY))
-    _, whole_step = a_round_and_a_step(*(phase["aggregate_each_step"] for phase in (few, many)))
+    _, whole_step = a_round_and_a_step(*(phase["steps"] for phase in (few, many)))
     _, model = a_round_and_a_step(*(phase["model"] for phase in (few, many)))
-    assert whole_step.launches - model.launches <= OF_GRADIENTS.launches, many["aggregate_each_step"].table()
-    assert whole_step.waits <= OF_GRADIENTS.waits, many["aggregate_each_step"].table()
+    assert whole_step.launches - model.launches <= OF_GRADIENTS.launches, many["steps"].table()
+    assert whole_step.waits <= OF_GRADIENTS.waits, many["steps"].table()
 
 
 @pytest.mark.parametrize("policy", ON_THE_CLOCK)

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import fedsim
-from fedsim.rounds.simulation import Simulation
+from fedsim.rounds.gradient_round import GradientRound
 from tests.device.agreement import ENGINES, assert_agrees_with_the_cpu, run_on_cpu, run_on_gpu
 from tests.device.pretend.counting import LAUNCH, WAITS
 
@@ -66,12 +66,8 @@ def test_a_worker_whose_gradients_are_not_finite_is_excluded_as_on_a_cpu(case):
 
 
 def test_only_the_first_round_with_nan_is_repeated(monkeypatch, gpu):
-    rounds, steps_of_round = [], Simulation.steps_of_round
-    monkeypatch.setattr(
-        Simulation,
-        "steps_of_round",
-        lambda run, work, mine: rounds.append(work.round) or steps_of_round(run, work, mine),
-    )
+    rounds, steps = [], GradientRound.steps
+    monkeypatch.setattr(GradientRound, "steps", lambda kind, plan: rounds.append(plan.round) or steps(kind, plan))
     tables = {**BASE, **ENGINES["serial"], "device": "cuda", "data": BROKEN, "aggregate": {"nonfinite": "exclude"}}
     fedsim.run(tables)
     assert rounds == [1, 1, 2]

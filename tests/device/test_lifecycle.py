@@ -18,7 +18,7 @@ from fedsim.core.snapshot import Snapshot
 from fedsim.engines import base
 from fedsim.errors import FedsimWarning, ProcessLostError
 from fedsim.rounds.executor import Executor
-from fedsim.rounds.simulation import Simulation
+from fedsim.rounds.synchronous_rounds import SynchronousRounds
 from fedsim.training.shared_state import SharedState
 from tests.device.pretend import GPU, upload
 from tests.engines.in_process import InProcessPool
@@ -156,9 +156,9 @@ def test_a_round_that_lost_a_process_is_repeated_from_a_copy_on_the_gpu(changes,
     call, calls = InProcessPool.call, []
 
     def lose_one(crew, function, *arguments):
-        calls.append(arguments[0] if arguments else None)
+        calls.append(arguments[1] if len(arguments) > 1 else None)
         result = call(crew, function, *arguments)
-        if calls[-1] in (Simulation.run_round, Executor.train_apart) and calls.count(calls[-1]) == 2:
+        if calls[-1] in (SynchronousRounds.run_round, Executor.train_apart) and calls.count(calls[-1]) == 2:
             crew.close()  # as a pool of processes does before it raises an error
             raise ProcessLostError("process 1 is gone", "is gone", 1, None)
         return result

@@ -8,7 +8,7 @@ from torch import nn
 
 import fedsim
 from fedsim.errors import WorkerError
-from fedsim.rounds.simulation import Simulation
+from fedsim.rounds.synchronous_rounds import SynchronousRounds
 from fedsim.server.cohort import sampling_strategy
 from fedsim.training.batches import BatchSource
 from fedsim.training.stack import Stacks
@@ -62,16 +62,16 @@ def tables(workers, **changes):
 
 def counts_of_the_last_round(tables):
     """Return the counts of the last round, in which nothing is prepared for the next one, and of the round before."""
-    counts, run_round = [], Simulation.run_round
+    counts, run_round = [], SynchronousRounds.run_round
     with pretend_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
 
-        def counting(simulation, round):
+        def counting(rounds, round):
             with gpu.counting() as of_round:
-                result = run_round(simulation, round)
+                result = run_round(rounds, round)
             counts.append(of_round)
             return result
 
-        patch.setattr(Simulation, "run_round", counting)
+        patch.setattr(SynchronousRounds, "run_round", counting)
         fedsim.run(tables)
     return counts[-2:]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fedsim
-from fedsim.rounds.simulation import Simulation
+from fedsim.rounds.synchronous_rounds import SynchronousRounds
 
 FEDSIM = str(Path(fedsim.__file__).parent)
 FEW, MANY = 64, 128  # workers in a round: 2 and 4 stacks of 32
@@ -27,21 +27,21 @@ CASES = {  # settings, and maximum calls of functions of fedsim per worker and r
 
 def calls_of_a_round(workers, changes, monkeypatch):
     """Return the calls of functions of fedsim in the second round, by function."""
-    counts, run_round = Counter(), Simulation.run_round
+    counts, run_round = Counter(), SynchronousRounds.run_round
 
     def count(frame, event, argument):
         if event == "call" and frame.f_code.co_filename.startswith(FEDSIM):
             counts[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
 
-    def counting(simulation, round):
+    def counting(rounds, round):
         counts.clear()
         sys.setprofile(count)
         try:
-            return run_round(simulation, round)
+            return run_round(rounds, round)
         finally:
             sys.setprofile(None)
 
-    monkeypatch.setattr(Simulation, "run_round", counting)
+    monkeypatch.setattr(SynchronousRounds, "run_round", counting)
     tables = {
         **{"rounds": 2, "workers": 2 * workers, "cohort": workers, "model": "logistic", "partition": "contiguous"},
         **{"data": {"name": "tests.components:tiny", "train": 8 * workers}, "local": LOCAL, "device": "cpu"},

@@ -14,7 +14,7 @@ from fedsim.records.record import RoundRecord
 from fedsim.records.worker_results import WorkerResults
 from fedsim.rounds.private_rounds import PrivacyState
 from fedsim.rounds.round_clock import RoundClockState
-from fedsim.rounds.simulation import Simulation
+from fedsim.rounds.synchronous_rounds import SynchronousRounds
 from fedsim.runs.loops.loop import Loop
 
 
@@ -31,7 +31,7 @@ class SynchronousLoop(Loop):
         self._warned = False
 
     def run_round(self, round: int) -> RoundRecord:
-        finished = self._engine.run(Simulation.run_round, round)[0]
+        finished = self._engine.run_rounds(SynchronousRounds.run_round, round)[0]
         assert finished is not None
         record, results = finished
         self._engine.states.saved_elsewhere(record.cohort, record.excluded)
@@ -40,12 +40,12 @@ class SynchronousLoop(Loop):
         return record
 
     def test_workers(self, round: int) -> WorkerResults | None:
-        results = self._engine.run(_evaluate_now, round)[0]
+        results = self._engine.run_rounds(SynchronousRounds.test_workers, round)[0]
         self.tests = results or self.tests
         return results
 
     def state(self) -> Snapshot:
-        facts, rule, columns = self._engine.run(Simulation.state)[0]
+        facts, rule, columns = self._engine.run_rounds(SynchronousRounds.state)[0]
         state = Snapshot(facts=facts)
         state.keep(self._engine.shared.state_dict() | columns)
         state.keep({name: torch.from_numpy(array) for name, array in rule.items()}, "rule.")
@@ -62,12 +62,12 @@ class SynchronousLoop(Loop):
         if self._task.experiment.privacy.component.active:
             PrivacyState.model_validate(facts["privacy"])
         later = tuple(f"{sync}." for sync in engine.shared.server.states if sync not in facts["syncs"])
-        columns = engine.run(Simulation.state)[0][2]  # with ranks, tensors of the right shapes to fill in
+        columns = engine.run_rounds(SynchronousRounds.state)[0][2]  # with ranks, tensors of the right shapes to fill in
         tensors = engine.shared.state_dict() | columns
         state.put_back({name: tensor for name, tensor in tensors.items() if not name.startswith(later)})
         engine.states.resume(state.under("worker_state."))
         rule = {name: tensor.numpy() for name, tensor in state.under("rule.").items()}
-        engine.run(Simulation.resume, facts, rule, columns, engine.states.workers)
+        engine.run_rounds(SynchronousRounds.resume, facts, rule, columns, engine.states.workers)
 
     def _warn_of_attack_without_honest_rows(self, record: RoundRecord) -> None:
         """Warn once if an attack needs honest updates, but all workers of a round are Byzantine."""
@@ -90,7 +90,3 @@ class SynchronousLoop(Loop):
                 FedsimWarning,
                 stacklevel=3,
             )
-
-
-def _evaluate_now(simulation: Simulation, round: int) -> WorkerResults | None:
-    return simulation.evaluate_workers(round, now=True)

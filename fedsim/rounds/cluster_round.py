@@ -1,0 +1,55 @@
+"""A round with several global models, of which each worker trains the one with the least loss on its samples (IFCA)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedsim.errors import DivergedError
+from fedsim.records.round_stats import AggregationStats, GradientRoundStats
+from fedsim.rounds.cohorts import Cohorts, RoundPlan
+from fedsim.rounds.executor import Executor
+from fedsim.rounds.level import Level
+from fedsim.rounds.parameter_round import ParameterRound
+
+
+class ClusterRound(ParameterRound):
+    """Round in which each global model is updated by the workers that have selected it (Ghosh et al. 2020)."""
+
+    def __init__(self, executor: Executor, cohorts: Cohorts, level: Level) -> None:
+        super().__init__(executor, cohorts, level)
+        self.local_training.first.insert(0, select_models)
+
+    def begin_updates(self, plan: RoundPlan) -> None:
+        """Do nothing, because the method `aggregate` begins the updates of each global model."""
+
+    def aggregate(self, plan: RoundPlan) -> AggregationStats:
+        """Update each global model. A model whose updates are all excluded does not change.
+
+        Raises DivergedError if all updates of all models are excluded.
+        """
+        clusters = self.group.of_all(self.shared.cohort.clusters, plan.context.slots).tolist()
+        of_round, finite, updates = GradientRoundStats(len(clusters), clusters), 0, self.level.aggregator.updates
+        for context in plan.context.by_cluster(clusters):
+            members = plan.mine[np.isin(plan.mine.workers, context.workers)]
+            updates.begin(members.slots, self.shared.server.model(context.cluster)[0])
+            self.group.barrier()
+            sent = self.level.change_updates(context, members)
+            n, bad = len(context.slots), len(updates.nonfinite(context))
+            excluded = self.task.experiment.nonfinite == "exclude" and bad == n
+            left_out = AggregationStats([0.0] * n, context.workers, sent=sent)
+            of_round.add(context.slots, left_out if excluded else self.update_model(context, sent))
+            finite += n - bad
+        if not finite:
+            raise DivergedError(f"all {len(clusters)} updates contain NaN or infinity", "reduce local.lr", plan.round)
+        return of_round.total()
+
+    def combine_buffers(self, plan: RoundPlan, stats: AggregationStats) -> None:
+        for context in plan.context.by_cluster(stats.clusters):
+            self.level.aggregator.combine_buffers(context, stats.excluded)
+
+
+def select_models(executor: Executor, plan: RoundPlan) -> None:
+    """Let each worker copy the global model with the least loss on its training samples."""
+    for member in plan.mine:
+        with executor.process.working_on(member.worker, plan.round):
+            executor.worker_tests.load(member)

@@ -1,0 +1,126 @@
+"""The workers of each round, and the part of them that a process trains."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from fedsim.config.experiment import Experiment
+from fedsim.data import Shards
+from fedsim.errors import ExperimentError
+from fedsim.rounds.executor import Executor
+from fedsim.rounds.round_clock import Clock
+from fedsim.server import Cohort, CohortSampler
+from fedsim.training.batches import WorkItems
+from fedsim.training.weights import AggregationContext, set_cohort_weights, weights_of
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Workers that train together in a round.
+
+    Attributes:
+        round: number of the round, from 1.
+        cohort: drawn workers.
+        work: work of all workers.
+        mine: work of this process, which includes the server's own row if there is one.
+        context: all workers with their weights, for an aggregation in which all of them take part.
+    """
+
+    round: int
+    cohort: Cohort
+    work: WorkItems
+    mine: WorkItems
+    context: AggregationContext
+
+    @property
+    def reached(self) -> list[int]:
+        """IDs of the workers that receive the model, also of those that drop out."""
+        return [*self.cohort.workers, *self.cohort.dropped]
+
+
+class Cohorts:
+    """Draws the workers of each round, and divides them among the processes.
+
+    Args:
+        executor: executor of this process.
+        clock: virtual clock, which some cohort strategies read.
+    """
+
+    def __init__(self, executor: Executor, clock: Clock) -> None:
+        self._executor, self._clock = executor, clock
+        self.draw = sampler_of(executor.task.experiment, executor.shared.data.shards)
+        self._prepared: tuple[int, Cohort, WorkItems, WorkItems] | None = None  # the next round
+
+    def plan(self, round: int) -> RoundPlan:
+        """Return the plan of a round, and store the weights of its workers.
+
+        Raises ExperimentError if the processes have drawn different cohorts.
+        """
+        task, shared, group = self._executor.task, self._executor.shared, self._executor.group
+        is_prepared = self._prepared is not None and self._prepared[0] == round
+        cohort, work, mine = self._prepared[1:] if self._prepared and is_prepared else self._drawn(round)
+        if cohort.weights is not None and group.computes:
+            set_cohort_weights(shared, {worker: cohort.weights[worker] for worker in cohort.workers})
+        if len(set(group.gather(hash(tuple(cohort.workers))))) > 1:
+            raise ExperimentError(
+                f"{self.draw.strategy.place}: returned different cohorts in different processes in round {round}; use "
+                "the argument `rng` for random draws, or engine=serial"
+            )
+        workers, samples = work.workers.tolist(), work.sizes.tolist()
+        weights = weights_of(task, shared, workers, samples)
+        context = AggregationContext(range(len(work)), workers, samples, weights, (round,))
+        return RoundPlan(round, cohort, work, mine, context)
+
+    def prepare(self, round: int) -> None:
+        """Choose the workers of the next round, and draw their batches, while a GPU still computes this round.
+
+        Does nothing if the choice may depend on the results of this round, which are not known yet.
+        """
+        task, strategy = self._executor.task, self.draw.strategy
+        in_time = round <= task.experiment.rounds and not task.streams  # a wave leaves no time to draw whole rounds
+        # Only a random choice, as privacy accounting assumes it, is known to be independent of the results.
+        is_random = hasattr(task.experiment.sampling.registration.target, "amplifies")
+        reads_results = "losses" in strategy.accepts or "now" in strategy.accepts
+        is_on_cpu = task.device.type == "cpu"
+        if is_on_cpu or self._executor.group.divided or not in_time or not is_random or reads_results:
+            return
+        with contextlib.suppress(Exception):  # the next round raises the same error
+            self._prepared = round, *self._drawn(round)
+            if task.sync_in(round) == "parameters":
+                self._executor.trainer.announce(self._prepared[-1])
+
+    def work_of(self, workers: Sequence[int], round: int) -> tuple[WorkItems, WorkItems]:
+        """Return the work of all `workers` in a round, and the part that this process trains.
+
+        The second contains the server's own row, if there is one.
+        """
+        executor, n, root = self._executor, len(workers), self._executor.batch_source.root
+        ids, slots = np.array(workers, dtype=np.int64), np.arange(n)
+        if root is not None:
+            ids, slots = np.append(ids, root), np.append(slots, len(executor.shared.cohort.workers))
+        work = executor.batch_source.rounds_of(slots, ids, np.full_like(slots, round), np.zeros_like(slots))
+        return work[:n], executor.group.assign(work, executor.trainer.width)
+
+    def _drawn(self, round: int) -> tuple[Cohort, WorkItems, WorkItems]:
+        cohort = self.draw(round, self._clock.now, partial(self._executor.global_losses, round=round))
+        return cohort, *self.work_of(cohort.workers, round)
+
+
+def sampler_of(experiment: Experiment, shards: Shards) -> CohortSampler:
+    """Return the sampler that draws the workers of each round.
+
+    Raises ExperimentError if the sampling strategy needs numbers of samples that are not known.
+    """
+    return CohortSampler(
+        strategy=experiment.sampling.component,
+        seed=experiment.seed,
+        size=experiment.cohort_size,
+        shards=shards,
+        dropout=experiment.sampling.dropout_rate,
+        weighted=experiment.aggregate.weights == "inverse_probability",
+    )

@@ -1,0 +1,78 @@
+"""A server with its aggregation rule, and the steps that change updates between training and aggregation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fedsim.processes.group import Group
+from fedsim.records.round_stats import AggregationStats, SentUpdates
+from fedsim.rounds.aggregator import Aggregator, ReportCheck
+from fedsim.rounds.parameter_server import AggregatedUpdate, ParameterServer
+from fedsim.rounds.private_rounds import PrivateRounds
+from fedsim.rounds.update_steps import AttackStep, ProcessingStep, UpdateStep
+from fedsim.training.batches import WorkItems
+from fedsim.training.shared_state import SharedState
+from fedsim.training.task import RunTask
+from fedsim.training.weights import AggregationContext
+
+
+class Level:
+    """Server of a run. In a hierarchy, each group of workers has a level, and the top level is above the groups.
+
+    Args:
+        group: processes that compute together.
+        task: task of the server, which has its own rule, seed and attackers in a hierarchy.
+        shared: tensors of the run, with the model of this server.
+        privacy: privacy mechanism, which all levels of a run share.
+        processing: step that applies the processors of the run.
+
+    Attributes:
+        latest: workers of the latest aggregation, and the previous aggregated update [d] if updates are stored.
+    """
+
+    def __init__(
+        self, group: Group, task: RunTask, shared: SharedState, privacy: PrivateRounds, processing: ProcessingStep
+    ) -> None:
+        self.group, self.task, self.privacy, self.workers = group, task, privacy, len(shared.data.shards)
+        self.model, self.server = shared.server, ParameterServer(group, task, shared)
+        self.aggregator = Aggregator.of(group, task, shared, self.server)
+        self.attack, self.check_reports = AttackStep(group, task, shared, self.aggregator), ReportCheck(task.experiment)
+        self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
+        attacks: list[UpdateStep] = [self.attack] if task.byzantine else []
+        # Attackers that need not compress see what the others send after compression.
+        changes: list[UpdateStep] = [processing, *attacks] if task.attackers_skip_chain else [*attacks, processing]
+        self.steps: list[UpdateStep] = [privacy.at_workers, *changes, privacy.as_received]
+
+    def change_updates(
+        self, context: AggregationContext, mine: WorkItems, sent: SentUpdates | None = None
+    ) -> SentUpdates:
+        """Apply the steps between training and aggregation to the updates, in place. Return the sizes of the updates.
+
+        Args:
+            context: workers whose updates are aggregated.
+            mine: workers that this process trains.
+            sent: receives the sizes; None for a new object.
+        """
+        sent = SentUpdates() if sent is None else sent
+        is_recorded = context.moment[0] in self.task.experiment.records.updates
+        last = self.server.last if is_recorded else None
+        self.latest = replace(context, weights=None), None if last is None else last.cpu().numpy().copy()
+        senders = mine[mine.workers < self.workers]  # without the server's own row
+        for step in self.steps:
+            if step(context, senders, sent):
+                self.aggregator.updates.changed(senders.slots)
+                self.group.barrier()
+        return sent
+
+    def aggregate(self, context: AggregationContext) -> tuple[AggregatedUpdate, AggregationStats]:
+        """Return the aggregated update, with noise if the server adds noise, and statistics of the aggregation."""
+        self.privacy.count(context.moment[0])
+        update, stats = self.aggregator.aggregate(context)
+        return update.plus(self.privacy.noise_of_mean(context.moment[0])), stats
+
+    def begin_with_parameters(self) -> None:
+        """Reset the states of the rule, the attack and the server optimizer, when updates follow on gradients."""
+        self.aggregator.state, self.attack.state = {}, {}
+        self.server.begin_with_parameters()

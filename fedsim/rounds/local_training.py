@@ -1,0 +1,61 @@
+"""Local training in a round, with what some client algorithms and rules compute before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from fedsim.clients import CohortGradient
+from fedsim.rounds.cohorts import Cohorts, RoundPlan
+from fedsim.rounds.executor import Executor
+
+BeforeTraining = Callable[[Executor, RoundPlan], None]
+
+
+class LocalTraining:
+    """Trains the workers of a round in one process. Each row then contains the parameters of a trained model.
+
+    Args:
+        executor: executor of this process.
+        cohorts: workers of the next round, which are prepared while a GPU still computes.
+
+    Attributes:
+        first: functions that are called before the training, in this order.
+    """
+
+    def __init__(self, executor: Executor, cohorts: Cohorts) -> None:
+        self._executor, self._cohorts = executor, cohorts
+        self.first: list[BeforeTraining] = []
+        if executor.task.algorithm.full_gradient:
+            self.first.append(compute_full_gradients)
+        if executor.task.experiment.rule.accepts("losses"):
+            self.first.append(compute_losses)
+
+    def __call__(self, plan: RoundPlan) -> None:
+        for function in self.first:
+            function(self._executor, plan)
+        with self._executor.in_precision():
+            self._executor.trainer.train(plan.mine, partial(self._cohorts.prepare, plan.round + 1))
+
+
+def compute_full_gradients(executor: Executor, plan: RoundPlan) -> None:
+    """Compute the gradient of each worker's samples. Some client algorithms then receive the mean of the cohort."""
+    group, shared, algorithm = executor.group, executor.shared, executor.task.algorithm_at(plan.round)
+    with executor.in_precision():
+        executor.trainer.full_gradients(plan.mine)
+    if not isinstance(algorithm, CohortGradient):
+        return
+    group.barrier()
+    if group.computes:
+        total = group.sum_of(shared.cohort.full_gradients, plan.context.slots)
+        algorithm.receive_gradients(shared.server.algorithm, total / len(plan.context.slots))
+    group.barrier()
+
+
+def compute_losses(executor: Executor, plan: RoundPlan) -> None:
+    """Compute the loss of the received model on each worker's training samples, for the aggregation rule."""
+    cohort = executor.shared.cohort
+    for member in plan.mine:
+        with executor.process.working_on(member.worker, plan.round):
+            model = cohort.rows[member.slot], cohort.buffers[member.slot]
+            cohort.losses[member.slot] = executor.worker_tests.training_loss(*model, member.worker, plan.round)

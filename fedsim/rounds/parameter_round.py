@@ -1,0 +1,59 @@
+"""One round of federated averaging (FedAvg), as every process of a run executes it. Start reading the code here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fedsim.records.round_stats import AggregationStats, SentUpdates
+from fedsim.rounds.cohorts import RoundPlan
+from fedsim.rounds.round_kind import RoundKind
+from fedsim.training.weights import AggregationContext
+
+
+class ParameterRound(RoundKind):
+    """Round in which workers train the global model, and the server aggregates their updates (McMahan et al. 2017).
+
+    The other kinds of rounds override the methods in which they differ.
+    """
+
+    def run(self, plan: RoundPlan) -> AggregationStats:
+        with self.phase("broadcast"):
+            self.server.send(plan.round)
+            self.pull_down(plan)
+        with self.phase("train"):
+            self.train(plan)
+            self.group.barrier()
+        with self.phase("aggregate"):
+            return self.aggregate(plan)
+
+    def pull_down(self, plan: RoundPlan) -> None:
+        """Copy the global model and the workers' own states to the rows of this process's workers."""
+        self.executor.load_states(plan.context.workers, plan.mine)
+        self.copy_model(self.server.sent, self.shared.server.buffers, plan.mine)
+
+    def train(self, plan: RoundPlan) -> None:
+        """Train this process's workers, each on its own samples. The rows then contain updates."""
+        self.local_training(plan)
+        self.begin_updates(plan)
+
+    def begin_updates(self, plan: RoundPlan) -> None:
+        """Subtract the sent parameters from the trained ones."""
+        self.level.aggregator.updates.begin(plan.mine.slots, self.server.sent)
+
+    def aggregate(self, plan: RoundPlan) -> AggregationStats:
+        """Update the global model with the workers' updates, which attacks and compressors may have changed."""
+        sent = self.level.change_updates(plan.context, plan.mine)
+        return self.update_model(plan.context, sent)
+
+    def update_model(self, context: AggregationContext, sent: SentUpdates) -> AggregationStats:
+        """Apply the aggregation rule, and let the server optimizer update the global model.
+
+        Args:
+            context: workers whose updates are aggregated, and their weights.
+            sent: sizes of the updates.
+        """
+        update, stats = self.level.aggregate(context)
+        self.receive_messages(context, stats.excluded)
+        self.server.step(update, context.moment, context.cluster)
+        self.group.barrier()
+        return replace(stats, sent=sent)

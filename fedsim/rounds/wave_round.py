@@ -1,0 +1,70 @@
+"""A round whose cohort trains in waves, because the updates of all workers together would need too much memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from fedsim.records.round_stats import AggregationStats, SentUpdates
+from fedsim.rounds.aggregator import StreamedSums
+from fedsim.rounds.cohorts import RoundPlan
+from fedsim.rounds.parameter_round import ParameterRound
+from fedsim.training.batches import WorkItems
+
+
+class WaveRound(ParameterRound):
+    """Round that trains one wave of workers after another, and adds up their updates."""
+
+    @property
+    def sums(self) -> StreamedSums:
+        assert isinstance(self.level.aggregator, StreamedSums)
+        return self.level.aggregator
+
+    def run(self, plan: RoundPlan) -> AggregationStats:
+        sent, self.new_states = SentUpdates(), self.executor.states.of_waves(self.group.process.count)
+        with self.phase("broadcast"):
+            self.server.send(plan.round)
+        self.sums.begin(plan.context)
+        for places, work, mine in self.waves_of(plan.work):
+            wave = replace(plan, work=work, mine=mine, context=plan.context.of_wave(places.tolist()))
+            with self.phase("broadcast"):
+                self.pull_down(wave)
+            with self.phase("train"):
+                self.train(wave)
+                self.group.barrier()
+            with self.phase("aggregate"):
+                self.add(wave, places, sent)
+        with self.phase("aggregate"):
+            return self.update_model(plan.context, sent)
+
+    def add(self, wave: RoundPlan, places: np.ndarray, sent: SentUpdates) -> None:
+        """Add the updates of a wave to the sums, and keep the new states of its workers.
+
+        Args:
+            wave: workers of the wave.
+            places: their positions in the cohort.
+            sent: receives the sizes of the updates.
+        """
+        self.level.change_updates(wave.context, wave.mine, sent)
+        excluded = self.sums.add(wave.context, places, wave.work.stacks)
+        saved = wave.context.workers if self.group.divided else wave.mine.workers.tolist()
+        self.new_states.save_cohort(saved, wave.mine, excluded, self.shared.cohort.worker_rows)
+        self.group.barrier()  # all processes have used the rows
+
+    def waves_of(self, work: WorkItems) -> Iterator[tuple[np.ndarray, WorkItems, WorkItems]]:
+        """Divide the workers into waves (see `Group.waves`) that have as many workers as there are rows."""
+        return self.group.waves(work, len(self.shared.cohort.train_loss) // self.group.process.count)
+
+    def save_states(self, plan: RoundPlan, excluded: Sequence[int]) -> None:
+        self.executor.states.take_over(self.new_states, plan.cohort.workers, excluded)
+        del self.new_states
+
+    def train_losses(self, plan: RoundPlan) -> Tensor:
+        return self.sums.train_losses(plan.context)
+
+    def parts(self, workers: list[int], round: int) -> Iterator[tuple[list[int], WorkItems]]:
+        for _, wave, mine in self.waves_of(self.cohorts.work_of(workers, round)[0]):
+            yield wave.workers.tolist(), mine
