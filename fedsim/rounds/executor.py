@@ -25,9 +25,9 @@ from fedsim.training.batches import BatchSource, WorkItem, WorkItems
 from fedsim.training.capture import can_capture
 from fedsim.training.memory import explain_oom
 from fedsim.training.row_module import RowModule
-from fedsim.training.sequential import Trainer
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
+from fedsim.training.trainer import Trainer
 
 MakeTrainer = Callable[[ProcessContext, RunTask, SharedState, BatchSource], Trainer]
 

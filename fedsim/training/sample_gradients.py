@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsim.clients.algorithm import SampleNoise
 from fedsim.core.randomness import Draws
+from fedsim.core.training import Objective
 from fedsim.privacy import clip_factors, row_norms
+from fedsim.training.local_training import BatchGradients, LocalModel
 from fedsim.training.stacked_module import StackedModule
 from fedsim.training.task import RunTask
 
@@ -89,3 +91,22 @@ class SampleGradients:
         """Return standard normal numbers with the shape [k, d] of `like`."""
         keys = [Draws.of(self._seed, "sample_privacy", *moment, device=like.device) for moment in moments]
         return torch.stack([draws.normal(like.shape[1], dtype=like.dtype) for draws in keys])
+
+
+class PrivateGradients(BatchGradients):
+    """Private gradients of one worker's batches."""
+
+    def __init__(self, objective: Objective, samples: SampleGradients, local: LocalModel) -> None:
+        super().__init__(objective, local)
+        self._samples = samples
+
+    def backward(self, model: nn.Module) -> Tensor:
+        """Add the private gradient of the current batch to the worker's gradient, and return the mean loss."""
+        local, n, row = self.local, len(self.inputs), self.local.row.detach().unsqueeze(0)
+        factors = [factor.unsqueeze(0) for factor in local.dropout.factors(self.number, n)]
+        buffers = self._samples.module.unpack_buffers(local.current_buffers().unsqueeze(0))
+        batch = self.inputs.unsqueeze(0), self.targets.unsqueeze(0)
+        weights, moment = row.new_full((1, n), 1 / n), (local.member.round, local.member.worker, self.number)
+        losses, gradients = self._samples(row, buffers, *batch, weights, factors, [moment])
+        local.gradient.add_(gradients[0])
+        return losses[0]

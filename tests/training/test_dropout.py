@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fedsim
 from fedsim.core.philox import blocks
 from fedsim.core.randomness import draw_key
-from fedsim.training import sequential
+from fedsim.training import gradient_rounds
 from fedsim.training.batches import BatchSource
 from fedsim.training.forward_functions import Dropout, FactorsAhead, RowDropout, dropout_factors
 
@@ -98,7 +98,7 @@ def test_one_worker_has_the_dropout_of_plain_sgd_in_every_way_of_running(way):
 def test_the_generator_that_layers_draw_from_has_another_key(monkeypatch):
     """PyTorch's GPU generator is Philox too; with the same key it would repeat the words of dropout."""
     keys = set[int]()
-    monkeypatch.setattr(sequential, "seed_everything", lambda device, *drawn: keys.add(draw_key(*drawn)))
+    monkeypatch.setattr(gradient_rounds, "seed_everything", lambda device, *drawn: keys.add(draw_key(*drawn)))
     data = {"name": "tests.components:tiny", "train": 20}
     fedsim.run({"workers": 2, "rounds": 1, "seed": 3, "engine": "serial", "data": data})
     assert len(keys) == 2

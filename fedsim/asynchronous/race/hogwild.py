@@ -14,7 +14,8 @@ from fedsim.errors import called
 from fedsim.processes.process_context import SHARED_ROW
 from fedsim.system.devices import synchronize
 from fedsim.training.batches import WorkItem
-from fedsim.training.sequential import RowTrainer, SyncParticipant
+from fedsim.training.gradient_rounds import SyncParticipant
+from fedsim.training.sequential import RowTrainer
 
 
 class HogwildWorker(RaceWorker):

@@ -1,0 +1,39 @@
+"""Gradients of a loss that compares the features of several models (`FeatureLoss`), for one worker."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.clients import FeatureLoss
+from fedsim.core.recorded_features import recorded_features
+from fedsim.core.training import Objective
+from fedsim.training.gradients_at_points import PointModules
+from fedsim.training.local_training import BatchGradients, LocalModel
+
+
+class FeatureGradients(BatchGradients):
+    """Gradients of the loss plus the client algorithm's `feature_loss`."""
+
+    def __init__(self, objective: Objective, algorithm: FeatureLoss, modules: PointModules, local: LocalModel) -> None:
+        super().__init__(objective, local)
+        self._algorithm, self._modules, self._points = algorithm, modules, algorithm.feature_points(local.state)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        if not self._points:
+            return super().loss(model)
+        at_points = [self._features_at(place, point) for place, point in enumerate(self._points)]
+        with recorded_features(model) as recorded:
+            loss = super().loss(model)
+        features = self.objective.precision.widened(recorded.of(len(self.inputs)))
+        return loss + self._algorithm.feature_loss(features, at_points).mean()
+
+    @torch.no_grad()
+    def _features_at(self, place: int, point: Tensor) -> Tensor:
+        """Return the features of the current batch at `point`, whose position in `feature_points` is `place`."""
+        inputs, precision = self.inputs, self.objective.precision
+        model = self._modules.at(1 + place, point, self.local.current_buffers())  # 0 is the module of `PointOptimizer`
+        masks = self.local.dropout.at(self.number, len(inputs))
+        with masks, recorded_features(model) as recorded, precision.forward(inputs.device):
+            model(inputs.clone())
+        return precision.widened(recorded.of(len(inputs)))
