@@ -138,6 +138,29 @@ def test_an_init_module_lists_what_it_offers_or_offers_nothing():
             assert len(tree.body) == 1 or "__all__" in targets, path
 
 
+def test_no_class_is_long():
+    """`Settings` consists of one key or property after another."""
+    lengths = {
+        node.name: lines_between(path, node.lineno, node.end_lineno)
+        for path, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name for name, lines in lengths.items() if lines > 220} <= {"Settings"}
+
+
+def test_only_the_choice_of_a_kind_of_round_asks_for_the_mode():
+    """A kind of round is a class of its own, so the rest of a round has no condition on what the kinds differ in."""
+    modes, asking = {"streams", "clusters", "groups", "mode", "sync", "sync_in"}, set()
+    for path, tree in modules().items():
+        for function in ast.walk(tree) if path.parent.name == "rounds" else ():
+            if isinstance(function, ast.FunctionDef):
+                conditions = [node.test for node in ast.walk(function) if isinstance(node, (ast.If, ast.IfExp))]
+                names = {node.attr for each in conditions for node in ast.walk(each) if isinstance(node, ast.Attribute)}
+                asking |= {function.name} if names & modes else set()
+    assert asking == {"kind_of", "clock_of"}
+
+
 def test_the_workflows_run_all_tests():
     """One runs the default tests, and the other one the slow tests, random experiments and faults."""
     texts = [(ROOT / ".github" / "workflows" / name).read_text() for name in ("test.yml", "nightly.yml")]
@@ -145,8 +168,17 @@ def test_the_workflows_run_all_tests():
     assert runs == [["pytest"], ["pytest -m slow", "tests.fuzz", "tests.faults"]]
 
 
+def lines_between(path: Path, first: int, last: int) -> int:
+    return len([line for line in lines_with_code(path) if first <= line <= last])
+
+
 def code_lines(path: Path) -> int:
-    """Return the number of lines with code: not blank, not only a comment, and not in a docstring."""
+    return len(lines_with_code(path))
+
+
+@cache
+def lines_with_code(path: Path) -> set[int]:
+    """Return the numbers of the lines with code: not blank, not only a comment, and not in a docstring."""
     layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     with path.open("rb") as file:
         tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in (*layout, tokenize.ENCODING)]
@@ -157,7 +189,7 @@ def code_lines(path: Path) -> int:
             first = body[0]
             if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
                 lines -= set(range(first.lineno, first.end_lineno + 1))
-    return len(lines)
+    return lines
 
 
 if __name__ == "__main__":

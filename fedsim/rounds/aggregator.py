@@ -98,10 +98,8 @@ class Aggregator(ABC):
 
     @staticmethod
     def of(group: Group, task: RunTask, shared: SharedState, server: ParameterServer) -> Aggregator:
-        """Return the aggregator for the rule of a run."""
+        """Return the aggregator for the rule of a run that stores the updates of a whole cohort."""
         rule, divided = task.experiment.rule, group.divided
-        if task.streams:
-            return StreamedSums(group, task, shared, server)
         if rule.linear_by_weights and divided:
             return RowSums(group, task, shared, server)
         by_columns = rule.columnwise or (rule.by_parts and divided)
@@ -239,7 +237,8 @@ class RowSums(Aggregator):
     """
 
     def aggregate(self, context: AggregationContext) -> tuple[AggregatedUpdate, AggregationStats]:
-        if self.shared.server.states[self.task.sync_in(context.moment[0])]:
+        optimizer_state = self.shared.server.states[self.task.sync_in(context.moment[0])]
+        if optimizer_state:
             bad = self.updates.nonfinite(context)
             stats, total = self._sum_own_rows(context, bad)
             parts = [(self.server.columns, self.group.sum_columns(total))]

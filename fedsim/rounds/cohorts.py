@@ -76,23 +76,21 @@ class Cohorts:
         context = AggregationContext(range(len(work)), workers, samples, weights, (round,))
         return RoundPlan(round, cohort, work, mine, context)
 
-    def prepare(self, round: int) -> None:
-        """Choose the workers of the next round, and draw their batches, while a GPU still computes this round.
+    def prepare_next(self, round: int) -> None:
+        """Choose the workers of the round after `round`, and draw their batches, while a GPU still computes `round`.
 
-        Does nothing if the choice may depend on the results of this round, which are not known yet.
+        Does nothing if the choice may depend on the results of `round`, which are not known yet.
         """
-        task, strategy = self._executor.task, self.draw.strategy
-        in_time = round <= task.experiment.rounds and not task.streams  # a wave leaves no time to draw whole rounds
+        experiment, strategy = self._executor.task.experiment, self.draw.strategy
+        is_useful = self._executor.task.device.type != "cpu" and not self._executor.group.divided
         # Only a random choice, as privacy accounting assumes it, is known to be independent of the results.
-        is_random = hasattr(task.experiment.sampling.registration.target, "amplifies")
+        is_random = hasattr(experiment.sampling.registration.target, "amplifies")
         reads_results = "losses" in strategy.accepts or "now" in strategy.accepts
-        is_on_cpu = task.device.type == "cpu"
-        if is_on_cpu or self._executor.group.divided or not in_time or not is_random or reads_results:
+        if round == experiment.rounds or not is_useful or not is_random or reads_results:
             return
         with contextlib.suppress(Exception):  # the next round raises the same error
-            self._prepared = round, *self._drawn(round)
-            if task.sync_in(round) == "parameters":
-                self._executor.trainer.announce(self._prepared[-1])
+            self._prepared = round + 1, *self._drawn(round + 1)
+            self._executor.trainer.announce(self._prepared[-1])
 
     def work_of(self, workers: Sequence[int], round: int) -> tuple[WorkItems, WorkItems]:
         """Return the work of all `workers` in a round, and the part that this process trains.

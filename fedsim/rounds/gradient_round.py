@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +11,6 @@ from fedsim.records.round_stats import AggregationStats, GradientRoundStats, Sen
 from fedsim.rounds.cohorts import RoundPlan
 from fedsim.rounds.parameter_round import ParameterRound
 from fedsim.rounds.round_clock import Clock
-from fedsim.training.memory import buffer_bytes
 from fedsim.training.weights import AggregationContext, weights_of
 
 
@@ -82,14 +81,8 @@ class GradientRound(ParameterRound):
                     return  # all workers that still have data have weight 0
             yield AggregationContext(active.tolist(), workers, samples, weights, (plan.round, step))
 
-    def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:
-        """Do nothing, because workers send messages only with updates."""
-
     def pass_time(self, clock: Clock, plan: RoundPlan, sent: SentUpdates) -> None:
         clock.finish_steps(sent)
-
-    def bytes_up(self, plan: RoundPlan, sent: SentUpdates) -> int:
-        return sent.nbytes + len(plan.cohort.workers) * buffer_bytes(self.task, self.shared)
 
     def bytes_down(self, plan: RoundPlan, sent: SentUpdates) -> int:
         at_steps = sent.count * self.shared.server.row.nbytes  # the workers receive parameters before each step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -27,17 +28,24 @@ class Level:
         shared: tensors of the run, with the model of this server.
         privacy: privacy mechanism, which all levels of a run share.
         processing: step that applies the processors of the run.
+        new_aggregator: function that returns the aggregator.
 
     Attributes:
         latest: workers of the latest aggregation, and the previous aggregated update [d] if updates are stored.
     """
 
     def __init__(
-        self, group: Group, task: RunTask, shared: SharedState, privacy: PrivateRounds, processing: ProcessingStep
+        self,
+        group: Group,
+        task: RunTask,
+        shared: SharedState,
+        privacy: PrivateRounds,
+        processing: ProcessingStep,
+        new_aggregator: Callable[..., Aggregator] = Aggregator.of,
     ) -> None:
         self.group, self.task, self.privacy, self.workers = group, task, privacy, len(shared.data.shards)
         self.model, self.server = shared.server, ParameterServer(group, task, shared)
-        self.aggregator = Aggregator.of(group, task, shared, self.server)
+        self.aggregator = new_aggregator(group, task, shared, self.server)
         self.attack, self.check_reports = AttackStep(group, task, shared, self.aggregator), ReportCheck(task.experiment)
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
         attacks: list[UpdateStep] = [self.attack] if task.byzantine else []

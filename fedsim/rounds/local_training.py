@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from fedsim.clients import CohortGradient
-from fedsim.rounds.cohorts import Cohorts, RoundPlan
+from fedsim.rounds.cohorts import RoundPlan
 from fedsim.rounds.executor import Executor
 
 BeforeTraining = Callable[[Executor, RoundPlan], None]
@@ -17,14 +17,14 @@ class LocalTraining:
 
     Args:
         executor: executor of this process.
-        cohorts: workers of the next round, which are prepared while a GPU still computes.
+        meanwhile: function of the round that is called while a GPU still computes.
 
     Attributes:
         first: functions that are called before the training, in this order.
     """
 
-    def __init__(self, executor: Executor, cohorts: Cohorts) -> None:
-        self._executor, self._cohorts = executor, cohorts
+    def __init__(self, executor: Executor, meanwhile: Callable[[int], None] = lambda round: None) -> None:
+        self._executor, self._meanwhile = executor, meanwhile
         self.first: list[BeforeTraining] = []
         if executor.task.algorithm.full_gradient:
             self.first.append(compute_full_gradients)
@@ -35,7 +35,7 @@ class LocalTraining:
         for function in self.first:
             function(self._executor, plan)
         with self._executor.in_precision():
-            self._executor.trainer.train(plan.mine, partial(self._cohorts.prepare, plan.round + 1))
+            self._executor.trainer.train(plan.mine, partial(self._meanwhile, plan.round))
 
 
 def compute_full_gradients(executor: Executor, plan: RoundPlan) -> None:

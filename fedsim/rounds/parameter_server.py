@@ -113,7 +113,7 @@ class ParameterServer:
         task, server, workers = self._task, self._shared.server, len(self._shared.data.shards)
         of_cluster = server.model(cluster)[0]
         sync, algorithm = task.sync_in(moment[0]), task.algorithm_at(*moment)
-        correction = algorithm if sync == "parameters" and isinstance(algorithm, UpdateCorrection) else None
+        correction = algorithm if isinstance(algorithm, UpdateCorrection) else None
         hides_cohort = task.experiment.privacy.component.at_server  # its actual size would not be covered by epsilon
         counted = task.experiment.expected_updates if hides_cohort else aggregate.workers
         row_state = {name: row for name, row in server.algorithm.items() if correction and len(row) == len(server.row)}

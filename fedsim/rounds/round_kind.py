@@ -39,7 +39,7 @@ class RoundKind(ABC):
 
     def __init__(self, executor: Executor, cohorts: Cohorts, level: Level) -> None:
         self.executor, self.group, self.task, self.shared = executor, executor.group, executor.task, executor.shared
-        self.cohorts, self.local_training = cohorts, LocalTraining(executor, cohorts)
+        self.cohorts, self.local_training = cohorts, LocalTraining(executor, cohorts.prepare_next)
         self.level, self.server, self.levels, self.phase = level, level.server, {"": level}, executor.phase
 
     @staticmethod

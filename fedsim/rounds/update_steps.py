@@ -162,8 +162,7 @@ class ProcessingStep:
     def __call__(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
         task, rows, round = self._task, self._shared.cohort.rows, context.moment[0]
         if not task.experiment.chain:
-            unsent = personal_bytes(task) if task.sync_in(round) == "parameters" else 0
-            sent.add(context.workers, self._shared.server.row.nbytes - unsent)
+            sent.add(context.workers, self._shared.server.row.nbytes - personal_bytes(task))
             return False
         exempt = task.byzantine.in_round(round) if task.attackers_skip_chain else ()
         sent_columns = task.algorithm.personal_columns.others(rows.shape[1])

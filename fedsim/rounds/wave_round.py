@@ -10,13 +10,26 @@ from torch import Tensor
 
 from fedsim.records.round_stats import AggregationStats, SentUpdates
 from fedsim.rounds.aggregator import StreamedSums
-from fedsim.rounds.cohorts import RoundPlan
+from fedsim.rounds.cohorts import Cohorts, RoundPlan
+from fedsim.rounds.executor import Executor
+from fedsim.rounds.level import Level
+from fedsim.rounds.local_training import LocalTraining
 from fedsim.rounds.parameter_round import ParameterRound
+from fedsim.rounds.private_rounds import PrivateRounds
 from fedsim.training.batches import WorkItems
 
 
 class WaveRound(ParameterRound):
     """Round that trains one wave of workers after another, and adds up their updates."""
+
+    def __init__(self, executor: Executor, cohorts: Cohorts, level: Level) -> None:
+        super().__init__(executor, cohorts, level)
+        self.local_training = LocalTraining(executor)  # a wave leaves no time to draw the next round
+
+    @staticmethod
+    def new_level(executor: Executor, privacy: PrivateRounds) -> Level:
+        parts = executor.group, executor.task, executor.shared, privacy, executor.processing
+        return Level(*parts, new_aggregator=StreamedSums)
 
     @property
     def sums(self) -> StreamedSums:
