@@ -91,8 +91,8 @@ def __getattr__(name: str) -> Any:
 def _attribute_error(name: str) -> AttributeError:
     """Return the error for a name that does not exist: a hint names a similar function, or the setting to use."""
     import fedsim.config.experiment  # defines what the names of components mean
-    from fedsim.core.attributes import attribute_error
-    from fedsim.core.suggestions import nearest_key
+    from fedsim.hints.attributes import attribute_error
+    from fedsim.hints.meanings import nearest_key
 
     setting = nearest_key(name, [], "")
     otherwise = f"in the settings of fedsim.run, {setting}" if setting.startswith("write ") else ""

@@ -15,8 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (  # from lowest to highest; a package may import itself and packages of lower floors
-    ("synonyms", "version"),
+    ("version",),
     ("errors",),
+    ("hints",),
     ("system",),
     ("core",),
     ("processes",),

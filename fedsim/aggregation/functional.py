@@ -17,9 +17,9 @@ from fedsim.aggregation.numerics.columns import NonfiniteError, all_finite, read
 from fedsim.aggregation.numerics.threads import alone_if_small
 from fedsim.aggregation.pipeline import AggregationResult, Pipeline
 from fedsim.aggregation.resolve import Stage, as_list, make_pipeline, resolve
-from fedsim.core.attributes import takes_component
-from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
+from fedsim.hints.attributes import takes_component
+from fedsim.hints.meanings import nearest
 from fedsim.system.global_settings import plain_arithmetic
 from fedsim.system.precision import full_precision
 

@@ -9,8 +9,7 @@ from typing import Any
 from fedsim.aggregation.pipeline import Pipeline
 from fedsim.aggregation.rule import RuleStage, pre_aggregator, rule
 from fedsim.core.objects import plain
-from fedsim.core.registry import Registration, Registry, parameter_errors
-from fedsim.core.suggestions import with_key
+from fedsim.core.registry import Registration, Registry, parameter_errors, with_key
 from fedsim.errors import ExperimentError, show
 
 Stage = str | dict[str, Any]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fedsim.aggregation.containers import as_rows, checked_matrix
 from fedsim.byzantine.base import Aggregate, attack_strategy
-from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError, SettingWarning, show
+from fedsim.hints.attributes import takes_component
 from fedsim.system.global_settings import plain_arithmetic
 from fedsim.system.precision import full_precision
 

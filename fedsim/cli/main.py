@@ -15,8 +15,8 @@ from fedsim.cli.compare_command import compare
 from fedsim.cli.program import errors_as_lines, run_program
 from fedsim.cli.words import WORDS_LIKE_OPTIONS, no_such_option
 from fedsim.config.files import experiments
-from fedsim.core.suggestions import answer, nearest
 from fedsim.errors import ExperimentError, cut, printable, show
+from fedsim.hints.meanings import answer, nearest
 from fedsim.system.files import is_file
 from fedsim.version import __version__
 

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from fedsim.config.files import experiments
-from fedsim.core.suggestions import answer, closest, did_you_mean, meaning
 from fedsim.errors import ExperimentError, cut, show
+from fedsim.hints.meanings import answer, meaning
+from fedsim.hints.names import closest, did_you_mean
 from fedsim.system.files import is_file
 
 EXPERIMENT_FILES = (".toml", ".yaml", ".yml")

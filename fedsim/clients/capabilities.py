@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fedsim.clients.algorithm import PERSONAL_BUFFERS, ClientAlgorithm
 from fedsim.clients.base import State
 from fedsim.core.registry import Registration, Registry
-from fedsim.core.suggestions import nearest
+from fedsim.hints.meanings import nearest
 
 
 class UpdateCorrection(ClientAlgorithm):

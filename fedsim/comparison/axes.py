@@ -12,8 +12,8 @@ from fedsim.config.overrides import Change, naming_key, parse_value, parse_word,
 from fedsim.config.tables import component_tables
 from fedsim.core.input_limits import MAX_DEPTH, leaves_of, problem_with_words
 from fedsim.core.objects import plain
-from fedsim.core.suggestions import as_range
 from fedsim.errors import ExperimentError, cut, show
+from fedsim.hints.names import as_range
 
 VARIANT = "variant"  # axis whose values are tables that may change any key of the experiment
 LABEL = "label"  # key that names a table on an axis; not a key of the experiment

@@ -21,7 +21,7 @@ from fedsim.comparison.rows import (
     groups_of,
     score_of,
 )
-from fedsim.core.attributes import HintingAttributes
+from fedsim.hints.attributes import HintingAttributes
 from fedsim.records.reader import Run
 from fedsim.records.record import Metric
 

@@ -23,10 +23,10 @@ from fedsim.comparison.rows import SEED, canonical
 from fedsim.comparison.stored import COMPARISON, ComparisonFile, places_in, read_comparison_file
 from fedsim.config.engines import traits_of
 from fedsim.config.files import read_toml
-from fedsim.core.attributes import hinting
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.errors import ExperimentError, RecordError, cut, plural, show
+from fedsim.hints.attributes import hinting
 from fedsim.records.checkpoints import FOLDER as CHECKPOINTS
 from fedsim.records.history import read_history, read_object
 from fedsim.records.reader import Run, failure_in

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from fedsim.comparison.axes import Axes, label
 from fedsim.comparison.compared_runs import ComparedRuns
 from fedsim.comparison.rows import SEED
-from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
+from fedsim.hints.meanings import nearest
 
 C = TypeVar("C", bound=ComparedRuns)
 

@@ -13,10 +13,10 @@ from fedsim.comparison.plan import hint_for
 from fedsim.comparison.results import Comparison, comparison_of, read_records
 from fedsim.comparison.rows import canonical, numeric_axes
 from fedsim.comparison.stored import places_in
-from fedsim.core.attributes import hinting
 from fedsim.core.plotting import STYLES, FigureStyle, save, show_dollars
-from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, RecordError, show
+from fedsim.hints.attributes import hinting
+from fedsim.hints.meanings import nearest
 from fedsim.records.numbers import SCALES
 from fedsim.records.reader import Run
 from fedsim.records.record import LARGEST, metric_called, metrics_in

@@ -48,9 +48,10 @@ from fedsim.core.import_policy import untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.learning_task import correct_of
 from fedsim.core.objects import plain
-from fedsim.core.suggestions import closest, meaning, nearest
 from fedsim.data.sources import data_loaded_once
 from fedsim.errors import DataError, ExperimentError, SettingWarning, show
+from fedsim.hints.meanings import meaning, nearest
+from fedsim.hints.names import closest
 from fedsim.records.record import METRICS, RoundRecord, metric_called, metrics_in
 from fedsim.records.worker_results import METRIC as OF_WORKERS
 from fedsim.runs.setup import task_of

@@ -19,11 +19,11 @@ from fedsim.comparison.tables import answer_text, comparison_text
 from fedsim.comparison.typeset import TABLES
 from fedsim.config.experiment import Experiment
 from fedsim.config.tables import component_tables
-from fedsim.core.attributes import hinting
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.notebook import PLAIN, figure_html
 from fedsim.core.plotting import save
 from fedsim.errors import ExperimentError, RecordError, cut, plural, show
+from fedsim.hints.attributes import hinting
 from fedsim.records.history import METRICS
 from fedsim.records.numbers import round_rows, to_frame
 from fedsim.records.reader import Run

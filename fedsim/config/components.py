@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedsim.core.suggestions import answer, closest, did_you_mean, has_words, nearest
-from fedsim.core.text_wrapping import hang
+from fedsim.core.text_wrapping import hang, has_words
 from fedsim.errors import ExperimentError, cut, one_line, show
+from fedsim.hints.meanings import answer, nearest
+from fedsim.hints.names import closest, did_you_mean
 from fedsim.system.files import read_bounded
 
 if TYPE_CHECKING:

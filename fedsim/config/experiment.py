@@ -28,7 +28,6 @@ from fedsim.core.base_table import ComponentTable
 from fedsim.core.import_policy import is_untrusted
 from fedsim.core.input_limits import problem_with_words
 from fedsim.core.objects import own_copy, plain
-from fedsim.core.suggestions import VOCABULARY, answer
 from fedsim.core.validation_errors import explain
 from fedsim.data.drawn_tests import strata_of
 from fedsim.data.formats.images import lacks_files
@@ -43,6 +42,7 @@ from fedsim.data.sources import (
 )
 from fedsim.data.subsets import validation_positions
 from fedsim.errors import MAX_NAME, DataError, ExperimentError, show
+from fedsim.hints.meanings import VOCABULARY, answer
 from fedsim.system.files import is_outside, user_path
 
 

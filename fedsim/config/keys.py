@@ -20,7 +20,7 @@ from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.config.experiment import Experiment
 from fedsim.core.base_table import ComponentTable, Table
 from fedsim.core.objects import Name
-from fedsim.core.suggestions import has_words
+from fedsim.core.text_wrapping import has_words
 from fedsim.errors import show
 
 COLUMNS = 100  # width of the list if stdout is not a terminal

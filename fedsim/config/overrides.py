@@ -13,8 +13,9 @@ from fedsim.config.experiment import Experiment
 from fedsim.config.tables import component_tables
 from fedsim.core.base_table import ComponentTable
 from fedsim.core.input_limits import MAX_BITS, MAX_DEPTH, is_harmless, leaves_of, problem_with_words, refuse_long_chains
-from fedsim.core.suggestions import meaning, with_key
+from fedsim.core.registry import with_key
 from fedsim.errors import MAX_TEXT, ExperimentError, cut, show
+from fedsim.hints.meanings import meaning
 from fedsim.models.base import dimensions_of
 
 if sys.version_info >= (3, 11):

@@ -36,12 +36,12 @@ from fedsim.core.metrics import OutputMetric, metric
 from fedsim.core.numbers import Count, FractionBelowOne, PositiveCount, ProperFraction
 from fedsim.core.objects import Name, ObjectName, plain
 from fedsim.core.registry import Component, Registration, Registry
-from fedsim.core.suggestions import nearest
 from fedsim.core.validation_errors import explain
 from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
 from fedsim.data.sources import data_table
 from fedsim.errors import ExperimentError, called, one_line, show
+from fedsim.hints.meanings import nearest
 from fedsim.loggers import logger
 from fedsim.models import model
 from fedsim.models.base import dimensions_of

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.core.base_table import ComponentTable, Table
-from fedsim.core.suggestions import named, with_words
+from fedsim.hints.names import named, with_words
 
 
 def _inner_tables(table: type[Table]) -> dict[str, type[Table]]:

@@ -21,8 +21,8 @@ from fedsim.core.base_table import ComponentTable
 from fedsim.core.learning_task import correct_of
 from fedsim.core.objects import ObjectName, may_change, names_in
 from fedsim.core.randomness import preserve_random_state
-from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
+from fedsim.hints.meanings import nearest
 from fedsim.processing import check_order
 from fedsim.system.devices import free_memory
 

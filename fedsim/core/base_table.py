@@ -19,10 +19,11 @@ from pydantic import (
     model_validator,
 )
 
-from fedsim.core.attributes import attribute_error
-from fedsim.core.registry import Registration, Registry
-from fedsim.core.suggestions import VOCABULARY, did_you_mean, with_key
+from fedsim.core.registry import Registration, Registry, with_key
 from fedsim.errors import ExperimentError, show
+from fedsim.hints.attributes import attribute_error
+from fedsim.hints.meanings import VOCABULARY
+from fedsim.hints.names import did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
+from fedsim.hints.meanings import nearest
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -30,8 +30,8 @@ import torch
 from pydantic import BaseModel, WrapValidator
 from torch import Tensor, nn
 
-from fedsim.core.suggestions import NOTE
 from fedsim.errors import ExperimentError, one_line, show
+from fedsim.hints.components import NOTE
 
 Value = TypeVar("Value")
 

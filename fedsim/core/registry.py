@@ -20,7 +20,6 @@ import functools
 import inspect
 import json
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,9 +28,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from fedsim.core.import_policy import ImportRefusedError, import_object
 from fedsim.core.objects import ObjectName, holds_objects, name_of, names_in, plain
-from fedsim.core.suggestions import answer, component_name_error, did_you_mean, nearest_key, with_words
 from fedsim.core.validation_errors import explain
 from fedsim.errors import MAX_PROBLEMS, DataError, ExperimentError, cut, one_line, show
+from fedsim.hints.components import component_name_error, parameter_hint
+from fedsim.hints.meanings import nearest_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -152,34 +152,18 @@ def parameter_errors(
         if any(registration.accepts_any for registration in components)
         else [name for name in values if name not in known]
     )
-    names, keys = " + ".join(registration.name for registration in components), dict.fromkeys([*beside, *sorted(known)])
+    names = " + ".join(registration.name for registration in components)
     lines = []
     for name in unknown[:MAX_PROBLEMS]:
         owners = sorted({registration.name for registration in siblings if name in registration.parameter_names})
-        hint, general = answer(f"{place}.{name}", values[name]) if place else "", answer(name, values[name])
-        hint = next(filter(None, (_of_table(text, place, known, beside) for text in (hint, general))), hint)
-        if hint.startswith(f"write {place}.{name}="):  # the key of another component
-            hint = ""
-        hint = did_you_mean(with_words(name, keys)) or hint
+        hint = parameter_hint(name, values[name], place, known, beside)
         if not hint and owners:
             others = f"; {names} has {', '.join(sorted(known))}" if known else ""
             hint = f"{name} is a parameter of {', '.join(owners)}{others}"
-        hint = hint or nearest_key(name, keys, place or None, values[name])
+        hint = hint or nearest_key(name, [*beside, *sorted(known)], place or None, values[name])
         where = f"{place}." if place else ""
         lines.append(f"{where}{name} = {show(values[name])}: unknown key (the {kind} is {names}); {hint}")
     return lines
-
-
-def _of_table(hint: str, place: str, known: Collection[str], beside: Iterable[str]) -> str:
-    """Return the parameters that a hint sets, if all are `known` ones of the table `place`; otherwise ""."""
-    prefix = f"{place}." if place else ""
-    pattern = re.escape(prefix) if place else r"(?:[\w.]+\.)?"
-    found = re.findall(rf"(?<![\w.]){pattern}([\w.]+)=(\S+)", hint)
-    found = [each for each in found if each[0] not in beside] or ([] if place else found)
-    if not all(key in known or key in beside for key, _ in found):
-        return ""
-    settings = dict.fromkeys(f"{prefix}{key}={value.rstrip(',;') or value}" for key, value in found)
-    return f"write {' or '.join(settings)}" if settings else ""
 
 
 @dataclass(frozen=True)
@@ -420,3 +404,18 @@ def _parameters(target: Callable[..., Any], inputs: Collection[str]) -> type[Bas
         extra=extra, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False, protected_namespaces=()
     )
     return create_model(f"{getattr(target, '__name__', 'registration')}_parameters", __config__=config, **fields)
+
+
+def with_key(table: dict[str, Any], named_by: str, place: str) -> dict[str, Any]:
+    """Return a component's table with the key `name` renamed to `named_by`, such as `rule`.
+
+    Raises ExperimentError if the table has both keys.
+    """
+    if named_by == "name" or "name" not in table:
+        return table
+    if named_by in table:
+        raise ExperimentError(
+            f"{place}.name = {show(table['name'])}: is a synonym of {place}.{named_by}, which is also set; "
+            "remove one of the two"
+        )
+    return {named_by if key == "name" else key: value for key, value in table.items()}

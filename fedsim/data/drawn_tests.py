@@ -10,11 +10,11 @@ import numpy as np
 
 from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator
-from fedsim.core.suggestions import nearest
 from fedsim.data.partitions.allocation import Strata, draw_part
 from fedsim.data.partitions.ids import owners_of
 from fedsim.data.tensors import ReadSettings, TensorData, reading
 from fedsim.errors import DataError, plural, show
+from fedsim.hints.meanings import nearest
 
 SAMPLES = "samples"  # value of `data.split_by` if samples of one owner may be divided
 NO_CLASSES = "data.stratify = true: needs one class label per sample, but the targets are {}; omit it"

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from fedsim.core.numbers import ProperFraction
-from fedsim.core.suggestions import nearest
 from fedsim.data.columns import (
     DIVERGES,
     PART_NAMES,
@@ -31,6 +30,7 @@ from fedsim.data.drawn_tests import SAMPLES, drawn_rows
 from fedsim.data.partitions.ids import joined
 from fedsim.data.tensors import TensorData, reading
 from fedsim.errors import DataError, cut, plural, show
+from fedsim.hints.meanings import nearest
 
 Names = str | list[str]  # one column, or several
 Rows = slice | np.ndarray  # positions of samples

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from fedsim.core.attributes import takes_component
 from fedsim.core.randomness import Draws, numpy_generator, torch_generator
 from fedsim.data.augmentation import ImageTransform
 from fedsim.data.partitions import Transform, partition_shards, transforms_of_workers
@@ -18,6 +17,7 @@ from fedsim.data.partitions.allocation import NO_STRATA, Strata, draw_part
 from fedsim.data.partitions.ids import Ids
 from fedsim.data.tensors import TensorData, as_pair, as_targets
 from fedsim.errors import ExperimentError
+from fedsim.hints.attributes import takes_component
 
 # Size of a chunk: consecutive batches that are gathered and normalised in one call. On a CPU a chunk should fit in the
 # cache. On a GPU each chunk waits for a copy of its positions, so chunks are large: 64 MiB hold 20,000 28 x 28 images.

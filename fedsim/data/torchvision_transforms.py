@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fedsim.core.randomness import seed_globally
-from fedsim.core.suggestions import closest
 from fedsim.data.augmentation import augmentation
 from fedsim.errors import ExperimentError, one_line, show
+from fedsim.hints.names import closest
 from fedsim.system import packages
 
 # beginnings of the names of random transforms

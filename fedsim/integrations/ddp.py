@@ -22,8 +22,8 @@ from fedsim.aggregation import aggregate
 from fedsim.aggregation.containers import as_rows
 from fedsim.aggregation.inputs import Nonfinite
 from fedsim.aggregation.resolve import Stage
-from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError
+from fedsim.hints.attributes import takes_component
 from fedsim.integrations.rounds import RuleOverRounds
 
 # This file does not import `annotations` from __future__, because PyTorch compares the hook's annotations with classes.

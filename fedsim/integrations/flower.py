@@ -17,8 +17,8 @@ from fedsim.aggregation.containers import as_rows
 from fedsim.aggregation.functional import checked_weights
 from fedsim.aggregation.inputs import Nonfinite
 from fedsim.aggregation.resolve import Stage
-from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError, show
+from fedsim.hints.attributes import takes_component
 from fedsim.integrations.rounds import RuleOverRounds
 from fedsim.server import ServerOptimizer
 from fedsim.system.packages import import_extra

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.core.suggestions import nearest
 from fedsim.data.partitions import Shards, Transform, partition_shards, partition_strategy, transforms_of_workers
 from fedsim.errors import ExperimentError, SettingWarning, one_line, show
+from fedsim.hints.meanings import nearest
 from fedsim.system.packages import import_extra
 
 import_extra("flwr_datasets", extra="flower", purpose="fedsim.integrations.flower_datasets")

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fedsim.aggregation.inputs import Nonfinite
 from fedsim.aggregation.resolve import Stage
-from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError
+from fedsim.hints.attributes import takes_component
 from fedsim.integrations.ddp import RobustState, robust_hook
 from fedsim.system.packages import import_extra
 

@@ -9,8 +9,8 @@ import torch
 from pydantic import PositiveInt
 from torch import nn
 
-from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, show
+from fedsim.hints.meanings import nearest
 from fedsim.models.base import Norm, model, norm_layer
 from fedsim.system.packages import import_torchvision
 

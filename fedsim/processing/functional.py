@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fedsim.aggregation.containers import NestedForm, as_rows, checked_matrix
-from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError
+from fedsim.hints.attributes import takes_component
 from fedsim.processing.processors import apply_chain, check_order, processor
 from fedsim.system.global_settings import plain_arithmetic
 from fedsim.system.precision import full_precision

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedsim.config.schema import Stop, WorkerEvaluation
-from fedsim.core.suggestions import nearest
 from fedsim.errors import ExperimentError, plural, show
+from fedsim.hints.meanings import nearest
 from fedsim.records.record import Better, Metric, RoundRecord, metric_called
 from fedsim.records.worker_results import METRIC as OF_WORKERS
 

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedsim.config.files import read_toml
-from fedsim.core.attributes import HintingAttributes
 from fedsim.core.numbers import Count
 from fedsim.errors import RecordError, cut, printable
+from fedsim.hints.attributes import HintingAttributes
 from fedsim.records.early_stopping import stop_reason, stored_stop
 from fedsim.records.history import METRICS, first_problem, noted_stop, read_file, read_metrics, read_object
 from fedsim.records.numbers import Progress, best_score, byzantine_weight, progress_of, run_metrics

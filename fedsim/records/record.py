@@ -15,10 +15,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationInfo
 from pydantic.dataclasses import dataclass as validated_dataclass
 
-from fedsim.core.attributes import attribute_error, attribute_hint
 from fedsim.core.equality import same
 from fedsim.core.numbers import Count
 from fedsim.errors import cut
+from fedsim.hints.attributes import attribute_error, attribute_hint
 
 LARGEST = 1e145  # largest number that is read from a file; a sum of squares of such numbers is finite
 MOST_NAMES = 50  # maximum number of phases, and of metrics, in a round

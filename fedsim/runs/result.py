@@ -15,13 +15,13 @@ from fedsim.clients import PersonalModel
 from fedsim.config.experiment import Experiment
 from fedsim.config.files import read_toml
 from fedsim.config.load import load_experiment
-from fedsim.core.attributes import HintingAttributes, hinting
 from fedsim.core.import_policy import reading_stored_run
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.notebook import figure_html
 from fedsim.core.plotting import save
 from fedsim.core.rows import Layout
 from fedsim.errors import ExperimentError, RecordError, plural, show
+from fedsim.hints.attributes import HintingAttributes, hinting
 from fedsim.models.trainable import load_weights
 from fedsim.records.figures import draw_curve
 from fedsim.records.formatting import score_text

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fedsim.aggregation.containers import as_rows, has_tensors
 from fedsim.clients import State
-from fedsim.core.attributes import takes_component
 from fedsim.errors import ExperimentError
+from fedsim.hints.attributes import takes_component
 from fedsim.server.optimizer import ServerStep, server_optimizer
 
 

@@ -11,9 +11,9 @@ from fedsim.config.components import COMPONENTS, registry_of
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.config.tables import keys_called
-from fedsim.core.suggestions import VOCABULARY, answer, words_of
 from fedsim.errors import ExperimentError
-from fedsim.synonyms import synonyms
+from fedsim.hints.meanings import VOCABULARY, answer
+from fedsim.hints.names import synonyms, words_of
 
 COMPONENT_NAMES = {name: kind for kind in COMPONENTS for name in registry_of(kind).names()}
 

@@ -18,12 +18,12 @@ import torch
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedsim.core.suggestions import closest
 from fedsim.data.pictures import pixels_of
 from fedsim.data.shapes import SampleShape
 from fedsim.data.sources import MNIST_STATISTICS, dataset
 from fedsim.data.tensors import TensorData
 from fedsim.errors import DataError, FedsimError, MissingPackageError, one_line, show
+from fedsim.hints.names import closest
 from fedsim.system import packages
 from fedsim.system.devices import require_memory
 from fedsim.system.files import is_file, user_path

@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedsim.core.attributes import takes_component
 from fedsim.core.learning_task import described
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.registry import Registry
@@ -37,6 +36,7 @@ from fedsim.data.partitions.allocation import has_classes, label_array, samples_
 from fedsim.data.partitions.ids import Ids, id_columns
 from fedsim.data.partitions.population import DrawnShards, ListedShards, Shards, as_indices
 from fedsim.errors import ExperimentError, show
+from fedsim.hints.attributes import takes_component
 
 partition_strategy = Registry(
     "partition strategy", inputs=("labels", "n_workers", "rng", "ids", "worker", "by_class"), traits=("covers", "whole")

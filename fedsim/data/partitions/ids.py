@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.core.suggestions import nearest
 from fedsim.errors import DataError, ExperimentError, show
+from fedsim.hints.meanings import nearest
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 Ids = Mapping[str, Sequence[Any] | np.ndarray] | Sequence[Any] | np.ndarray | None

@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from fedsim.core.suggestions import is_kind, nearest
 from fedsim.errors import ExperimentError, show
+from fedsim.hints.meanings import nearest
+from fedsim.hints.names import is_kind
 
 F = TypeVar("F", bound=Callable[..., Any])
 
