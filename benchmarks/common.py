@@ -74,15 +74,15 @@ def median(values: Sequence[float]) -> float:
 
 def report(name: str, *, device: torch.device = CPU, keep: bool = True, **figures: Any) -> None:
     """Print the benchmark's figures as JSON and (`keep`) store them in results/<name>-<device>.json."""
-    facts = describe_environment()
+    metadata = describe_environment()
     gpu = "" if device.type == "cpu" else f", {describe_device(device)}"
     facts_and_figures = {
         "benchmark": name,
         **figures,
         "date": f"{datetime.date.today()}",
-        "machine": f"{facts['processor']}, {usable_cores()} cores{gpu}",
+        "machine": f"{metadata['processor']}, {usable_cores()} cores{gpu}",
         "torch": torch.__version__,
-        "fedsim": facts["git_commit"] or facts["fedsim"],
+        "fedsim": metadata["git_commit"] or metadata["fedsim"],
     }
     text = json.dumps(facts_and_figures, indent=1)
     print(text)

@@ -93,8 +93,8 @@ def main() -> None:
     figures = {engine: best(rounds) for engine, rounds in measured.items()}
     if len(figures) == len(ENGINES):
         figures["serial_over_batched"] = round(figures["serial"]["all_us"] / figures["batched"]["all_us"], 2)
-    facts = {"workers": WORKERS, "cohort": COHORT, "repeats": arguments.repeats, "rounds": arguments.rounds}
-    report("overhead", **figures, **facts, keep=set(measured) == set(ENGINES))
+    metadata = {"workers": WORKERS, "cohort": COHORT, "repeats": arguments.repeats, "rounds": arguments.rounds}
+    report("overhead", **figures, **metadata, keep=set(measured) == set(ENGINES))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ Log = Callable[[int, Mapping[str, float]], object]  # arguments: round, and its 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """Facts about a run that a logger receives before the first round.
+    """Metadata of a run that a logger receives before the first round.
 
     Attributes:
         name: name of the run.

@@ -146,8 +146,8 @@ def run_of(workload: str, engine: str) -> tuple[fedsim.Result, Figures]:
     settings: list[Any] = []
     starts: list[float] = []
 
-    def on_start(facts: Any) -> None:
-        settings.append(facts)
+    def on_start(metadata: Any) -> None:
+        settings.append(metadata)
         starts.append(time.perf_counter())
 
     if ON_GPU:

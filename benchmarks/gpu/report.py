@@ -13,7 +13,7 @@ MOST_FAILURES, MOST_WARNINGS, WIDTH = 20, 4, 150
 WORKLOADS = ("w1", "w2", "w3", "w4", "w3-1000", "resnet20", "char_lstm", "gpt")
 WAYS = ("batched", "no graphs", "tf32", "auto", "processes", "serial", *BASELINES)
 LIMIT = "limit"  # column of the lower bounds
-MACHINE = {"processor": "", "cores": " cores", "device": ""}  # facts that name the machine, with their units
+MACHINE = {"processor": "", "cores": " cores", "device": ""}  # metadata that names the machine, with their units
 
 
 class Results:
@@ -89,15 +89,15 @@ class Results:
 
     def as_json(self) -> dict[str, Any]:
         """Return the results in the format of the files in benchmarks/results."""
-        facts = self.machine
+        metadata = self.machine
         return {
             **{"benchmark": "gpu", "outcomes": self.counted(), "figures": self.figures()},
             "goals": [verdict.as_json() for verdict in self.verdicts()],
-            **{"failures": self.failures, "warnings": self.warnings, "environment": facts},
-            "date": facts.get("date", "")[: len("2026-01-01")],
-            "machine": ", ".join(f"{facts.get(key, '?')}{unit}" for key, unit in MACHINE.items()),
-            "torch": facts.get("packages", {}).get("torch"),
-            "fedsim": facts.get("git_commit") or facts.get("fedsim"),
+            **{"failures": self.failures, "warnings": self.warnings, "environment": metadata},
+            "date": metadata.get("date", "")[: len("2026-01-01")],
+            "machine": ", ".join(f"{metadata.get(key, '?')}{unit}" for key, unit in MACHINE.items()),
+            "torch": metadata.get("packages", {}).get("torch"),
+            "fedsim": metadata.get("git_commit") or metadata.get("fedsim"),
         }
 
 

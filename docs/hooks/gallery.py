@@ -93,7 +93,7 @@ def add(name: str, folder: Path, words: list[str]) -> None:
     target = GALLERY / "results" / name
     target.mkdir(parents=True, exist_ok=True)
     environment = comparison.runs[0].environment
-    facts = {
+    metadata = {
         "words": words,
         "runs": len(comparison.runs),
         "core_hours": round(sum(each.total_seconds or 0 for run in comparison.runs for each in run.history) / 3600, 3),
@@ -103,9 +103,9 @@ def add(name: str, folder: Path, words: list[str]) -> None:
         "figures": [{"kind": "heatmap"}] if len(comparison.compared) > 1 else [{}],
     }
     if results(name):
-        facts |= {key: value for key, value in about(name).items() if key in ("figures", "table")}
+        metadata |= {key: value for key, value in about(name).items() if key in ("figures", "table")}
     (target / "records.tar.xz").write_bytes(packed(folder, now))
-    (target / "about.json").write_text(json.dumps(facts, indent=2) + "\n")
+    (target / "about.json").write_text(json.dumps(metadata, indent=2) + "\n")
     check(name)
     size = sum(path.stat().st_size for path in target.iterdir())
     if size > MOST_BYTES:
@@ -289,7 +289,7 @@ def over_spectral_gaps(folder: Path) -> Figure:
 
     comparison, points = Comparison.read(folder), dict[str, dict[str, list[tuple[float, float]]]]()
     for run in comparison.runs:
-        gap = load_experiment(run.experiment).topology_facts["spectral_gap"]
+        gap = load_experiment(run.experiment).topology_metadata["spectral_gap"]
         topology = label(run.point["policy.topology"]).partition(",")[0]
         of_policy = points.setdefault(run.point["policy.name"], {})
         of_policy.setdefault(topology, []).append((gap, comparison.metric.read(run.history[-1])))

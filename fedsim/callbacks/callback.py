@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from fedsim.errors import ExperimentError, StopRun, show
 from fedsim.records.record import RoundRecord
-from fedsim.runs.facts import RunFacts
 from fedsim.runs.live_run import LiveRun
+from fedsim.runs.metadata import RunMetadata
 from fedsim.runs.result import Result
 
 
@@ -38,7 +38,7 @@ class Callback:
         """Called before the first round, when data, model and engine are ready.
 
         Args:
-            run: run in progress, with the attributes `experiment`, `facts`, `history` and `stopped`, and the method
+            run: run in progress, with the attributes `experiment`, `metadata`, `history` and `stopped`, and the method
                 `model()`, which returns a copy of the global model.
         """
 
@@ -53,12 +53,12 @@ class Callback:
 class FunctionCallback(Callback):
     """Callback made of up to three functions.
 
-    `setup(step)` is called before each step of the preparation, such as loading data, `start(facts)` before the first
-    round, and `round(record)` after each round.
+    `setup(step)` is called before each step of the preparation, such as loading data, `start(metadata)` before the
+    first round, and `round(record)` after each round.
     """
 
     setup: Callable[[str], object] | None = None
-    start: Callable[[RunFacts], object] | None = None
+    start: Callable[[RunMetadata], object] | None = None
     round: Callable[[RoundRecord], object] | None = None
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class FunctionCallback(Callback):
 
     def on_start(self, run: LiveRun) -> None:
         if self.start:
-            self.start(run.facts)
+            self.start(run.metadata)
 
     def on_round(self, record: RoundRecord) -> None:
         if self.round:

@@ -81,14 +81,14 @@ class Display(Callback):
         self._bar.set_description(step)
 
     def on_start(self, run: LiveRun) -> None:
-        self._run, done = run, run.facts.done
+        self._run, done = run, run.metadata.done
         self._bar.set_description()
         self._print(headline(run))
-        if run.facts.assumed:
-            self._print(f"data: {'; '.join(run.facts.assumed)}")
-        if run.facts.topology:
-            self._print(line_of(run.facts.topology))
-        for key, noise in run.facts.noise.items():
+        if run.metadata.assumed:
+            self._print(f"data: {'; '.join(run.metadata.assumed)}")
+        if run.metadata.topology:
+            self._print(line_of(run.metadata.topology))
+        for key, noise in run.metadata.noise.items():
             self._print(f"{key} = {noise:g} for privacy.target_epsilon = {run.experiment.privacy.target_epsilon:g}")
         if done:
             self._done = self._before = done
@@ -193,23 +193,23 @@ def announcement(experiment: Experiment) -> str:
 
 def headline(run: LiveRun) -> str:
     """Return a line that describes a run: its data, model, partition, engine and device."""
-    experiment, facts = run.experiment, run.facts
-    smallest, largest = min(facts.shard_sizes), max(facts.shard_sizes)
+    experiment, metadata = run.experiment, run.metadata
+    smallest, largest = min(metadata.shard_sizes), max(metadata.shard_sizes)
     shards = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
-    seen = "" if facts.sampled_workers is None else f", estimated from {len(facts.sampled_workers):,} workers"
-    started = {"fork": "forked ", "spawn": "spawned "}.get(facts.how.get("start_method", ""), "")
-    count, engine = facts.how["processes"], facts.how["engine"]
+    seen = "" if metadata.sampled_workers is None else f", estimated from {len(metadata.sampled_workers):,} workers"
+    started = {"fork": "forked ", "spawn": "spawned "}.get(metadata.how.get("start_method", ""), "")
+    count, engine = metadata.how["processes"], metadata.how["engine"]
     processes = f"{count} {started}process{'es' * (count > 1)}" if started or count > 1 else ""
     way = processes if engine in ("processes", "spawn") else ", ".join(filter(None, (engine, processes)))
-    width = f", stacks of {facts.how['width']} rows" if "width" in facts.how else ""
-    updates = f"; {facts.how['updates']}" if "updates" in facts.how else ""
-    held_out = f"{facts.validation_samples:,} validation, " if facts.validation_samples else ""
+    width = f", stacks of {metadata.how['width']} rows" if "width" in metadata.how else ""
+    updates = f"; {metadata.how['updates']}" if "updates" in metadata.how else ""
+    held_out = f"{metadata.validation_samples:,} validation, " if metadata.validation_samples else ""
     dimensions = "".join(f"{words}, " for words in taken_from_data(experiment))
-    samples = f"{facts.train_samples:,} train, {held_out}{facts.test_samples:,} test"
+    samples = f"{metadata.train_samples:,} train, {held_out}{metadata.test_samples:,} test"
     return (
-        f"{experiment.data.name} ({samples}), {experiment.model.name} ({dimensions}{facts.parameters:,} parameters); "
-        f"{shards} samples each ({experiment.partition.name}{seen}); "
-        f"{way}{width} on {facts.device}{updates}"
+        f"{experiment.data.name} ({samples}), "
+        f"{experiment.model.name} ({dimensions}{metadata.parameters:,} parameters); "
+        f"{shards} samples each ({experiment.partition.name}{seen}); {way}{width} on {metadata.device}{updates}"
     )
 
 

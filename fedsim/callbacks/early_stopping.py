@@ -46,14 +46,14 @@ class FinalWorkerTests(Callback):
 
     def on_start(self, run: LiveRun) -> None:
         """Test individual workers if a resumed run has already ended. Otherwise, remove the table of earlier tests."""
-        if not run.facts.done or not self._is_extra(run.history[-1]):
+        if not run.metadata.done or not self._is_extra(run.history[-1]):
             return
-        if run.stopped or run.facts.done == run.experiment.rounds:
+        if run.stopped or run.metadata.done == run.experiment.rounds:
             self._test(run.history[-1])
-            if run.folder and (tests := run.tests_after(run.facts.done)):
+            if run.folder and (tests := run.tests_after(run.metadata.done)):
                 run.folder.workers(tests)
         elif run.folder:
-            run.folder.forget_workers(run.facts.done)
+            run.folder.forget_workers(run.metadata.done)
 
     def on_round(self, record: RoundRecord) -> None:
         ends = self._run.stopped or record.round == self._run.experiment.rounds

@@ -39,15 +39,15 @@ class Loggers(Callback):
         done: number of rounds that were finished before the run was continued.
 
     Attributes:
-        facts: the ID under which the loggers store the run. Empty without loggers.
+        metadata: the ID under which the loggers store the run. Empty without loggers.
     """
 
     def __init__(self, experiment: Experiment, folder: RunFolder | None, done: int) -> None:
         self._tables, self._loggers = experiment.records.all_loggers, list[RunLogger]()  # names may repeat
-        self.facts: dict[str, str] = {}
+        self.metadata: dict[str, str] = {}
         if self._tables:
             self._run = _logged_run(experiment, folder, done)
-            self.facts[ID] = self._run.id
+            self.metadata[ID] = self._run.id
 
     def on_round(self, record: RoundRecord) -> None:
         numbers = scalars(record) if self._loggers else {}
@@ -103,7 +103,7 @@ def _warn(failure: str, error: Exception) -> None:
 
 
 def _logged_run(experiment: Experiment, folder: RunFolder | None, done: int) -> LoggedRun:
-    """Return the facts about a run that its loggers receive.
+    """Return the metadata of a run that its loggers receive.
 
     `done` is the number of rounds that were finished before the run was continued.
     """

@@ -26,18 +26,18 @@ from fedsim.training.weights import weights_by_probability
 class Recorder(Callback):
     """Callback that writes the records of a run to its folder.
 
-    `facts` are stored with the software versions and the facts about the machine.
+    `metadata` is stored with the software versions and the metadata of the machine.
     """
 
-    def __init__(self, run: LiveRun, folder: RunFolder, facts: Mapping[str, Any], painter: Painter) -> None:
-        self._run, self._folder, self._facts, self._painter = run, folder, facts, painter
+    def __init__(self, run: LiveRun, folder: RunFolder, metadata: Mapping[str, Any], painter: Painter) -> None:
+        self._run, self._folder, self._metadata, self._painter = run, folder, metadata, painter
 
     def on_start(self, run: LiveRun) -> None:
-        facts, experiment = run.facts, run.experiment
-        require_space(self._folder.path, facts.record_bytes, "what this run keeps")
-        self._folder.begin(experiment, run.history, **facts.for_record(), **self._facts)
-        sampled, population = facts.sampled_workers, experiment.workers
-        self._folder.partition(facts.label_counts, facts.byzantine, sampled, population, facts.worker_names)
+        metadata, experiment = run.metadata, run.experiment
+        require_space(self._folder.path, metadata.record_bytes, "what this run keeps")
+        self._folder.begin(experiment, run.history, **metadata.for_record(), **self._metadata)
+        sampled, population = metadata.sampled_workers, experiment.workers
+        self._folder.partition(metadata.label_counts, metadata.byzantine, sampled, population, metadata.worker_names)
 
     def on_round(self, record: RoundRecord) -> None:
         if tests := self._run.tests_after(record.round):
@@ -116,8 +116,8 @@ class Checkpoints(Callback):
         self._run, self._checkpoints = run, checkpoints
 
     def on_start(self, run: LiveRun) -> None:
-        if run.facts.done and run.engine.broadcast(run.folder is not None and run.folder.rewritten):
-            self._write(run.facts.done)
+        if run.metadata.done and run.engine.broadcast(run.folder is not None and run.folder.rewritten):
+            self._write(run.metadata.done)
 
     def on_round(self, record: RoundRecord) -> None:
         run, round = self._run, record.round
@@ -129,8 +129,8 @@ class Checkpoints(Callback):
 
     def _write(self, round: int) -> None:
         """Write a checkpoint with the experiment and a digest of the records, so that changes are noticed."""
-        run, facts = self._run, dict[str, Any]()
+        run, metadata = self._run, dict[str, Any]()
         if run.folder:
             run.folder.settle()
-            facts = {"experiment": run.experiment.resolved(), "records": run.folder.digest}
-        self._checkpoints.write(round, run.state, way=rounding_of(run.facts.how), **facts)
+            metadata = {"experiment": run.experiment.resolved(), "records": run.folder.digest}
+        self._checkpoints.write(round, run.state, way=rounding_of(run.metadata.how), **metadata)

@@ -111,8 +111,8 @@ def _check(experiment: Experiment) -> None:
         warnings.warn(line, SettingWarning, stacklevel=1)
     if way := task.way_of_updates:
         print(f"# {way}")
-    if facts := experiment.topology_facts:
-        print(f"# {line_of(facts)}")
+    if metadata := experiment.topology_metadata:
+        print(f"# {line_of(metadata)}")
     print(to_toml(experiment), end="")
     for key, noise in experiment.noise_found(task.experiment).items():
         print(f"# {key} = {noise:g} for privacy.target_epsilon")

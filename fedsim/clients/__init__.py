@@ -2,7 +2,7 @@
 
 from fedsim.clients.adapters import KeptState, as_algorithm
 from fedsim.clients.adaptive import Adagrad, Adam, AdamW
-from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, SampleNoise, WorkerFacts, WorkerRound, exchanges
+from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, RoundNumbers, SampleNoise, WorkerRound, exchanges
 from fedsim.clients.base import OuterProductGrad, State, Stepper
 from fedsim.clients.capabilities import (
     CohortGradient,
@@ -53,12 +53,12 @@ __all__ = [
     "PFedMe",
     "PerFedAvg",
     "PersonalModel",
+    "RoundNumbers",
     "SampleNoise",
     "Scaffold",
     "State",
     "Stepper",
     "UpdateCorrection",
-    "WorkerFacts",
     "WorkerRound",
     "as_algorithm",
     "client_algorithm",

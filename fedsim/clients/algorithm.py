@@ -46,8 +46,8 @@ class SampleNoise(NamedTuple):
     noise: float
 
 
-class WorkerFacts(NamedTuple):
-    """Facts about one round of k workers, as arrays [k] on the CPU, int64 except for `weights`.
+class RoundNumbers(NamedTuple):
+    """Numbers of one round of k workers, as arrays [k] on the CPU, int64 except for `weights`.
 
     Attributes:
         workers: IDs of the workers.
@@ -74,7 +74,7 @@ class WorkerRound:
         received: what the server sent besides the global model: tensors by name.
         kept: state that the workers keep between rounds: tensors by name. `finish` may change it, `start_round` must
             not.
-        read_facts: function that returns facts about the round of each worker, called when `facts` is first read.
+        read_numbers: function that returns the numbers of each worker's round, called when `numbers` is first read.
         rows: models of the workers, [d] or [k, d].
         full_gradient: gradient over all samples of each worker at the model that it received, [..., d]. None unless the
             algorithm sets `full_gradient`.
@@ -84,43 +84,43 @@ class WorkerRound:
 
     received: State
     kept: State
-    read_facts: Callable[[], WorkerFacts]
+    read_numbers: Callable[[], RoundNumbers]
     rows: Tensor
     full_gradient: Tensor | None = None
     only_tested: bool = False
 
     @cached_property
-    def facts(self) -> WorkerFacts:
-        """Facts about the round of each worker."""
-        return self.read_facts()
+    def numbers(self) -> RoundNumbers:
+        """Numbers of each worker's round."""
+        return self.read_numbers()
 
     @cached_property
     def workers(self) -> Tensor:
         """IDs of the workers, int64 [..., 1]."""
-        return self._column(self.facts.workers)
+        return self._column(self.numbers.workers)
 
     @cached_property
     def rounds(self) -> Tensor:
         """Number of each worker's round, from 1, int64 [..., 1]."""
-        return self._column(self.facts.rounds)
+        return self._column(self.numbers.rounds)
 
     @cached_property
     def steps(self) -> Tensor:
         """Number of local steps in each worker's round, int64 [..., 1]."""
-        return self._column(self.facts.steps)
+        return self._column(self.numbers.steps)
 
     @cached_property
     def steps_per_epoch(self) -> Tensor:
         """Number of steps in one pass over each worker's samples, int64 [..., 1]."""
-        return self._column(self.facts.steps_per_epoch)
+        return self._column(self.numbers.steps_per_epoch)
 
     @cached_property
     def weights(self) -> Tensor:
         """Weights of the workers in the aggregation, [..., 1], with the dtype of the rows."""
-        return self._column(self.facts.weights).to(self.rows.dtype)
+        return self._column(self.numbers.weights).to(self.rows.dtype)
 
     def _column(self, values: np.ndarray) -> Tensor:
-        """Return facts as a new tensor [..., 1], which algorithms may change."""
+        """Return `values` as a new tensor [..., 1], which algorithms may change."""
         return to_device(torch.tensor(values).view(*self.rows.shape[:-1], 1), self.rows.device)
 
 

@@ -177,7 +177,7 @@ class PerFedAvg(ClientAlgorithm):
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
         # The check before the run covers only a sample of a virtual population, and policies may choose the steps.
         if not worker.only_tested:
-            for k, steps in zip(worker.facts.workers.tolist(), worker.facts.steps.tolist(), strict=True):
+            for k, steps in zip(worker.numbers.workers.tolist(), worker.numbers.steps.tolist(), strict=True):
                 self._check_steps(k, steps)
         return self.start(rows)
 

@@ -44,7 +44,7 @@ from fedsim.system.files import (
 )
 
 RUNS, SHARDS = "runs", "shards"
-SOFTWARE = "packages.torch", "cpu_capability"  # facts about a run that influence its rounding
+SOFTWARE = "packages.torch", "cpu_capability"  # metadata of a run that influences its rounding
 DEVICE = "device", "arithmetic.rows", "arithmetic.forward", "arithmetic.tf32"
 
 
@@ -138,18 +138,18 @@ class ComparisonRecords:
         alike = dict[str, dict[str, list[str]]]()  # for runs that should agree: their ways of computing
         for run in (run for run, result in zip(self.plan.runs, comparison.runs, strict=True) if result.finished):
             folder, tables = self.run_folder(run), run.tables
-            facts = dict[str, Any]()
+            metadata = dict[str, Any]()
             with contextlib.suppress(RecordError):  # the file is missing or damaged
-                facts = dict(leaves_of(read_object(folder / ENVIRONMENT)))
+                metadata = dict(leaves_of(read_object(folder / ENVIRONMENT)))
             there, here = read_toml(folder / EXPERIMENT, folder).get("engine", "auto"), tables["engine"]
-            if there != here and ("width" in facts or traits_of(here).stacks):
+            if there != here and ("width" in metadata or traits_of(here).stacks):
                 others.setdefault(f"engine={there} instead of {here}", []).append(run.id)
-            elif "engine" in facts:
+            elif "engine" in metadata:
                 same_but_seed = canonical({key: value for key, value in tables.items() if key not in ("name", SEED)})
-                width = f"stacks of {facts['width']} rows" if "width" in facts else "single rows"
+                width = f"stacks of {metadata['width']} rows" if "width" in metadata else "single rows"
                 alike.setdefault(same_but_seed, {}).setdefault(width, []).append(run.id)
             for scope, keys in ((), SOFTWARE), ((tables["device"], tables["precision"]), DEVICE):
-                if way := " ".join(str(facts[key]) for key in keys if key in facts):
+                if way := " ".join(str(metadata[key]) for key in keys if key in metadata):
                     alike.setdefault(canonical([*scope]), {}).setdefault(way, []).append(run.id)
         groups = [others, *(group for group in alike.values() if len(group) > 1)]
         ways = (way for group in groups for way in group.items())

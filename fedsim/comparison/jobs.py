@@ -29,8 +29,8 @@ from fedsim.processes.process_context import AbortedError, ProcessContext
 from fedsim.processes.process_pool import START_TIMEOUT, ProcessPool, close_pools, wait_for
 from fedsim.processes.retry import announce, last_error
 from fedsim.records.record import RoundRecord
-from fedsim.runs.facts import RunFacts
 from fedsim.runs.launch import ignoring_launcher
+from fedsim.runs.metadata import RunMetadata
 from fedsim.runs.run import run
 from fedsim.runs.session import Session
 from fedsim.runs.setup import task_of
@@ -166,7 +166,7 @@ def attempt(
     folder: Path,
     session: Session,
     on_round: Callable[[RoundRecord], object],
-    on_start: Callable[[RunFacts], object] | None = None,
+    on_start: Callable[[RunMetadata], object] | None = None,
 ) -> str | None:
     """Execute a run, or continue it if its folder contains an earlier part.
 

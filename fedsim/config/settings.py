@@ -287,10 +287,10 @@ class Settings(Table):
         return self.policy.component.in_rounds
 
     @property
-    def topology_facts(self) -> dict[str, Any]:
-        """Facts about the graph of workers, such as its spectral gap. Empty for a policy without a graph."""
+    def topology_metadata(self) -> dict[str, Any]:
+        """Metadata of the graph of workers, such as its spectral gap. Empty for a policy without a graph."""
         graph = self.policy.topology.component if self.policy.component.uses_topology else None
-        return graph.facts(self.workers, self.seed) if graph else {}
+        return graph.metadata(self.workers, self.seed) if graph else {}
 
     @property
     def sends_gradients(self) -> bool:

@@ -32,11 +32,11 @@ class Snapshot:
 
     Attributes:
         tensors: copies of tensors by name, each on the original's device or on the CPU.
-        facts: all other values, as JSON types.
+        metadata: all other values, as JSON types.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     def keep(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
         """Store copies of tensors under the names `prefix` + name, on the CPU if the device has little free memory."""

@@ -220,10 +220,10 @@ class AutoEngine(Engine):
         reason = f"{self._processes} processes would save about {saved:.1f} s and take {start:g} s to start"
         return Plan(self._processes if saved > start else 1, probe, f"{rows}; {reason}")
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         plan = self._plan
         name = "batched" if plan.stacked else "processes" if plan.processes > 1 else "serial"
-        return {"engine": name, **super().facts(), "reason": plan.reason}
+        return {"engine": name, **super().metadata(), "reason": plan.reason}
 
 
 def _plan_key(task: RunTask, shared: SharedState) -> str:

@@ -93,7 +93,7 @@ class Engine:
         return self._pool.count if self._in_pool and self._pool else 1
 
     def trainers(self, task: RunTask, shared: SharedState) -> tuple[MakeTrainer, dict[str, Any]]:
-        """Return a function that creates the trainer of a process, and a dict of facts for the run record.
+        """Return a function that creates the trainer of a process, and a dict of metadata for the run record.
 
         By default, a trainer trains one worker after another. The fact "width" is the number of workers that a trainer
         trains at once.
@@ -138,9 +138,9 @@ class Engine:
         self.leave()
         if self._in_pool and not self.at_work:  # an earlier task lost processes at its start
             self._pool = self._new_pool()
-        make_trainer, self._trainer_facts = self.trainers(task, shared)
+        make_trainer, self._trainer_metadata = self.trainers(task, shared)
         if task.streams:  # a stack for each process that shares these rows
-            width = min(self._trainer_facts.get("width", 1), shared.cohort.size)
+            width = min(self._trainer_metadata.get("width", 1), shared.cohort.size)
             shared.allocate_wave(task, width * (1 if self.traits.ranks else self.processes))
         if self._in_pool:
             self._begin_in_pool(task, shared, make_trainer)
@@ -214,10 +214,10 @@ class Engine:
         """
         return self.shared.cohort.rows, self.shared.cohort.losses
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return a description of how the current task is computed, such as {"processes": 4}, for the run record."""
         pool = {"start_method": self._pool.start_method} if self._in_pool and self._pool else {}
-        return {"threads": self._threads, "processes": self.processes, **pool, **self._trainer_facts}
+        return {"threads": self._threads, "processes": self.processes, **pool, **self._trainer_metadata}
 
     def replayed(self) -> bool | str:
         """Return True if the training steps run as CUDA graphs, otherwise the reason why they do not."""

@@ -115,13 +115,13 @@ class DistributedEngine(Engine):
             self._group.broadcast(row)
         super().begin(task, shared)
 
-    def facts(self) -> dict[str, Any]:
-        facts, task = {**super().facts(), **self._group.facts()}, self._task
+    def metadata(self) -> dict[str, Any]:
+        metadata, task = {**super().metadata(), **self._group.metadata()}, self._task
         if task.experiment.gradient_hook is not None:
-            facts["gradients"] = f"averaged during the backward pass, hook {task.experiment.gradient_hook.name}"
+            metadata["gradients"] = f"averaged during the backward pass, hook {task.experiment.gradient_hook.name}"
         elif task.experiment.rounds_of_gradients:
-            facts["gradients"] = f"stored per worker, because of the rule: {task.experiment.needs_rows}"
-        return facts
+            metadata["gradients"] = f"stored per worker, because of the rule: {task.experiment.needs_rows}"
+        return metadata
 
     def round_rows(self, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         return self.run(_gathered_rows, cohort)[0]

@@ -20,7 +20,7 @@ from fedsim.training.task import RunTask
 def stacked(
     task: RunTask, shared: SharedState, processes: int, threads: int, probe: StackingProbe | None = None
 ) -> tuple[MakeTrainer, dict[str, Any]]:
-    """Return a function that creates a trainer for several workers at once (a stack), and facts for the run record.
+    """Return a function that creates a trainer for several workers at once (a stack), and metadata for the run record.
 
     Args:
         task, shared: run and its tensors.

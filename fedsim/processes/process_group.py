@@ -138,7 +138,7 @@ class RankGroup:
         """Number of ranks on this machine, including this rank."""
         return self._hosts.count(self._hosts[self.index])
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return a description of the ranks for the run record: their number, hosts and backend."""
         reason = {"backend_reason": self.reason} if self.reason else {}
         return {"ranks": self.count, "hosts": list(dict.fromkeys(self._hosts)), "backend": self.backend, **reason}

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from fedsim.errors import FedsimWarning, ProcessLostError, WorkerError
 
-Note = Callable[..., object]  # called with an event's kind, its round, and further facts; see `RunFolder.event`
+Note = Callable[..., object]  # called with an event's kind, its round, and further details; see `RunFolder.event`
 T = TypeVar("T")
 
 STARTED = "its processes have been started"  # what has been tried before the first round

@@ -33,7 +33,7 @@ FIRST_COST = 0.05  # assumed duration of the first checkpoint in seconds
 
 
 def rounding_of(how: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts in `how`, the description of how a run is computed, that determine how sums are rounded."""
+    """Return the part of `how`, the description of how a run is computed, that determines how sums are rounded."""
     return {key: how[key] for key, least in (("width", 1), ("ranks", 2)) if how.get(key, 0) >= least}
 
 
@@ -63,14 +63,14 @@ class CheckpointFolder:
             return round % self._every == 0 or round == rounds
         return paused or time.perf_counter() - self._since >= self._cost / SHARE
 
-    def write(self, round: int, take: Callable[[], Snapshot], **facts: Any) -> None:
-        """Write a checkpoint with the state that `take()` returns and additional `facts`. Old checkpoints are removed.
+    def write(self, round: int, take: Callable[[], Snapshot], **metadata: Any) -> None:
+        """Write a checkpoint with the state that `take()` returns and additional `metadata`. Remove old checkpoints.
 
         Raises RecordError if the checkpoint cannot be written.
         """
         began = time.perf_counter()
         state = take()
-        state.facts.update(facts)
+        state.metadata.update(metadata)
         if self._folder is not None:
             self._write(round, state)
             for old in self.rounds()[self._keep :]:
@@ -100,9 +100,9 @@ class CheckpointFolder:
             intact = checksum == _checksum_of(head_data) and head_data["sha256"] == _sha256(content)
             if not intact or head_data["round"] != round:
                 raise RecordError(f"{head}: is damaged: its checksum does not match")
-            if not isinstance(head_data["facts"], dict):
-                raise RecordError(f'{head}: is damaged: "facts" is not a JSON object')
-            return Snapshot(load(content), head_data["facts"])
+            if not isinstance(head_data["metadata"], dict):
+                raise RecordError(f'{head}: is damaged: "metadata" is not a JSON object')
+            return Snapshot(load(content), head_data["metadata"])
         except OSError as error:
             raise RecordError(f"{head}: cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
@@ -123,7 +123,7 @@ class CheckpointFolder:
             raise RecordError(f"{self._folder}: is a link that leads out of the run folder; remove the link")
         content = save({name: tensor.cpu() for name, tensor in state.tensors.items()})
         head_data = {"format": FORMAT, "fedsim": __version__, "round": round, "sha256": _sha256(content)}
-        head_data["facts"] = state.facts
+        head_data["metadata"] = state.metadata
         write_atomically(tensors, content)
         write_atomically(head, json.dumps({**head_data, "checksum": _checksum_of(head_data)}).encode())
 

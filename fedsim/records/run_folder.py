@@ -99,12 +99,12 @@ class RunFolder:
             remove_parts(folder, PATTERNS)
             self._lock = stack.pop_all()
 
-    def begin(self, experiment: Experiment, history: Sequence[RoundRecord] = (), **facts: Any) -> None:
-        """Write the experiment, facts about the machine, and the records of earlier rounds (`history`) if resumed.
+    def begin(self, experiment: Experiment, history: Sequence[RoundRecord] = (), **metadata: Any) -> None:
+        """Write the experiment, metadata of the machine, and the records of earlier rounds (`history`) if resumed.
 
-        `facts` are stored together with the facts about the machine.
+        `metadata` is stored together with that of the machine.
         """
-        environment = {**describe_environment(), **facts}
+        environment = {**describe_environment(), **metadata}
         if self.resumes:
             environment = self._resumed_environment(environment, len(history))
         self.write(EXPERIMENT, to_toml(experiment).encode())
@@ -121,9 +121,9 @@ class RunFolder:
             self.event(kind, **event)
 
     def _resumed_environment(self, environment: dict[str, Any], rounds: int) -> dict[str, Any]:
-        """Return the stored facts about the machine, with a new entry about the continuation of the run.
+        """Return the stored metadata of the machine, with a new entry about the continuation of the run.
 
-        If no round is kept, the run starts again, and the new facts replace the stored ones.
+        If no round is kept, the run starts again, and the new metadata replaces the stored one.
         """
         first = self.environment()
         if not first:
@@ -136,7 +136,7 @@ class RunFolder:
         }
 
     def environment(self) -> dict[str, Any]:
-        """Return the stored software versions and facts about the machine, or {} if there are none."""
+        """Return the stored software versions and metadata of the machine, or {} if there are none."""
         with contextlib.suppress(RecordError):
             return read_object(self.path / ENVIRONMENT)
         return {}
@@ -163,16 +163,16 @@ class RunFolder:
         with os_errors_as_record_errors(self.path / METRICS):
             os.fsync(self._metrics.fileno())
 
-    def event(self, kind: str, *, round: int, **facts: Any) -> None:
+    def event(self, kind: str, *, round: int, **details: Any) -> None:
         """Append an event, such as a lost process, to `events.jsonl`."""
         if self._metrics is None:
-            self._early_events.append((kind, {"round": round, **facts}))
+            self._early_events.append((kind, {"round": round, **details}))
             return
         path = self.path / EVENTS
         with os_errors_as_record_errors(path):
             require_inside(path, self.path)  # the folder of a resumed run may contain links
             with path.open("ab", buffering=0) as file:
-                append_atomically(file, path, f"{to_json({'event': kind, 'round': round, **facts})}\n".encode())
+                append_atomically(file, path, f"{to_json({'event': kind, 'round': round, **details})}\n".encode())
         self._written.append(path)
 
     def partition(

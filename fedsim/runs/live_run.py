@@ -18,11 +18,11 @@ from fedsim.records.run_folder import RunFolder
 from fedsim.records.worker_results import WorkerResults
 from fedsim.rounds.evaluation import EvaluationResult
 from fedsim.rounds.executor import Executor
-from fedsim.runs.facts import RunFacts
 from fedsim.runs.loops.clock_loop import ClockLoop
 from fedsim.runs.loops.loop import Loop
 from fedsim.runs.loops.race_loop import RaceLoop
 from fedsim.runs.loops.synchronous import SynchronousLoop
+from fedsim.runs.metadata import RunMetadata
 from fedsim.runs.personal_models import module_of
 from fedsim.runs.result import Result
 
@@ -62,7 +62,7 @@ class LiveRun:
     Attributes:
         experiment, task, engine, folder, recorded: the arguments.
         loop: object that runs the rounds.
-        facts: facts that are known before the first round, such as the number of samples per worker.
+        metadata: what is known about the run before the first round, such as the number of samples per worker.
         run_round: function that runs one round (counted from 1) and returns its record.
         history: one record per finished round.
         stopped: reason why the run ends after the current round, or None if it continues.
@@ -89,7 +89,7 @@ class LiveRun:
         self._before: Snapshot | None = None  # state before the current round, if rounds may have to be repeated
         self.loop = loop_of(experiment, task, engine, folder)
         self._repeated(self.loop.prepare, STARTED)
-        self.facts = self._repeated(lambda: RunFacts.of(experiment, task, engine), STARTED)
+        self.metadata = self._repeated(lambda: RunMetadata.of(experiment, task, engine), STARTED)
         run_round = self._run_or_repeat if self._repeats else self.loop.run_round
         ends = experiment.aggregate.nonfinite == "stop"
         self.run_round: Callable[[int], RoundRecord] = partial(self._run_or_end, run_round) if ends else run_round

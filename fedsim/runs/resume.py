@@ -145,7 +145,7 @@ class ResumeState:
                 run.resume(start)
                 self._refuse(f"does not fit this run: {one_line(error)}")
                 continue
-            _warn_of_other_rounding(_rounding_in(state), rounding_of(run.facts.how))
+            _warn_of_other_rounding(_rounding_in(state), rounding_of(run.metadata.how))
             break
         else:
             round = 0
@@ -169,10 +169,10 @@ class ResumeState:
                     raise RecordError(f"the record contains only {len(self.records)} rounds")  # the record file was cut
                 state, folder = self.checkpoints.read(round), self._folder
                 assert folder is not None
-                if not isinstance(stored := state.facts.get("experiment"), dict):
+                if not isinstance(stored := state.metadata.get("experiment"), dict):
                     raise RecordError("contains no experiment")
                 self._require_same_experiment(stored)
-                if state.facts.get("records") != records_digest(folder.path, round):
+                if state.metadata.get("records") != records_digest(folder.path, round):
                     raise RecordError("the records up to this round have changed since the checkpoint was written")
                 self._newest = round, state
             except RecordError as error:
@@ -191,10 +191,10 @@ class ResumeState:
 
 
 def _rounding_in(state: Snapshot) -> dict[str, Any]:
-    """Return the facts about rounding that a checkpoint contains."""
-    facts = state.facts.get("way")
-    facts = facts if isinstance(facts, dict) else {}
-    return rounding_of({key: value for key, value in facts.items() if _is_count(value)})
+    """Return the metadata on rounding that a checkpoint contains."""
+    metadata = state.metadata.get("way")
+    metadata = metadata if isinstance(metadata, dict) else {}
+    return rounding_of({key: value for key, value in metadata.items() if _is_count(value)})
 
 
 def _warn_of_other_rounding(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -27,9 +27,9 @@ from fedsim.records.early_stopping import stop_reason
 from fedsim.records.record import RoundRecord
 from fedsim.records.run_folder import RunFolder
 from fedsim.records.worker_results import newest_table, read_csv
-from fedsim.runs.facts import RunFacts
 from fedsim.runs.launch import under_launcher, warn_of_copies
 from fedsim.runs.live_run import LiveRun
+from fedsim.runs.metadata import RunMetadata
 from fedsim.runs.result import Result
 from fedsim.runs.resume import ResumeState
 from fedsim.runs.session import Session
@@ -45,7 +45,7 @@ def run(
     resume: bool = False,
     callbacks: Sequence[Callback] = (),
     on_setup: Callable[[str], object] | None = None,
-    on_start: Callable[[RunFacts], object] | None = None,
+    on_start: Callable[[RunMetadata], object] | None = None,
     on_round: Callable[[RoundRecord], object] | None = None,
     session: Session | None = None,
     progress: bool | None = None,
@@ -69,7 +69,7 @@ def run(
             `fedsim.Callback`.
         on_setup: function that is called with the name of each step before the first round, such as "loading the data
             set mnist".
-        on_start: function that is called with the `RunFacts` before the first round.
+        on_start: function that is called with the `RunMetadata` before the first round.
         on_round: function that is called with each round's `RoundRecord`, after the record is written. If the function
             raises `StopRun`, the run ends after this round. Any other exception ends the run without a result. With
             several ranks, only rank 0 decides.
@@ -93,7 +93,7 @@ def run(
             live, callbacks = stack.enter_context(live_run(experiment, out, resume, users, session, progress))
             lines = warnings_about(live.experiment)
             if live.recorded and experiment.checkpoint.every != 0:
-                lines += warnings_about_objects(live.experiment, resumed=live.facts.done > 0)
+                lines += warnings_about_objects(live.experiment, resumed=live.metadata.done > 0)
             for line in lines if _is_main(experiment) else ():
                 warnings.warn(line, SettingWarning, stacklevel=2)
             for callback in callbacks:
@@ -158,12 +158,12 @@ def live_run(
         stack.callback(run.release)
         run.ended = stop_reason(past.records, *experiment.stopping)  # an earlier session may have ended the run
         done = past.restore(run) if resume else 0
-        run.facts, run.history = replace(run.facts, done=done), past.records
+        run.metadata, run.history = replace(run.metadata, done=done), past.records
         run.stopped = stop_reason(past.records, *experiment.stopping)
         if folder and (table := newest_table(folder.path, done)):
             run.loop.tests = read_csv(table)
         loggers = [stack.enter_context(Loggers(experiment, folder, done))] if is_main else []
-        recorder = [Recorder(run, folder, loggers[0].facts, painter)] if folder else []
+        recorder = [Recorder(run, folder, loggers[0].metadata, painter)] if folder else []
         first, last = [StopEarly(run), KeptUpdates(run), FinalWorkerTests(run)], Checkpoints(run, past.checkpoints)
         yield run, [*first, *recorder, *loggers, display, users, last]
 

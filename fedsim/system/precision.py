@@ -91,7 +91,7 @@ class Precision:
         except (RuntimeError, UserWarning) as error:
             raise ExperimentError(f'precision = "{self.name}": not supported on {device}: {one_line(error)}') from None
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return the dtypes and the TF32 setting for the run record, as a JSON-serializable dict."""
         rows, forward = (str(dtype).removeprefix("torch.") for dtype in (self.rows, self.autocast or self.rows))
         return {"rows": rows, "forward": forward, "tf32": self.tf32}

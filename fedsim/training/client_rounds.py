@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedsim.clients import ClientAlgorithm, GradientMessage, State, WorkerFacts, WorkerRound
+from fedsim.clients import ClientAlgorithm, GradientMessage, RoundNumbers, State, WorkerRound
 from fedsim.clients.algorithm import PERSONAL_BUFFERS
 from fedsim.errors import ExperimentError, show
 from fedsim.training.batches import BatchSource, WorkItem
@@ -116,10 +116,12 @@ class ClientRounds:
         if not received:  # every worker of a round receives the same message
             received = algorithm.send(shared.server.algorithm)
         full_gradient = shared.cohort.full_gradients[index] if self._algorithm.full_gradient else None
-        return WorkerRound(received, self._kept(index), partial(self._facts, members), rows, full_gradient, only_tested)
+        return WorkerRound(
+            received, self._kept(index), partial(self._numbers, members), rows, full_gradient, only_tested
+        )
 
-    def _facts(self, members: Sequence[WorkItem]) -> WorkerFacts:
-        """Return facts about the rounds of several workers."""
+    def _numbers(self, members: Sequence[WorkItem]) -> RoundNumbers:
+        """Return the numbers of the rounds of several workers."""
         task, work = self._task, self._batch_source.work(members)
         weights, has_weight = np.ones(len(work)), work.workers < len(self._shared.data.shards)  # the server has none
         of_workers = weights_of(task, self._shared, work.workers[has_weight].tolist(), work.sizes[has_weight].tolist())
@@ -128,4 +130,4 @@ class ClientRounds:
         schedule = task.schedule.of(work.workers, work.rounds)
         steps = schedule.local_steps(work.steps)
         steps_per_epoch = schedule.local_steps(schedule.batches_per_epoch(work.sizes))
-        return WorkerFacts(work.workers, work.rounds, steps, steps_per_epoch, work.sizes, weights)
+        return RoundNumbers(work.workers, work.rounds, steps, steps_per_epoch, work.sizes, weights)

@@ -173,7 +173,7 @@ def test_a_resumed_run_has_the_same_result(policy, tmp_path):
         assert record.bytes_up == expected.bytes_up
 
 
-def test_the_facts_are_recorded(tmp_path):
+def test_the_metadata_is_recorded(tmp_path):
     fedsim.run(tables("gossip", "star", rounds=1), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "environment.json").read_text())["topology"] == {
         "name": "star",

@@ -167,7 +167,7 @@ def test_a_round_takes_as_long_as_its_backward_passes(policy, case, monkeypatch)
     result = fedsim.run(
         **{"engine": "serial", "workers": 1, "rounds": 2, "mode": "clock", "policy": policy, "local": local},
         **{"data": {"name": "tests.components:tiny", "train": 8}, "model": model, "buffers": "local"},
-        on_start=lambda facts: passes.clear(),  # those of checks
+        on_start=lambda metadata: passes.clear(),  # those of checks
     )
     assert result.history[-1]["virtual_seconds"] == len(passes) > 0
 

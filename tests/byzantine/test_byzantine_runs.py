@@ -93,12 +93,12 @@ def test_attackers_are_drawn_anew_in_each_round(engine, tables):
 
 
 def test_attackers_are_those_who_hold_a_class(tables):
-    start_facts = []
+    start_metadata = []
     changes = {"partition": {"name": "dirichlet", "alpha": 0.3}, "aggregate": "median"}
     attack = {"name": "sign_flipping", "fraction": 0.3, "by_class": 3}
-    fedsim.run({**tables, **changes, "attack": attack}, on_start=lambda facts: start_facts.append(facts))
-    held = start_facts[0].label_counts[:, 3]
-    assert sorted(held[start_facts[0].byzantine]) == sorted(held)[-2:]
+    fedsim.run({**tables, **changes, "attack": attack}, on_start=lambda metadata: start_metadata.append(metadata))
+    held = start_metadata[0].label_counts[:, 3]
+    assert sorted(held[start_metadata[0].byzantine]) == sorted(held)[-2:]
     with pytest.raises(ExperimentError, match=r"attack.by_class = 10: must be the label of a training sample"):
         fedsim.run({**tables, **changes, "attack": {**attack, "by_class": 10}})
 

@@ -20,7 +20,7 @@ class Noting(fedsim.Callback):
 
     def on_start(self, run):
         self.run = run
-        self.calls.append(("start", run.facts.done, len(run.history)))
+        self.calls.append(("start", run.metadata.done, len(run.history)))
 
     def on_round(self, record):
         assert self.run.history[-1] == record

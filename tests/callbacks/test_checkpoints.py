@@ -14,7 +14,7 @@ from fedsim.records.checkpoints import FIRST_COST, SHARE, CheckpointFolder
 
 
 def state(value=1.0):
-    snapshot = Snapshot(facts={"text": "naïve", "number": 0.1, "nested": [1, {"a": None}]})
+    snapshot = Snapshot(metadata={"text": "naïve", "number": 0.1, "nested": [1, {"a": None}]})
     snapshot.keep({"row": torch.full((5,), value), "none": torch.zeros(0), "half": torch.ones(4, 4)[:, ::2]})
     return snapshot
 
@@ -23,7 +23,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
     folder = CheckpointFolder(tmp_path, every=1, keep=2)
     folder.write(7, state, way={"engine": "serial"})
     read = folder.read(7)
-    assert read.facts == {**state().facts, "way": {"engine": "serial"}}
+    assert read.metadata == {**state().metadata, "way": {"engine": "serial"}}
     assert read.tensors.keys() == state().tensors.keys()
     assert all(torch.equal(read.tensors[name], tensor) for name, tensor in state().tensors.items())
 

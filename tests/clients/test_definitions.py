@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsim.clients import SGD, Adagrad, Adam, AdamW, FedNova, FedProx, Scaffold, WorkerFacts, WorkerRound
+from fedsim.clients import SGD, Adagrad, Adam, AdamW, FedNova, FedProx, RoundNumbers, Scaffold, WorkerRound
 
 D, STEPS = 1000, 20
 NUMBERS = [torch.float32, torch.float64]
@@ -126,7 +126,7 @@ def test_a_worker_that_takes_no_step_keeps_its_control_variate():
     """With option 2, (x - y) / (K lr) would be 0 / 0 for this worker, as it is for a learning rate of 0."""
     worker_states, control = {"c_k": torch.full((2, 3), 5.0)}, torch.ones(3)
     algorithm, rows = Scaffold(lr=0.5), torch.zeros(2, 3)
-    worker = WorkerRound({"c": control}, worker_states, lambda: WorkerFacts(*[np.array([0, 2])] * 6), rows)
+    worker = WorkerRound({"c": control}, worker_states, lambda: RoundNumbers(*[np.array([0, 2])] * 6), rows)
     state = algorithm.start_round(rows, worker)
     rows[1] -= 4
     assert algorithm.finish(rows, state, worker)["change"].tolist() == [[0, 0, 0], [3, 3, 3]]
@@ -137,7 +137,7 @@ def test_a_worker_that_takes_no_step_keeps_its_control_variate():
 
 
 def test_the_update_of_a_worker_that_takes_no_step_is_zero_in_fednova():
-    rows, facts = torch.ones(1, 3), WorkerFacts(*np.zeros((5, 1), dtype=np.int64), np.array([2.0]))
-    messages = FedNova().finish(rows, {"start": torch.ones(1, 3)}, WorkerRound({}, {}, lambda: facts, rows))
+    rows, numbers = torch.ones(1, 3), RoundNumbers(*np.zeros((5, 1), dtype=np.int64), np.array([2.0]))
+    messages = FedNova().finish(rows, {"start": torch.ones(1, 3)}, WorkerRound({}, {}, lambda: numbers, rows))
     assert rows.tolist() == [[1, 1, 1]]
     assert [message.item() for message in messages.values()] == [2, 0]

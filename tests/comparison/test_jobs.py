@@ -85,8 +85,8 @@ def test_jobs_cores_missing_runs_and_shards_decide_where_runs_are_computed_but_c
         return run_comparison(plan, tmp_path / name, jobs, shard=shard)
 
     first = results("one job", jobs=1, cores=1)
-    facts = [json.loads((run.folder / "environment.json").read_text()) for run in first.runs]
-    assert {(how["engine"], how["width"]) for how in facts} == {("batched", 5)}
+    metadata = [json.loads((run.folder / "environment.json").read_text()) for run in first.runs]
+    assert {(how["engine"], how["width"]) for how in metadata} == {("batched", 5)}
     assert histories(results("one job on three cores", jobs=1, cores=3)) == histories(first)
     assert histories(results("two jobs")) == histories(first)
     shutil.rmtree(tmp_path / "two jobs" / "runs" / first.runs[2].id)

@@ -147,10 +147,10 @@ def test_nobody_trains_on_validation_samples(tiny_experiment):
         "data.validation_fraction": 0.1,
         "metrics": ["tests.core.test_metrics:largest"],
     }
-    facts = []
-    result = fedsim.run(tables, on_start=facts.append)
-    assert facts[0].validation_samples == 20
-    assert facts[0].train_samples == sum(facts[0].shard_sizes) == TINY_TRAIN - 20
+    metadata = []
+    result = fedsim.run(tables, on_start=metadata.append)
+    assert metadata[0].validation_samples == 20
+    assert metadata[0].train_samples == sum(metadata[0].shard_sizes) == TINY_TRAIN - 20
     _, held_out, _ = fedsim.data.subsets.split_validation(tiny(None)[0], 0.1, tiny_experiment.get("seed", 0))
     outputs, last = outputs_of(result, held_out), result.history[-1]
     assert last.validation_loss == pytest.approx(F.cross_entropy(outputs, held_out.targets).item(), rel=1e-5)

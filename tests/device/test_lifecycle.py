@@ -87,7 +87,7 @@ def test_a_full_gpu_ends_one_run_with_a_line_and_no_later_one(engine, phase, gpu
     expected = fedsim.run(tables)
     with fedsim.Session() as session:
         with pytest.raises(fedsim.WorkerError, match=r"cuda:0 is out of memory; reduce one of: "):
-            fedsim.run(tables, session=session, on_start=lambda facts: fail(FULL, phase))
+            fedsim.run(tables, session=session, on_start=lambda metadata: fail(FULL, phase))
         fail(None, "")
         gc.collect()
         assert all(each.expired() for each in matrices)
@@ -113,7 +113,7 @@ def test_a_gpu_that_is_full_outside_of_training_is_one_line_too(where, gpu, fail
 def test_the_error_of_a_device_side_assert_names_the_usual_cause(gpu, failing):
     tables, fail = failing
     with pytest.raises(fedsim.WorkerError) as caught:
-        fedsim.run(tables, on_start=lambda facts: fail(ASSERT, "train"))
+        fedsim.run(tables, on_start=lambda metadata: fail(ASSERT, "train"))
     line = str(caught.value).splitlines()[0]
     assert line.startswith(
         "worker 0 in round 1 failed: RuntimeError: CUDA error: device-side assert triggered; often an "
@@ -126,7 +126,7 @@ def test_an_interrupt_ends_the_engine_and_releases_the_rows(gpu, failing):
     tables, fail = failing
     with fedsim.Session() as session:
         with pytest.raises(KeyboardInterrupt):
-            fedsim.run(tables, session=session, on_start=lambda facts: fail(KeyboardInterrupt, "train"))
+            fedsim.run(tables, session=session, on_start=lambda metadata: fail(KeyboardInterrupt, "train"))
         fail(None, "")
         assert session._engine is None
         fedsim.run(tables, session=session)

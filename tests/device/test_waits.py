@@ -31,7 +31,7 @@ CASES = {
     "plain": {},
     "without graphs": NO_GRAPHS,
     "drawn epochs": {"local": {**LOCAL, "epochs": {"uniform": [1, 3]}}},
-    "facts": algorithm("fednova"),
+    "numbers of the round": algorithm("fednova"),
     "personal state": algorithm("scaffold"),
     "a personal model": algorithm("ditto"),
     "an attack": {"attack": {"name": "sign_flipping", "fraction": 0.25}, "aggregate": "median"},
@@ -42,7 +42,7 @@ CASES = {
     "stacks": STACKS,
     "stacks without graphs": STACKS | NO_GRAPHS,
     "stacks with dropout": STACKS | DROPOUT,
-    "stacks with facts, without graphs": STACKS | NO_GRAPHS | algorithm("fednova"),
+    "stacks with numbers of the round, without graphs": STACKS | NO_GRAPHS | algorithm("fednova"),
     "stacks with personal state": STACKS | algorithm("scaffold"),
     "stacks with full gradients, without graphs": STACKS | NO_GRAPHS | algorithm("mimelite"),
 }

@@ -143,7 +143,7 @@ def test_cores_and_processes_decide_where_workers_are_trained_but_change_no_bit(
     results, ways = [], []
     for cores, changes in ((1, {}), (2, {}), (3, {}), (1, {"processes": 2}), (3, {"processes": 1})):
         monkeypatch.setattr("fedsim.system.devices.usable_cores", lambda cores=cores: cores)
-        results.append(fedsim.run({**tables, **changes}, on_start=lambda facts: ways.append(facts.how)))
+        results.append(fedsim.run({**tables, **changes}, on_start=lambda metadata: ways.append(metadata.how)))
     assert len({how["processes"] for how in ways}) == (3 if saves else 1)
     assert len({how.get("width") for how in ways}) == 1
     for result in results[1:]:

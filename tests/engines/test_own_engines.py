@@ -40,7 +40,7 @@ class OnlyTraits:
 
 class Following(fedsim.Callback):
     def on_start(self, run):
-        self.facts = run.engine.facts()
+        self.metadata = run.engine.metadata()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -48,9 +48,9 @@ class Following(fedsim.Callback):
 def test_an_own_engine_equals_serial(tiny_experiment, engine, processes):
     path, following = f"{__name__}:{engine.__name__}", Following()
     result = fedsim.run(tiny_experiment, engine=path, processes=processes, callbacks=[following])
-    assert following.facts["processes"] == processes
-    assert ("start_method" in following.facts) == (processes == 2)
-    assert ("order" in following.facts) == (engine is OwnTrainers)
+    assert following.metadata["processes"] == processes
+    assert ("start_method" in following.metadata) == (processes == 2)
+    assert ("order" in following.metadata) == (engine is OwnTrainers)
     assert result.global_row.equal(fedsim.run(tiny_experiment, engine="serial").global_row)
 
 

@@ -27,7 +27,7 @@ def test_one_core_is_one_process_unless_more_are_asked_for(one_core, tiny_experi
     tables = {**tiny_experiment, "model": "logistic", "rounds": 1, "workers": 4}
     alone = fedsim.run(tables).global_row
     processes = []
-    fedsim.run({**tables, "engine": "auto"}, on_start=lambda facts: processes.append(facts.how["processes"]))
+    fedsim.run({**tables, "engine": "auto"}, on_start=lambda metadata: processes.append(metadata.how["processes"]))
     assert processes == [1]
     several = fedsim.run({**tables, "engine": "processes", "processes": 2})
     assert torch.equal(several.global_row, alone)

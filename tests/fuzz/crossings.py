@@ -242,14 +242,14 @@ class Computed(fedsim.Callback):
         data, task = run.engine.shared.data, run.task
         self.experiment = task.experiment
         self.samples = [len(data.shards.of(worker)) for worker in range(len(data.shards))]
-        self.facts = {"train_samples": len(data.train), "test_samples": len(data.test)}
-        self.facts |= {"parameters": len(run.engine.shared.server.row), "smallest_shard": min(self.samples)}
-        self.facts |= {"largest_shard": max(self.samples)}
+        self.metadata = {"train_samples": len(data.train), "test_samples": len(data.test)}
+        self.metadata |= {"parameters": len(run.engine.shared.server.row), "smallest_shard": min(self.samples)}
+        self.metadata |= {"largest_shard": max(self.samples)}
 
 
 @named("stated", often=True, of_races=True)
 def stated(lab: Lab, settings: Settings) -> str | None:
-    """What the run folder states is what ran: its experiment gives the same rows, and its facts agree with the run."""
+    """What the run folder states is what ran: its experiment gives the same rows, and its metadata is the run's."""
     settings, computed = serially(settings), Computed()
     with lab.folder() as folder:
         result = result_of(settings, folder / "run", callbacks=[computed])
@@ -261,8 +261,8 @@ def stated(lab: Lab, settings: Settings) -> str | None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 rerun = fedsim.run(folder / "run" / "experiment.toml", allow_imports=True)
-    facts = {**computed.facts, "engine": result.experiment.engine if result.experiment.engine != "auto" else None}
-    for name, value in facts.items():
+    metadata = {**computed.metadata, "engine": result.experiment.engine if result.experiment.engine != "auto" else None}
+    for name, value in metadata.items():
         if value is not None and environment[name] != value:
             return f"environment.json states {name} = {environment[name]}, computed with {value}"
     if "workers" not in partition and list(map(sum, partition["counts"])) != computed.samples:

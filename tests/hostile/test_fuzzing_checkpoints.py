@@ -38,7 +38,7 @@ def loop(request):
         loop = loop_of(experiment, task, engine)
         loop.run_round(1), loop.run_round(2)
         state = loop.state()
-        state.facts = json.loads(json.dumps(state.facts))
+        state.metadata = json.loads(json.dumps(state.metadata))
         yield loop, state
 
 
@@ -46,13 +46,13 @@ def test_a_changed_state_does_no_harm(loop, examples):
     loop, good = loop
 
     def check(changes):
-        state = Snapshot(dict(good.tensors), mutated(good.facts, changes))
+        state = Snapshot(dict(good.tensors), mutated(good.metadata, changes))
         with contextlib.suppress(*UNFIT):
             loop.resume(copy.deepcopy(state))
         loop.resume(good)
 
     printable = [each for each in EXTREMES if not isinstance(each, str) or each.isprintable()]
-    fuzz(mutations(printable, [*good.facts, "started"]), check, examples)
+    fuzz(mutations(printable, [*good.metadata, "started"]), check, examples)
     first = loop.run_round(3)
     loop.resume(good)
     again = loop.run_round(3)

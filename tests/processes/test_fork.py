@@ -71,7 +71,7 @@ def test_a_program_with_other_threads_does_not_fork():
 
 def test_the_engine_spawn_spawns_its_processes_also_in_races(tiny_experiment):
     ways, tables = [], {**tiny_experiment, "model": "logistic", "rounds": 1, "engine": "spawn", "processes": 1}
-    spawned = fedsim.run(tables, on_start=lambda facts: ways.append(facts.how))
+    spawned = fedsim.run(tables, on_start=lambda metadata: ways.append(metadata.how))
     assert torch.equal(spawned.global_row, fedsim.run({**tables, "engine": "serial"}).global_row)
     assert (ways[0]["engine"], ways[0]["start_method"]) == ("spawn", "spawn")
     assert engine_of(fedsim.Experiment(mode="race", policy="hogwild", engine="spawn")) == "spawn"

@@ -54,8 +54,8 @@ def test_the_command_runs_on_two_ranks_and_prints_once(launch, tmp_path):
     assert [line.split()[0] for line in lines] == ["ranked:", lines[1].split()[0], "round", "1", "2", "final", "ranked"]
     assert lines[0].endswith("; distributed"), "the engine auto says what it is under a launcher"
     assert "distributed, 2 processes on cpu" in lines[1]
-    facts = json.loads((tmp_path / "ranked" / "environment.json").read_text())
-    assert (facts["ranks"], facts["backend"], len(facts["hosts"])) == (2, "gloo", 1)
+    metadata = json.loads((tmp_path / "ranked" / "environment.json").read_text())
+    assert (metadata["ranks"], metadata["backend"], len(metadata["hosts"])) == (2, "gloo", 1)
     alone = fedsim.run(fedsim.load_experiment(experiment, [*changes, "engine=serial"]), out=tmp_path / "alone")
     assert accuracies(tmp_path / "ranked") == [record["test_accuracy"] for record in alone.history]
     assert (tmp_path / "ranked" / MODEL).stat().st_size == (tmp_path / "alone" / MODEL).stat().st_size

@@ -112,7 +112,7 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path):
 
 @pytest.mark.parametrize("out", ["runs/new", "."], ids=["new", "empty"])
 def test_a_run_that_ends_before_its_first_round_leaves_nothing(tiny_experiment, tmp_path, out):
-    def interrupt(facts):
+    def interrupt(metadata):
         assert (tmp_path / out / "partition.json").is_file()
         raise KeyboardInterrupt
 

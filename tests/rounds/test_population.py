@@ -56,7 +56,7 @@ def test_only_shards_of_the_cohorts_are_drawn_and_each_once(engine, tiny_experim
     sampled = []
     result = fedsim.run(
         {**tiny_experiment, **MILLION, "partition": "tests.components:some", "engine": engine, "processes": 1},
-        on_start=lambda facts: sampled.extend(facts.sampled_workers),
+        on_start=lambda metadata: sampled.extend(metadata.sampled_workers),
     )
     assert len(sampled) == 20
     assert sorted(drawn) == sorted({*sampled, *(worker for record in result.history for worker in record["cohort"])})
@@ -89,7 +89,7 @@ def test_fifty_thousand_workers_may_be_byzantine(tiny_experiment):
     byzantine = []
     fedsim.run(
         {**tiny_experiment, **MILLION, "workers": 10**5, "attack": attack, "aggregate": "median"},
-        on_start=lambda facts: byzantine.extend(facts.byzantine),
+        on_start=lambda metadata: byzantine.extend(metadata.byzantine),
     )
     assert len(set(byzantine)) == 50_000
 

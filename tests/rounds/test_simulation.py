@@ -215,14 +215,14 @@ def test_a_diverged_worker_of_weight_zero_has_no_effect():
     assert fedsim.aggregate(updates, weights=[1.0, 0.0, 1.0]).tolist() == [2.0, 3.0]
 
 
-def test_callbacks_get_the_facts_and_every_round(tiny_experiment):
+def test_callbacks_get_the_metadata_and_every_round(tiny_experiment):
     starts, rounds = [], []
     result = fedsim.run(tiny_experiment, on_start=starts.append, on_round=rounds.append)
     assert rounds == result.history
-    (facts,) = starts
-    assert sum(facts.shard_sizes) == facts.train_samples == 203
-    assert facts.parameters == 16_330
-    assert facts.how == {"engine": "serial", "threads": 1, "processes": 1}
+    (metadata,) = starts
+    assert sum(metadata.shard_sizes) == metadata.train_samples == 203
+    assert metadata.parameters == 16_330
+    assert metadata.how == {"engine": "serial", "threads": 1, "processes": 1}
 
 
 def scoring_rule(updates, metrics):

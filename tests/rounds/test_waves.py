@@ -114,7 +114,7 @@ class Shapes(Callback):
     """Callback that notes how many rows the run has, and how it says that it is computed."""
 
     def on_start(self, run):
-        self.rows, self.how = len(run.engine.shared.cohort.rows), run.facts.how
+        self.rows, self.how = len(run.engine.shared.cohort.rows), run.metadata.how
 
 
 @pytest.mark.parametrize(

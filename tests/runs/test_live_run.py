@@ -31,10 +31,10 @@ class Fake:
         self.notes, self.tests = [], None
 
     def live(self):
-        folder = SimpleNamespace(path=None, event=lambda *kind, **facts: self.notes.append((*kind, facts)))
+        folder = SimpleNamespace(path=None, event=lambda *kind, **details: self.notes.append((*kind, details)))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(live_run, "loop_of", lambda *_: self)
-            patch.setattr(live_run.RunFacts, "of", lambda *_: self.maybe("facts"))
+            patch.setattr(live_run.RunMetadata, "of", lambda *_: self.maybe("metadata"))
             return Run(self.experiment, SimpleNamespace(worker_names=()), self, folder)
 
     def maybe(self, where):
@@ -86,7 +86,7 @@ def test_every_loss_counts_for_its_round(where):
     with pytest.warns(FedsimWarning):
         assert [run.run_round(round)["row"] for round in (1, 2)] == [1.0, 2.0]
     assert fake.replaced == 2
-    assert [facts["attempt"] for _, facts in fake.notes] == [1, 2]
+    assert [details["attempt"] for _, details in fake.notes] == [1, 2]
     fake = Fake("run_round", where, where)
     with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match="^process 1 is gone; round 1 has been tried 3 "):
         fake.live().run_round(1)
@@ -94,7 +94,7 @@ def test_every_loss_counts_for_its_round(where):
 
 
 def test_a_loss_before_the_first_or_after_the_last_round_repeats_no_round():
-    fake = Fake("facts", "state", "resume", rounds=1)
+    fake = Fake("metadata", "state", "resume", rounds=1)
     line = r"^process 1 is gone; a new process replaces it \(restart 1 of at most 2\)"
     with pytest.warns(FedsimWarning, match=line):
         run = fake.live()
@@ -107,7 +107,7 @@ def test_a_loss_before_the_first_or_after_the_last_round_repeats_no_round():
     with pytest.warns(FedsimWarning):
         run.result()
     assert (fake.finished, fake.replaced) == (True, 5)
-    assert [facts["round"] for _, facts in fake.notes] == [0, 0, 0, 1, 1]
+    assert [details["round"] for _, details in fake.notes] == [0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_losses_outside_of_rounds_count(losses, call, line, rounds):
     expected = rf"^process 1 is gone; {line} 3 times \(max_restarts = 2\)$"
     with pytest.warns(FedsimWarning), pytest.raises(WorkerError, match=expected):
         call(run)
-    assert [facts["round"] for _, facts in fake.notes] == rounds
+    assert [details["round"] for _, details in fake.notes] == rounds
 
 
 def test_only_losses_are_repeated_and_only_if_retries_are_allowed():

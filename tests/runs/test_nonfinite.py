@@ -142,7 +142,7 @@ def test_a_global_row_that_diverges_stops_the_run_and_the_last_checkpoint_stays(
 
     def change_checkpoints(lr):
         for path in (tmp_path / "run" / "checkpoints").glob("*.json"):
-            signed(path, lambda said, state: said["facts"]["experiment"]["local"].update(lr=lr))
+            signed(path, lambda said, state: said["metadata"]["experiment"]["local"].update(lr=lr))
 
     change_checkpoints(1e38)
     with pytest.raises(fedsim.ExperimentError, match=r"round \d: (the global model has diverged|.* NaN)"):

@@ -50,7 +50,7 @@ def run_ordered(tables, orders, out=None, session=None):
             tables,
             out,
             session=session,
-            on_start=lambda facts: order(folder, *orders.get(1, ())),
+            on_start=lambda metadata: order(folder, *orders.get(1, ())),
             on_round=lambda record: order(folder, *orders.get(record["round"] + 1, ())),
         )
     assert {warning.category for warning in caught} <= {FedsimWarning}

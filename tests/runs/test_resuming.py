@@ -166,8 +166,8 @@ def test_a_run_that_starts_again_notes_how_it_is_computed_now(tables, tmp_path):
     tables |= {"checkpoint": {"every": 0}, "engine": "serial"}
     fedsim.run(tables, tmp_path / "run", rounds=1)
     fedsim.run({**tables, "engine": "processes", "processes": 2}, tmp_path / "run", rounds=2, resume=True)
-    facts = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert (facts["engine"], facts["processes"], facts["resumed"][0]["after_round"]) == ("processes", 2, 0)
+    metadata = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert (metadata["engine"], metadata["processes"], metadata["resumed"][0]["after_round"]) == ("processes", 2, 0)
 
 
 @in_turn(
@@ -316,10 +316,10 @@ def test_a_resumed_run_keeps_the_width_of_its_stacks(tables, tmp_path):
 def test_a_width_that_is_set_is_that_of_the_resumed_run(tables, tmp_path):
     tables |= {"engine": "batched", "processes": 1}
     fedsim.run({**tables, "batched": {"stack_size": 3}}, tmp_path / "whole")
-    folder, facts = broken_off(tmp_path / "whole", tmp_path / "again", 2), []
+    folder, metadata = broken_off(tmp_path / "whole", tmp_path / "again", 2), []
     with pytest.warns(FedsimWarning, match=r"in stacks of 3, now in stacks of 2$"):
-        fedsim.run({**tables, "batched": {"stack_size": 2}}, folder, resume=True, on_start=facts.append)
-    assert facts[0].how["width"] == 2
+        fedsim.run({**tables, "batched": {"stack_size": 2}}, folder, resume=True, on_start=metadata.append)
+    assert metadata[0].how["width"] == 2
 
 
 @pytest.mark.parametrize(
@@ -437,20 +437,20 @@ DAMAGE = {
     "another dtype": lambda head, tensors: signed(
         head, lambda said, state: state.update(global_row=state["global_row"].double())
     ),
-    "no facts": lambda head, tensors: signed(head, lambda said, state: said.update(facts={})),
-    "facts of another kind": lambda head, tensors: signed(head, lambda said, state: said.update(facts=[1])),
-    "no clock": lambda head, tensors: signed(head, lambda said, state: said["facts"].update(clock=7)),
+    "no metadata": lambda head, tensors: signed(head, lambda said, state: said.update(metadata={})),
+    "metadata of another kind": lambda head, tensors: signed(head, lambda said, state: said.update(metadata=[1])),
+    "no clock": lambda head, tensors: signed(head, lambda said, state: said["metadata"].update(clock=7)),
     "an unknown slot": lambda head, tensors: signed(
-        head, lambda said, state: said["facts"]["clock"]["dispatcher"].update(in_flight=[[99, 0, 1, None, None]])
+        head, lambda said, state: said["metadata"]["clock"]["dispatcher"].update(in_flight=[[99, 0, 1, None, None]])
     ),
     "time that runs back": lambda head, tensors: signed(
-        head, lambda said, state: said["facts"]["clock"].update(now=1e9)
+        head, lambda said, state: said["metadata"]["clock"].update(now=1e9)
     ),
     "all of another model": lambda head, tensors: [
         signed(each, lambda said, state: state.update(global_row=torch.ones(3))) for each in head.parent.glob("*.json")
     ],
     "no clock in any": lambda head, tensors: [  # found after the tensors have been restored
-        signed(each, lambda said, state: said["facts"].update(clock=7)) for each in head.parent.glob("*.json")
+        signed(each, lambda said, state: said["metadata"].update(clock=7)) for each in head.parent.glob("*.json")
     ],
     "another number in a record": lambda head, tensors: edit_records(head.parents[1] / "metrics.jsonl"),
     "only two records": lambda head, tensors: cut_records(head.parents[1] / "metrics.jsonl"),

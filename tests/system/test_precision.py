@@ -95,11 +95,11 @@ def test_operands_are_cast_as_autocast_casts_them():
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_record_says_what_was_in_force(precision, tiny_experiment, tmp_path):
     if precision == "tf32":
-        facts = PRECISIONS[precision].facts()
+        metadata = PRECISIONS[precision].metadata()
     else:
         fedsim.run({**tiny_experiment, "precision": precision, "rounds": 1}, out=tmp_path / "run")
-        facts = json.loads((tmp_path / "run" / "environment.json").read_text())["arithmetic"]
-    assert facts == {
+        metadata = json.loads((tmp_path / "run" / "environment.json").read_text())["arithmetic"]
+    assert metadata == {
         "rows": "float64" if precision == "float64" else "float32",
         "forward": {"float64": "float64", "bf16": "bfloat16"}.get(precision, "float32"),
         "tf32": precision == "tf32",

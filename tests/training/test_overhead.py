@@ -17,7 +17,7 @@ LOCAL = {"batch_size": 2, "epochs": 1}
 CASES = {  # settings, and maximum calls of functions of fedsim per worker and round
     "plain": ({}, 13),
     "drawn epochs": ({"local": {**LOCAL, "epochs": {"uniform": [1, 3]}}}, 17),
-    "facts": ({"local": {**LOCAL, "algorithm": "fednova"}}, 17),
+    "numbers of the round": ({"local": {**LOCAL, "algorithm": "fednova"}}, 17),
     "personal state": ({"local": {**LOCAL, "algorithm": "scaffold"}}, 18),
     "an attack": ({"attack": {"name": "sign_flipping", "fraction": 0.25}, "aggregate": "median"}, 13),
     "workers that drop out": ({"sampling": {"dropout_rate": 0.5}}, 16),

@@ -95,24 +95,24 @@ class CommunicationGraph(Component):
             "connect all workers"
         )
 
-    def facts(self, n: int, seed: int) -> dict[str, Any]:
-        """Return facts about the graph of n workers, in round 1 if it changes, as a JSON-serializable dict."""
+    def metadata(self, n: int, seed: int) -> dict[str, Any]:
+        """Return the metadata of the graph of n workers, in round 1 if it changes, as a JSON-serializable dict."""
         weights = self.mixing_matrix(n, seed)
         usual = _metropolis_hastings(weights > 0)
         degrees = (np.count_nonzero(usual, axis=1) - 1).tolist()
-        facts = {
+        metadata = {
             "name": self.name + " in round 1" * self.changes,
             "degrees": sorted({min(degrees), max(degrees)}),
             "weights": "Metropolis-Hastings" if np.allclose(weights, usual, rtol=0, atol=TOLERANCE) else "given",
         }
-        return facts if n > MOST_EIGENVALUES else {**facts, "spectral_gap": spectral_gap(weights)}
+        return metadata if n > MOST_EIGENVALUES else {**metadata, "spectral_gap": spectral_gap(weights)}
 
 
-def line_of(facts: Mapping[str, Any]) -> str:
-    """Return the facts about a graph (see `CommunicationGraph.facts`) as a line of text."""
-    gap = f"{facts['spectral_gap']:.4g}" if "spectral_gap" in facts else "not computed"
-    degrees = " to ".join(map(str, facts["degrees"]))
-    return f"topology: {facts['name']}, degree {degrees}, {facts['weights']} weights, spectral gap {gap}"
+def line_of(metadata: Mapping[str, Any]) -> str:
+    """Return the metadata of a graph (see `CommunicationGraph.metadata`) as a line of text."""
+    gap = f"{metadata['spectral_gap']:.4g}" if "spectral_gap" in metadata else "not computed"
+    degrees = " to ".join(map(str, metadata["degrees"]))
+    return f"topology: {metadata['name']}, degree {degrees}, {metadata['weights']} weights, spectral gap {gap}"
 
 
 def spectral_gap(weights: np.ndarray) -> float:

@@ -85,7 +85,7 @@ class ClockLoop(Loop):
         )
 
     def state(self) -> Snapshot:
-        state = Snapshot(facts={"clock": self._source.state()})
+        state = Snapshot(metadata={"clock": self._source.state()})
         for tensors in (self._engine.shared.state_dict(), self._server.tensors):
             state.keep(tensors)
         state.keep(self._engine.states.tensors(), "worker_state.")
@@ -94,7 +94,7 @@ class ClockLoop(Loop):
     def resume(self, state: Snapshot) -> None:
         state.put_back(self._engine.shared.state_dict() | self._server.tensors)
         self._engine.states.resume(state.under("worker_state."))
-        self._source.resume(state.facts["clock"])
+        self._source.resume(state.metadata["clock"])
 
 
 def work_of(stats: RoundStats, bytes_up: int, bytes_down: int) -> dict[str, Any]:

@@ -107,11 +107,11 @@ class RaceLoop(Loop):
         )
 
     def state(self) -> Snapshot:
-        state = Snapshot(facts={"arrivals": list(self._arrivals), "schedulers": self._call(RaceWorker.progress)})
+        state = Snapshot(metadata={"arrivals": list(self._arrivals), "schedulers": self._call(RaceWorker.progress)})
         for run in range(self._runs):
             self._switch_to(run)
             state.keep(self._tensors(), f"{run}.")
-        state.facts["log"] = [(run, round) for run, round, _ in self._log]
+        state.metadata["log"] = [(run, round) for run, round, _ in self._log]
         state.tensors |= {f"log.{k}": torch.from_numpy(entries) for k, (*_, entries) in enumerate(self._log)}
         return state
 
@@ -119,11 +119,11 @@ class RaceLoop(Loop):
         for run in range(self._runs):
             self._switch_to(run)
             state.put_back(self._tensors(), f"{run}.")
-        self._arrivals = list(state.facts["arrivals"])
-        progress = [item for of_process in state.facts["schedulers"] for item in of_process]
+        self._arrivals = list(state.metadata["arrivals"])
+        progress = [item for of_process in state.metadata["schedulers"] for item in of_process]
         self._call(RaceWorker.resume, progress)
         entries = state.under("log.")
-        self._log = [(run, round, entries[str(k)].numpy()) for k, (run, round) in enumerate(state.facts["log"])]
+        self._log = [(run, round, entries[str(k)].numpy()) for k, (run, round) in enumerate(state.metadata["log"])]
 
     def finish(self) -> None:
         """Load the result of the race's first repetition, and pass the log to `keep_log`."""

@@ -45,29 +45,29 @@ class SynchronousLoop(Loop):
         return results
 
     def state(self) -> Snapshot:
-        facts, rule, columns = self._engine.run_rounds(SynchronousRounds.state)[0]
-        state = Snapshot(facts=facts)
+        metadata, rule, columns = self._engine.run_rounds(SynchronousRounds.state)[0]
+        state = Snapshot(metadata=metadata)
         state.keep(self._engine.shared.state_dict() | columns)
         state.keep({name: torch.from_numpy(array) for name, array in rule.items()}, "rule.")
         state.keep(self._engine.states.tensors(), "worker_state.")
         return state
 
     def resume(self, state: Snapshot) -> None:
-        engine, facts = self._engine, state.facts
-        known = facts["syncs"] in (list(engine.shared.server.states), ["gradients"])
-        if type(facts["has_last"]) is not bool or not known:
+        engine, metadata = self._engine, state.metadata
+        known = metadata["syncs"] in (list(engine.shared.server.states), ["gradients"])
+        if type(metadata["has_last"]) is not bool or not known:
             raise ValueError("the checkpoint belongs to another run")
         if self._task.experiment.mode == "clock":
-            RoundClockState.model_validate(facts["clock"])  # validated here, because an error would close a pool
+            RoundClockState.model_validate(metadata["clock"])  # validated here, because an error would close a pool
         if self._task.experiment.privacy.component.active:
-            PrivacyState.model_validate(facts["privacy"])
-        later = tuple(f"{sync}." for sync in engine.shared.server.states if sync not in facts["syncs"])
+            PrivacyState.model_validate(metadata["privacy"])
+        later = tuple(f"{sync}." for sync in engine.shared.server.states if sync not in metadata["syncs"])
         columns = engine.run_rounds(SynchronousRounds.state)[0][2]  # with ranks, tensors of the right shapes to fill in
         tensors = engine.shared.state_dict() | columns
         state.put_back({name: tensor for name, tensor in tensors.items() if not name.startswith(later)})
         engine.states.resume(state.under("worker_state."))
         rule = {name: tensor.numpy() for name, tensor in state.under("rule.").items()}
-        engine.run_rounds(SynchronousRounds.resume, facts, rule, columns, engine.states.workers)
+        engine.run_rounds(SynchronousRounds.resume, metadata, rule, columns, engine.states.workers)
 
     def _warn_of_attack_without_honest_rows(self, record: RoundRecord) -> None:
         """Warn once if an attack needs honest updates, but all workers of a round are Byzantine."""

@@ -230,14 +230,16 @@ def test_the_graphs_of_all_rounds_together_must_be_connected():
         experiment(matching, 6, rounds=1)
 
 
-# Facts and settings
+# Metadata and settings
 
 
-def test_facts_are_one_line():
-    torus = graph_of("torus").facts(12, 0)
+def test_metadata_is_one_line():
+    torus = graph_of("torus").metadata(12, 0)
     assert line_of(torus) == "topology: torus, degree 4, Metropolis-Hastings weights, spectral gap 0.4"
-    assert line_of(graph_of(PATH).facts(3, 0)) == "topology: matrix, degree 1 to 2, given weights, spectral gap 0.3641"
-    assert line_of(graph_of(matching).facts(4, 0)).startswith(
+    assert (
+        line_of(graph_of(PATH).metadata(3, 0)) == "topology: matrix, degree 1 to 2, given weights, spectral gap 0.3641"
+    )
+    assert line_of(graph_of(matching).metadata(4, 0)).startswith(
         "topology: tests.asynchronous.policies.test_topologies:matching in round 1, "
     )
 

@@ -1,4 +1,4 @@
-"""Facts about a run that are known before its first round."""
+"""Metadata of a run: what is known about it before its first round."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fedsim.training.shared_state import SharedState
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """Facts about a run that are known before its first round.
+class RunMetadata:
+    """Metadata of a run: what is known about it before its first round.
 
     Attributes:
         device: description of the device.
@@ -35,7 +35,7 @@ class RunFacts:
         byzantine: IDs of the Byzantine workers; empty if they are drawn in each round.
         record_bytes: approximate size in bytes of the large files that the run writes.
         worker_names: name of each worker, followed by the owners who have only test samples. Empty: there are no names.
-        topology: facts about the graph of workers, such as its spectral gap; empty without a graph.
+        topology: metadata of the graph of workers, such as its spectral gap; empty without a graph.
         assumed: what was assumed when the data was read, such as how test samples were drawn.
         noise: noise multiplier for `privacy.target_epsilon`, by its key; empty without a target.
         done: number of rounds that were finished before the run was resumed, otherwise 0.
@@ -59,8 +59,8 @@ class RunFacts:
     done: int = 0
 
     @classmethod
-    def of(cls, experiment: Experiment, task: RunTask, engine: Engine) -> RunFacts:
-        """Collect the facts about the run of an experiment whose engine is ready for the first round."""
+    def of(cls, experiment: Experiment, task: RunTask, engine: Engine) -> RunMetadata:
+        """Collect the metadata of the run of an experiment whose engine is ready for the first round."""
         shared = engine.shared
         sampled = workers_to_describe(shared.data.shards, experiment.seed)
         workers = range(len(shared.data.shards)) if sampled is None else sampled
@@ -72,7 +72,7 @@ class RunFacts:
         return cls(
             device=describe_device(task.device),
             how=how,
-            arithmetic=task.precision.facts(),
+            arithmetic=task.precision.metadata(),
             parameters=len(shared.server.row),
             train_samples=len(shared.data.train),
             test_samples=len(shared.data.test),
@@ -81,7 +81,7 @@ class RunFacts:
             label_counts=counts,
             byzantine=sorted(task.byzantine.fixed),
             worker_names=task.worker_names,
-            topology=experiment.topology_facts,
+            topology=experiment.topology_metadata,
             assumed=shared.data.train.assumed,
             noise=experiment.noise_found(task.experiment),
             record_bytes=_record_bytes(task, shared, how),
@@ -93,7 +93,7 @@ class RunFacts:
         return self.label_counts.sum(1).tolist()
 
     def for_record(self) -> dict[str, Any]:
-        """Return the facts as a JSON-serializable dict."""
+        """Return the metadata as a JSON-serializable dict."""
         return {
             "device": self.device,
             "arithmetic": self.arithmetic,
@@ -115,7 +115,7 @@ def _how_it_runs(task: RunTask, engine: Engine) -> dict[str, Any]:
     """Describe how the run is computed, such as the number of processes, as a dict."""
     experiment = task.experiment
     race = {"repeatable": False, "runs": experiment.race.runs} if experiment.mode == "race" else {}
-    how = {"engine": engine_of(experiment)} | race | engine.facts()
+    how = {"engine": engine_of(experiment)} | race | engine.metadata()
     if task.way_of_updates is not None:
         how["updates"] = task.way_of_updates
     if engine.shared.server.row.device.type == "cuda":
