@@ -63,7 +63,7 @@ def run(
     allow_imports: AllowImports = False,
 ) -> None:
     """Run an experiment and write its records to a folder."""
-    with errors_as_lines(quick=True):
+    with errors_as_lines():
         if resume and out:
             raise ExperimentError("--resume and --out: --resume already sets the output folder; omit --out")
         source, overrides = source_and_overrides(words or [], context)
@@ -72,7 +72,7 @@ def run(
             from fedsim.records.history import experiment_of_run
 
             source = str(experiment_of_run(resume))
-    with errors_as_lines(), contextlib.ExitStack() as stack:
+    with errors_as_lines("fedsim.runs.setup" if dry_run else "fedsim.runs.run"), contextlib.ExitStack() as stack:
         import fedsim
         from fedsim.config.load import load_experiment, with_data
         from fedsim.core.import_policy import reading_stored_run
@@ -134,7 +134,7 @@ def replay(
     allow_imports: AllowImports = False,
 ) -> None:
     """Apply different rules to a recorded round of a run (records.updates=[1,5]), and compare the results."""
-    with errors_as_lines():
+    with errors_as_lines("fedsim.cli.rule_replay"):
         from fedsim.cli.rule_replay import applicable_rules, load_round, replay_json, replay_table
         from fedsim.cli.rule_replay import replay as replay_rules
         from fedsim.comparison.axes import split_at_commas
@@ -159,11 +159,11 @@ def privacy(
     allow_imports: AllowImports = False,
 ) -> None:
     """Show which epsilon an experiment costs, before it runs."""
-    with errors_as_lines(quick=True):
+    with errors_as_lines():
         source, overrides = source_and_overrides(words or [], context)
         if target_epsilon is not None and not 0 < target_epsilon <= 1e6:
             raise ExperimentError(f"--target-epsilon = {target_epsilon:g}: must be greater than 0 and at most 1e6")
-    with errors_as_lines():
+    with errors_as_lines("fedsim.cli.privacy_plan"):
         from fedsim.cli.privacy_plan import privacy_plan
         from fedsim.config.load import load_experiment
 
@@ -182,7 +182,7 @@ def report(
     ] = None,
 ) -> None:
     """Write a self-contained HTML report of a run or a comparison."""
-    with errors_as_lines():
+    with errors_as_lines("fedsim.report"):
         from fedsim.report import write_report
 
         print(write_report(folder, out))
@@ -204,7 +204,7 @@ Search = Annotated[
 
 def list_command(subject: Subject = None, search: Search = "") -> None:
     """List all components and built-in experiments by name, or the components of one kind with their parameters."""
-    with errors_as_lines(quick=True):
+    with errors_as_lines():
         columns = terminal_columns()
         if subject is not None and subject not in KINDS:
             if search:
@@ -300,7 +300,7 @@ def plot(
     out: FigureFile = Path("figure.pdf"),
 ) -> None:
     """Draw a figure of runs or of a comparison for a paper, and print a caption for the figure."""
-    with errors_as_lines():
+    with errors_as_lines("fedsim.comparison"):
         from fedsim.comparison.axes import split_at_commas
         from fedsim.comparison.labels import labels_of
         from fedsim.comparison.paper_figure import comparison_of_sources
@@ -333,7 +333,7 @@ def plot(
 
 def doctor() -> None:
     """Show the hardware and software that fedsim finds, what each engine would do here, and problems with remedies."""
-    with errors_as_lines(quick=True):
+    with errors_as_lines():
         problems, fatal = list[tuple[str, str]](), False
         for topic, text in _versions():
             _print(topic, text)
@@ -386,7 +386,7 @@ def new(
     ],
 ) -> None:
     """Create a folder with an experiment, your own components, tests for them, and a README that explains the files."""
-    with errors_as_lines(quick=True):
+    with errors_as_lines():
         folder = make_project(name)
         print("\n".join(str(folder / path.name) for path in sorted(folder.iterdir())))
         print(f"next: cd {folder} && fedsim run experiment.toml")

@@ -134,13 +134,13 @@ def compare(
     """Run an experiment with every combination of values, and compare the results: table, CSV and figures."""
     key, values = (tune or "").partition("=")[::2]
     all_words = [*(words or []), *([tune] if tune and values else [])]
-    with errors_as_lines(quick=True):
+    with errors_as_lines():
         if tune is not None and not key.strip():
             raise ExperimentError(f"--tune {show(tune)}: must be a key and its values, such as local.lr=0.03,0.1")
         folders = [Path(word) for word in all_words if _is_comparison(word)]
         if not folders:
             source, changes = source_and_overrides(all_words, context)
-    with errors_as_lines():
+    with errors_as_lines("fedsim.comparison"):
         from fedsim.comparison import plan_comparison
         from fedsim.comparison.folder import Shard
         from fedsim.comparison.labels import labels_of

@@ -32,7 +32,7 @@ def _usage_errors_as_lines() -> Iterator[None]:
     except USAGE_ERROR as error:
         if not error.format_message():  # the command without arguments, for which typer shows the help
             raise
-        with errors_as_lines(quick=True):
+        with errors_as_lines():
             if hasattr(error, "possibilities"):  # no such option
                 line = no_such_option(error.option_name, "", error.ctx.command, takes_keys=False)
                 raise ExperimentError(line) from None
@@ -45,7 +45,7 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands and not ctx.resilient_parsing:
-            with errors_as_lines(quick=True):
+            with errors_as_lines():
                 raise ExperimentError(f"{show(args[0])}: no such command; {self._instead(*args)}")
         return super().resolve_command(ctx, args)
 

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import errno
 import gc
+import importlib
 import io
 import os
 import sys
@@ -27,16 +28,17 @@ BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143  # exit codes
 
 
 @contextlib.contextmanager
-def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
+def errors_as_lines(module: str | None = None) -> Iterator[None]:
     """Context manager that shows exceptions as error messages, and sets the exit code.
 
-    `quick`: whether a signal such as Ctrl-C may end the program at once, because there is nothing to clean up.
+    `module`: name of the module that does the work, which is imported first. Without a module, a signal such as Ctrl-C
+    may end the program at once, because there is nothing to clean up.
     """
     try:
         with warnings.catch_warnings(), contextlib.ExitStack() as stack:
             show_warnings_as_lines()
-            if not quick:
-                _import_everything()
+            if module is not None:
+                _import(module)
                 stack.enter_context(signals_as_exceptions())
             yield
     except FedsimError as error:
@@ -61,15 +63,16 @@ def errors_as_lines(*, quick: bool = False) -> Iterator[None]:
         raise typer.Exit(TERMINATED) from None
 
 
-def _import_everything() -> None:
-    """Import all modules that commands need, and show a message in the terminal during the import."""
+def _import(module: str) -> None:
+    """Import a module that needs PyTorch, and show a message in the terminal during the import."""
     show_line = "torch" not in sys.modules and sys.stderr.isatty()
     if show_line:
         print("importing PyTorch", end="\r", file=sys.stderr, flush=True)
     gc.disable()  # otherwise the garbage collector takes a fifth of the import time
-    import fedsim.comparison  # imported here to keep `--help` fast
+    importlib.import_module(module)
+    from fedsim.config.experiment import Experiment  # imported here to keep `--help` fast
 
-    fedsim.Experiment.model_rebuild()
+    Experiment.model_rebuild()
     gc.freeze()
     gc.enable()
     if show_line:

@@ -100,12 +100,13 @@ def _refuse_spaces(words: list[str]) -> None:
         if is_file(Path(word)):
             continue
         apart = re.match(r"([\w.]+)(?: ?[=:] ?| )([^\s=]+)(?!\S)", " ".join(rest[:3]))
-        is_spaced = apart and re.match(r"[\w.]+ ?[=:]", apart[0]) and f"={apart[2]}" in key_hint(*apart.groups())
-        if is_plain and index and "=" in words[index - 1] and not is_spaced:
+        if is_plain and index and "=" in words[index - 1]:
+            is_spaced = apart and re.match(r"[\w.]+ ?[=:]", apart[0]) and f"={apart[2]}" in key_hint(*apart.groups())
             values = " ".join([words[index - 1], *itertools.takewhile(lambda each: "=" not in each, rest)])
             values = re.sub("[, ]+", ",", values).rstrip(",")
             hint = f"write an experiment first, and several values as in fedsim compare {values}"
-            raise ExperimentError(f"{show(word)}: expected key=value; {hint}")
+            if not is_spaced:
+                raise ExperimentError(f"{show(word)}: expected key=value; {hint}")
         if word not in experiments() and "=" not in word[:-1]:
             if apart and f"={apart[2]}" in (hint := key_hint(*apart.groups())):
                 raise ExperimentError(f"{show(apart[0])}: {hint}, without spaces")

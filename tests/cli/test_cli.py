@@ -67,6 +67,21 @@ for words, (code, part) in {QUICKLY}.items():
     assert (out, error) == ("", "")
 
 
+def test_commands_import_pytorch_in_one_place_and_only_the_modules_that_they_need(tmp_path):
+    code = """
+import sys
+from fedsim.cli import main, program
+def start(module, do=program._import):
+    print(module, "torch" in sys.modules)
+    do(module)
+program._import = start
+main.app(["run", "model=logistic", "rounds=2", "--dry-run"], standalone_mode=False)
+print("fedsim.comparison" in sys.modules)
+"""
+    out, error = start_python("-c", code, cwd=tmp_path).communicate(timeout=60)
+    assert (out.splitlines()[0], out.splitlines()[-1], error) == ("fedsim.runs.setup False", "False", "")
+
+
 @pytest.mark.parametrize(
     ("words", "key"),
     [

@@ -80,7 +80,7 @@ def from_now_on():
 
 print(Experiment.__pydantic_complete__)
 program.signals_as_exceptions = from_now_on
-with program.errors_as_lines():
+with program.errors_as_lines("fedsim.runs.run"):
     pass
 """
 
