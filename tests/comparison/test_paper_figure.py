@@ -207,16 +207,6 @@ def test_a_notebook_shows_figures_and_a_result_draws_its_accuracy_and_losses(tmp
         result.plot(tmp_path / "curve.jpg")
 
 
-@pytest.mark.parametrize("name", ["accuracy", "acc"])
-def test_an_unknown_attribute_of_a_result_names_the_nearest(name):
-    result = fedsim.run(rounds=1, workers=2, model="logistic", local={"steps": 1})
-    with pytest.raises(
-        AttributeError, match=f"'Result' object has no attribute '{name}'; did you mean \"test_accuracy\""
-    ):
-        getattr(result, name)
-    assert not hasattr(result, "_ipython_display_")
-
-
 @pytest.mark.parametrize("seed", [[1], "x", 0.5])
 def test_a_seed_that_is_not_a_number_and_a_run_that_is_not_finished_are_no_obstacles(tmp_path, seed):
     (panel,) = fedsim.plot(runs(tmp_path, a={"seed": seed}, b={"seed": 0, "rounds": 5})).axes

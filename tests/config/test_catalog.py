@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import pytest
-
 from fedsim.config import files
 from tests.commands import ROOT
 
@@ -21,14 +19,6 @@ def test_an_experiment_is_found_by_its_name(cli):
     done = cli("compare", "staleness", "--dry-run")
     assert done.exit_code == 0, done.output
     assert len(done.stdout.splitlines()) == 48
-
-
-@pytest.mark.parametrize("word", ["mnist_sync_sdg", "experiments/mnist_sync_sgd.toml"])
-def test_a_wrong_name_suggests_the_nearest(cli, word):
-    done = cli("run", word)
-    assert done.exit_code == 2
-    assert done.stderr.startswith(f"error: {word}: no such file")
-    assert 'did you mean "mnist_sync_sgd"?' in done.stderr
 
 
 def test_list_has_a_line_for_each_experiment(cli):

@@ -184,10 +184,6 @@ def test_parameters_of_an_unset_model_belong_to_the_model_of_the_data():
     experiment = fedsim.Experiment(data=KINDS["measurements"], model={"hidden": (3,)}, task={"loss": "l1"})
     assert (experiment.model.name, experiment.model.params["hidden"]) == ("mlp", (3,))
     assert load_experiment(experiment, data=KINDS["vectors"]).task.params["loss"] == "l1"
-    with pytest.raises(
-        fedsim.ExperimentError, match=r"^model.hiden = 3: unknown key \(the model is char_lstm\); did you"
-    ):
-        fedsim.Experiment(data=KINDS["tokens"], model={"hiden": 3})
 
 
 def test_unreadable_data_is_reported_before_parameters_of_a_model_that_it_would_name(tmp_path):

@@ -244,8 +244,6 @@ def test_keywords_change_keys_of_an_experiment(tmp_path):
     assert (experiment.rounds, experiment.model.params["hidden"]) == (3, 8)
     assert (experiment.local.params["lr"], experiment.local.epochs) == (0.5, 2)
     assert load_experiment(Experiment(rounds=5), rounds=3).rounds == 3
-    with pytest.raises(ExperimentError, match='roundz = 3: unknown key.*did you mean "rounds"'):
-        load_experiment(roundz=3)
 
 
 @pytest.mark.filterwarnings("ignore:.* not apply to")

@@ -248,8 +248,3 @@ def test_topology_is_for_policies_without_a_server():
     without = load_experiment({"mode": "clock", "policy": "asgd", "policy.topology": "star"})
     assert warnings_about(without) == ["policy.topology has no effect with policy=asgd; omit it"]
     assert not warnings_about(experiment("star"))
-
-
-def test_the_former_key_answers_with_the_new_one():
-    with pytest.raises(fedsim.ExperimentError, match=r'policy.graph = "star": .*; write policy.topology=star'):
-        load_experiment({**GOSSIP, "policy.graph": "star"})

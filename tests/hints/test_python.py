@@ -50,11 +50,15 @@ def test_tab_completion_shows_the_public_names():
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("to_pandas", "to_dataframe"), ("test_acc", "test_accuracy"), ("state_dict", "model"), ("config", "experiment")],
+    [
+        *[("to_pandas", "to_dataframe"), ("state_dict", "model"), ("config", "experiment")],
+        *((name, "test_accuracy") for name in ("test_acc", "accuracy", "acc")),
+    ],
 )
 def test_an_attribute_that_a_result_lacks_leads_to_another(name, meant, result):
     with pytest.raises(AttributeError, match=f"^'Result' object has no attribute '{name}'; did you mean .*\"{meant}\""):
         getattr(result, name)
+    assert not hasattr(result, "_ipython_display_")
 
 
 def test_records_and_settings_answer_as_well(result):
@@ -102,19 +106,19 @@ MISTAKES = {
     ),
     "rule in place": (
         lambda: fedsim.aggregate(UPDATES.clone(), doubled),
-        "tests.test_answers:doubled: changes `updates` in place, .*; compute a new tensor",
+        "tests.hints.test_python:doubled: changes `updates` in place, .*; compute a new tensor",
     ),
     "rule in place in a run": (
         lambda: fedsim.run(TABLES, aggregate=doubled),
-        "tests.test_answers:doubled: changes `updates` in place",
+        "tests.hints.test_python:doubled: changes `updates` in place",
     ),
     "NaN": (
         lambda: fedsim.aggregate(UPDATES, undefined),
-        "tests.test_answers:undefined: returned NaN .*; correct the rule",
+        "tests.hints.test_python:undefined: returned NaN .*; correct the rule",
     ),
     "NaN in a run": (
         lambda: fedsim.run(TABLES, aggregate=undefined),
-        "round 1: tests.test_answers:undefined: returned NaN .*; correct the rule",
+        "round 1: tests.hints.test_python:undefined: returned NaN .*; correct the rule",
     ),
     "partition": (lambda: fedsim.partition(DATA, "contiguous", 2), LABELS),
     "label_counts": (lambda: fedsim.label_counts(DATA, [np.arange(4)]), LABELS),
