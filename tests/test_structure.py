@@ -31,6 +31,7 @@ FLOORS = (  # from lowest to highest; a package may import itself and packages o
     ("processing",),
     ("asynchronous.policies",),
     ("config",),
+    ("reference",),
     ("records",),
     ("training",),
     ("rounds",),
