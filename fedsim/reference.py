@@ -45,9 +45,7 @@ def run(experiment: Experiment) -> Iterator[tuple[Tensor, float, list[int]]]:
     name, root, params = experiment.data.source(partition)
     train = load_dataset(name, root, **params)[0].to(torch.device("cpu"), torch.float64)
     shards = partition_shards(train.targets, partition.name, workers, seed, **partition.params)
-    by_name = {"samples": [shards.size(worker) for worker in range(workers)], "uniform": [1] * workers}
-    chosen = experiment.weights if isinstance(experiment.weights, list) else by_name[experiment.weights]
-    weights = torch.tensor(chosen, dtype=torch.double)
+    weighting: Any = experiment.weights  # "samples", "uniform", or a weight for each worker
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(draw_key(seed, "model"))
         model = experiment.model.component().double()
@@ -65,8 +63,10 @@ def run(experiment: Experiment) -> Iterator[tuple[Tensor, float, list[int]]]:
             losses.append(train_worker(model, batches, experiment.local))
             updates.append(parameters_to_vector(model.parameters()).detach() - w)
 
+        by_name = {"samples": [shards.size(worker) for worker in cohort], "uniform": [1] * len(cohort)}
+        weights = by_name[weighting] if isinstance(weighting, str) else [weighting[worker] for worker in cohort]
         known = {"workers": cohort, "seed": seed, "moment": (round,), "last": last, "state": states["rule"]}
-        inputs = AggregationInputs(torch.stack(updates), weights[cohort], **known)
+        inputs = AggregationInputs(torch.stack(updates), torch.tensor(weights, dtype=torch.double), **known)
         inputs = replace(inputs, updates=attacked(experiment, inputs, states["attack"]))
         result = aggregate(experiment, inputs)
         last, states["rule"] = result.update, result.state

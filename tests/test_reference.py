@@ -89,7 +89,7 @@ def loss_on_test_samples(model, w):
     return F.cross_entropy(model(inputs), targets).item()
 
 
-ENGINES = {"serial": ({}, 20), "batched": ({}, 20), "processes": ({"processes": 2}, 4)}
+ENGINES = {"serial": ({}, 12), "batched": ({}, 12), "processes": ({"processes": 2}, 4)}
 
 
 @pytest.mark.filterwarnings("ignore")  # about settings without an effect

@@ -28,23 +28,6 @@ def updates_of(tables):
     return run.start, run.updates
 
 
-@pytest.mark.parametrize(
-    ("attack", "rule"),
-    [("sign_flipping", "mean"), ("alie", "median"), ("ipm", "krum"), ("min_max", ["nnm", "trimmed_mean"])],
-)
-def test_a_round_is_attack_then_rule_then_step(attack, rule, tables):
-    start, updates = updates_of({**tables, "precision": "float64"})
-    byzantine = [1, 4]
-    honest = [worker for worker in range(7) if worker not in byzantine]
-    own_updates = {"own_updates": updates[byzantine]} if attack == "sign_flipping" else {}
-    attacked = updates.clone()
-    attacked[byzantine] = fedsim.attack(updates[honest], attack, 2, **own_updates)
-    f = {} if rule in ("mean", "median") else {"f": 2}
-    expected = start + fedsim.aggregate(attacked, rule, **f)
-    change = {"attack": {"name": attack, "workers": byzantine}, "aggregate": {"rule": rule}, "precision": "float64"}
-    assert torch.allclose(fedsim.run({**tables, **change}).global_row, expected, rtol=0, atol=1e-9)
-
-
 def test_an_attack_without_effect_warns_once(tables):
     tables = {**tables, "workers": 5, "rounds": 2, "attack": {"name": "alie", "workers": [1]}}
     with pytest.warns(SettingWarning) as caught:

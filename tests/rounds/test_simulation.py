@@ -8,51 +8,17 @@ import torch
 import torch.nn.functional as F
 
 import fedsim
-from fedsim.core.randomness import batch_order
 from fedsim.core.rows import Layout
 from fedsim.errors import SettingWarning
 from fedsim.models import Net
 from tests import components
 from tests.textbook import small_two_nn, start_of, train_on_joint_batches
 
-
-def local_epoch(model, shard, round, worker, optimizer, batch_size):
-    inputs, targets = shard.gather(batch_order(0, round, worker, 0, len(shard)))
-    for x, y in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
 FIELDS = """
 round test_loss test_accuracy train_loss validation_loss validation_accuracy metrics seconds virtual_seconds cohort
 dropped samples weights clusters excluded attack_success bytes_up bytes_down top_bytes asynchronous race diverged
 worker_accuracy worker_loss
 """
-
-
-@pytest.fixture
-def shards():
-    train, _ = components.tiny(None)
-    return fedsim.dataset_split(train.to(torch.device("cpu"), torch.float64), "iid", 3, seed=0)
-
-
-def test_model_averaging_matches_the_textbook_loop(tiny_experiment, shards):
-    """In each round: copy the model, train each worker with torch.optim.SGD, average weighted by sample counts."""
-    result = fedsim.run({**tiny_experiment, "precision": "float64"})
-    model = start_of(small_two_nn)
-    layout = Layout.of(model)
-    global_row = layout.read(model)
-    for round in (1, 2):
-        rows = []
-        for worker, shard in enumerate(shards):
-            layout.write(global_row, model)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-            local_epoch(model, shard, round, worker, optimizer, 16)
-            rows.append(layout.read(model))
-        sizes = torch.tensor([len(shard) for shard in shards], dtype=torch.double)
-        global_row = sizes / sizes.sum() @ torch.stack(rows)
-    assert torch.allclose(result.global_row, global_row, rtol=0, atol=1e-12)
 
 
 def test_gradient_averaging_is_single_process_sgd_on_the_joint_batch(tiny_experiment):
