@@ -9,10 +9,12 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fedsim.clients import FeatureLoss
 from fedsim.clients.schedule import Varying
@@ -191,6 +193,19 @@ def _stops_by_global_model(experiment: Experiment) -> bool:
     return experiment.stop.active and by_global
 
 
+class _WithoutNormalNumbers(TorchFunctionMode):
+    """Leaves tensors as they are, instead of filling them with normal numbers.
+
+    On the device "meta", drawing such numbers imports `torch._dynamo`, which takes longer than importing PyTorch.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "").endswith("normal_"):
+            return (*args, *kwargs.values())[0]
+        return function(*args, **kwargs)
+
+
 def _check_parameters(place: str, task: RunTask) -> None:
     """Raise ExperimentError if the copies of the model that a run needs do not fit into memory.
 
@@ -201,7 +216,7 @@ def _check_parameters(place: str, task: RunTask) -> None:
     if isinstance(task.experiment.model.component, Imported):
         return
     try:
-        with preserve_random_state(torch.device("cpu")), torch.device("meta"):
+        with preserve_random_state(torch.device("cpu")), torch.device("meta"), _WithoutNormalNumbers():
             count = sum(parameter.numel() for parameter in task.experiment.model.component().parameters())
     except NotImplementedError:  # a factory that reads the values of tensors, as those of RegNets do
         return

@@ -167,6 +167,11 @@ def test_probes_do_not_import_the_compiler():
         "with FlopCount(): torch.ones(2, 2) @ torch.ones(2, 2)\n"
         "from fedsim.core.randomness import seed_globally\n"
         "with seed_globally(torch.Generator(), torch.device('cuda')): torch.rand(2)\n"
+        "import fedsim\n"
+        "from fedsim.runs.setup import task_of\n"
+        "for model in ('resnet20', 'char_lstm', 'gpt'):\n"
+        "    data = {'data': 'shakespeare', 'task': 'next_token'} if model != 'resnet20' else {}\n"
+        "    task_of(fedsim.Experiment(model=model, workers=2, **data), torch.device('cpu'))\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
