@@ -11,7 +11,8 @@ import shutil
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.faults.ways import LAUNCHED, POOLS, RANKS, WAYS, FaultError, Trial, W
 from tests.hostile.mutations import EXTREMES, OPERATIONS, mutated
 from tests.processes.test_rendezvous import GREETINGS, impostor
 from tests.runs.test_resuming import broken_off
+from tests.time_limit import time_limit
 
 READ_SECONDS = 30  # time limit for reading foreign files
 LAST_WORDS = ("error: ", "interrupted", "terminated")  # beginnings of the last line of a failing program
@@ -121,18 +123,8 @@ def lonely_rank(trial: Trial, wholes: Wholes, rng: random.Random) -> None:
         raise FaultError(f"rank {rank} of 2, alone: exit code {codes}: {errors}")
 
 
-@contextlib.contextmanager
-def bounded(action: str) -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise FaultError(f"{action}: more than {READ_SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(READ_SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+def bounded(action: str) -> AbstractContextManager[None]:
+    return time_limit(READ_SECONDS, FaultError(f"{action}: more than {READ_SECONDS} s"))
 
 
 def foreign_files(trial: Trial, wholes: Wholes, rng: random.Random) -> None:

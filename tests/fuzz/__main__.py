@@ -13,17 +13,15 @@ of them with --all.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import random
 import shlex
-import signal
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -34,6 +32,7 @@ from tests.fuzz.pairs import Pairs
 from tests.fuzz.properties import NotApplicable
 from tests.fuzz.runs import COMPLETED, REFUSALS, Lab
 from tests.fuzz.shrink import shrunk
+from tests.time_limit import time_limit
 
 SHRINKING = 60.0  # seconds
 LONGEST = 60  # seconds for the check of one property
@@ -119,7 +118,7 @@ def verdict(lab: Lab, name: str, settings: Settings) -> str:
     try:
         if settings.get("mode") == "race" and not PROPERTIES[name].of_races:
             raise NotApplicable
-        with limited(LONGEST):
+        with time_limit(LONGEST, TooLong()):
             return PROPERTIES[name].check(lab, settings) or OK
     except NotApplicable:
         return SKIPPED
@@ -135,22 +134,6 @@ def verdict(lab: Lab, name: str, settings: Settings) -> str:
 
 class TooLong(BaseException):
     """The check of a property takes too long. No handler of errors in fedsim catches this."""
-
-
-@contextlib.contextmanager
-def limited(seconds: int) -> Iterator[None]:
-    """Raise TooLong inside the `with` block after some seconds."""
-
-    def end(*_: object) -> None:
-        raise TooLong
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def is_failure(answer: str) -> bool:

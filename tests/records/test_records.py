@@ -62,6 +62,8 @@ def test_the_environment_names_versions_device_and_commit(finished):
     assert environment["device"] == "cpu"
     assert environment["processes"] == 1
     assert environment["parameters"] == 16_330
+    assert (environment["train_samples"], environment["test_samples"]) == (203, 90)
+    assert sum(map(sum, json.loads((finished.folder / "partition.json").read_text())["counts"])) == 203
     assert environment["git_commit"] is None or re.match(r"[0-9a-f]{40}(\+dirty)?$", environment["git_commit"])
 
 
