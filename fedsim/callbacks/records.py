@@ -88,7 +88,7 @@ def latest_updates(task: RunTask, engine: Engine, record: RoundRecord) -> dict[s
     gathered = engine.round_rows(record.cohort)
     if gathered is None:
         return {}
-    (rows, losses), (context, last) = gathered, engine.run_rounds(SynchronousRounds.latest_aggregation)[0]
+    (rows, losses), (context, last) = gathered, engine.run(SynchronousRounds.latest_aggregation, of="rounds")[0]
     byzantine, slots = task.byzantine.in_round(record.round), list(context.slots)
     updates = {
         "updates": rows[slots],

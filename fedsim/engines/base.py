@@ -169,20 +169,19 @@ class Engine:
                 f"({one_line(error)}); use engine=serial"
             ) from error
 
-    def run(self, method: Callable[..., T], *arguments: object) -> list[T]:
-        """Call a method of `Executor` in every process, and return one result per process, in order.
+    def run(self, method: Callable[..., T], *arguments: object, of: str = "executor") -> list[T]:
+        """Call a method in every process, and return one result per process, in order.
 
             engine.run(Executor.test, round)
+            engine.run(SynchronousRounds.run_round, round, of="rounds")
+
+        Args:
+            method: method of `Executor` or `SynchronousRounds`.
+            arguments: its arguments.
+            of: object of each process: "executor", or in synchronous runs also "rounds".
 
         Raises WorkerError if a process fails.
         """
-        return self._run("executor", method, *arguments)
-
-    def run_rounds(self, method: Callable[..., T], *arguments: object) -> list[T]:
-        """Call a method of `SynchronousRounds` in every process. See `run`."""
-        return self._run("rounds", method, *arguments)
-
-    def _run(self, of: str, method: Callable[..., T], *arguments: object) -> list[T]:
         if self._in_pool:
             answers = self._call(_run, of, method, *arguments)
             distinct = {(warning.category, str(warning.message)): warning for _, noted in answers for warning in noted}

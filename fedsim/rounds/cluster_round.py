@@ -17,7 +17,7 @@ class ClusterRound(ParameterRound):
 
     def __init__(self, executor: Executor, cohorts: Cohorts, level: Level) -> None:
         super().__init__(executor, cohorts, level)
-        self.local_training.first.insert(0, select_models)
+        self.training.first.insert(0, select_models)
 
     def begin_updates(self, plan: RoundPlan) -> None:
         """Do nothing, because the method `aggregate` begins the updates of each global model."""

@@ -92,7 +92,7 @@ class GroupRound(ParameterRound):
         members = [part for _, part in self.groups_of(plan.mine)]
         for number, edge, context in self.groups_in(plan.context):
             edge.change_updates(context, members[number], sent)
-        self.level.privacy.count(plan.round)
+        self.level.privacy.finish(plan.round)
         for number, edge, context in self.groups_in(plan.context):
             update, stats = edge.aggregator.aggregate(context)
             edge.server.step(update, context.moment)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from fedsim.processes.group import Group
-from fedsim.records.round_stats import AggregationStats, SentUpdates
+from fedsim.records.round_stats import SentUpdates
 from fedsim.rounds.aggregator import Aggregator, ReportCheck
-from fedsim.rounds.parameter_server import AggregatedUpdate, ParameterServer
+from fedsim.rounds.parameter_server import ParameterServer
 from fedsim.rounds.private_rounds import PrivateRounds
 from fedsim.rounds.update_steps import AttackStep, ProcessingStep, UpdateStep
 from fedsim.training.batches import WorkItems
@@ -73,12 +73,6 @@ class Level:
                 self.aggregator.updates.changed(senders.slots)
                 self.group.barrier()
         return sent
-
-    def aggregate(self, context: AggregationContext) -> tuple[AggregatedUpdate, AggregationStats]:
-        """Return the aggregated update, with noise if the server adds noise, and statistics of the aggregation."""
-        self.privacy.count(context.moment[0])
-        update, stats = self.aggregator.aggregate(context)
-        return update.plus(self.privacy.noise_of_mean(context.moment[0])), stats
 
     def begin_with_parameters(self) -> None:
         """Reset the states of the rule, the attack and the server optimizer, when updates follow on gradients."""

@@ -21,7 +21,8 @@ class ParameterRound(RoundKind):
             self.server.send(plan.round)
             self.pull_down(plan)
         with self.phase("train"):
-            self.train(plan)
+            self.training.train(plan)
+            self.begin_updates(plan)
             self.group.barrier()
         with self.phase("aggregate"):
             return self.aggregate(plan)
@@ -31,13 +32,8 @@ class ParameterRound(RoundKind):
         self.executor.load_states(plan.context.workers, plan.mine)
         self.copy_model(self.server.sent, self.shared.server.buffers, plan.mine)
 
-    def train(self, plan: RoundPlan) -> None:
-        """Train this process's workers, each on its own samples. The rows then contain updates."""
-        self.local_training(plan)
-        self.begin_updates(plan)
-
     def begin_updates(self, plan: RoundPlan) -> None:
-        """Subtract the sent parameters from the trained ones."""
+        """Subtract the sent parameters from the trained ones, so that the rows contain updates."""
         self.level.aggregator.updates.begin(plan.mine.slots, self.server.sent)
 
     def aggregate(self, plan: RoundPlan) -> AggregationStats:
@@ -52,8 +48,9 @@ class ParameterRound(RoundKind):
             context: workers whose updates are aggregated, and their weights.
             sent: sizes of the updates.
         """
-        update, stats = self.level.aggregate(context)
+        update, stats = self.level.aggregator.aggregate(context)
         self.receive_messages(context, stats.excluded)
-        self.server.step(update, context.moment, context.cluster)
+        noise = self.level.privacy.finish(context.moment[0])
+        self.server.step(update.plus(noise), context.moment, context.cluster)
         self.group.barrier()
         return replace(stats, sent=sent)

@@ -77,9 +77,16 @@ class PrivateRounds:
             self._clip(mine, self.clip)
         return clips
 
-    def noise_of_mean(self, round: int) -> Tensor | None:
-        """Return the noise [d] that the server adds to the mean of the updates, or None if it adds none."""
-        cohort = self._task.experiment.expected_updates
+    def finish(self, round: int) -> Tensor | None:
+        """Finish an aggregation: count clipped updates, and compute the maximum norm of the next round.
+
+        Returns the noise [d] that the server adds to the mean of the updates, or None if it adds none.
+        """
+        experiment, (clipped, updates) = self._task.experiment, self._counts
+        self._clip_of_round, self._clipped, self._updates, self._counts = self.clip, clipped, updates, [0, 0]
+        cohort = experiment.expected_updates
+        if self.mechanism.active:
+            self.clip = self.mechanism.next_clip(self.clip, clipped, updates, cohort, experiment.seed, round)
         if not self.mechanism.at_server:
             return None
         return self._noise(self.mechanism.noise_of_sum(cohort) * self._clip_of_round / cohort, "privacy", round)
@@ -107,15 +114,6 @@ class PrivateRounds:
     def _clip(self, mine: WorkItems, max_norm: float) -> list[Tensor]:
         """Clip updates, one by one so that rounding does not depend on the number of processes."""
         return [clip_update(self._shared.cohort.rows[member.slot], max_norm) for member in mine]
-
-    def count(self, round: int) -> None:
-        """Note how many updates of an aggregation were clipped, and compute the maximum norm of the next round."""
-        experiment, (clipped, updates) = self._task.experiment, self._counts
-        self._clip_of_round, self._clipped, self._updates, self._counts = self.clip, clipped, updates, [0, 0]
-        if self.mechanism.active:
-            self.clip = self.mechanism.next_clip(
-                self.clip, clipped, updates, experiment.expected_updates, experiment.seed, round
-            )
 
     def _noise(self, std: float, purpose: str, *coordinates: int) -> Tensor:
         """Return independent Gaussian noise [d], with zeros for the parameters that workers do not send."""

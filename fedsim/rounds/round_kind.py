@@ -10,10 +10,10 @@ from torch import Tensor
 from fedsim.core.rows import index_of, pull_down
 from fedsim.records.record import RoundRecord
 from fedsim.records.round_stats import AggregationStats, SentUpdates
+from fedsim.rounds.cohort_training import CohortTraining
 from fedsim.rounds.cohorts import Cohorts, RoundPlan
 from fedsim.rounds.executor import Executor
 from fedsim.rounds.level import Level
-from fedsim.rounds.local_training import LocalTraining
 from fedsim.rounds.private_rounds import PrivateRounds
 from fedsim.rounds.round_clock import Clock
 from fedsim.training.batches import WorkItems
@@ -39,7 +39,7 @@ class RoundKind(ABC):
 
     def __init__(self, executor: Executor, cohorts: Cohorts, level: Level) -> None:
         self.executor, self.group, self.task, self.shared = executor, executor.group, executor.task, executor.shared
-        self.cohorts, self.local_training = cohorts, LocalTraining(executor, cohorts.prepare_next)
+        self.cohorts, self.training = cohorts, CohortTraining(executor, cohorts.prepare_next)
         self.level, self.server, self.levels, self.phase = level, level.server, {"": level}, executor.phase
 
     @staticmethod

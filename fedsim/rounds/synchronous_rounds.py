@@ -111,8 +111,7 @@ class SynchronousRounds:
         """
         round, self.executor.timer = plan.round, PhaseTimer()
         self.clock.require_workers(plan.cohort, self.cohorts.draw.strategy, round)
-        self.privacy.count(round)
-        if (noise := self.privacy.noise_of_mean(round)) is not None:  # nobody must learn that the cohort was empty
+        if (noise := self.privacy.finish(round)) is not None:  # nobody must learn that the cohort was empty
             kind.server.step(kind.server.nothing().plus(noise), (round,))
             self.group.barrier()
         stats = kind.after_aggregation(plan, AggregationStats())

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fedsim.records.round_stats import AggregationStats, SentUpdates
 from fedsim.rounds.aggregator import StreamedSums
+from fedsim.rounds.cohort_training import CohortTraining
 from fedsim.rounds.cohorts import Cohorts, RoundPlan
 from fedsim.rounds.executor import Executor
 from fedsim.rounds.level import Level
-from fedsim.rounds.local_training import LocalTraining
 from fedsim.rounds.parameter_round import ParameterRound
 from fedsim.rounds.private_rounds import PrivateRounds
 from fedsim.training.batches import WorkItems
@@ -24,7 +24,7 @@ class WaveRound(ParameterRound):
 
     def __init__(self, executor: Executor, cohorts: Cohorts, level: Level) -> None:
         super().__init__(executor, cohorts, level)
-        self.local_training = LocalTraining(executor)  # a wave leaves no time to draw the next round
+        self.training = CohortTraining(executor)  # a wave leaves no time to draw the next round
 
     @staticmethod
     def new_level(executor: Executor, privacy: PrivateRounds) -> Level:
@@ -46,7 +46,8 @@ class WaveRound(ParameterRound):
             with self.phase("broadcast"):
                 self.pull_down(wave)
             with self.phase("train"):
-                self.train(wave)
+                self.training.train(wave)
+                self.begin_updates(wave)
                 self.group.barrier()
             with self.phase("aggregate"):
                 self.add(wave, places, sent)

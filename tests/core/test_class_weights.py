@@ -143,7 +143,7 @@ def test_the_loss_of_tests_and_their_accuracy_are_not_weighted():
         [seen] = engine.run(Executor.global_losses, [0, 1], 1)[:1]
         batches = [shared.train.gather(shared.shards.of(worker)) for worker in (0, 1)]
         assert seen == pytest.approx([workers.loss(row, batch).item() for batch in batches]), "as in training"
-        [results] = engine.run_rounds(SynchronousRounds.test_workers, experiment.worker_evaluation.every)[:1]
+        [results] = engine.run(SynchronousRounds.test_workers, experiment.worker_evaluation.every, of="rounds")[:1]
         outputs = task.new_module().eval()
         for worker, loss in zip(results.workers, results.loss["global"], strict=True):
             inputs, targets = shared.train.gather(shared.worker_tests.of(worker))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 import fedsim
+from fedsim.rounds.cohort_training import CohortTraining
 from fedsim.rounds.executor import Executor
 from fedsim.rounds.gradient_round import GradientRound
 from fedsim.rounds.parameter_round import ParameterRound
@@ -57,7 +58,8 @@ class Bound(NamedTuple):
 
 NO_STEP = Bound(0, 0)
 METHODS = {
-    **dict.fromkeys(("pull_down", "train", "aggregate"), ParameterRound),
+    **dict.fromkeys(("pull_down", "begin_updates", "aggregate"), ParameterRound),
+    "train": CohortTraining,
     "steps": GradientRound,
     "test": Executor,
 }

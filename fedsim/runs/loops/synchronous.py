@@ -31,7 +31,7 @@ class SynchronousLoop(Loop):
         self._warned = False
 
     def run_round(self, round: int) -> RoundRecord:
-        finished = self._engine.run_rounds(SynchronousRounds.run_round, round)[0]
+        finished = self._engine.run(SynchronousRounds.run_round, round, of="rounds")[0]
         assert finished is not None
         record, results = finished
         self._engine.states.saved_elsewhere(record.cohort, record.excluded)
@@ -40,12 +40,12 @@ class SynchronousLoop(Loop):
         return record
 
     def test_workers(self, round: int) -> WorkerResults | None:
-        results = self._engine.run_rounds(SynchronousRounds.test_workers, round)[0]
+        results = self._engine.run(SynchronousRounds.test_workers, round, of="rounds")[0]
         self.tests = results or self.tests
         return results
 
     def state(self) -> Snapshot:
-        metadata, rule, columns = self._engine.run_rounds(SynchronousRounds.state)[0]
+        metadata, rule, columns = self._engine.run(SynchronousRounds.state, of="rounds")[0]
         state = Snapshot(metadata=metadata)
         state.keep(self._engine.shared.state_dict() | columns)
         state.keep({name: torch.from_numpy(array) for name, array in rule.items()}, "rule.")
@@ -62,12 +62,14 @@ class SynchronousLoop(Loop):
         if self._task.experiment.privacy.component.active:
             PrivacyState.model_validate(metadata["privacy"])
         later = tuple(f"{sync}." for sync in engine.shared.server.states if sync not in metadata["syncs"])
-        columns = engine.run_rounds(SynchronousRounds.state)[0][2]  # with ranks, tensors of the right shapes to fill in
+        columns = engine.run(SynchronousRounds.state, of="rounds")[0][
+            2
+        ]  # with ranks, tensors of the right shapes to fill in
         tensors = engine.shared.state_dict() | columns
         state.put_back({name: tensor for name, tensor in tensors.items() if not name.startswith(later)})
         engine.states.resume(state.under("worker_state."))
         rule = {name: tensor.numpy() for name, tensor in state.under("rule.").items()}
-        engine.run_rounds(SynchronousRounds.resume, metadata, rule, columns, engine.states.workers)
+        engine.run(SynchronousRounds.resume, metadata, rule, columns, engine.states.workers, of="rounds")
 
     def _warn_of_attack_without_honest_rows(self, record: RoundRecord) -> None:
         """Warn once if an attack needs honest updates, but all workers of a round are Byzantine."""

@@ -1,4 +1,4 @@
-"""Local training in a round, with what some client algorithms and rules compute before it."""
+"""Training of the workers of a round, with what some client algorithms and rules compute before it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedsim.rounds.executor import Executor
 BeforeTraining = Callable[[Executor, RoundPlan], None]
 
 
-class LocalTraining:
+class CohortTraining:
     """Trains the workers of a round in one process. Each row then contains the parameters of a trained model.
 
     Args:
@@ -31,7 +31,8 @@ class LocalTraining:
         if executor.task.experiment.rule.accepts("losses"):
             self.first.append(compute_losses)
 
-    def __call__(self, plan: RoundPlan) -> None:
+    def train(self, plan: RoundPlan) -> None:
+        """Train this process's workers, each on its own samples."""
         for function in self.first:
             function(self._executor, plan)
         with self._executor.in_precision():
