@@ -252,10 +252,10 @@ def test_processors_follow_the_clipping_of_the_workers(tiny_experiment):
     assert received[-1] == pytest.approx([0.03] * 5, rel=1e-3)
 
 
-@pytest.mark.parametrize(("compressed", "norm"), [(False, 0.03), (True, 0.01)])
-def test_attackers_see_clipped_updates_after_or_before_the_processors(compressed, norm, tiny_experiment):
+@pytest.mark.parametrize(("before_processors", "norm"), [(False, 0.03), (True, 0.01)])
+def test_attackers_see_clipped_updates_after_or_before_the_processors(before_processors, norm, tiny_experiment):
     seen.clear()
-    attack = {"name": "tests.privacy.test_mechanisms:far", "workers": [0], "compressed": compressed}
+    attack = {"name": "tests.privacy.test_mechanisms:far", "workers": [0], "before_processors": before_processors}
     processors = ["tests.privacy.test_mechanisms:longer"]
     fedsim.run({**tiny_experiment, **FLAT, "attack": attack, "processors": processors, "privacy": central(0.01)})
     assert seen[-1] == pytest.approx([norm] * 4, rel=1e-3)
