@@ -20,6 +20,7 @@ from fedsim.processes.group import Group
 from fedsim.processes.process_group import RankGroup
 from fedsim.processes.rendezvous import RankInfo
 from fedsim.rounds.executor import MakeTrainer
+from fedsim.rounds.synchronous_rounds import SynchronousRounds
 from fedsim.rounds.worker_states import WorkerStates, initial_worker_state
 from fedsim.training.parallel_trainer import ParallelTrainer
 from fedsim.training.probe import StackingProbe
@@ -124,7 +125,7 @@ class DistributedEngine(Engine):
         return metadata
 
     def round_rows(self, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        return self.run(_gathered_rows, cohort)[0]
+        return self.run(_gathered_rows, cohort, of="rounds")[0]
 
     def broadcast(self, value: Any) -> Any:
         return self._group.broadcast_object(value)
@@ -152,7 +153,7 @@ def _report_error(error: BaseException, group: RankGroup, preflight: Preflight) 
         group.give_up(f"rank {group.index}{why}")
 
 
-def _gathered_rows(simulation: Any, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-    rows = simulation.aggregator.updates.gathered(range(len(cohort)))
-    losses = simulation.group.of_all(simulation.shared.cohort.losses, range(len(cohort)))
-    return (rows, losses) if simulation.group.index == 0 else None
+def _gathered_rows(rounds: SynchronousRounds, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+    rows = rounds.level.aggregator.updates.gathered(range(len(cohort)))
+    losses = rounds.group.of_all(rounds.shared.cohort.losses, range(len(cohort)))
+    return (rows, losses) if rounds.group.index == 0 else None
