@@ -7,7 +7,6 @@ count data, activations and libraries, so a run may need somewhat more memory, b
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -30,19 +29,19 @@ class RunBytes:
         server: global model, and the state of the server.
         worker_state: state that a worker keeps between rounds.
         stored: states of all workers that are expected to take part until the last round.
-        in_flight: tensors that only a checkpoint of an asynchronous run contains.
+        in_flight: tensors of the workers that a checkpoint of an asynchronous run contains.
     """
 
-    cohort: int
-    message: int
-    server: int
-    worker_state: int
-    stored: int
-    in_flight: int
+    cohort: int = 0
+    message: int = 0
+    server: int = 0
+    worker_state: int = 0
+    stored: int = 0
+    in_flight: int = 0
 
     @classmethod
     def of(cls, task: RunTask, d: int, n_buffer_values: int, n_rows: int) -> RunBytes:
-        """Count the bytes of a run.
+        """Count the bytes of a run. They are 0 if an initial state depends on the values of tensors.
 
         Args:
             task: run to compute.
@@ -52,25 +51,23 @@ class RunBytes:
         experiment, task = task.experiment, replace(task, device=META)
         row = torch.empty(d, dtype=task.dtype, device=META)
         buffers = torch.empty(n_buffer_values, dtype=torch.double, device=META)
-        server = GlobalModel.allocate(task, row, buffers)
-        cohort = CohortRows.allocate(task, server, n_rows, n_rows)
-        shared: Any = SharedState(None, server, cohort, {})  # type: ignore[arg-type]  # no data
-        worker_state = _bytes(initial_worker_state(task, shared))
+        try:
+            server = GlobalModel.allocate(task, row, buffers)
+            cohort = CohortRows.allocate(task, server, n_rows, n_rows)
+            shared = SharedState(None, server, cohort, {})  # type: ignore[arg-type]  # no data
+            worker_state = _bytes(initial_worker_state(task, shared))
+            asynchronous = None if experiment.in_rounds else ServerState(task, shared, WorkerStates({}))
+        except (RuntimeError, TypeError):  # such as that of Tensor.item on the device "meta"
+            return cls()
+        own, saved = (_bytes(asynchronous.own_tensors), _bytes(asynchronous.tensors)) if asynchronous else (0, 0)
         share = 1 - (1 - experiment.largest_cohort / experiment.workers) ** experiment.rounds  # that participates
-        own, in_flight = 0, 0
-        if not experiment.in_rounds:
-            try:
-                asynchronous = ServerState(task, shared, WorkerStates({}))
-                own, in_flight = _bytes(asynchronous.own_tensors), _bytes(asynchronous.tensors)
-            except RuntimeError:  # a policy whose initial state depends on the values of tensors
-                in_flight = _bytes(cohort)
         return cls(
             cohort=_bytes(cohort),
             message=_bytes(cohort.messages) // n_rows,
             server=_bytes(server) + own,
             worker_state=worker_state,
             stored=round(experiment.workers * share) * worker_state,
-            in_flight=in_flight - own,
+            in_flight=saved - own,
         )
 
     @property

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
+import torch
 
 import fedsim
 from fedsim import ExperimentError, WorkerError
 from fedsim.runs import checks
+from fedsim.server import ServerStep
 from fedsim.system.limits import format_failure
 
 ROW = 4 * 7_850  # bytes of a row of the model "logistic"
@@ -68,3 +72,20 @@ def test_memory_that_runs_out_in_a_round_gives_a_one_line_error(engine):
 
 def test_other_errors_keep_their_traceback():
     assert "\n" in format_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+@dataclass(frozen=True)
+class ScaledStep(ServerStep):
+    """A server step whose state depends on the initial model."""
+
+    lr: float = 1.0
+
+    def start(self, row):
+        return {"scale": torch.full_like(row, 1 + row.abs().max().item())}
+
+    def step(self, row, update, state):
+        row.addcdiv_(update, state["scale"], value=self.lr)
+
+
+def test_a_state_that_depends_on_values_cannot_be_counted(tmp_path):
+    assert len(fedsim.run({**SERIAL, "server": ScaledStep()}, tmp_path / "run").history) == 1
