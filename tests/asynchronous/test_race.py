@@ -312,25 +312,6 @@ def test_a_record_adds_the_measurements_of_processes_and_repetitions():
     assert record.held_back == 2
 
 
-@pytest.mark.parametrize(
-    ("tables", "line"),
-    [
-        ({"engine": "serial"}, 'engine = "serial": mode=race needs engine=processes or engine=auto'),
-        ({"cohort": 2}, 'cohort = 2: with mode=race and policy.name = "hogwild" all workers take part; omit it'),
-        (
-            {"aggregate": {"rule": "fltrust", "root_samples": 10}},
-            'aggregate.rule = "fltrust": needs an update of the server for each cohort, but policy.name = "hogwild" '
-            "has no cohorts; omit it",
-        ),
-        ({"policy": "sync"}, 'policy.name = "sync": mode=race needs an asynchronous policy, such as policy=hogwild'),
-    ],
-)
-def test_keys_that_do_not_go_with_a_race_are_refused(tables, line):
-    with pytest.raises(fedsim.ExperimentError) as caught:
-        fedsim.Experiment(**{"mode": "race", "policy": "hogwild", **tables})
-    assert any(each.startswith(line) for each in caught.value.lines), caught.value.lines
-
-
 def test_the_first_line_of_output_warns_that_a_race_is_not_repeatable(cli):
     words = ("mode=race", "policy=locked", "workers=1", "model=logistic", "data=tests.components:tiny", "rounds=1")
     done = cli("run", *words, "race.runs=2", "--out", "here")

@@ -203,38 +203,6 @@ def test_a_backdoor_is_learnt_and_its_success_is_measured(tables):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"attack": {"name": "alie", "workers": [7]}}, r"workers = \[7\]: must be distinct worker IDs from 0 to 6"),
-        ({"attack": {"name": "alie", "workers": list(range(7))}}, "must be fewer than 7, the number of workers"),
-        ({"attack": {"name": "alie", "fraction": 0.3, "workers": [1]}}, "set only one of f, fraction, workers"),
-        ({"attack": {"name": "alie", "f": 0, "fraction": 0.3}}, "set only one of f, fraction, workers"),
-        ({"attack": {"name": "alie", "f": 7}}, "attack.f = 7: must be fewer than 7, the number of workers"),
-        (
-            {"attack": {"name": "alie", "workers": 2}},
-            "write attack.f=2 for the number of attackers, or attack.workers=",
-        ),
-        (
-            {"attack": {"name": "ipm", "fraction": 0.3, "resample": True, "by_class": 1}},
-            "attack.by_class = 1: does not work",
-        ),
-        ({"attack": {"name": "ipm", "workers": [0], "start_round": 9}}, "attack.start_round = 9: must be at most "),
-        ({"attack": {"name": "ipm", "fraction": 0.3, "epsilon": 1.0}}, "unknown key .*write attack.eps=1.0"),
-        ({"aggregate": {"rule": "krum", "f": 3}}, "with a cohort of 7: krum: needs n >= 2f \\+ 3; here f = 3, n = 7"),
-        ({"aggregate": {"rule": "nnm"}}, 'aggregate.rule = "nnm": is a pre-aggregator; put a rule after it'),
-        ({"aggregate": {"rule": ["krum", "mean"]}}, r'aggregate.rule\[0\] = "krum": a rule must be last'),
-        (
-            {"aggregate": {"rule": ["nnm", "weighted_mean"]}},
-            "needs weights, but the output of a pre-aggregator has no weights",
-        ),
-    ],
-)
-def test_a_wrong_attack_or_rule_gives_a_one_line_error(change, message, tables):
-    with pytest.raises(ExperimentError, match=message):
-        fedsim.Experiment(**{**tables, **change})
-
-
-@pytest.mark.parametrize(
     ("rule", "line"),
     [
         (["nnm", {"rule": "krum", "fe": 2}], r"rule\[1\].fe = 2: unknown key \(.* krum\); allowed: rule, f"),

@@ -9,7 +9,6 @@ import torch
 
 import fedsim
 from fedsim.cli.rule_replay import load_round
-from fedsim.config.validation import warnings_about
 from tests.commands import ROOT, ended, start_ranks
 from tests.engines.test_contract import ALL_CASES, CHAIN, ROUNDING, assert_close, merged, without_times
 from tests.engines.torch_post_local import TABLES
@@ -377,35 +376,3 @@ def test_without_a_launcher_the_error_shows_the_command(cli, monkeypatch):
     result = cli("run", "engine=distributed")
     assert result.exit_code == 2
     assert "start it with a launcher: torchrun --standalone --nproc-per-node 2" in result.stderr
-
-
-BY_BF16 = {"sync": "gradients", "distributed": {"hook": "bf16"}}
-
-
-@pytest.mark.parametrize(
-    ("tables", "line"),
-    [
-        ({"mode": "clock", "policy": "asgd"}, "only supports synchronous rounds"),
-        ({"distributed": {"init_method": "here"}}, "must be env://, tcp://HOST:PORT or file:///PATH"),
-        ({"sync": "gradients", "distributed": {"hook": "fp32"}}, "no such communication hook"),
-    ],
-)
-def test_settings_that_ranks_do_not_support_are_refused(tables, line):
-    with pytest.raises(fedsim.ExperimentError, match=line):
-        fedsim.Experiment(**{"engine": "distributed", **tables})
-
-
-@pytest.mark.parametrize(
-    ("tables", "reason"),
-    [
-        ({"sync": "parameters"}, "sync=parameters"),
-        ({"aggregate": "median"}, 'aggregate.rule = "median"'),
-        ({"attack": {"name": "sign_flipping", "fraction": 0.3}}, 'attack.name = "sign_flipping"'),
-        ({"aggregate": {"nonfinite": "exclude"}}, 'aggregate.nonfinite = "exclude"'),
-        ({"records": {"updates": [1]}}, "records.updates"),
-        ({"processors": ["sign"]}, "processors"),
-    ],
-)
-def test_a_hook_has_no_effect_where_ranks_send_a_row_of_each_worker(tables, reason):
-    (line,) = warnings_about(fedsim.Experiment(**{"engine": "distributed", **BY_BF16, **tables}))
-    assert line == f"distributed.hook has no effect with {reason}, because ranks do not average gradients; omit it"

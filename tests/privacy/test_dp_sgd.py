@@ -86,24 +86,6 @@ def test_recurrent_layers_are_refused_and_attention_is_not():
         fedsim.run({**text, "model": {"name": "char_lstm", "layers": 1, "hidden": 4}})
 
 
-@pytest.mark.parametrize(
-    ("tables", "key"),
-    [
-        ({"sync": "gradients"}, "local.algorithm"),
-        ({"sampling": {"name": "power_of_choice", "candidates": 5}, "workers": 9, "cohort": 2}, "sampling.name"),
-        ({"aggregate": "qfedavg"}, "aggregate.rule"),
-        ({"mode": "clock", "policy": "fedbuff"}, "local.algorithm"),
-        ({"local": {**LOCAL, "accumulation_steps": 2}}, "local.accumulation_steps"),
-        ({"privacy": {"mechanism": "central", "clip": 1.0, "noise": 1.0}}, "privacy.mechanism"),
-    ],
-)
-def test_what_cannot_be_combined_is_refused(tables, key):
-    with pytest.raises(fedsim.ExperimentError) as caught:
-        fedsim.Experiment(**{"local": LOCAL, **tables})
-    assert caught.value.key == key
-    assert len(caught.value.lines) == 1
-
-
 def epsilon_of_sums(count, noise, delta=1e-5):
     """Return the epsilon of `count` sums that include the same sample, computed by dp-accounting alone."""
     library, rdp = pytest.importorskip("dp_accounting"), pytest.importorskip("dp_accounting.rdp")

@@ -289,27 +289,6 @@ def test_personal_parameters_get_no_noise(tiny_experiment):
     assert (noisy == 0).sum() == 10
 
 
-@pytest.mark.parametrize(
-    ("tables", "error"),
-    [
-        ({"aggregate": "median"}, "aggregate.rule"),
-        ({"aggregate": "tests.privacy.test_mechanisms:dividing_by_its_rows"}, "aggregate.rule"),
-        ({"aggregate": {"weights": "samples"}}, "aggregate.weights"),
-        ({"sync": "gradients"}, "privacy.mechanism"),
-        ({"mode": "clock", "policy": "fedbuff"}, "privacy.mechanism"),
-        ({"local": "scaffold"}, "local.algorithm"),
-        ({"sampling": {"name": "power_of_choice", "candidates": 4}}, "sampling.name"),
-        ({"privacy": {"mechanism": "adaptive", "clip": 1.0, "noise": 2.0}}, "privacy.noise"),
-        ({"privacy": {"mechanism": "local", "clip": 1.0, "noise": 2.0}, "aggregate": "qfedavg"}, "aggregate.rule"),
-    ],
-)
-def test_what_would_release_more_is_refused(tables, error):
-    with pytest.raises(fedsim.ExperimentError) as caught:
-        fedsim.Experiment(**{"privacy": central(1.0, 1.0), **tables})
-    assert caught.value.key == error
-    assert len(caught.value.lines) == 1
-
-
 PROTECTIONS = [
     {"privacy": central(1.0, 1.0)},
     {"privacy": {"mechanism": "local", "clip": 1.0, "noise": 1.0}},

@@ -163,31 +163,6 @@ def test_a_resumed_run_keeps_its_noise_and_tells_that_more_rounds_cost_more(case
     assert again.history[-1].metrics == longer.history[-1].metrics
 
 
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        ({"privacy": {**CENTRAL, "noise": 1.0, "target_epsilon": 3.0}}, "set only one of noise, target_epsilon"),
-        (
-            {"local": {**DP_SGD, "noise": 1.0}, "privacy": {"target_epsilon": 3.0}},
-            "local.noise = 1: set only one of local.noise, privacy.target_epsilon",
-        ),
-        (
-            {"privacy": {"target_epsilon": 3.0}},
-            "privacy.target_epsilon = 3: nothing adds noise; set privacy.mechanism=",
-        ),
-        ({"privacy": {**CENTRAL, "target_epsilon": 0.0}}, "privacy.target_epsilon = 0.0: must be greater than 0"),
-        ({"privacy": {**CENTRAL, "target_epsilon": 1e7}}, "must be less than or equal to 1000000"),
-        ({"privacy": {"mechanism": "central", "target_epsilon": 3.0}}, "privacy.clip: is required"),
-        ({"privacy": CENTRAL}, "privacy.noise: is required, such as noise = 1.0 or privacy.target_epsilon = 3.0"),
-    ],
-)
-def test_contradictions_are_one_line(tables, message):
-    with pytest.raises(fedsim.ExperimentError) as caught:
-        fedsim.Experiment(**tables)
-    (line,) = caught.value.lines
-    assert message in line
-
-
 def test_a_target_out_of_reach_is_one_line(tiny_experiment, monkeypatch):
     privacy = {"mechanism": "adaptive", "clip": 1.0, "count_noise": 0.1, "target_epsilon": 3.0}
     with pytest.raises(fedsim.ExperimentError, match=r"privacy.noise = .*: must be less than 0.2") as caught:

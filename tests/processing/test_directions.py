@@ -64,21 +64,6 @@ def test_the_copy_converges_to_a_model_that_stays(name):
     assert (model - copy).norm() < 1e-3 * model.norm()
 
 
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        ({"downlink": [{**TOP, "error_feedback": True}]}, "already contains what earlier messages left out"),
-        ({"downlink": ["sign"], "sync": "gradients"}, "need the global model in each step"),
-        ({"downlink": ["sign", TOP]}, r"downlink\[1\] = \"top_k\""),
-        ({"downlink": ["tpo_k"]}, 'did you mean "top_k"'),
-    ],
-)
-def test_a_broadcast_that_cannot_be_used_is_one_plain_line(tables, message):
-    with pytest.raises(fedsim.ExperimentError, match=message) as raised:
-        fedsim.Experiment(**tables)
-    assert len(raised.value.lines) == 1
-
-
 def test_a_broadcast_leaves_out_personal_parameters():
     local = {**TABLES["local"], "algorithm": "fedper", "personal": ["*bias"]}
     chain = ["natural"]

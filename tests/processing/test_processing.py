@@ -147,20 +147,6 @@ def test_a_warning_of_several_processes_is_given_once(tiny_experiment, session):
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize(
-    ("tables", "error"),
-    [
-        ({"processors": ["gaussian_noise"]}, r"processors\[0\].std: is required"),
-        ({"processors": ["clop"]}, 'did you mean "clip"?'),
-    ],
-)
-def test_a_chain_that_cannot_be_applied_gives_a_one_line_error(tables, error):
-    with pytest.raises(ExperimentError) as raised:
-        fedsim.Experiment(**tables)
-    (line,) = str(raised.value).splitlines()
-    assert error.replace("\\", "") in line
-
-
 TOP = {"name": "top_k", "k": 500, "error_feedback": True}
 HALF = {"name": "tests.processing.test_processing:half", "error_feedback": True}
 TABLES = {

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.config.validation import warnings_about
 from fedsim.core.randomness import sample_cohort
 from tests import components, models
 from tests.textbook import Federation, finished
@@ -175,86 +174,6 @@ def halves(workers):
 
 def drawn(workers):
     return np.random.default_rng().permutation(workers)
-
-
-NEEDS_GROUPS = "must be a number of groups, a list with one group per worker, or a function module:name"
-
-
-@pytest.mark.parametrize(
-    ("tables", "line"),
-    [
-        ({"groups": 8}, "groups = 8: must be at most 7, the number of workers; use more workers"),
-        *(({"groups": wrong}, f"groups = {wrong}: {NEEDS_GROUPS}") for wrong in (0, 2.5)),
-        (
-            {"groups": [0, 1, 3, 0, 0, 0, 0]},
-            "groups = [0, 1, 3, 0, 0, 0, 0]: must be the group of each of 7 workers, numbered 0, 1, ... without gaps; "
-            "change groups or workers",
-        ),
-        (
-            {"groups": "nowhere:at_all"},
-            'groups = "nowhere:at_all": must be a number, a list or a function of the number of workers, '
-            "package.module:name; it cannot be called: ModuleNotFoundError: No module named 'nowhere'",
-        ),
-        (
-            {"groups": "client"},
-            'groups = "client": must be a number, a list or a function of the number of workers, package.module:name',
-        ),
-        (
-            {"groups": f"{__name__}:drawn"},
-            f'groups = "{__name__}:drawn": returned two different lists; use a fixed seed for random draws',
-        ),
-        (
-            {"groups": 2, "group_rounds": 4},
-            "rounds = 6: the global model changes only every group_rounds=4 rounds; use rounds=8",
-        ),
-        (
-            {"groups": 2, "local": {"algorithm": "scaffold"}},
-            'local.algorithm = "scaffold": does not work with groups, each of which has a server of its own; omit one '
-            "of the two",
-        ),
-        (
-            {"groups": [0, 0, 1, 1, 1, 1, 1], "aggregate": {"rule": "trimmed_mean", "f": 1}},
-            "aggregate.rule, in a group of 2: trimmed_mean: needs 2f < n; here f = 1, n = 2; use a smaller f or a "
-            "larger n (number of updates)",
-        ),
-        (
-            {"groups": 2, "top_aggregate": {"rule": "krum", "f": 1}},
-            "top_aggregate.rule, with 2 groups: krum: needs n >= 2f + 3; here f = 1, n = 2; use a smaller f or a "
-            "larger n (number of updates)",
-        ),
-        (
-            {"groups": 2, "top_attack": {"name": "ipm", "workers": [2]}},
-            "top_attack.workers = [2]: must be distinct group IDs from 0 to 1",
-        ),
-        (
-            {"groups": 2, "top_aggregate": {"weights": [1.0]}},
-            "top_aggregate.weights = [1.0]: must be 2 numbers, one per group, not 1",
-        ),
-    ],
-)
-def test_what_does_not_fit_groups_is_refused_in_one_line(tables, line):
-    with pytest.raises(fedsim.ExperimentError) as caught:
-        fedsim.Experiment(**{**FLAT, "cohort": None, **tables})
-    assert caught.value.lines == (line,)
-
-
-@pytest.mark.parametrize(
-    ("tables", "line"),
-    [
-        ({"group_rounds": 2}, "group_rounds has no effect with groups unset; omit it"),
-        (
-            {"groups": 2, "top_attack": "ipm"},
-            "top_attack.name has no effect with no Byzantine groups (set top_attack.f); omit it",
-        ),
-        (
-            {"groups": 2, "top_attack": {"f": 1}},
-            "top_attack.name is unset: the Byzantine groups train like honest groups; write "
-            "top_attack.name=sign_flipping, or top_attack.name=none if this is intended",
-        ),
-    ],
-)
-def test_keys_without_effect_are_named(tables, line):
-    assert list(warnings_about(fedsim.Experiment(**FLAT, **tables))) == [line]
 
 
 def test_a_group_whose_rule_has_too_few_updates_is_named():

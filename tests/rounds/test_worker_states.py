@@ -195,19 +195,6 @@ def test_a_lost_process_leaves_no_trace_in_what_workers_keep(changes, tmp_path, 
     assert all(map(torch.equal, result.model.buffers(), whole.model.buffers()))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sync": "gradients"}, "needs local steps"),
-        ({"mode": "clock", "policy": "asgd"}, "needs local steps"),
-        ({"mode": "race", "policy": "fedasync", "engine": "processes"}, "which a race does not support"),
-    ],
-)
-def test_worker_state_and_messages_need_rounds_of_local_steps(changes, message, tiny_experiment):
-    with pytest.raises(fedsim.ExperimentError, match=message):
-        fedsim.Experiment(**{**tiny_experiment, "local": COUNTING, **changes})
-
-
 def test_an_algorithm_with_start_and_step_is_a_client_algorithm():
     class Plain:
         def start(self, rows):
