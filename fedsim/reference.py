@@ -50,12 +50,12 @@ def run(experiment: Experiment) -> Iterator[tuple[Tensor, float, list[int]]]:
         torch.manual_seed(draw_key(seed, "model"))
         model = experiment.model.component().double()
     w, last = parameters_to_vector(model.parameters()).detach(), None
-    states: dict[str, dict] = {"rule": {}, "attack": {}, "server": {}}
+    states: dict[str, dict] = {"rule": {}, "attack": {}, "server": {}}  # what they keep between rounds
 
     for round in range(1, experiment.rounds + 1):
         cohort = sample_cohort(seed, round, workers, experiment.cohort_size).tolist()
         updates, losses = [], []
-        for worker in cohort:
+        for worker in cohort:  # local training, from the global model
             batches = batches_of(experiment.local, train, shards.of(worker), seed, round, worker)
             if worker in experiment.byzantine and (poison := experiment.attack.component.poison):
                 batches = (poison(inputs, targets, train.classes) for inputs, targets in batches)
@@ -63,6 +63,7 @@ def run(experiment: Experiment) -> Iterator[tuple[Tensor, float, list[int]]]:
             losses.append(train_worker(model, batches, experiment.local))
             updates.append(parameters_to_vector(model.parameters()).detach() - w)
 
+        # attack, aggregation rule and server optimizer
         by_name = {"samples": [shards.size(worker) for worker in cohort], "uniform": [1] * len(cohort)}
         weights = by_name[weighting] if isinstance(weighting, str) else [weighting[worker] for worker in cohort]
         known = {"workers": cohort, "seed": seed, "moment": (round,), "last": last, "state": states["rule"]}
@@ -72,20 +73,21 @@ def run(experiment: Experiment) -> Iterator[tuple[Tensor, float, list[int]]]:
         last, states["rule"] = result.update, result.state
         w = server_step(experiment, w, last, states["server"])
 
+        # training loss per sample, of the workers that are not excluded
         finite = inputs.updates.isfinite().all(1)
         loss, samples = torch.tensor(losses, dtype=torch.double)[finite].sum(0).tolist()
         yield w, loss / samples, torch.tensor(cohort)[~finite].tolist()
 
 
 def batches_of(local: Any, data: TensorData, shard: Tensor, seed: int, round: int, worker: int) -> Iterator:
-    """Yield the batches of a worker in a round, shuffled in each epoch. With `local.steps`, there is no last epoch."""
+    """Yield batches (inputs, targets) of a worker, shuffled in each epoch. With `local.steps`, they do not end."""
     for epoch in count() if local.steps else range(local.epochs):
         order = batch_order(seed, round, worker, epoch, len(shard))
         yield from map(data.gather, shard[order].split(local.batch_size))
 
 
 def train_worker(model: nn.Module, batches: Iterator, local: Any) -> tuple[float, float]:
-    """Train the model by SGD. Return the sum of the losses of all samples, and the number of samples."""
+    """Train the model with SGD. Return the sum of the losses of all samples, and the number of samples."""
     sgd, loss_sum, samples = local.component, 0.0, 0.0
     optimizer = torch.optim.SGD(model.parameters(), sgd.lr, sgd.momentum, 0, sgd.weight_decay, sgd.nesterov)
     for inputs, targets in islice(batches, local.steps):  # None: all batches
@@ -114,7 +116,7 @@ def attacked(experiment: Experiment, inputs: Any, state: dict) -> Tensor:
 
 
 def aggregate(experiment: Experiment, inputs: Any) -> AggregationResult:
-    """Apply the rule to the updates that are finite."""
+    """Apply the rule to the updates without NaN and infinity."""
     finite = inputs.updates.isfinite().all(1)
     updates, weights = inputs.updates[finite], inputs.weights[finite]
     if experiment.rule.name == "weighted_mean":  # FedAvg

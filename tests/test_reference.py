@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -13,6 +15,8 @@ from torch.nn.utils import vector_to_parameters
 import fedsim
 from fedsim import reference
 from tests import components
+from tests.commands import ROOT, ended, start_ranks
+from tests.engines.test_distributed import PROGRAM
 
 DRAWS, TOLERANCE = 200, 1e-12
 DATA = {"name": "tests.components:tiny", "train": 80}
@@ -40,9 +44,34 @@ CHOICES = {
 }
 
 
+@dataclass
+class Drawn:
+    """Small experiment, and what the reference computes in it.
+
+    Attributes:
+        tables: settings of the experiment.
+        w: global model after the last round.
+        losses: training loss and test loss of each round. Test losses show the global model of each round.
+        excluded: IDs of the excluded workers of each round.
+    """
+
+    tables: dict
+    w: torch.Tensor
+    losses: list
+    excluded: list
+
+    def gap(self, row, history):
+        """Return the largest difference of a run, relative to numbers above 1, or infinity if `excluded` differs."""
+        pairs = [(row, self.w)]
+        for record, losses in zip(history, self.losses, strict=True):
+            pairs.append(torch.tensor([(record["train_loss"], record["test_loss"]), losses], dtype=torch.double))
+        gaps = [((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs]
+        return max(gaps) if self.excluded == [record["excluded"] for record in history] else float("inf")
+
+
 @cache
 def drawn(seed):
-    """Return a small experiment that depends only on `seed`, and the three numbers of the reference in each round."""
+    """Return the experiment and the results that only depend on `seed`."""
     rng = random.Random(seed)
     while True:
         chosen = {key: rng.choice(values) for key, values in CHOICES.items()}
@@ -59,28 +88,13 @@ def drawn(seed):
             "aggregate": {"rule": chosen["rule"], "weights": weights, "nonfinite": "exclude"},
         }
         try:
-            return tables, list(reference.run(fedsim.Experiment(**tables)))
+            experiment = fedsim.Experiment(**tables)
+            models, train_losses, excluded = zip(*reference.run(experiment), strict=True)
         except (fedsim.FedsimError, ZeroDivisionError):  # not valid, or all updates of a round are excluded
             continue
-
-
-def difference(tables, rounds, engine, session):
-    """Return the largest difference between a run and the reference, relative to numbers above 1.
-
-    The losses of each round show the global model of each round. Infinity: different workers are excluded.
-    """
-    result = fedsim.run({**tables, **engine}, session=session)
-    if [record.excluded for record in result.history] != [excluded for _, _, excluded in rounds]:
-        return float("inf")
-    gaps = [relative_gap(result.global_row, rounds[-1][0])]
-    for record, (w, train_loss, _) in zip(result.history, rounds, strict=True):
-        losses = [record.train_loss, record.test_loss], [train_loss, loss_on_test_samples(result.model, w)]
-        gaps.append(relative_gap(*torch.tensor(losses, dtype=torch.double)))
-    return max(gaps)
-
-
-def relative_gap(computed, expected):
-    return ((computed - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
+        model = experiment.model.component()
+        losses = [(loss, loss_on_test_samples(model, w)) for loss, w in zip(train_losses, models, strict=True)]
+        return Drawn(tables, models[-1], losses, list(excluded))
 
 
 @torch.no_grad()
@@ -104,5 +118,16 @@ ENGINES = {"serial": ({}, 16), "batched": ({}, 16), "processes": ({"processes": 
     ],
 )
 def test_engines_equal_the_reference_in_every_round(engine, seeds, session):
-    gaps = {seed: difference(*drawn(seed), engine, session) for seed in seeds}
+    runs = ((seed, fedsim.run({**drawn(seed).tables, **engine}, session=session)) for seed in seeds)
+    gaps = {seed: drawn(seed).gap(result.global_row, result.history) for seed, result in runs}
+    assert {seed: gap for seed, gap in gaps.items() if not gap <= TOLERANCE} == {}
+
+
+@pytest.mark.slow
+def test_ranks_equal_the_reference_in_every_round(tmp_path):
+    (tmp_path / "cases.json").write_text(json.dumps({str(seed): drawn(seed).tables for seed in range(DRAWS)}))
+    codes, _, errors = ended(start_ranks(2, PROGRAM, tmp_path / "cases.json", tmp_path, cwd=ROOT), 1200)
+    assert codes == [0, 0], errors
+    results = torch.load(tmp_path / "0.pt", weights_only=False)
+    gaps = {seed: drawn(seed).gap(*(results[str(seed)][key] for key in ("row", "history"))) for seed in range(DRAWS)}
     assert {seed: gap for seed, gap in gaps.items() if not gap <= TOLERANCE} == {}
