@@ -124,7 +124,7 @@ def names_of_workers(experiment: Experiment, train: TensorData, test: TensorData
 
 
 class _Owners(NamedTuple):
-    """Owners of the samples in a column of ids.
+    """Owner of each sample, from a column of the data set.
 
     Attributes:
         names: all owners, sorted.

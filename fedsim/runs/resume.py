@@ -170,7 +170,7 @@ class ResumeState:
                 state, folder = self.checkpoints.read(round), self._folder
                 assert folder is not None
                 if not isinstance(stored := state.metadata.get("experiment"), dict):
-                    raise RecordError("contains no experiment")
+                    raise RecordError("the checkpoint does not contain the experiment")
                 self._require_same_experiment(stored)
                 if state.metadata.get("records") != records_digest(folder.path, round):
                     raise RecordError("the records up to this round have changed since the checkpoint was written")

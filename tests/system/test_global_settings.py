@@ -127,9 +127,13 @@ def test_the_settings_of_the_user_are_found_again_after_an_early_end(error, engi
 
 
 def test_a_process_of_a_pool_has_the_settings_during_a_task(monkeypatch):
-    """Spawned processes do not inherit them."""
+    """A spawned process does not inherit the settings of its parent."""
     monkeypatch.setattr(base, "Group", lambda *_: None)
-    monkeypatch.setattr(base, "_new_executor", lambda *_: [setting.read() == setting.in_run for setting in SETTINGS])
+
+    def read(*_):
+        return {"executor": [setting.read() == setting.in_run for setting in SETTINGS]}
+
+    monkeypatch.setattr(base, "_new_state", read)
     process = SimpleNamespace(state={})
     task = SimpleNamespace(device=torch.device("cpu"), experiment=SimpleNamespace(threads_per_process=1))
     with contextlib.ExitStack() as stack:

@@ -276,7 +276,7 @@ TEXTS = [
 
 
 class TestSigns:
-    """Numbers with signs between thousands, decimal commas, currencies and percents are never texts in silence."""
+    """Values with separators, decimal commas, currencies or percent signs are read as numbers, or are refused."""
 
     @staticmethod
     def inputs(**options):
