@@ -16,7 +16,7 @@ from torch import Tensor
 from fedsim.clients.algorithm import ClientAlgorithm, GradientAt, WorkerRound
 from fedsim.clients.base import OuterProductGrad, State, add_multiple
 from fedsim.clients.capabilities import CohortGradient, UpdateCorrection, client_algorithm
-from fedsim.clients.sgd import LocalSGD
+from fedsim.clients.sgd import LocalSGD, SGDSteps
 from fedsim.core.numbers import FractionBelowOne
 
 
@@ -263,7 +263,7 @@ class Mime(MimeLite, CohortGradient, UpdateCorrection):
 
 @client_algorithm("scaffold")
 @dataclass(frozen=True)
-class Scaffold(ClientAlgorithm):
+class Scaffold(SGDSteps):
     """SCAFFOLD, stochastic controlled averaging: SGD with corrected gradients (Karimireddy et al. 2020).
 
     Algorithm 1 of the paper, where x is the global model, and the control variates c and c_k start at 0:
@@ -309,19 +309,10 @@ class Scaffold(ClientAlgorithm):
         return {"change": torch.zeros_like(row)}
 
     def start(self, rows: Tensor) -> State:
-        return {"start": rows.clone(), "correction": torch.zeros_like(rows)}
+        return {"start": rows.clone(), "constant": torch.zeros_like(rows)}
 
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
-        return {"start": rows.clone(), "correction": worker.received["c"] - worker.kept["c_k"]}
-
-    def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
-        if self.weight_decay:
-            gradients.add_(rows, alpha=self.weight_decay)
-        add_multiple(rows, gradients.add_(state["correction"]), -self.lr)
-
-    def step_fused(self, rows: Tensor, product: OuterProductGrad, state: State) -> None:
-        product.add_to(rows, beta=1 - self.lr * self.weight_decay, alpha=-self.lr)
-        rows.add_(state["correction"], alpha=-self.lr)
+        return {"start": rows.clone(), "constant": worker.received["c"] - worker.kept["c_k"]}
 
     def finish(self, rows: Tensor, state: State, worker: WorkerRound) -> State:
         before = worker.kept["c_k"]
@@ -330,10 +321,10 @@ class Scaffold(ClientAlgorithm):
             after = worker.full_gradient + self.weight_decay * state["start"]
         else:
             travelled = worker.steps.to(rows.dtype) * self.lr
-            after = state["start"].sub_(rows).div_(travelled).sub_(state["correction"])
+            after = state["start"].sub_(rows).div_(travelled).sub_(state["constant"])
             torch.where(travelled > 0, after, before, out=after)
         worker.kept["c_k"] = after
-        return {"change": torch.sub(after, before, out=state["correction"])}
+        return {"change": torch.sub(after, before, out=state["constant"])}
 
     def receive(self, server: State, sums: State, workers: int, population: int) -> None:
         server["c"] += sums["change"] / population

@@ -18,37 +18,22 @@ from fedsim.core.numbers import FractionBelowOne
 from fedsim.errors import ExperimentError
 
 
-@dataclass(frozen=True)
-class LocalSGD(ClientAlgorithm):
-    """Base class of client algorithms whose local steps are those of SGD with momentum."""
+class SGDSteps(ClientAlgorithm):
+    """Base class of client algorithms whose local steps are those of SGD, with or without momentum.
 
-    lr: NonNegativeFloat = 0.05
-    momentum: FractionBelowOne = 0.0
-    weight_decay: NonNegativeFloat = 0.0
+    A tensor "constant" [..., d] in the optimizer state is added to each gradient.
+    """
+
+    lr: float
+    weight_decay: float
+    momentum: float = 0.0
     nesterov: bool = False
-    dampening: FractionBelowOne = field(default=0.0, kw_only=True)
-
-    def __post_init__(self) -> None:
-        for key, is_set in (("nesterov = true", self.nesterov), (f"dampening = {self.dampening}", self.dampening)):
-            if is_set and not self.momentum:
-                raise ExperimentError(f"local.{key}: needs local.momentum > 0")
-        if self.nesterov and self.dampening:
-            raise ExperimentError("local.nesterov = true: needs local.dampening = 0")
-
-    def having(self, **values: Any) -> ClientAlgorithm:
-        return self._copy(**values)  # momentum 0 of a worker with `nesterov` is no mistake
+    dampening: float = 0.0
 
     @property
     def decay(self) -> float:
         """Weight decay: the factor c of the term c w that each step adds to the gradient at the weights w."""
         return self.weight_decay
-
-    def start(self, rows: Tensor) -> State:
-        """Return the optimizer state: the momentum [..., d], if any.
-
-        Subclasses may add a tensor "constant" [..., d], which each step adds to the gradient.
-        """
-        return {"momentum": torch.zeros_like(rows)} if self.momentum else {}
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
         if self.decay:
@@ -79,6 +64,31 @@ class LocalSGD(ClientAlgorithm):
             product.add_to(rows, beta=1 - self.lr * self.decay, alpha=-self.lr)
             if "constant" in state:
                 rows.add_(state["constant"], alpha=-self.lr)
+
+
+@dataclass(frozen=True)
+class LocalSGD(SGDSteps):
+    """Base class of client algorithms that have the parameters of SGD with momentum."""
+
+    lr: NonNegativeFloat = 0.05
+    momentum: FractionBelowOne = 0.0
+    weight_decay: NonNegativeFloat = 0.0
+    nesterov: bool = False
+    dampening: FractionBelowOne = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for key, is_set in (("nesterov = true", self.nesterov), (f"dampening = {self.dampening}", self.dampening)):
+            if is_set and not self.momentum:
+                raise ExperimentError(f"local.{key}: needs local.momentum > 0")
+        if self.nesterov and self.dampening:
+            raise ExperimentError("local.nesterov = true: needs local.dampening = 0")
+
+    def having(self, **values: Any) -> ClientAlgorithm:
+        return self._copy(**values)  # momentum 0 of a worker with `nesterov` is no mistake
+
+    def start(self, rows: Tensor) -> State:
+        """Return the optimizer state: the momentum [..., d], if any."""
+        return {"momentum": torch.zeros_like(rows)} if self.momentum else {}
 
 
 @client_algorithm("sgd")

@@ -35,16 +35,22 @@ def test_algorithms_are_elementwise(variant):
 
 @every_variant
 def test_a_fused_step_is_the_step_along_the_gradients(variant):
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(3, 4, 5, generator=generator, dtype=torch.double)
-    moved, expected, method = weights.clone(), weights.clone(), made(variant)
-    states = method.start(moved), method.start(expected)
+    """Shapes are drawn, and the state too, so that no term of a formula is 0."""
+    method, generator = made(variant), torch.Generator().manual_seed(1)
     for _ in range(3):
-        left, right = (torch.randn(3, 2, n, generator=generator, dtype=torch.double) for n in (4, 5))
+        k, samples, outputs, inputs = torch.randint(1, 6, (4,), generator=generator).tolist()
+        weights, left, right = (
+            torch.randn(k, *shape, generator=generator, dtype=torch.double)
+            for shape in ((outputs, inputs), (samples, outputs), (samples, inputs))
+        )
+        moved, expected = weights.clone(), weights.clone()
+        states = method.start(moved), method.start(expected)
+        for name, tensor in states[0].items():
+            states[1][name].copy_(tensor.uniform_(0.1, 1, generator=generator))
         method.step_fused(moved, OuterProductGrad(left, right), states[0])
         method.step(expected, torch.einsum("kmo,kmi->koi", left, right), states[1])
-    torch.testing.assert_close(moved, expected)
-    torch.testing.assert_close(states[0], states[1])
+        torch.testing.assert_close(moved, expected)
+        torch.testing.assert_close(states[0], states[1])
 
 
 @every_variant
