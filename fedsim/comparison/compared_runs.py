@@ -77,12 +77,12 @@ class ComparedRuns(HintingAttributes):
         """The value that `tune` has chosen for each combination of the other compared values."""
         return self.settings.of(self.runs, list(self.axes))[1]
 
-    def style_of(self, key: str, place: int) -> int:
+    def style_of(self, key: str, position: int) -> int:
         """Return the number of the line style for a compared value, by its index among the values of `key`.
 
         If only some values are drawn, their lines look as in the figure of the whole comparison.
         """
-        value = canonical(self.axes[key][place])
+        value = canonical(self.axes[key][position])
         return [canonical(each) for each in self.whole.get(key, self.axes[key])].index(value)
 
     @property

@@ -31,13 +31,13 @@ class Line:
     """One line of a chart: a metric, averaged over the seeds.
 
     Attributes:
-        place: for each compared setting, the index of the value that the line shows.
+        position: for each compared setting, the index of the value that the line shows.
         metric: the metric.
         mean: the mean curve, or None if no run recorded the metric.
         failed: number of failed runs as text, such as "1 of 2", or "".
     """
 
-    place: dict[str, int]
+    position: dict[str, int]
     metric: Metric
     mean: MeanCurve | None
     failed: str = ""
@@ -77,7 +77,7 @@ class LineChart:
 
     def value(self, line: Line, key: str) -> Any:
         """Return the value that the setting `key` has for a line."""
-        return self.comparison.axes[key][line.place[key]]
+        return self.comparison.axes[key][line.position[key]]
 
     @property
     def x_text(self) -> str:
@@ -101,7 +101,7 @@ def curves(
         failed = row.failed
         for metric in metrics or [comparison.metric]:
             mean = mean_curve(row.runs if begun else row.finished, metric, scale)
-            lines.append(Line(_place(row), metric, mean, f"{failed} of {len(row.runs)}" if failed else ""))
+            lines.append(Line(_position(row), metric, mean, f"{failed} of {len(row.runs)}" if failed else ""))
     remarks = _remarks_on_seeds(comparison)
     if scale != "round" and SEED in comparison.axes:
         remarks.append(f"between two tests, the {comparison.metric.key.removeprefix('test_')} of a run is interpolated")
@@ -119,13 +119,13 @@ def curves_along(comparison: ComparedRuns, axis: str) -> LineChart:
     """Return a chart of the final results over the values of the compared setting `axis`, such as the learning rate."""
     keys = [key for key in comparison.compared if key != axis]
     curves_of_rows = value_curves(comparison.rows, axis)
-    lines = [Line(_place(curve[0]), comparison.metric, mean_over_values(curve, axis)) for curve in curves_of_rows]
+    lines = [Line(_position(curve[0]), comparison.metric, mean_over_values(curve, axis)) for curve in curves_of_rows]
     title = comparison_title([*keys[:1], axis], comparison.metric.label)
     return LineChart(comparison, keys, axis, lines, title, _remarks_on_seeds(comparison))
 
 
-def _place(row: Row) -> dict[str, int]:
-    return dict(zip(row.point, row.place, strict=True))
+def _position(row: Row) -> dict[str, int]:
+    return dict(zip(row.point, row.position, strict=True))
 
 
 def _remarks_on_seeds(comparison: ComparedRuns) -> list[str]:
@@ -157,11 +157,11 @@ class HeatMap:
     """A heat map over two compared settings.
 
     Attributes:
-        place: for each other compared setting, the index of the value that it has in this map.
+        position: for each other compared setting, the index of the value that it has in this map.
         cells: the cells, indexed [row][column].
     """
 
-    place: dict[str, int]
+    position: dict[str, int]
     cells: list[list[HeatCell]]
 
     @property
@@ -181,16 +181,16 @@ def heat_maps(
         beside: the settings that have one value in each map.
         cell: function that makes a cell from the table rows with the cell's values.
     """
-    rows_by_place: dict[tuple[int, ...], list[Row]] = {}
+    rows_by_position: dict[tuple[int, ...], list[Row]] = {}
     for row in comparison.rows:
-        place = _place(row)
-        rows_by_place.setdefault(tuple(place[axis] for axis in (*beside, *over)), []).append(row)
+        position = _position(row)
+        rows_by_position.setdefault(tuple(position[axis] for axis in (*beside, *over)), []).append(row)
     down, across = (range(len(comparison.axes[axis])) for axis in over)
     maps = []
-    for fixed_places in itertools.product(*(range(len(comparison.axes[axis])) for axis in beside)):
-        rows = [[rows_by_place.get((*fixed_places, i, j)) for j in across] for i in down]
+    for fixed_positions in itertools.product(*(range(len(comparison.axes[axis])) for axis in beside)):
+        rows = [[rows_by_position.get((*fixed_positions, i, j)) for j in across] for i in down]
         cells = [[cell(cell_rows) if cell_rows else HeatCell() for cell_rows in line] for line in rows]
-        maps.append(HeatMap(dict(zip(beside, fixed_places, strict=True)), cells))
+        maps.append(HeatMap(dict(zip(beside, fixed_positions, strict=True)), cells))
     return maps
 
 
@@ -251,7 +251,9 @@ def best_maps(comparison: ComparedRuns, over: tuple[str, str]) -> list[tuple[str
     scores = iter(heat_maps(comparison, over, [*beside, first], score_cell))
     maps = []
     for best in bests:
-        names = [f"{key_name(axis)}: {label(comparison.axes[axis][place])}" for axis, place in best.place.items()]
+        names = [
+            f"{key_name(axis)}: {label(comparison.axes[axis][position])}" for axis, position in best.position.items()
+        ]
         maps.append((", ".join([f"best {key_name(first)}", *names]), best))
         for value, score in zip(comparison.axes[first], scores, strict=False):
             maps.append((", ".join([f"{key_name(first)}: {label(value)}", *names]), score))

@@ -20,7 +20,7 @@ from fedsim.comparison.axes import Axes
 from fedsim.comparison.plan import ComparisonPlan, PlannedRun, common_tables, plan_comparison, require_number
 from fedsim.comparison.results import Comparison
 from fedsim.comparison.rows import SEED, canonical
-from fedsim.comparison.stored import COMPARISON, ComparisonFile, places_in, read_comparison_file
+from fedsim.comparison.stored import COMPARISON, ComparisonFile, positions_in, read_comparison_file
 from fedsim.config.engines import traits_of
 from fedsim.config.files import read_toml
 from fedsim.core.input_limits import leaves_of
@@ -98,14 +98,14 @@ class ComparisonRecords:
 
         If `keeps_folder` is false (for a temporary folder), the result does not mention its folder.
         """
-        place = {axis: self._places[axis][canonical(value)] for axis, value in run.point.items()}
+        position = {axis: self._positions[axis][canonical(value)] for axis, value in run.point.items()}
         result = result_in(self.run_folder(run), run)
         target = self.plan.settings.target
-        return replace(result, folder=result.folder if keeps_folder else None, place=place, target=target)
+        return replace(result, folder=result.folder if keeps_folder else None, position=position, target=target)
 
     @functools.cached_property
-    def _places(self) -> dict[str, dict[str, int]]:
-        return places_in(self.plan.axes)
+    def _positions(self) -> dict[str, dict[str, int]]:
+        return positions_in(self.plan.axes)
 
     def is_finished(self, run: PlannedRun) -> bool:
         """Whether the folder contains the complete records of a run."""

@@ -46,7 +46,7 @@ OnEnd = Callable[[PlannedRun, "str | None"], object]  # second argument: reason 
 OnRetry = Callable[[PlannedRun], object]
 
 
-class Work(NamedTuple):
+class Job(NamedTuple):
     """One run to execute.
 
     Attributes are the run as it was planned, the experiment with the settings to use, and the folder of the records.
@@ -101,21 +101,21 @@ def distinct(runs: Iterable[PlannedRun], key: Callable[[Experiment], Any]) -> It
     return {canonical(key(run.experiment)): run for run in runs}.values()
 
 
-def run_here(work: Iterable[Work], on_round: OnRound, on_end: OnEnd) -> None:
+def run_here(planned_runs: Iterable[Job], on_round: OnRound, on_end: OnEnd) -> None:
     """Execute the runs one after another in this process."""
     with sole_use_of_generators(for_run=True), Session() as session:
-        for planned, experiment, folder in work:
+        for planned, experiment, folder in planned_runs:
             on_end(planned, attempt(experiment, folder, session, partial(on_round, planned)))
 
 
-def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnEnd, on_retry: OnRetry) -> None:
+def run_in_jobs(planned_runs: Iterable[Job], count: int, on_round: OnRound, on_end: OnEnd, on_retry: OnRetry) -> None:
     """Execute the runs in at most `count` processes, each of which executes one run at a time.
 
     A run is repeated if its process dies or no longer responds. After `max_restarts` repetitions, it counts as
     failed.
 
     Args:
-        work: the runs to execute.
+        planned_runs: the runs to execute.
         count: maximum number of processes.
         on_round: called after each round with the run and the record of the round.
         on_end: called after each run with the run and an error message, or None if the run succeeded.
@@ -124,11 +124,11 @@ def run_in_jobs(work: Iterable[Work], count: int, on_round: OnRound, on_end: OnE
     Raises WorkerError if processes cannot be started.
     """
     require_files(count, INSTEAD)
-    work = list(work)
-    threads = 1 if all(job.experiment.threads_per_process == 1 for job in work) else None
+    planned_runs = list(planned_runs)
+    threads = 1 if all(job.experiment.threads_per_process == 1 for job in planned_runs) else None
     new_pool = partial(ProcessPool, 1, threads, START_TIMEOUT, instead=INSTEAD, called="its process", daemon=False)
-    waiting, grace = deque((job, 1) for job in work), 0.0  # pairs of a run and the number of its attempt
-    pools, busy = list[ProcessPool](), dict[ProcessPool, tuple[Work, int]]()
+    waiting, grace = deque((job, 1) for job in planned_runs), 0.0  # pairs of a run and the number of its attempt
+    pools, busy = list[ProcessPool](), dict[ProcessPool, tuple[Job, int]]()
     try:
         while waiting or busy:
             while len(pools) < min(count, len(waiting) + len(busy)):

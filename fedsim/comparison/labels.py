@@ -73,7 +73,9 @@ def renamed(comparison: C, labels: Mapping[str, str]) -> C:
     )
     runs = [
         replace(
-            run, point=by_key({name: value(content) for name, content in run.point.items()}), place=by_key(run.place)
+            run,
+            point=by_key({name: value(content) for name, content in run.point.items()}),
+            position=by_key(run.position),
         )
         for run in comparison.runs
     ]

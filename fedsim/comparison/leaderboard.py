@@ -96,13 +96,13 @@ def leaderboard(groups: Sequence[Group], label_of: Callable[[Any], str] = label)
 
     `groups` are the groups of table rows of a comparison. `label_of` returns the name to show for a candidate.
     """
-    if not groups or len(groups[0][0].place) < 2:
+    if not groups or len(groups[0][0].position) < 2:
         return None
-    places = sorted({row.place[0] for group in groups for row in group})
-    ranked = [group for group in groups if group.best and len(group) == len(places)]
-    if len(places) < FEWEST_CANDIDATES or len(ranked) < FEWEST_CELLS:
+    positions = sorted({row.position[0] for group in groups for row in group})
+    ranked = [group for group in groups if group.best and len(group) == len(positions)]
+    if len(positions) < FEWEST_CANDIDATES or len(ranked) < FEWEST_CELLS:
         return None
-    cells = [sorted(group, key=lambda row: row.place[0]) for group in ranked]
+    cells = [sorted(group, key=lambda row: row.position[0]) for group in ranked]
     qualities = np.array([[row.quality(row.score) for row in cell] for cell in cells])
     ranks = ranks_of(qualities)
     standings = []

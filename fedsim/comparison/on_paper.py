@@ -81,7 +81,7 @@ def draw_values(comparison: ComparedRuns, key: str, style: FigureStyle = SCREEN)
 def _draw_lines(chart: LineChart, style: FigureStyle) -> Figure:
     groups: dict[tuple[int, ...], list[Line]] = {}
     for line in chart.lines:
-        groups.setdefault(tuple(line.place[key] for key in chart.keys[1:]), []).append(line)
+        groups.setdefault(tuple(line.position[key] for key in chart.keys[1:]), []).append(line)
     shown = list(groups.values())[:MOST_PANELS]
     figure, panels = _empty_panels(chart, len(shown), style)
     for panel, lines in zip(panels, shown, strict=True):
@@ -98,8 +98,8 @@ def _empty_panels(chart: LineChart, count: int, style: FigureStyle) -> tuple[Fig
 
     from fedsim.core.figure import Figure
 
-    drawn = {line.place[key] for key in chart.keys[:1] for line in chart.lines if line.mean}
-    names = {place: label(chart.comparison.axes[chart.keys[0]][place]) for place in sorted(drawn)}
+    drawn = {line.position[key] for key in chart.keys[:1] for line in chart.lines if line.mean}
+    names = {position: label(chart.comparison.axes[chart.keys[0]][position]) for position in sorted(drawn)}
     if style.widths:
         width = style.widths[count > 1]
         rows = math.ceil(count / max(1, int(width / NARROWEST)))
@@ -123,13 +123,13 @@ def _empty_panels(chart: LineChart, count: int, style: FigureStyle) -> tuple[Fig
         if count - columns <= index < count:
             panel.set_xlabel(chart.x_text)
     if names:
-        place = "outside upper center" if style.widths else "center" if free else "outside right center"
+        location = "outside upper center" if style.widths else "center" if free else "outside right center"
         styles = [line_style(chart.comparison.style_of(chart.keys[0], value)) for value in names]
         handles = [Line2D([], [], label=name, **style) for name, style in zip(names.values(), styles, strict=True)]
         sizes: dict[str, Any] = {"fontsize": "small", "title_fontsize": "small", "handlelength": 3}
         where: Any = panels[-1] if free else figure
         where.legend(
-            handles=handles, title=key_name(chart.keys[0]), loc=place, ncols=min(in_legend, len(names)), **sizes
+            handles=handles, title=key_name(chart.keys[0]), loc=location, ncols=min(in_legend, len(names)), **sizes
         )
     return figure, list(panels[:count])
 
@@ -144,7 +144,7 @@ def _draw_panel(panel: Axes, chart: LineChart, lines: Sequence[Line]) -> None:
         if line.failed:
             failures.append(f"{name} ({line.failed})")
         if line.mean:
-            _draw_line(panel, line, line.mean, chart.comparison.style_of(first, line.place[first]) if first else 0)
+            _draw_line(panel, line, line.mean, chart.comparison.style_of(first, line.position[first]) if first else 0)
             drawn[name] = line.mean
     title = ", ".join(f"{key_name(key)}: {label(chart.value(lines[0], key))}" for key in chart.keys[1:])
     panel.set_title(title, fontsize="small")
@@ -251,22 +251,22 @@ def _draw_maps(comparison: ComparedRuns, over: tuple[str, str], style: FigureSty
     in_rows = per_combination < len(maps) and per_combination <= fitting  # all maps of a combination fit in one row
     columns = per_combination if in_rows else grid_shape(len(maps), fitting)[1]
     if not in_rows:  # maps of the best values come first
-        maps.sort(key=lambda item: first in item[1].place)
+        maps.sort(key=lambda item: first in item[1].position)
     shown = maps[: min(MOST_PANELS, columns * max(1, int(HIGHEST / height)))]
     rows = math.ceil(len(shown) / columns)
     figure = Figure(figsize=(2.4 + columns * width, 1.4 + rows * height), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for panel in panels[len(shown) :]:
         panel.set_axis_off()
-    for place, (panel, (title, heat_map)) in enumerate(zip(panels, shown, strict=False)):
+    for position, (panel, (title, heat_map)) in enumerate(zip(panels, shown, strict=False)):
         cells = [line[:MOST_VALUES] for line in heat_map.cells[:MOST_VALUES]]
         image = _draw_cells(panel, cells, (min(means), max(means)))
         panel.set_title(title, fontsize="small")
         panel.set_xticks(range(len(across)), across, fontsize="small")
         panel.set_yticks(range(len(down)), down, fontsize="small")
-        if place % columns == 0:
+        if position % columns == 0:
             panel.set_ylabel(key_name(over[0]))
-        if place + columns >= len(shown):
+        if position + columns >= len(shown):
             panel.set_xlabel(key_name(over[1]))
     figure.colorbar(image, ax=panels, label=comparison.metric.label.lower(), fraction=0.04, aspect=30)
     of_all = f"the first {len(shown)} of {len(maps)} panels" if len(shown) < len(maps) else ""
@@ -337,12 +337,12 @@ def draw_worker_comparison(comparison: ComparedRuns) -> Figure | None:
     models = [model for model in LABELS if any(model in seed.scores for _, results in tested for seed in results)]
     figure = Figure(figsize=(7.5, 1.6 + ROW * len(tested) * (len(models) + 0.5)), layout="constrained")
     axes, names = figure.subplots(), []
-    for place, (row, results) in enumerate(tested):
+    for position, (row, results) in enumerate(tested):
         names.append(", ".join(map(label, row.point.values())) or comparison.name)
         for index, model in enumerate(models):
             values = [value for seed in results for value in seed.scores.get(model, ())]
             if values:
-                y, color = place + (index - (len(models) - 1) / 2) / (len(models) + 0.5), colours[model]
+                y, color = position + (index - (len(models) - 1) / 2) / (len(models) + 0.5), colours[model]
                 axes.plot(values, [y] * len(values), "|", color=color, alpha=0.5, markersize=8)
                 axes.plot(np.quantile(values, [0.25, 0.75]), [y, y], color=color, linewidth=5, alpha=0.4)
                 axes.plot(np.mean(values), y, "o", color=color, markeredgecolor="white")
@@ -352,8 +352,8 @@ def draw_worker_comparison(comparison: ComparedRuns) -> Figure | None:
     score = tested[0][1][0].score_name
     axes.set(xlabel=f"{score} on the worker's own test samples", ylim=(len(names) - 0.5, -0.5))
     axes.grid(axis="x", alpha=0.3)
-    for place in range(1, len(names)):
-        axes.axhline(place - 0.5, color="black", alpha=0.15, linewidth=0.8)
+    for position in range(1, len(names)):
+        axes.axhline(position - 0.5, color="black", alpha=0.15, linewidth=0.8)
     remarks = ["stroke: a worker, of any seed; bar: the middle half; dot: the mean", comparison.settings.remark]
     title = comparison_title(comparison.compared, "Single workers")
     figure.suptitle(f"{title}\n{comparison.name}: {'; '.join(filter(None, remarks))}", fontsize="small")
@@ -371,7 +371,7 @@ def draw_tuning(comparison: ComparedRuns) -> Figure | None:
     settings, tuned = comparison.settings, comparison.choices
     assert settings.tune is not None
     values = comparison.axes[settings.tune]
-    places = {label(value): value if is_numeric(values) else index for index, value in enumerate(values)}
+    positions = {label(value): value if is_numeric(values) else index for index, value in enumerate(values)}
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axes, metric = figure.subplots(), None
     for index, choice in enumerate(tuned):
@@ -383,7 +383,7 @@ def draw_tuning(comparison: ComparedRuns) -> Figure | None:
             if value is None or not counted.is_complete(value):
                 continue
             metric = candidate.metric
-            x = places[label(counted.runs[0].point[settings.tune])]
+            x = positions[label(counted.runs[0].point[settings.tune])]
             points.append((x, value.mean))
             if candidate is choice.chosen:
                 axes.plot(x, value.mean, "o", color=style["color"], markersize=9)
@@ -392,7 +392,7 @@ def draw_tuning(comparison: ComparedRuns) -> Figure | None:
         axes.plot(*zip(*sorted(points), strict=True) if points else ([], []), label=name, **style)
     if metric is None:
         return None
-    mark_values(axes, places)
+    mark_values(axes, positions)
     worst = f", worst {settings.worst}" if settings.worst else ""
     axes.set(xlabel=key_name(settings.tune), ylabel=metric.label.replace("Test", "Validation").lower() + worst)
     axes.grid(alpha=0.3)
@@ -409,8 +409,8 @@ def draw_leaderboard(board: Leaderboard, title: str) -> Figure:
     count = len(board.standings)
     figure = Figure(figsize=(7.5, 1.6 + LINE * (count + len(board.groups))), layout="constrained")
     axes = figure.subplots()
-    for place, standing in enumerate(board.standings):
-        y = -place
+    for position, standing in enumerate(board.standings):
+        y = -position
         axes.plot([1, standing.mean_rank], [y, y], color="#cccccc", linewidth=1, zorder=1)
         axes.plot(standing.mean_rank, y, "o", color="#1f4e79", zorder=2)
         axes.annotate(
@@ -420,7 +420,7 @@ def draw_leaderboard(board: Leaderboard, title: str) -> Figure:
         height = -count - 0.6 * index
         ends = [board.standings[first].mean_rank, board.standings[last].mean_rank]
         axes.plot(ends, [height, height], color="black", linewidth=4, solid_capstyle="butt")
-    axes.set_yticks([-place for place in range(count)], [standing.name for standing in board.standings])
+    axes.set_yticks([-position for position in range(count)], [standing.name for standing in board.standings])
     axes.set_xlim(0.8, count + 0.5)
     axes.set_xlabel(
         f"mean rank over {board.cells} cells (1 is best)\n"

@@ -12,7 +12,7 @@ from fedsim.comparison.on_paper import draw_curves, draw_heatmap, draw_values
 from fedsim.comparison.plan import hint_for
 from fedsim.comparison.results import Comparison, comparison_of, read_records
 from fedsim.comparison.rows import canonical, numeric_axes
-from fedsim.comparison.stored import places_in
+from fedsim.comparison.stored import positions_in
 from fedsim.core.plotting import STYLES, FigureStyle, save, show_dollars
 from fedsim.errors import ExperimentError, RecordError, show
 from fedsim.hints.attributes import hinting
@@ -209,7 +209,7 @@ def _only(comparison: Comparison, only: Mapping[str, Any]) -> Comparison:
         chosen = [name for name, accepted in names.items() if accepted.intersection(wanted)]
         axes[key] = [value for value in axes[key] if label(value) in chosen]
         runs = [run for run in runs if label(run.point[key]) in chosen]
-    places = places_in(axes)
-    placed = [{axis: places[axis][canonical(value)] for axis, value in run.point.items()} for run in runs]
-    runs = [replace(run, place=place) for run, place in zip(runs, placed, strict=True)]
+    positions = positions_in(axes)
+    placed = [{axis: positions[axis][canonical(value)] for axis, value in run.point.items()} for run in runs]
+    runs = [replace(run, position=position) for run, position in zip(runs, placed, strict=True)]
     return replace(comparison, axes=axes, runs=runs, whole=comparison.axes)

@@ -14,7 +14,7 @@ from fedsim.comparison.compared_runs import ComparedRuns
 from fedsim.comparison.labels import renamed
 from fedsim.comparison.on_paper import draw_curves, draw_heatmap
 from fedsim.comparison.rows import SEED, canonical
-from fedsim.comparison.stored import COMPARISON, places_in, read_comparison_file
+from fedsim.comparison.stored import COMPARISON, positions_in, read_comparison_file
 from fedsim.comparison.tables import answer_text, comparison_text
 from fedsim.comparison.typeset import TABLES
 from fedsim.config.experiment import Experiment
@@ -59,27 +59,27 @@ class Comparison(ComparedRuns):
         """
         path, runs, points, folders = folder / COMPARISON, list[Run](), set[str](), set[Path]()
         file = read_comparison_file(path)
-        known = places_in(file.axes)
+        known = positions_in(file.axes)
         for index, entry in enumerate(file.runs):
             where, run_folder = f"{path}: runs.{index}", folder / entry.folder
-            for axis, places in known.items():
+            for axis, positions in known.items():
                 if axis not in entry.point:
                     raise RecordError(f"{where}.point: has no value for the axis {show(axis)}")
-                if canonical(entry.point[axis]) not in places:
+                if canonical(entry.point[axis]) not in positions:
                     raise RecordError(
                         f"{where}.point: {show(entry.point[axis])} is not a value of the axis {show(axis)}"
                     )
-            place = {axis: places[canonical(entry.point[axis])] for axis, places in known.items()}
-            if canonical(place) in points:
+            position = {axis: positions[canonical(entry.point[axis])] for axis, positions in known.items()}
+            if canonical(position) in points:
                 raise RecordError(f"{where}.point: another run has the same axis values")
             if is_outside(run_folder, folder):
                 raise RecordError(f"{where}.folder = {show(entry.folder)}: must be inside the comparison's folder")
             if run_folder.resolve() in folders:
                 raise RecordError(f"{where}.folder = {show(entry.folder)}: is also the folder of another run")
-            points.add(canonical(place))
+            points.add(canonical(position))
             folders.add(run_folder.resolve())
             target = file.settings.target
-            runs.append(Run.read(run_folder, id=entry.id, point=entry.point, place=place, target=target))
+            runs.append(Run.read(run_folder, id=entry.id, point=entry.point, position=position, target=target))
         if not any(run.history for run in runs):
             raise RecordError(f"{folder}: none of its {len(runs)} runs has finished a round yet")
         return cls(file.name, file.axes, runs, file.settings.known_on(file.axes), folder)
@@ -196,8 +196,8 @@ def comparison_of(runs: Sequence[Run]) -> Comparison:
     drawn = []
     for run, name, seed in zip(runs, names, seeds, strict=True):
         point = {key: value for key, value in ((RUN, name), (SEED, seed)) if key in axes}
-        place = {key: axes[key].index(value) for key, value in point.items()}
-        drawn.append(Run(run.folder, run.experiment, run.history, id=name, point=point, place=place, counts=True))
+        position = {key: axes[key].index(value) for key, value in point.items()}
+        drawn.append(Run(run.folder, run.experiment, run.history, id=name, point=point, position=position, counts=True))
     return Comparison(" and ".join(dict.fromkeys(run.name for run in runs)), axes, drawn, folder=runs[0].folder)
 
 

@@ -38,7 +38,7 @@ class Row:
 
     Attributes:
         point: the compared values, by key.
-        place: the index of each of these values among the values of its setting.
+        position: the index of each of these values among the values of its setting.
         runs: the run of each seed (see `Run`), finished or not.
         metric: the metric by which the runs are compared, such as the test accuracy.
         chosen: values that were chosen by `tune` and `worst`.
@@ -46,7 +46,7 @@ class Row:
     """
 
     point: dict[str, Any]
-    place: tuple[int, ...]
+    position: tuple[int, ...]
     runs: list[Any]
     metric: Metric
     chosen: dict[str, Any] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Row:
         The baseline is the first value of the first compared setting. Returns None for the baseline itself.
         """
         baseline = self.group[0] if self.group else self
-        return self.difference_to(baseline) if baseline is not self and baseline.place[0] == 0 else None
+        return self.difference_to(baseline) if baseline is not self and baseline.position[0] == 0 else None
 
     @property
     def mark(self) -> str:
@@ -133,7 +133,7 @@ class Row:
 
     @cached_property
     def _scores(self) -> dict[Any, float]:
-        values = {run.place.get(SEED): self.metric.read(run.history[-1]) for run in self.finished}
+        values = {run.position.get(SEED): self.metric.read(run.history[-1]) for run in self.finished}
         return {seed: value for seed, value in values.items() if value is not None}
 
 
@@ -205,12 +205,12 @@ def rows_of(runs: Iterable[Any], axes: Sequence[str], by: str | None = None, cho
     """
     runs, together = list(runs), dict[tuple[int, ...], list[Any]]()
     for run in runs:
-        together.setdefault(tuple(run.place[axis] for axis in axes), []).append(run)
+        together.setdefault(tuple(run.position[axis] for axis in axes), []).append(run)
     metric, rows = score_of(runs, by), list[Row]()
-    for place, of_row in together.items():
+    for position, of_row in together.items():
         point = of_row[0].point
         values = {axis: point[axis] for axis in axes}
-        rows.append(Row(values, place, of_row, metric, {axis: point[axis] for axis in chosen}))
+        rows.append(Row(values, position, of_row, metric, {axis: point[axis] for axis in chosen}))
     return rows
 
 
@@ -221,7 +221,7 @@ def groups_of(rows: Iterable[Row]) -> list[Group]:
     """
     groups: dict[tuple[int, ...], Group] = {}
     for row in rows:
-        row.group = groups.setdefault(row.place[1:], Group())
+        row.group = groups.setdefault(row.position[1:], Group())
         row.group.append(row)
     return list(groups.values())
 
@@ -291,7 +291,7 @@ def value_curves(rows: Iterable[Row], key: str) -> list[list[Row]]:
     """Return lists of table rows that differ only in the setting `key`, sorted by its value."""
     curves: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
-        combination = tuple(place for axis, place in zip(row.point, row.place, strict=True) if axis != key)
+        combination = tuple(position for axis, position in zip(row.point, row.position, strict=True) if axis != key)
         curves.setdefault(combination, []).append(row)
     return [sorted(curve, key=lambda row: row.point[key]) for curve in curves.values()]
 

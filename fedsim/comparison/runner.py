@@ -26,7 +26,7 @@ from fedsim.comparison.folder import (
     inner_folder,
     result_in,
 )
-from fedsim.comparison.jobs import Work, default_jobs, distinct, run_here, run_in_jobs, why_runs_unsendable
+from fedsim.comparison.jobs import Job, default_jobs, distinct, run_here, run_in_jobs, why_runs_unsendable
 from fedsim.comparison.leaderboard import leaderboard_csv
 from fedsim.comparison.on_paper import (
     draw_curves,
@@ -251,16 +251,16 @@ def _run(
         folder.make_ready(run)
         callback.on_retry(run)
 
-    work = []
+    planned_runs = []
     for run in runs:
         folder.make_ready(run)
         # one process gives bit-identical results
         experiment = run.experiment.model_copy(update={"processes": 1}) if one_process else run.experiment
-        work.append(Work(run, experiment, folder.run_folder(run)))
+        planned_runs.append(Job(run, experiment, folder.run_folder(run)))
     if jobs == 1:
-        run_here(work, callback.on_round, on_end)
+        run_here(planned_runs, callback.on_round, on_end)
     else:
-        run_in_jobs(work, jobs, callback.on_round, on_end, on_retry)
+        run_in_jobs(planned_runs, jobs, callback.on_round, on_end, on_retry)
 
 
 def _formats(plan: ComparisonPlan) -> list[str]:

@@ -45,7 +45,7 @@ class ComparisonFile(LenientModel):
         return {"settings": {key: content[key] for key in SETTINGS if key in content}} | content
 
 
-def places_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
+def positions_in(axes: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, int]]:
     """Return, for each compared setting, a dict from the JSON text of each value to the value's index."""
     return {
         axis: {canonical(value): index for index, value in reversed(list(enumerate(values)))}

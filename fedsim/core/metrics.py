@@ -174,8 +174,8 @@ def auroc(outputs: Tensor, targets: Tensor) -> Tensor:
     tensor(0.7500)
     """
     outputs, positive = _differences(outputs, torch.zeros_like(targets)), targets > 0
-    _, places, counts = outputs.unique(return_inverse=True, return_counts=True)
-    ranks = (counts.cumsum(0) - (counts.double() - 1) / 2)[places]
+    _, positions, counts = outputs.unique(return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum(0) - (counts.double() - 1) / 2)[positions]
     ones, zeros = positive.sum(), (~positive).sum()
     pairs = (ones * zeros).clamp(min=1)
     above = ranks[positive].sum() - ones * (ones + 1) / 2

@@ -98,8 +98,8 @@ def far_apart(values: Collection[float]) -> bool:
     return min(values) > 0 and max(values) >= LOG_FROM * min(values)
 
 
-def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
-    """Label the x axis with the keys of `places`, each at its value.
+def mark_values(axes: Axes, positions: Mapping[str, float]) -> None:
+    """Label the x axis with the keys of `positions`, each at its value.
 
     The axis becomes logarithmic if the values are far apart (see `far_apart`).
 
@@ -109,9 +109,9 @@ def mark_values(axes: Axes, places: Mapping[str, float]) -> None:
     >>> axes.get_xscale()
     'log'
     """
-    if far_apart(places.values()):
+    if far_apart(positions.values()):
         axes.set_xscale("log")
-    axes.set_xticks(list(places.values()), list(places))
+    axes.set_xticks(list(positions.values()), list(positions))
     axes.minorticks_off()
 
 

@@ -151,9 +151,9 @@ class Draws:
         if count == n:
             return torch.arange(n, device=self._key.device)
         if count * SPARSE <= n:  # the probability of fewer distinct numbers than `count` is below 64^-64
-            values, places = self.integers(n, 2 * count + SPARSE).sort(stable=True)
-            places[1:].masked_fill_(values[1:] == values[:-1], len(places))  # repeated numbers
-            return values[places.topk(count, largest=False, sorted=False).indices].sort().values
+            values, positions = self.integers(n, 2 * count + SPARSE).sort(stable=True)
+            positions[1:].masked_fill_(values[1:] == values[:-1], len(positions))  # repeated numbers
+            return values[positions.topk(count, largest=False, sorted=False).indices].sort().values
         keys = self._drawn(n, lambda words: words * LARGEST, (n,))
         keys += torch.arange(n, device=keys.device)  # makes keys unique; each key modulo LARGEST is its number
         return (keys.topk(count, largest=False, sorted=False).values % LARGEST).sort().values

@@ -142,8 +142,8 @@ def cutout(images: Tensor, draws: Draws, *, size: PositiveInt = 16) -> Tensor:
     inside = []
     for length, shape in ((height, (batch, 1, -1, 1)), (width, (batch, 1, 1, -1))):
         start = draws.integers(length, batch, 1) - size // 2
-        places = torch.arange(length, device=images.device)
-        inside.append(((places >= start) & (places < start + size)).view(shape))
+        positions = torch.arange(length, device=images.device)
+        inside.append(((positions >= start) & (positions < start + size)).view(shape))
     return images.masked_fill(inside[0] & inside[1], 0)
 
 

@@ -52,7 +52,7 @@ class Ranks(Group):
         self._widths = [part.stop - part.start for part in self._parts]
         self._part, self._width = self._parts[self.index], self._widths[self.index]
         self._rooms: dict[int, Tensor] = {}  # receive buffers for the rows of all ranks, by number of columns
-        self._places: dict[int, tuple[int, int]] = {}  # rank and row number of each slot of the current cohort
+        self._stored_at: dict[int, tuple[int, int]] = {}  # rank and row number of each slot of the current cohort
         # With a communication hook, every rank has the whole mean gradient and updates the whole global row.
         self._whole_states = {"gradients"} if task.experiment.gradient_hook else set[str]()
         if task.experiment.groups is not None:  # the top level of groups is computed by every rank
@@ -65,22 +65,24 @@ class Ranks(Group):
     def assign(self, work: WorkItems, width: int | None) -> WorkItems:
         assignments = balance_load(work.steps.tolist(), self.count, most=-(-len(work) // self.count))
         slots = work.slots.tolist()
-        self._places = {
-            slots[place]: (rank, row) for rank, places in enumerate(assignments) for row, place in enumerate(places)
+        self._stored_at = {
+            slots[position]: (rank, row)
+            for rank, positions in enumerate(assignments)
+            for row, position in enumerate(positions)
         }
         mine = work[assignments[self.index]]
         return in_stacks(replace(mine, slots=np.arange(len(mine))), divide_into_stacks(mine.steps, width))
 
     def waves(self, work: WorkItems, width: int) -> Iterator[tuple[np.ndarray, WorkItems, WorkItems]]:
-        for places in divide_into_stacks(work.steps, width * self.count):
-            wave = replace(work[places], slots=np.arange(len(places)))
-            yield np.array(places), wave, self.assign(wave, width)
+        for positions in divide_into_stacks(work.steps, width * self.count):
+            wave = replace(work[positions], slots=np.arange(len(positions)))
+            yield np.array(positions), wave, self.assign(wave, width)
 
     def by_rank(self, slots: Sequence[int]) -> list[list[int]]:
         """Return, for each rank, the `slots` (positions of workers in the cohort) whose updates the rank stores."""
         held: list[list[int]] = [[] for _ in range(self.count)]
         for slot in slots:
-            held[self._places[slot][0]].append(slot)
+            held[self._stored_at[slot][0]].append(slot)
         return held
 
     def rows_of(self, slots: Sequence[int]) -> list[int]:
@@ -88,19 +90,19 @@ class Ranks(Group):
 
         `slots` are positions of workers in the cohort.
         """
-        return [self._places[slot][1] for slot in slots]
+        return [self._stored_at[slot][1] for slot in slots]
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
-        places = [place for place, slot in enumerate(slots) if self._places[slot][0] == self.index]
-        return places, self.rows_of([slots[place] for place in places])
+        positions = [position for position, slot in enumerate(slots) if self._stored_at[slot][0] == self.index]
+        return positions, self.rows_of([slots[position] for position in positions])
 
     def columns(self, d: int) -> slice:
         return self._part
 
     def of_all(self, values: Tensor, slots: Sequence[int]) -> Tensor:
-        places, rows = self.here(slots)
+        positions, rows = self.here(slots)
         result = values.new_zeros(len(slots), *values.shape[1:])
-        result[places] = values[rows]
+        result[positions] = values[rows]
         return self._ranks.all_reduce(result)
 
     def sum_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
@@ -139,10 +141,10 @@ class Ranks(Group):
 
     def return_rows(self, rows: Tensor, slots: Sequence[int]) -> tuple[list[int], Tensor]:
         held, d = self.by_rank(slots), len(self._shared.server.row)
-        mine = self.rows_of(held[self.index])
+        own_rows = self.rows_of(held[self.index])
         parts = [rows[theirs if self.index == 0 else []] for theirs in held]
-        received = self._ranks.exchange(parts, [len(mine) * d] + [0] * (self.count - 1))[0]
-        return mine, received.view(len(mine), d)
+        received = self._ranks.exchange(parts, [len(own_rows) * d] + [0] * (self.count - 1))[0]
+        return own_rows, received.view(len(own_rows), d)
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[list[Any]]:
@@ -258,8 +260,8 @@ class RankWorkerStates(WorkerStates):
         for name, initial in self.initial.items():
             parts = [rows[name][self._group.rows_of(slots)] for slots in trained]
             received = self._ranks.exchange(parts, [len(slots) * len(initial) for slots in owned])
-            places = [self._places[cohort[slot]] for slots in owned for slot in slots]
-            self.rows[name][places] = torch.cat(received).view(-1, len(initial)).to(self.rows[name].device)
+            index = [self._places[cohort[slot]] for slots in owned for slot in slots]
+            self.rows[name][index] = torch.cat(received).view(-1, len(initial)).to(self.rows[name].device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the worker states for a checkpoint.

@@ -58,8 +58,10 @@ class Group:
             width: maximum number of workers in a stack; None to train workers one by one.
         """
         stacks, costs = divide_into_stacks(work.steps, width), work.steps.tolist()
-        mine = balance_load([sum([costs[place] for place in stack]) for stack in stacks], self.count)[self.index]
-        return in_stacks(work, [stacks[number] for number in mine])
+        numbers = balance_load([sum([costs[position] for position in stack]) for stack in stacks], self.count)[
+            self.index
+        ]
+        return in_stacks(work, [stacks[number] for number in numbers])
 
     def waves(self, work: Any, width: int) -> Iterator[tuple[np.ndarray, Any, Any]]:
         """Divide the workers into waves of one stack per process. A wave is trained like a cohort, with its own slots.
@@ -75,10 +77,10 @@ class Group:
         """
         stacks = divide_into_stacks(work.steps, width)
         for start in range(0, len(stacks), self.count):
-            places = stacks[start : start + self.count]
-            wave = in_stacks(work, places)
+            positions = stacks[start : start + self.count]
+            wave = in_stacks(work, positions)
             wave = replace(wave, slots=np.arange(len(wave)))
-            yield np.concatenate(places), wave, wave[wave.stacks == self.index]
+            yield np.concatenate(positions), wave, wave[wave.stacks == self.index]
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return which workers' rows this process can access.
@@ -136,8 +138,8 @@ class Group:
 
         Returns the indices of the rows that this process must overwrite, and their new values.
         """
-        mine = list(slots) if self.computes else []
-        return mine, rows[to_device(torch.tensor(mine, dtype=torch.int64), rows.device)]
+        changed = list(slots) if self.computes else []
+        return changed, rows[to_device(torch.tensor(changed, dtype=torch.int64), rows.device)]
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[list[Any]]:
@@ -240,8 +242,8 @@ def new_mailbox(count: int) -> Tensor:
 def in_stacks(work: Any, stacks: Sequence[Sequence[int]]) -> Any:
     """Return the `WorkItems` of all `stacks`, one stack after another. A stack lists positions of workers in `work`."""
     numbers = np.repeat(np.arange(len(stacks)), np.array([len(stack) for stack in stacks], dtype=np.int64))
-    places = np.array([place for stack in stacks for place in stack], dtype=np.int64)
-    return replace(work[places], stacks=numbers)
+    positions = np.array([position for stack in stacks for position in stack], dtype=np.int64)
+    return replace(work[positions], stacks=numbers)
 
 
 def divide_into_stacks(steps: Sequence[int] | np.ndarray, width: int | None) -> list[list[int]]:
@@ -254,10 +256,10 @@ def divide_into_stacks(steps: Sequence[int] | np.ndarray, width: int | None) -> 
     Returns a list of indices into `steps` for each stack, by descending number of steps unless `width` is None.
     """
     if width is None:
-        return [[place] for place in range(len(steps))]
-    places = np.argsort(-np.asarray(steps), kind="stable").tolist()
-    n, count = len(places), -(-len(places) // width)
-    return [places[n * part // count : n * (part + 1) // count] for part in range(count)]
+        return [[position] for position in range(len(steps))]
+    positions = np.argsort(-np.asarray(steps), kind="stable").tolist()
+    n, count = len(positions), -(-len(positions) // width)
+    return [positions[n * part // count : n * (part + 1) // count] for part in range(count)]
 
 
 def balance_load(costs: Sequence[int], count: int, most: int | None = None) -> list[list[int]]:

@@ -66,11 +66,11 @@ class HeartbeatTable:
         self.count, self._tensor = state
         self._cells = self._tensor.numpy().data  # a memoryview, faster than a tensor for single cells
 
-    def read(self, index: int, place: int) -> int:
-        return self._cells[LINE * index + place]
+    def read(self, index: int, cell: int) -> int:
+        return self._cells[LINE * index + cell]
 
-    def write(self, index: int, place: int, value: int) -> None:
-        self._cells[LINE * index + place] = value
+    def write(self, index: int, cell: int, value: int) -> None:
+        self._cells[LINE * index + cell] = value
 
     def heartbeat(self, index: int) -> None:
         """Count a heartbeat of the calling process `index`. Raises AbortedError if `abort` has been called."""

@@ -51,21 +51,23 @@ class RankGroup:
 
     joined: ClassVar[RankGroup | None] = None
 
-    def __init__(self, place: RankInfo, *settings: Any) -> None:
+    def __init__(self, rank_info: RankInfo, *settings: Any) -> None:
         self._settings = init, backend, self.timeout, device = settings
-        self.index, self.count = place.rank, place.count
-        self.device = device_of_rank(device, place.local_rank)
+        self.index, self.count = rank_info.rank, rank_info.count
+        self.device = device_of_rank(device, rank_info.local_rank)
         self._lost = ""  # why the ranks can no longer communicate
         self._leaving: Future[None] | None = None
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device.index)
         try:
-            in_background(lambda: self._meet(place, init, backend)).result(self.timeout + LINGER)
+            in_background(lambda: self._meet(rank_info, init, backend)).result(self.timeout + LINGER)
         except FedsimError:
             raise
         except (RuntimeError, OSError, ValueError, MemoryError, FutureTimeout) as error:
             why = one_line(error).removeprefix("OSError: ")[:300]
-            address = init if init.startswith("file://") else "{}:{}".format(*rendezvous.meeting_address(init, place))
+            address = (
+                init if init.startswith("file://") else "{}:{}".format(*rendezvous.meeting_address(init, rank_info))
+            )
             raise WorkerError(
                 f"rank {self.index} of {self.count}: did not join the other ranks at {address} within "
                 f"{self.timeout:g} s (distributed.timeout): {why}; start all ranks within this time, with a different "
@@ -97,17 +99,17 @@ class RankGroup:
             )
         return cls.joined
 
-    def _meet(self, place: RankInfo, init: str, backend: str | None) -> None:
+    def _meet(self, rank_info: RankInfo, init: str, backend: str | None) -> None:
         """Wait for the other ranks, and connect to them.
 
         Args:
-            place: rank of this process.
+            rank_info: rank of this process.
             init: address where the ranks connect; see `join`.
             backend: torch.distributed backend; None for the default of the device.
         """
         deadline = time.monotonic() + self.timeout
-        opened = rendezvous.open_store(init, place, self.timeout)
-        store = self._store = dist.PrefixStore(f"fedsim/{place.attempt}", opened)
+        opened = rendezvous.open_store(init, rank_info, self.timeout)
+        store = self._store = dist.PrefixStore(f"fedsim/{rank_info.attempt}", opened)
         store.set(f"joined/{self.index}", json.dumps([socket.gethostname(), gpu_id(self.device)]))
         while (missing := self._without("joined")) and time.monotonic() < deadline:
             time.sleep(LOOK)
@@ -118,7 +120,7 @@ class RankGroup:
         gpus = [gpu and f"{host} {gpu}" for host, gpu in identities]
         self.backend, self.reason = rendezvous.backend_for(backend, self.device, gpus)
         backends = f"cpu:{HOST_BACKEND},{self.device.type}:{self.backend}"
-        if name := rendezvous.interface_towards(rendezvous.meeting_address(init, place)[0]):
+        if name := rendezvous.interface_towards(rendezvous.meeting_address(init, rank_info)[0]):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # by default, gloo listens at the host name's address
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # by default, NCCL's errors abort the process
         host_store, limit = dist.PrefixStore("group", store), timedelta(seconds=self.timeout)

@@ -118,13 +118,13 @@ class RankInfo:
 
         Raises ExperimentError if no launcher has started the process.
         """
-        place = cls.of(os.environ)
-        if place is None:
+        rank_info = cls.of(os.environ)
+        if rank_info is None:
             raise ExperimentError(
                 'engine = "distributed": this process has no rank (RANK and WORLD_SIZE are not set); '
                 f"start it with a launcher: {COMMAND}; or use another engine, such as engine=auto"
             )
-        return place
+        return rank_info
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
@@ -197,29 +197,29 @@ def first_host(names: str) -> str | None:
     return "".join(part or "" for part in match.groups()) if match else None
 
 
-def open_store(init: str, place: RankInfo, timeout: float) -> dist.Store:
+def open_store(init: str, rank_info: RankInfo, timeout: float) -> dist.Store:
     """Return the key-value store that all ranks share.
 
     Args:
         init: address where the ranks connect: `env://` (given by the launcher), `tcp://HOST:PORT`, or `file:///PATH`
             with a path that all ranks can access.
-        place: rank of this process. Rank 0 starts the store unless the launcher has started one.
+        rank_info: rank of this process. Rank 0 starts the store unless the launcher has started one.
         timeout: seconds to wait for the store.
 
     Raises OSError or RuntimeError if the store does not answer in time.
     """
     limit = timedelta(seconds=timeout)
     if init.startswith("file://"):
-        return next(dist.rendezvous(init, place.rank, place.count, timeout=limit))[0]
-    host, port = meeting_address(init, place)
+        return next(dist.rendezvous(init, rank_info.rank, rank_info.count, timeout=limit))[0]
+    host, port = meeting_address(init, rank_info)
     launcher_leads = init == "env://" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    leads = place.rank == 0 and not launcher_leads
+    leads = rank_info.rank == 0 and not launcher_leads
     if not leads:
         _wait_for_store(host, port, timeout)
     is_loopback = host in ("localhost", "::1") or host.startswith("127.")
     listening = _listen(host, port) if leads and is_loopback else None
     return dist.TCPStore(
-        host, port, place.count, leads, timeout=limit, wait_for_workers=False, master_listen_fd=listening
+        host, port, rank_info.count, leads, timeout=limit, wait_for_workers=False, master_listen_fd=listening
     )
 
 
@@ -239,10 +239,10 @@ def _wait_for_store(host: str, port: int, timeout: float) -> None:
         time.sleep(RETRY)
 
 
-def meeting_address(init: str, place: RankInfo) -> tuple[str, int]:
-    """Return the host and port where the ranks connect, from `init` if it is a `tcp://` URL, otherwise from `place`."""
+def meeting_address(init: str, rank_info: RankInfo) -> tuple[str, int]:
+    """Return the host and port where the ranks connect: those of a `tcp://` URL in `init`, otherwise of `rank_info`."""
     if not init.startswith("tcp://"):
-        return place.address
+        return rank_info.address
     host, _, port = init.removeprefix("tcp://").rpartition(":")
     return host.strip("[]"), int(port)
 

@@ -65,13 +65,13 @@ def share(tensors: Iterable[Tensor]) -> None:
         for tensor in on_host:
             tensor.share_memory_()
         return
-    places = dict(zip(storages, itertools.accumulate(sizes, initial=0), strict=False))  # offsets by storage address
+    starts = dict(zip(storages, itertools.accumulate(sizes, initial=0), strict=False))  # offsets by storage address
     for address, storage in storages.items():
-        room = block[places[address] : places[address] + storage.nbytes()]
+        room = block[starts[address] : starts[address] + storage.nbytes()]
         room.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
     for tensor in on_host:
-        place = places.get(tensor.untyped_storage().data_ptr(), 0)
-        offset = place // tensor.element_size() + tensor.storage_offset()
+        start = starts.get(tensor.untyped_storage().data_ptr(), 0)
+        offset = start // tensor.element_size() + tensor.storage_offset()
         tensor.set_(block.untyped_storage(), offset, tensor.size(), tensor.stride())
 
 

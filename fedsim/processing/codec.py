@@ -173,9 +173,9 @@ class Codec:
     def restore(self, parts: Parts, out: Tensor | None = None) -> Tensor:
         """Return the decoded update [d]. It is written to `out`, which may be the compressed update itself."""
         values = parts.values
-        for place, codes in reversed(list(enumerate(parts.codes))):
-            compressor, spec, _ = self._levels[place]
-            target = values.new_empty(spec.d) if place or out is None else out
+        for position, codes in reversed(list(enumerate(parts.codes))):
+            compressor, spec, _ = self._levels[position]
+            target = values.new_empty(spec.d) if position or out is None else out
             compressor.restore(Packet(values, codes), spec, target)
             values = target
         return values

@@ -72,18 +72,20 @@ processor = Registry("processor", inputs=("update", "draws", "metrics"), compone
 def initial_states(chain: Sequence[UpdateProcessor], row: Tensor, shapes: Shapes) -> dict[str, Tensor]:
     """Return what a worker keeps for a chain of processors before its first update: zeros, by name.
 
-    Error feedback keeps a residual [d], named `residual_{place}`. A compressor with a memory keeps `memory_{place}`.
+    Error feedback keeps a residual [d], named `residual_{position}`. Memories are named `memory_{position}`.
 
     Args:
         chain: processors, in order.
         row: update of a worker, [d], of which only length, dtype and device count.
         shapes: shapes of the tensors that the update contains.
     """
-    states = {f"residual_{place}": torch.zeros_like(row) for place, step in enumerate(chain) if step.error_feedback}
-    for places in (places for segment in _segments(chain) for places in _groups(chain, segment)):
-        if codec := _codec(chain, places, row, shapes):
-            sizes = zip(places, codec.memory_sizes(), strict=True)
-            states |= {f"memory_{place}": row.new_zeros(size) for place, size in sizes if size}
+    states = {
+        f"residual_{position}": torch.zeros_like(row) for position, step in enumerate(chain) if step.error_feedback
+    }
+    for positions in (positions for segment in _segments(chain) for positions in _groups(chain, segment)):
+        if codec := _codec(chain, positions, row, shapes):
+            sizes = zip(positions, codec.memory_sizes(), strict=True)
+            states |= {f"memory_{position}": row.new_zeros(size) for position, size in sizes if size}
     return states
 
 
@@ -117,19 +119,19 @@ def apply_chain(
     """
     nbytes, states, shapes = row.nbytes, states or {}, shapes or [row.shape]
 
-    def draws(place: int) -> Draws:
-        return Draws.of(seed, purpose, *coordinates, place, device=row.device)
+    def draws(position: int) -> Draws:
+        return Draws.of(seed, purpose, *coordinates, position, device=row.device)
 
     for segment in _segments(chain):
         residual = states.get(f"residual_{segment[0]}")
         source = row if residual is None else residual.add_(row)
-        for places in _groups(chain, segment):
-            if codec := _codec(chain, places, row, shapes):
-                senders = [Sender(draws(place), metrics, states.get(f"memory_{place}")) for place in places]
+        for positions in _groups(chain, segment):
+            if codec := _codec(chain, positions, row, shapes):
+                senders = [Sender(draws(position), metrics, states.get(f"memory_{position}")) for position in positions]
                 codec.restore(codec.parts(source, senders), out=row)
                 nbytes = codec.nbytes
             else:
-                update, declared = chain[places[0]](update=source, draws=draws(places[0]), metrics=metrics)
+                update, declared = chain[positions[0]](update=source, draws=draws(positions[0]), metrics=metrics)
                 nbytes = nbytes if declared is None else declared
                 row.copy_(update)
             source = row
@@ -152,29 +154,29 @@ def check_order(chain: Sequence[UpdateProcessor], place: str) -> None:
 
 
 def _segments(chain: Sequence[UpdateProcessor]) -> list[list[int]]:
-    """Divide a chain into lists of places, each of which has at most one residual, that of its first processor."""
+    """Divide a chain into lists of positions, each of which has at most one residual, that of its first processor."""
     segments: list[list[int]] = []
-    for place, step in enumerate(chain):
+    for position, step in enumerate(chain):
         if not segments or step.error_feedback or not step.compresses:
             segments.append([])
-        segments[-1].append(place)
+        segments[-1].append(position)
     return segments
 
 
-def _groups(chain: Sequence[UpdateProcessor], places: Sequence[int]) -> list[list[int]]:
-    """Divide consecutive places of a chain into lists of compressors, and lists of one other processor."""
+def _groups(chain: Sequence[UpdateProcessor], positions: Sequence[int]) -> list[list[int]]:
+    """Divide consecutive positions of a chain into lists of compressors, and lists of one other processor."""
     groups: list[list[int]] = []
-    for place in places:
-        alone = not isinstance(chain[place].function, Compressor)
+    for position in positions:
+        alone = not isinstance(chain[position].function, Compressor)
         if not groups or alone or not isinstance(chain[groups[-1][-1]].function, Compressor):
             groups.append([])
-        groups[-1].append(place)
+        groups[-1].append(position)
     return groups
 
 
-def _codec(chain: Sequence[UpdateProcessor], places: Sequence[int], row: Tensor, shapes: Shapes) -> Codec | None:
+def _codec(chain: Sequence[UpdateProcessor], positions: Sequence[int], row: Tensor, shapes: Shapes) -> Codec | None:
     """Return the codec of the processors of a group (see `_groups`), or None if it is not a group of compressors."""
-    functions = (chain[place].function for place in places)
+    functions = (chain[position].function for position in positions)
     compressors = tuple(function for function in functions if isinstance(function, Compressor))
     return Codec(compressors, Spec(len(row), row.dtype, shapes)) if compressors else None
 

@@ -60,8 +60,10 @@ def _draw_rows(axes: Axes, results: WorkerResults) -> None:
     for model, values in results.scores.items():
         style = {**line_style(list(LABELS).index(model), 1), "linestyle": "none", "marker": "o"}
         label = f"{LABELS[model]}, mean {np.mean(values):.3f}"
-        axes.plot([values[place] for place in order], range(len(order)), **style, label=label)
-    axes.set_yticks(range(len(order)), [results.labels[place] for place in order], parse_math=False, fontsize="small")
+        axes.plot([values[position] for position in order], range(len(order)), **style, label=label)
+    axes.set_yticks(
+        range(len(order)), [results.labels[position] for position in order], parse_math=False, fontsize="small"
+    )
     axes.set(xlabel=results.score_name, ylabel="worker", ylim=(len(order) - 0.5, -0.5))
     axes.grid(axis="x", alpha=0.3)
     axes.figure.legend(loc="outside lower center", fontsize="small")

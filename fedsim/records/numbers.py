@@ -137,8 +137,8 @@ def run_metrics(
         totals = [(*at, nbytes) for at, nbytes in zip(progress, sent, strict=True)]
         pairs = [(at, score.read(record)) for record, at in zip(history, totals, strict=True)]
         there = next((at for at, value in pairs if value is not None and score.reaches(value, target)), None)
-        for place, name in enumerate(["rounds", *Progress._fields[1:], "bytes"]):
-            numbers[f"{name}_to_target"] = there[place] if there else None
+        for position, name in enumerate(["rounds", *Progress._fields[1:], "bytes"]):
+            numbers[f"{name}_to_target"] = there[position] if there else None
     return numbers
 
 

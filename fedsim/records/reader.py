@@ -67,7 +67,7 @@ class Run(HintingAttributes):
         torn: whether the last line of the metrics file is incomplete.
         id: ID of the run in a comparison, else "".
         point: in a comparison, the run's value for each compared setting.
-        place: in a comparison, the index of each of these values among the compared values.
+        position: in a comparison, the index of each of these values among the compared values.
         failure: first line of the reason why the run failed, or None if it did not fail.
         target: test result to reach, or None.
         counts: whether an unfinished run is treated as finished.
@@ -79,7 +79,7 @@ class Run(HintingAttributes):
     torn: bool = False
     id: str = ""
     point: dict[str, Any] = field(default_factory=dict)
-    place: dict[str, int] = field(default_factory=dict)
+    position: dict[str, int] = field(default_factory=dict)
     failure: str | None = None
     target: float | None = None
     counts: bool = False

@@ -86,8 +86,8 @@ def charts_of(runs: Sequence[Run], parts: bool = False) -> list[Chart]:
         charts.append(Chart(metric.label, (metric, *summands)))
     losses = tuple(metric for metric in available if metric.key in BOTH_LOSSES)
     if len(losses) == len(BOTH_LOSSES):
-        place = next(index for index, chart in enumerate(charts) if chart.lines[0] == losses[-1])
-        charts.insert(place + 1, Chart("Test and train loss", losses))
+        position = next(index for index, chart in enumerate(charts) if chart.lines[0] == losses[-1])
+        charts.insert(position + 1, Chart("Test and train loss", losses))
     return charts
 
 
@@ -129,7 +129,7 @@ def curves_by_run(comparison: Comparison) -> list[dict[str, Any]]:
 
     def name_of(chart: Chart, line: Line) -> str:
         suffix = "" if len(chart.lines) == 1 else f" · {line.metric.label.lower().removesuffix(' loss')}"
-        return name_of_values(comparison.axes[key][line.place[key]] for key in comparison.compared) + suffix
+        return name_of_values(comparison.axes[key][line.position[key]] for key in comparison.compared) + suffix
 
     return _all_curves(comparison, charts_of(_begun(comparison)), name_of)
 
@@ -220,7 +220,7 @@ def _traces(chart: LineChart, line: Line, name: str) -> Iterator[dict[str, Any]]
         return
     compared, unit = chart.comparison.compared, line.metric.unit
     common = {"type": "scatter", "legendgroup": plain(name)}
-    meta = {f"axis{compared.index(key)}": str(line.place[key]) for key in chart.keys}
+    meta = {f"axis{compared.index(key)}": str(line.position[key]) for key in chart.keys}
     spread = {**common, "mode": "lines", "showlegend": False, "hoverinfo": "skip", "meta": {**meta, "spread": "shown"}}
     if len(mean.curves) >= FEWEST_FOR_BAND:
         yield {**spread, **_outline(line, mean), "fill": "toself", "opacity": 0.15, "line": {"width": 0}}
@@ -347,8 +347,8 @@ def _heat_figures(
             "yaxis": label_axis(fmt.key_name(keys[0]), rows, autorange="reversed"),
         }
         width = max(110, 8 * max(len(line) for cell in lines for line in cell)) * len(columns) + 140
-        place = {f"axis{keys.index(axis)}": str(index) for axis, index in shown.place.items()}
-        figures.append(figure([trace], with_color_bar(layout, title), min_width=width, **when, **place))
+        position = {f"axis{keys.index(axis)}": str(index) for axis, index in shown.position.items()}
+        figures.append(figure([trace], with_color_bar(layout, title), min_width=width, **when, **position))
     return figures
 
 
@@ -386,13 +386,13 @@ def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> d
     few = len(workers) <= FEW_WORKERS
     gap = 1 if few and len(parts) <= FEW_ROUNDS else 0
     hover = f"worker %{{y}}, {'rounds from' if per_column > 1 else 'round'} %{{x}}<br>"
-    places = {"x": x, "y": _worker_labels(workers, run.partition)}
+    positions = {"x": x, "y": _worker_labels(workers, run.partition)}
     z = [[column.get(worker) for column in weights] for worker in workers]
-    traces = [cell_trace(z, f"{hover}weight %{{z:.4~g}}", gap, coloraxis="coloraxis", **places)]
+    traces = [cell_trace(z, f"{hover}weight %{{z:.4~g}}", gap, coloraxis="coloraxis", **positions)]
     if any(excluded):
         z = [[1 if worker in column else None for column in excluded] for worker in workers]
         color = {"colorscale": [[0, EXCLUDED], [1, EXCLUDED]], "showscale": False}
-        traces.append(cell_trace(z, f"{hover}excluded", gap, **color, **places))
+        traces.append(cell_trace(z, f"{hover}excluded", gap, **color, **positions))
     known = [weight for column in weights for weight in column.values() if weight is not None]
     title = "round" if per_column == 1 else f"round (each column is the mean of {per_column} rounds)"
     layout = {
@@ -522,7 +522,7 @@ def workers_chart(results: WorkerResults) -> dict[str, Any]:
             "type": "scatter",
             "mode": "lines+markers" if n <= 100 else "lines",
             "name": LABELS[model],
-            "x": [100 * (place + 0.5) / n for place in range(n)],
+            "x": [100 * (position + 0.5) / n for position in range(n)],
             "y": [round(values[i], 4) for i in order],
             "customdata": [[labels[i], results.samples[i]] for i in order],
             "hovertemplate": "worker %{customdata[0]}, %{customdata[1]} samples<br>%{y}",
@@ -530,8 +530,8 @@ def workers_chart(results: WorkerResults) -> dict[str, Any]:
         }
         if in_rows:
             hover = "worker %{y}, %{customdata[1]} samples<br>%{x}"
-            places = {"x": trace["y"], "y": [labels[i] for i in order], "hovertemplate": hover}
-            trace |= {**places, "mode": "markers", "marker": {"size": 9}}
+            positions = {"x": trace["y"], "y": [labels[i] for i in order], "hovertemplate": hover}
+            trace |= {**positions, "mode": "markers", "marker": {"size": 9}}
         traces.append(trace)
     if in_rows:
         scores = results.scores[results.used]
@@ -580,8 +580,8 @@ def template(text: str, lines: str, background: str, ramp: Sequence[str]) -> dic
     """
     axis = {"automargin": True, "gridcolor": lines, "linecolor": lines, "zerolinecolor": lines}
     clear = "rgba(0, 0, 0, 0)"
-    place = {"orientation": "h", "len": 0.4, "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "ypad": 4}
-    bar = {**place, "thickness": 8, "outlinewidth": 0, "nticks": 4, "tickfont": {"size": 11}}
+    position = {"orientation": "h", "len": 0.4, "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "ypad": 4}
+    bar = {**position, "thickness": 8, "outlinewidth": 0, "nticks": 4, "tickfont": {"size": 11}}
     layout = {
         "font": {"family": "system-ui, sans-serif", "size": 13, "color": text},
         "paper_bgcolor": clear,

@@ -496,7 +496,9 @@ def check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, i
         batch = schedule.batch_size
         batch_sizes = batch.possible(worker)[:size] if isinstance(batch, Varying) else [batch]
         schedules = (schedule.longest(worker), *always)
-        return min(replace(work, batch_size=batch).smallest_batch(size) for work in schedules for batch in batch_sizes)
+        return min(
+            replace(drawn, batch_size=batch).smallest_batch(size) for drawn in schedules for batch in batch_sizes
+        )
 
     worker = next((k for k, size in sizes.items() if smallest_batch(k, size) == 1), None)
     if worker is None:
@@ -525,7 +527,7 @@ def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
     """Raise ExperimentError if a learning-rate schedule ends before the run."""
     tuned = task.experiment.worker_evaluation.fine_tune
     schedules = [(task.schedule.longest(worker), size) for worker, size in sizes.items()]
-    steps = max(max(work.steps_for(size), tuned * work.batches_per_epoch(size)) for work, size in schedules)
+    steps = max(max(drawn.steps_for(size), tuned * drawn.batches_per_epoch(size)) for drawn, size in schedules)
     last = task.experiment.rounds, task.schedule.local_steps(steps) - 1
     task.algorithm_at(*last)
     schedule = task.experiment.local_schedule

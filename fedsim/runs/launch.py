@@ -35,8 +35,8 @@ def launched_ranks() -> str | None:
     """
     if _alone.get():
         return None
-    place, launcher = RankInfo.of(os.environ), launcher_of(os.environ)
-    return f"{launcher.count} = {place.count}" if place and launcher and place.count > 1 else None
+    rank_info, launcher = RankInfo.of(os.environ), launcher_of(os.environ)
+    return f"{launcher.count} = {rank_info.count}" if rank_info and launcher and rank_info.count > 1 else None
 
 
 def under_launcher(experiment: Experiment) -> Experiment:

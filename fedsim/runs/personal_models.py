@@ -41,14 +41,14 @@ class PersonalModels:
         task: description of the run, on the CPU.
         models: parameters [d] and buffers [b] of each global model.
         clusters: with several global models, the index of the one that each worker selected last, by worker ID.
-        places: for each worker that has taken part, the index of its state in `rows`.
+        positions: for each worker that has taken part, the index of its state in `rows`.
         rows: what these workers keep between rounds: tensors by name.
     """
 
     task: RunTask
     models: list[tuple[Tensor, Tensor]]
     clusters: Mapping[int, int]
-    places: Mapping[int, int]
+    positions: Mapping[int, int]
     rows: State
 
     @classmethod
@@ -66,13 +66,15 @@ class PersonalModels:
         snapshot = checkpoints.read(round)
         rows = {name.removeprefix("rows."): rows for name, rows in snapshot.under("worker_state.").items()}
         try:
-            places = {worker: place for place, worker in enumerate(rows.pop("workers").tolist() if rows else ())}
+            positions = {
+                worker: position for position, worker in enumerate(rows.pop("workers").tolist() if rows else ())
+            }
             models = [(snapshot.tensors["global_row"], snapshot.tensors["global_buffers"])]
             if clusters:
                 models += zip(*(snapshot.tensors[f"algorithm.{name}"] for name in CLUSTERS), strict=True)
         except KeyError as error:
             raise RecordError(f"{folder}: the checkpoint of round {round} has no tensor {error}") from None
-        return cls(task_of(experiment, CPU, weights=False), models, clusters, places, rows)
+        return cls(task_of(experiment, CPU, weights=False), models, clusters, positions, rows)
 
     def of(self, worker: int | str) -> nn.Module:
         """Return the personal model of a worker: the initial one, if the worker has not taken part."""
@@ -82,8 +84,8 @@ class PersonalModels:
         if self.task.algorithm.clusters > 1 and worker not in self.clusters:
             raise ExperimentError(f"worker = {worker}: has selected no global model, because it has not taken part")
         row, buffers = self.models[self.clusters.get(worker, 0)]
-        if worker in self.places:
-            state = {name: rows[self.places[worker]] for name, rows in self.rows.items()}
+        if worker in self.positions:
+            state = {name: rows[self.positions[worker]] for name, rows in self.rows.items()}
         elif task.algorithm.starts_from_current:
             state = state_at_first(task.algorithm, row, buffers)
         else:

@@ -153,9 +153,9 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def usable_cores() -> int:
     """Return the number of cores that this process may use (CPU affinity and CPU quota of its container or job)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    places = [(group, ["cpu.max"]) for group in _cgroups("")]
-    places += [(group, ["cpu.cfs_quota_us", "cpu.cfs_period_us"]) for group in _cgroups("cpu")]  # version 1
-    for group, names in places:
+    limit_files = [(group, ["cpu.max"]) for group in _cgroups("")]
+    limit_files += [(group, ["cpu.cfs_quota_us", "cpu.cfs_period_us"]) for group in _cgroups("cpu")]  # version 1
+    for group, names in limit_files:
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no quota
             quota, period = (int(number) for name in names for number in (group / name).read_text().split())
             cores = min(cores, quota // period) if quota > 0 else cores  # -1: no quota
@@ -214,10 +214,10 @@ def free_memory() -> float:
 
 def _memory_of_groups() -> Iterator[tuple[int, int]]:
     """Yield the limit in bytes and the used bytes, without cached files, of each control group that has a limit."""
-    places = [(group, "memory.max", "memory.current", "inactive_file ") for group in _cgroups("")]
+    limit_files = [(group, "memory.max", "memory.current", "inactive_file ") for group in _cgroups("")]
     of_version_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "
-    places += [(group, *of_version_1) for group in _cgroups("memory")]
-    for group, limit, used, cache in places:
+    limit_files += [(group, *of_version_1) for group in _cgroups("memory")]
+    for group, limit, used, cache in limit_files:
         with contextlib.suppress(OSError, StopIteration, ValueError):  # no container, or "max" for no limit
             lines = (group / "memory.stat").read_text().splitlines()
             cached = next(int(line.split()[1]) for line in lines if line.startswith(cache))

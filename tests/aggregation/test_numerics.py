@@ -19,7 +19,7 @@ from fedsim.aggregation.mean_shift import ROUNDING, bandwidth_of, mean_shift
 from fedsim.aggregation.numerics.columns import bad_rows, products_with, squared_distances_to, wide_blocks
 from fedsim.aggregation.numerics.gram import STRIP, stable_order
 from fedsim.aggregation.numerics.lazy_rows import LazyRows
-from fedsim.aggregation.numerics.sorting import map_sorted_columns, middle, middle_places
+from fedsim.aggregation.numerics.sorting import map_sorted_columns, middle, middle_positions
 from fedsim.aggregation.numerics.sorting import sorted_columns as sort
 from fedsim.errors import ExperimentError
 from tests.aggregation import reference
@@ -161,13 +161,13 @@ def test_a_network_sorts_all_columns_of_zeros_and_ones(n):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 17, 20, 100])
-def test_sorted_columns_returns_the_needed_places(n, dtype):
+def test_sorted_columns_returns_the_needed_positions(n, dtype):
     block = normal(n, 5, dtype)
     block[n // 2] = block[0]  # ties
     before = block.clone()
     ascending = before.t().sort(dim=1).values.t()
     everything = range(n)
-    for needed in (everything, middle_places(n), everything[:1], everything[-1:], everything[n // 3 : n - n // 3]):
+    for needed in (everything, middle_positions(n), everything[:1], everything[-1:], everything[n // 3 : n - n // 3]):
         sorted_rows = sort(block, tuple(needed))
         assert torch.equal(sorted_rows, ascending[list(needed)])
         sorted_rows.fill_(7.0)
@@ -192,7 +192,7 @@ def test_nan_sorts_last(n):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_map_sorted_columns_accepts_any_size(d, dtype, strided):
     updates = normal(5, 2 * d, dtype)[:, ::2] if strided else normal(5, d, dtype)
-    medians = map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_places(5))
+    medians = map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_positions(5))
     assert medians.dtype == dtype
     assert torch.equal(medians, updates.median(0).values)
 

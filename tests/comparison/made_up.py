@@ -12,7 +12,7 @@ from typing import Any
 import fedsim
 from fedsim.comparison import Comparison, ComparisonSettings, Run
 from fedsim.comparison.rows import canonical
-from fedsim.comparison.stored import places_in
+from fedsim.comparison.stored import positions_in
 from fedsim.records.record import AsyncRecord, RoundRecord
 
 EXPERIMENT = {**fedsim.Experiment().resolved(), "records": {}}  # writes no files
@@ -20,11 +20,11 @@ EXPERIMENT = {**fedsim.Experiment().resolved(), "records": {}}  # writes no file
 
 def comparison_of(axes: dict, target: float | None = None, **settings: Any) -> Comparison:
     """Return a comparison over these axes with default experiments, before any run has begun."""
-    places, runs = places_in(axes), []
+    positions, runs = positions_in(axes), []
     for index, values in enumerate(itertools.product(*axes.values())):
         point = dict(zip(axes, values, strict=True))
-        place = {axis: places[axis][canonical(value)] for axis, value in point.items()}
-        runs.append(Run(None, EXPERIMENT, [], id=f"run{index}", point=point, place=place, target=target))
+        position = {axis: positions[axis][canonical(value)] for axis, value in point.items()}
+        runs.append(Run(None, EXPERIMENT, [], id=f"run{index}", point=point, position=position, target=target))
     return Comparison("made_up", axes, runs, ComparisonSettings(target=target, **settings))
 
 

@@ -18,7 +18,7 @@ from tests.comparison.made_up import compared, comparison_of, in_last_round
 
 def test_the_share_of_byzantine_workers_counts_the_size_of_negative_weights():
     weights = [[0.75, -0.25], [0.0, 0.0], [0.25, 0.75]]
-    history = [RoundRecord(round=k, cohort=[0, 1], coefficients=both) for k, both in enumerate(weights, start=1)]
+    history = [RoundRecord(round=k, cohort=[0, 1], weights=both) for k, both in enumerate(weights, start=1)]
     assert byzantine_weight([*history, RoundRecord(round=4)], {1}) == (0.25 + 0.75) / 2
     assert mean_or_none([1 / 3, None]) == 0.33333333
     assert mean_or_none([None]) is None

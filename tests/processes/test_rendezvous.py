@@ -35,11 +35,11 @@ def test_torchruns_environment_and_a_plain_one():
 
 
 def test_slurms_ranks_meet_at_its_first_host_and_at_a_port_of_the_job():
-    place = RankInfo.of({**SLURM, "SLURM_JOB_NODELIST": "node[07-09,12],other"})
-    assert (place.rank, place.count, place.local_rank, place.address[0]) == (5, 8, 1, "node07")
-    assert place.address[1] in PORTS
-    assert place == RankInfo.of({**SLURM, "SLURM_JOB_NODELIST": "node[07-09,12],other", "SLURM_LOCALID": "1"})
-    assert place.address[1] != RankInfo.of({**SLURM, "SLURM_JOB_ID": "78"}).address[1]
+    rank_info = RankInfo.of({**SLURM, "SLURM_JOB_NODELIST": "node[07-09,12],other"})
+    assert (rank_info.rank, rank_info.count, rank_info.local_rank, rank_info.address[0]) == (5, 8, 1, "node07")
+    assert rank_info.address[1] in PORTS
+    assert rank_info == RankInfo.of({**SLURM, "SLURM_JOB_NODELIST": "node[07-09,12],other", "SLURM_LOCALID": "1"})
+    assert rank_info.address[1] != RankInfo.of({**SLURM, "SLURM_JOB_ID": "78"}).address[1]
     assert RankInfo.of({**SLURM, "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node07"}).address[0] == LOOPBACK
     assert RankInfo.of({**SLURM, "MASTER_ADDR": "here", "MASTER_PORT": "9"}).address == ("here", 9)
 
@@ -83,13 +83,13 @@ def test_mpiruns_ranks_within_a_job_of_slurm_meet_at_the_jobs_first_host(rank, c
 
 
 def test_a_rank_that_srun_starts_through_pmi_has_the_local_rank_of_slurm():
-    place = RankInfo.of({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8", "SLURM_JOB_NODELIST": "a,b"})
-    assert (place.rank, place.count, place.local_rank, place.address[0]) == (5, 8, 1, "a")
+    rank_info = RankInfo.of({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8", "SLURM_JOB_NODELIST": "a,b"})
+    assert (rank_info.rank, rank_info.count, rank_info.local_rank, rank_info.address[0]) == (5, 8, 1, "a")
 
 
 def test_mpiruns_ranks_on_several_hosts_need_an_address():
-    place = RankInfo.of(OPENMPI)
-    assert (place.rank, place.count, place.local_rank, place.address[0]) == (1, 2, 1, LOOPBACK)
+    rank_info = RankInfo.of(OPENMPI)
+    assert (rank_info.rank, rank_info.count, rank_info.local_rank, rank_info.address[0]) == (1, 2, 1, LOOPBACK)
     with pytest.raises(fedsim.ExperimentError, match="MASTER_ADDR is not set, although 1 of 2 ranks"):
         RankInfo.of({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
 
@@ -110,15 +110,15 @@ def test_the_store_listens_on_loopback_alone():
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
         port = free.getsockname()[1]
-    place = RankInfo(0, 1, 0, (LOOPBACK, port))
-    store = open_store("env://", place, 5.0)
+    rank_info = RankInfo(0, 1, 0, (LOOPBACK, port))
+    store = open_store("env://", rank_info, 5.0)
     store.set("key", "value")
     assert store.get("key") == b"value"
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", port), timeout=2)  # another address of this machine
-    assert meeting_address("tcp://host:12", place) == ("host", 12)
+    assert meeting_address("tcp://host:12", rank_info) == ("host", 12)
     with pytest.raises(OSError, match="already in use"):
-        open_store("env://", place, 0.2)  # the port is taken
+        open_store("env://", rank_info, 0.2)  # the port is taken
 
 
 def silence(connection):
@@ -155,9 +155,9 @@ def impostor(greet, contacts):
 
 @pytest.mark.parametrize("greet", [silence, garbage, socket.socket.close])
 def test_a_program_that_is_not_rank_0_is_not_accepted_as_the_store(greet):
-    place = RankInfo(1, 2, 0, (LOOPBACK, int(impostor(greet, queue.SimpleQueue()))))
+    rank_info = RankInfo(1, 2, 0, (LOOPBACK, int(impostor(greet, queue.SimpleQueue()))))
     with pytest.raises(OSError, match="the process at this address"):
-        open_store("env://", place, 0.5)
+        open_store("env://", rank_info, 0.5)
 
 
 def test_the_interface_towards_this_machine_is_its_loopback():

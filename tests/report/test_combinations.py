@@ -33,7 +33,7 @@ def test_a_row_has_statistics_over_the_seeds_and_its_paired_difference_to_the_be
 
     axes = {"aggregate.rule": ["mean", "median", "krum"], "attack.name": ["none", "alie"], "seed": [0, 1, 2]}
     plan = read_records(write_points(tmp_path / "comparison", axes, make))
-    assert [(row.place, row.score) for row in plan.summary] == [
+    assert [(row.position, row.score) for row in plan.summary] == [
         *(((index, 0), estimate(FINAL[rule, "none"])) for index, rule in enumerate(axes["aggregate.rule"])),
         *(((index, 1), score) for index, score in enumerate([estimate([0.1, 0.2, 0.3]), estimate([0.6, 0.5]), None])),
     ]

@@ -105,8 +105,8 @@ def test_a_comparison_is_read_with_its_runs(comparison_folder):
     assert len(plan.runs) == 12
     assert all(entry.finished for entry in plan.runs)
     for entry in plan.runs:
-        assert entry.experiment["seed"] == plan.axes["seed"][entry.place["seed"]]
-        assert entry.experiment["aggregate"]["rule"] == plan.axes["aggregate.rule"][entry.place["aggregate.rule"]]
+        assert entry.experiment["seed"] == plan.axes["seed"][entry.position["seed"]]
+        assert entry.experiment["aggregate"]["rule"] == plan.axes["aggregate.rule"][entry.position["aggregate.rule"]]
 
 
 AXES = {"aggregate": ["mean", ["nnm", "median"], {"rule": "krum", "f": 2}, 1, True], "seed": [0, 1]}
@@ -122,7 +122,7 @@ def made_up_comparison(folder, missing=()):
 
 def test_axes_take_any_values_and_runs_may_be_missing(tmp_path):
     plan = read_records(made_up_comparison(tmp_path / "comparison", missing=["run3"]))
-    assert [entry.place["aggregate"] for entry in plan.runs] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert [entry.position["aggregate"] for entry in plan.runs] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert [entry.id for entry in plan.runs if not entry.history] == ["run3"]
 
 

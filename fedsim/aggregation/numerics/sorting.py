@@ -31,8 +31,8 @@ def map_sorted_columns(
         function: maps the sorted values [m, columns] and the unsorted block [n, columns] to [columns].
         needed: which m of the n sorted values `function` needs, as positions in ascending order. None: all.
     """
-    places = tuple(range(len(updates)) if needed is None else needed)
-    return map_columns(updates, lambda block: function(sorted_columns(block, places), block))
+    positions = tuple(range(len(updates)) if needed is None else needed)
+    return map_columns(updates, lambda block: function(sorted_columns(block, positions), block))
 
 
 def sorted_columns(block: Tensor, needed: tuple[int, ...]) -> Tensor:
@@ -82,7 +82,7 @@ def network(n: int, needed: tuple[int, ...]) -> tuple[tuple[Comparator, ...], li
         if lesser and greater:
             at[low], free = free, first
         comparators.append((first, second, at[low] if lesser else None, second if greater else None))
-    return tuple(comparators), [at[place] for place in needed]
+    return tuple(comparators), [at[position] for position in needed]
 
 
 def _merge_exchange(n: int) -> Iterator[tuple[int, int]]:
@@ -92,7 +92,7 @@ def _merge_exchange(n: int) -> Iterator[tuple[int, int]]:
     while run:  # values at a distance of 2 * run are sorted already
         apart, step, start = run, top, 0
         while True:
-            yield from ((place, place + apart) for place in range(n - apart) if place & run == start)
+            yield from ((position, position + apart) for position in range(n - apart) if position & run == start)
             if step == run:
                 break
             apart, step, start = step - run, step // 2, run
@@ -108,26 +108,26 @@ def _by_network(values: np.ndarray, needed: tuple[int, ...]) -> np.ndarray:
     room = np.empty((n + 1, columns), dtype=values.dtype)
     room[:n] = values
     rows = list(room)
-    comparators, places = network(n, needed)
+    comparators, positions = network(n, needed)
     for first, second, lesser, greater in comparators:
         if lesser is not None:
             np.minimum(rows[first], rows[second], out=rows[lesser])
         if greater is not None:
             np.maximum(rows[first], rows[second], out=rows[greater])
-    return room[places]
+    return room[positions]
 
 
-def middle_places(n: int) -> range:
+def middle_positions(n: int) -> range:
     """Return the positions of the median among n sorted values: one position for odd n, two for even n."""
     return range((n - 1) // 2, n // 2 + 1)
 
 
 def middle(ascending: Tensor) -> Tensor:
     """Return the median [columns] of sorted values [m, columns]: the mean of the two middle values for even m."""
-    places = middle_places(len(ascending))
+    positions = middle_positions(len(ascending))
     if ascending.device.type != "cpu":
-        return ascending[places[0] : places[-1] + 1].mean(0)  # one launch
-    return (ascending[places[0]] + ascending[places[-1]]) / 2
+        return ascending[positions[0] : positions[-1] + 1].mean(0)  # one launch
+    return (ascending[positions[0]] + ascending[positions[-1]]) / 2
 
 
 def mean_nearest(ascending: Tensor, block: Tensor, centre: Tensor, keep: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fedsim.aggregation.numerics.columns import map_columns
-from fedsim.aggregation.numerics.sorting import map_sorted_columns, mean_nearest, middle, middle_places
+from fedsim.aggregation.numerics.sorting import map_sorted_columns, mean_nearest, middle, middle_positions
 from fedsim.aggregation.rule import ByzantineCount, require, rule
 
 
@@ -21,7 +21,7 @@ def median(updates: Tensor) -> Tensor:
     >>> fedsim.aggregate(torch.tensor([[1.0, 9.0], [2.0, 8.0], [99.0, -99.0]]), "median")
     tensor([2., 8.])
     """
-    return map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_places(len(updates)))
+    return map_sorted_columns(updates, lambda ascending, _: middle(ascending), middle_positions(len(updates)))
 
 
 @rule("trimmed_mean", columnwise=True)

@@ -88,8 +88,8 @@ def _with_history(
     if not state:
         return updates, {"workers": torch.tensor(workers), "histories": updates.clone()}
     known = state["workers"].tolist()
-    place_of = {worker: place for place, worker in enumerate(dict.fromkeys([*known, *workers]))}
-    histories = torch.cat([state["histories"], updates.new_zeros(len(place_of) - len(known), updates.shape[1])])
-    rows = to_device(torch.tensor([place_of[worker] for worker in workers]), updates.device)
+    position_of = {worker: position for position, worker in enumerate(dict.fromkeys([*known, *workers]))}
+    histories = torch.cat([state["histories"], updates.new_zeros(len(position_of) - len(known), updates.shape[1])])
+    rows = to_device(torch.tensor([position_of[worker] for worker in workers]), updates.device)
     histories[rows] += updates
-    return histories[rows], {"workers": torch.tensor(list(place_of)), "histories": histories}
+    return histories[rows], {"workers": torch.tensor(list(position_of)), "histories": histories}

@@ -206,8 +206,8 @@ class Pairwise(Decentralized):
         if server.has_buffers:
             buffers[slot] = server.worker_buffers[slot]
         if partner is not None:
-            mine, theirs = server.models[slot], server.models[partner]
-            theirs.copy_(mine.add_(theirs).mul_(0.5))
+            own_model, partner_model = server.models[slot], server.models[partner]
+            partner_model.copy_(own_model.add_(partner_model).mul_(0.5))
             if server.has_buffers and server.buffers == "average":
                 buffers[[slot, partner]] = buffers[[slot, partner]].mean(0)
         server.increment_version()

@@ -211,8 +211,8 @@ def _code_points(text: str) -> Tokens:
 
 def _as_tokens(characters: Tokens, alphabet: Tokens) -> Tokens:
     """Return each code point's token: its position in the sorted alphabet, from 1, or UNKNOWN if it is not there."""
-    places = np.searchsorted(alphabet, characters).clip(max=len(alphabet) - 1)
-    return np.where(alphabet[places] == characters, places + 1, UNKNOWN)
+    positions = np.searchsorted(alphabet, characters).clip(max=len(alphabet) - 1)
+    return np.where(alphabet[positions] == characters, positions + 1, UNKNOWN)
 
 
 def _byte_pairs(parts: Sequence[tuple[str, str]], vocabulary: int) -> list[tuple[Tokens, ...]]:

@@ -48,16 +48,16 @@ def cut_by_shares(n_samples: int, shares: np.ndarray) -> np.ndarray:
     return np.diff(ends, prepend=0)
 
 
-def group(members: np.ndarray, owners: np.ndarray, n_owners: int) -> list[np.ndarray]:
+def group(samples: np.ndarray, owners: np.ndarray, n_owners: int) -> list[np.ndarray]:
     """Return the sample indices of each owner: one array for each of the owners 0, ..., n_owners - 1.
 
     Args:
-        members: sample indices, [n]. Their order is kept within each group.
-        owners: the owner of each member, [n].
+        samples: sample indices, [n]. Their order is kept for each owner.
+        owners: the owner of each sample, [n].
         n_owners: number of owners.
     """
     sizes = np.bincount(owners, minlength=n_owners)
-    return np.split(members[np.argsort(owners, kind="stable")], np.cumsum(sizes)[:-1])
+    return np.split(samples[np.argsort(owners, kind="stable")], np.cumsum(sizes)[:-1])
 
 
 class Strata(NamedTuple):
@@ -107,8 +107,8 @@ def draw_part(order: np.ndarray, fraction: float, total: int, strata: Strata = N
     by_remainder = np.array(sorted(range(len(sizes)), key=lambda stratum: int(quotas[stratum]) - quotas[stratum]))
     while (left := total - counts.sum()) > 0 and (counts < sizes - 1).any():
         counts[by_remainder[(counts < sizes - 1)[by_remainder]][:left]] += 1
-    members = group(order, stratum_of[order], len(sizes))  # each stratum in the drawn order
-    return np.sort(np.concatenate([samples[:count] for samples, count in zip(members, counts, strict=True)]))
+    of_strata = group(order, stratum_of[order], len(sizes))  # each stratum in the drawn order
+    return np.sort(np.concatenate([samples[:count] for samples, count in zip(of_strata, counts, strict=True)]))
 
 
 def _draw_owners(order: np.ndarray, fraction: float, strata: np.ndarray, owners: np.ndarray) -> np.ndarray:
@@ -122,10 +122,10 @@ def _draw_owners(order: np.ndarray, fraction: float, strata: np.ndarray, owners:
     _, owner_of = np.unique(owners, return_inverse=True)
     _, stratum_of, sizes = np.unique(strata, return_inverse=True, return_counts=True)
     _, first = np.unique(owner_of[order], return_index=True)
-    members = group(np.arange(len(order)), owner_of, len(first))
+    of_owners = group(np.arange(len(order)), owner_of, len(first))
     drawn, left, remain, farther = list[int](), sizes.copy(), (1 - fraction) * sizes, dict[int, float]()
     for owner in np.argsort(first).tolist():
-        own, counts = np.unique(stratum_of[members[owner]], return_counts=True)
+        own, counts = np.unique(stratum_of[of_owners[owner]], return_counts=True)
         if (left[own] == counts).any():
             continue
         change = ((left[own] - counts - remain[own]) ** 2 - (left[own] - remain[own]) ** 2) / sizes[own]
@@ -135,7 +135,7 @@ def _draw_owners(order: np.ndarray, fraction: float, strata: np.ndarray, owners:
         elif not drawn:
             farther[owner] = float(change.sum())
     drawn = drawn or sorted(farther, key=lambda owner: farther[owner])[:1]
-    return np.sort(np.concatenate([np.zeros(0, int), *(members[owner] for owner in drawn)]))
+    return np.sort(np.concatenate([np.zeros(0, int), *(of_owners[owner] for owner in drawn)]))
 
 
 def has_classes(labels: np.ndarray) -> bool:

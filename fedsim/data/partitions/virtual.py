@@ -67,12 +67,12 @@ class Virtual:
                 f"partition.alpha = {self.alpha}: needs one class label per sample, which this data set does not have; "
                 "omit partition.alpha"
             )
-        sizes = np.array([len(members) for members in by_class])
+        sizes = np.array([len(samples) for samples in by_class])
         alphas = np.maximum(self.alpha * len(sizes) * sizes / n, np.finfo(float).tiny)
         counts = draw_counts(self.samples, alphas, sizes, rng)
         chosen = [
-            members[rng.choice(len(members), count, replace=False, shuffle=False)]
-            for members, count in zip(by_class, counts, strict=True)
+            samples[rng.choice(len(samples), count, replace=False, shuffle=False)]
+            for samples, count in zip(by_class, counts, strict=True)
             if count
         ]
         return np.concatenate(chosen)

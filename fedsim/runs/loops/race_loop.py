@@ -43,13 +43,13 @@ class RaceRoundResult:
     """Result of one round in one repetition of a race.
 
     Attributes:
-        work: losses, times and counts, summed over the processes.
+        sums: losses, times and counts, summed over the processes.
         lost: estimated number of updates that were lost because other processes have overwritten them.
         asynchronous: fields of the round's record that only asynchronous rounds have.
         test: test result of the global model.
     """
 
-    work: ProcessResult
+    sums: ProcessResult
     lost: float
     asynchronous: AsyncRecord
     test: EvaluationResult
@@ -92,16 +92,16 @@ class RaceLoop(Loop):
         results = [self._run_round(run, round) for run in range(self._runs)]
         if self._keep_log:
             self._log.extend(
-                (run, round, np.array(result.work.entries, dtype=np.int64)) for run, result in enumerate(results, 1)
+                (run, round, np.array(result.sums.entries, dtype=np.int64)) for run, result in enumerate(results, 1)
             )
         first = results[0]
         nbytes = self._shared.server.row.nbytes + buffer_bytes(self._task, self._shared)
         return RoundRecord(
             round=round,
             **EvaluationResult.mean([result.test for result in results]).fields(),
-            train_loss=statistics.fmean(result.work.stats.train_loss for result in results),
+            train_loss=statistics.fmean(result.sums.stats.train_loss for result in results),
             seconds=self._timer.seconds,
-            **work_of(first.work.stats, nbytes, nbytes),
+            **work_of(first.sums.stats, nbytes, nbytes),
             asynchronous=first.asynchronous,
             race=_race_record(results),
         )
@@ -137,17 +137,17 @@ class RaceLoop(Loop):
         `run` is the number of the repetition, from 0.
         """
         self._switch_to(run)
-        server, timer, work = self._server, self._timer, ProcessResult()
+        server, timer, sums = self._server, self._timer, ProcessResult()
         self._race_state.clear()
         with timer("train"):
             for of_process in self._call(RaceWorker.race, run, round):
-                work.add(of_process)
-        if not work.measures.updates:
+                sums.add(of_process)
+        if not sums.measures.updates:
             raise ExperimentError(
                 f"policy: the race cannot continue in round {round}, because no worker is busy and the policy lets no "
                 "worker start"
             )
-        self._arrivals[run] += work.measures.updates
+        self._arrivals[run] += sums.measures.updates
         with timer("aggregate"):
             server.revive_all()
             if self._policy.locking != "server":  # without a lock, processes overwrite each other's version
@@ -158,8 +158,8 @@ class RaceLoop(Loop):
             self._engine.run(Executor.check_and_test, round)
             tested = EvaluationResult.of(self._task, self._shared)
             tested.metrics.update(self._policy.numbers(server))
-        counts = async_record(work.stats, server.version, self._arrivals[run], self._policy.buffered(server))
-        return RaceRoundResult(work, self._race_state.lost(), counts, tested)
+        counts = async_record(sums.stats, server.version, self._arrivals[run], self._policy.buffered(server))
+        return RaceRoundResult(sums, self._race_state.lost(), counts, tested)
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call a method of `RaceWorker` in each process, and return the results of all processes."""
@@ -183,7 +183,7 @@ class RaceLoop(Loop):
 def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
     total = Measures()
     for result in results:
-        total.add(result.work.measures)
+        total.add(result.sums.measures)
     accuracies, lost = [result.test.test_accuracy for result in results], sum(result.lost for result in results)
     spread = estimate([accuracy for accuracy in accuracies if accuracy is not None])
     return RaceRecord(
@@ -191,8 +191,8 @@ def _race_record(results: Sequence[RaceRoundResult]) -> RaceRecord:
         test_accuracies=accuracies,
         test_accuracy_half_width=spread.half_width if spread and len(results) > 1 else None,
         test_losses=[result.test.test_loss for result in results],
-        train_losses=[result.work.stats.train_loss for result in results],
-        samples_per_second=[result.work.stats.samples.total() / result.work.measures.seconds for result in results],
+        train_losses=[result.sums.stats.train_loss for result in results],
+        samples_per_second=[result.sums.stats.samples.total() / result.sums.measures.seconds for result in results],
         updates=total.updates,
         updates_lost=lost,
         lost_fraction=lost / total.updates,
