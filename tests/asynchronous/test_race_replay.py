@@ -119,14 +119,3 @@ def test_a_changed_log_is_refused(session, logged, tmp_path, change, line):
     (error_line,) = caught.value.lines
     place = f"clock.replay_log = {re.escape(show(str(path)))}: the log does not match this experiment"
     assert re.fullmatch(f"{place}: {line}", error_line), error_line
-
-
-@pytest.mark.parametrize("name", ["hogwild", "gossip", "sync"])
-def test_keys_that_do_not_go_with_a_log_are_refused(name):
-    line = (
-        f'clock.replay_log = "x": needs a policy that locks the server\'s model, which policy.name = "{name}" does '
-        "not; omit it, or use another policy"
-    )
-    with pytest.raises(fedsim.ExperimentError) as caught:
-        fedsim.Experiment(mode="clock", policy=name, clock={"replay_log": "x"})
-    assert caught.value.lines == (line,)

@@ -13,6 +13,8 @@ from fedsim.config.engines import TRAITS
 from fedsim.config.load import load_experiment
 from fedsim.config.validation import warnings_about
 from fedsim.engines import engine
+from fedsim.errors import FedsimError
+from fedsim.runs.setup import check_run
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,6 +51,15 @@ def test_a_wrong_experiment_gives_one_line_with_key_value_and_remedy(tables, lin
     assert len(error.lines) == 1
     assert line in error.lines[0]
     assert error.lines[0].startswith(error.key)
+
+
+@pytest.mark.parametrize(("words", "line"), ANSWERS["unfit"].items())
+def test_an_experiment_that_does_not_fit_its_data_or_model_gives_one_line(words, line, session):
+    experiment = load_experiment(None, words.split())
+    with pytest.raises(FedsimError) as caught:
+        check_run(experiment, session, to_run=False)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("words", "expected"), ANSWERS["without_effect"].items())

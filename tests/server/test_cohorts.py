@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import fedsim
-from fedsim.config.load import load_experiment
 from fedsim.config.schema import Sampling
 from fedsim.core.randomness import sample_cohort
 from fedsim.data import ListedShards, partition_shards
@@ -160,23 +159,6 @@ def test_workers_drop_out_independently_and_not_from_the_choice():
 def test_a_wrong_result_of_a_strategy_is_refused(result, line):
     with pytest.raises(ExperimentError, match=line):
         CohortStrategy(lambda: result, "own", {})(n_workers=6, size=2)
-
-
-WRONG = {
-    "sampling=fixed sampling.workers=[1,2]": "must list 3 workers, the cohort size; set cohort=2",
-    "sampling=fixed sampling.workers=[1,2,6]": "must be worker IDs from 0 to 5, without duplicates",
-    "sampling=power_of_choice sampling.candidates=7": "must be between 3 (the cohort size) and 6 (the",
-    "sampling=power_of_choice sampling.candidates=4 buffers=local": "with buffers=local the workers do not receive",
-    "sampling=available sampling.trace=nothing.csv": "cannot be read",
-}
-
-
-@pytest.mark.parametrize("words", WRONG)
-def test_a_wrong_key_gives_one_line(words):
-    with pytest.raises(ExperimentError) as caught:
-        load_experiment(None, ["workers=6", "cohort=3", *words.split()])
-    assert len(caught.value.lines) == 1
-    assert WRONG[words] in caught.value.lines[0]
 
 
 @pytest.mark.parametrize(
