@@ -21,6 +21,7 @@ FLOORS = (  # from lowest to highest; a package may import itself and packages o
     ("system",),
     ("core",),
     ("processes",),
+    ("delays",),
     ("data", "loggers", "models"),
     ("clients",),
     ("aggregation",),

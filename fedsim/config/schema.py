@@ -23,7 +23,6 @@ from torch import nn
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
 from fedsim.aggregation.resolve import as_table
 from fedsim.asynchronous.policies import policy
-from fedsim.asynchronous.policies.delays import noise, slowdown
 from fedsim.asynchronous.policies.topologies import adjacency_of, is_graph, topology
 from fedsim.byzantine import attack_strategy
 from fedsim.clients import ClientAlgorithm, KeptState, LRSchedule, as_algorithm, client_algorithm, lr_schedule
@@ -40,6 +39,7 @@ from fedsim.core.validation_errors import explain
 from fedsim.data import dataset, partition_strategy
 from fedsim.data.augmentation import ImageTransform, augmentation
 from fedsim.data.sources import data_table
+from fedsim.delays import noise, slowdown
 from fedsim.errors import ExperimentError, called, one_line, show
 from fedsim.hints.meanings import nearest
 from fedsim.loggers import logger

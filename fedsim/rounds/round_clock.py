@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedsim.asynchronous.policies.delays import Delays
 from fedsim.config.experiment import Experiment
 from fedsim.core.snapshot import CheckpointModel, Counts, Seconds
+from fedsim.delays import Delays
 from fedsim.errors import ExperimentError
 from fedsim.records.round_stats import SentUpdates
 from fedsim.server import Cohort

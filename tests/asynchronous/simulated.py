@@ -17,11 +17,11 @@ from torch import Tensor
 
 from fedsim.asynchronous.dispatch import Scheduler
 from fedsim.asynchronous.policies import AsyncServer, Policy, policy
-from fedsim.asynchronous.policies.delays import Delays, noise
 from fedsim.asynchronous.server_state import GradientOnly, ServerState
 from fedsim.asynchronous.virtual_clock import VirtualClock
 from fedsim.clients import SGD
 from fedsim.config.schema import Topology
+from fedsim.delays import Delays, noise
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.server.optimizer import ServerSGD
 from fedsim.training.batches import WorkItem

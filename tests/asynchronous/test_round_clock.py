@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.asynchronous.policies.delays import Delays
 from fedsim.clients import client_algorithm
+from fedsim.delays import Delays
 from fedsim.rounds.round_clock import RoundClock, delays_of
 from tests.asynchronous import simulated
 

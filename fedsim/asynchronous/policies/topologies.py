@@ -29,10 +29,10 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from fedsim.asynchronous.policies.delays import read_numbers
 from fedsim.core.numbers import Fraction
 from fedsim.core.randomness import numpy_generator
 from fedsim.core.registry import Component, Registry
+from fedsim.delays import read_numbers
 from fedsim.errors import ExperimentError, FedsimError, one_line, plural, show
 
 MOST_WORKERS = 10_000  # the mixing matrix then takes 0.8 GB

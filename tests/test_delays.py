@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedsim.asynchronous.policies.delays import BLOCK, Delays, slowdown
 from fedsim.config.schema import Noise, Slowdown
 from fedsim.core.randomness import numpy_generator
+from fedsim.delays import BLOCK, Delays, slowdown
 from fedsim.errors import ExperimentError
 
 
