@@ -53,14 +53,6 @@ def averaged(train):
 
 
 @averaged
-def sgd(fed, k, batches, lr):
-    x = fed.row
-    for batch in batches:
-        x = x - lr * fed.gradient(x, batch)
-    return x
-
-
-@averaged
 def fedsam(fed, k, batches, lr, rho):
     x = fed.row
     for batch in batches:

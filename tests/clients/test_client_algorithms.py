@@ -17,7 +17,6 @@ from tests.matrix import in_turn
 from tests.textbook import finished
 
 VARIANTS = {
-    "sgd": ("sgd", {"lr": 0.1}),
     "fedsam": ("fedsam", {"lr": 0.1, "rho": 0.5}),
     "mimelite": ("mimelite", {"lr": 0.2, "beta": 0.6}),
     "mime": ("mime", {"lr": 0.2, "beta": 0.6}),
