@@ -26,12 +26,14 @@ CHOICES = {
     "rule": [
         *["weighted_mean"] * 8,
         *("mean", "median", "trimmed_mean", "krum", "multi_krum", "bulyan", "mda"),
-        *("geometric_median", "centered_clipping", "foolsgold", "meamed", "cge", ["nnm", "trimmed_mean"]),
+        *("geometric_median", [{"rule": "centered_clipping", "tau": 0.01}], "foolsgold", "meamed"),
+        *("cge", ["nnm", "trimmed_mean"]),
         ["bucketing", "median"],
     ],
     "attack": [
         *({"name": "sign_flipping"}, {"name": "sign_flipping", "of": "mean"}, {"name": "label_flipping"}),
-        *({"name": "alie"}, {"name": "ipm"}, {"name": "min_max"}, {"name": "opt_ipm"}, {"name": "time_coupled"}),
+        *({"name": "alie", "z": 1.0}, {"name": "ipm"}, {"name": "min_max"}, {"name": "opt_ipm"}),
+        {"name": "time_coupled", "z": 1.0},
         *({"name": "gaussian", "std": 0.1}, {"name": "free_rider", "what": "last"}, {"name": "mimic", "warmup": 2}),
         *[{"name": "nan"}] * 4,
     ],
@@ -105,7 +107,7 @@ def loss_on_test_samples(model, w):
     return F.cross_entropy(model(inputs), targets).item()
 
 
-ENGINES = {"serial": ({}, 16), "batched": ({}, 16), "processes": ({"processes": 2}, 4)}
+ENGINES = {"serial": ({}, 20), "batched": ({}, 16), "processes": ({"processes": 2}, 4)}
 
 
 @pytest.mark.filterwarnings("ignore")  # about settings without an effect
