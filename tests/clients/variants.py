@@ -10,7 +10,6 @@ VARIANTS = {
     "sgd": ("sgd", {}),
     "sgd with momentum": ("sgd", {"momentum": 0.9}),
     "sgd with weight decay": ("sgd", {"weight_decay": 0.1}),
-    "sgd with momentum and weight decay": ("sgd", {"momentum": 0.5, "weight_decay": 0.01}),
     "sgd with all": ("sgd", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "sgd with dampening": ("sgd", {"momentum": 0.5, "dampening": 0.3, "weight_decay": 0.1}),
     "dp_sgd": ("dp_sgd", {"momentum": 0.5, "weight_decay": 0.01}),
