@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from importlib import metadata
 
 from packaging.requirements import Requirement
 
+from fedsim.toml import tomllib
 from tests.commands import ROOT
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 ABSENT = """

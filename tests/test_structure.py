@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (  # from lowest to highest; a package may import itself and packages of lower floors
-    ("version",),
+    ("toml", "version"),
     ("errors",),
     ("hints",),
     ("system",),

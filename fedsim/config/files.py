@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,7 @@ from fedsim.errors import ExperimentError, cut, show
 from fedsim.hints.names import closest, did_you_mean
 from fedsim.system.files import decoded, is_file, read_bounded, user_path
 from fedsim.system.packages import import_extra
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from fedsim.toml import tomllib
 
 if TYPE_CHECKING:
     from fedsim.config.experiment import Experiment

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,11 +16,7 @@ from fedsim.core.registry import with_key
 from fedsim.errors import MAX_TEXT, ExperimentError, cut, show
 from fedsim.hints.meanings import meaning
 from fedsim.models.base import dimensions_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from fedsim.toml import tomllib
 
 Change = tuple[list[str], Any]  # parts of a dotted key, and the new value
 

@@ -6,16 +6,11 @@ import difflib
 import functools
 import json
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from fedsim.errors import show
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from fedsim.toml import tomllib
 
 SHORT = 4  # characters; shorter names are not completed
 CUTOFF = 0.75  # difflib ratio from which a name with the right first letter counts as a misspelling

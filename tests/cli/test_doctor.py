@@ -17,12 +17,8 @@ from fedsim.engines import engine
 from fedsim.errors import ExperimentError
 from fedsim.system import devices, limits
 from fedsim.system.packages import EXTRAS
+from fedsim.toml import tomllib
 from tests.commands import ROOT, start_python
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def test_the_report_fits_a_screen_and_says_what_each_engine_would_do(cli):

@@ -12,12 +12,8 @@ from typer.testing import CliRunner
 
 from fedsim.cli import commands
 from fedsim.cli.main import app
+from fedsim.toml import tomllib
 from tests.commands import ROOT, ended, start
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 TEMPLATE = ROOT / "project_template"
 README = (TEMPLATE / "README.md").read_text()

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 from fedsim.config import files
+from fedsim.toml import tomllib
 from tests.commands import ROOT
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 NAMES = [path.stem for path in sorted((ROOT / "experiments").glob("*.toml"))]
 

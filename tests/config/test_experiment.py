@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,7 @@ from fedsim.config.validation import warnings_about
 from fedsim.engines import engine
 from fedsim.errors import FedsimError
 from fedsim.runs.setup import check_run
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from fedsim.toml import tomllib
 
 
 def error_of(tables):

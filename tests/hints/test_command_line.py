@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from fedsim.toml import tomllib
 
 ALLOWED = "allowed: "
 QUICK = ["engine=serial", "model=logistic", "data=tests.components:tiny", "rounds=1"]
