@@ -1,4 +1,7 @@
-"""One round of federated averaging (FedAvg), as every process of a run executes it. Start reading the code here."""
+"""One round of federated averaging (FedAvg), as every process of a run executes it.
+
+`fedsim/reference.py` computes the same numbers in plain PyTorch.
+"""
 
 from __future__ import annotations
 
