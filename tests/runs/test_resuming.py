@@ -358,7 +358,7 @@ def test_another_engine_resumes_a_run_and_names_the_settings_that_it_does_not_us
     assert cli("run", *words, *pooled, "--out", "whole").exit_code == 0
     broken_off(tmp_path / "whole", tmp_path / "again", 2)
     resumed = cli("run", "--resume", "again", "engine=serial", "--allow-imports")
-    keys = ("max_restarts", "processes", "process_timeout")
+    keys = ("max_restarts", "process_timeout", "processes")
     unused = [f"warning: {key} has no effect with engine=serial; omit it" for key in keys]
     assert (resumed.exit_code, resumed.stderr.splitlines()) == (0, unused)
     assert_the_same(tmp_path / "again", tmp_path / "whole")
