@@ -65,22 +65,6 @@ def test_a_key_twice_is_refused(words):
     assert apply_words({"seed": [0, 1]}, ["seed=2"])[0] == {}
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("seed=0,", '"seed=0,": a value before or after a comma is missing'),
-        ("seed=0,,1", '"seed=0,,1": a value before or after a comma is missing'),
-        ("seed=0,1,0", "seed: 0 is repeated"),
-        ("=1,2", '"=1,2": expected key=value'),
-    ],
-)
-def test_a_wrong_word_raises_an_error_of_one_line(word, message):
-    with pytest.raises(ExperimentError) as caught:
-        split_words([word])
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_comparison_table_has_dotted_keys_or_nested_tables():
     dotted = axes_of_tables({"aggregate.rule": ["mean", "median"], "seed": [0, 1]})
     nested = axes_of_tables({"aggregate": {"rule": ["mean", "median"]}, "seed": [0, 1]})
