@@ -172,29 +172,6 @@ def test_columns_of_entries_join_neighbours_and_have_others():
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"algorithm": "fedper", "personal": ["4.*"]}, 'local.personal: no parameter matches "4.*"; '),
-        ({"algorithm": "fedper", "personal": ["2.wieght"]}, 'did you mean "2.weight"?'),
-        ({"algorithm": "fedper"}, 'local.personal: is required, such as personal = ["fc2.*"]'),
-        ({"algorithm": "fedper", "personal": []}, "use local.algorithm=sgd"),
-        ({"algorithm": "fedrep", "personal": ["*"]}, "use local.algorithm=local_only"),
-        ({"algorithm": "fedrep", **HEAD, "head_epochs": 1}, "must be less than local.epochs = 1, so that"),
-        ({"algorithm": "fedrep", **HEAD, "epochs": {"uniform": [2, 5]}, "head_epochs": 2}, "local.epochs = 2, so that"),
-        ({"algorithm": "fedrep", **HEAD, "steps": 5, "head_steps": 5}, "must be less than local.steps = 5"),
-        ({"algorithm": "fedrep", **HEAD, "epochs": 2, "head_steps": 5}, "use local.head_epochs"),
-        ({"algorithm": "fedbn"}, "has no normalisation layers"),
-    ],
-)
-def test_impossible_personal_parameters_are_an_error_in_one_line(changes, line, tables):
-    tables["local"] |= changes
-    with pytest.raises(fedsim.ExperimentError) as caught:
-        fedsim.run(tables)
-    assert line in str(caught.value)
-    assert len(caught.value.lines) == 1
-
-
-@pytest.mark.parametrize(
     "changes", [{"processors": ["sign"]}, {"aggregate": {"rule": "krum", "f": 0}}, {"server": "adam"}]
 )
 def test_settings_without_a_meaning_for_local_only_are_an_error(changes, tables):
