@@ -113,7 +113,7 @@ class AggregationStats:
         return replace(self, metrics=self.metrics.on_host(), sent=self.sent.on_host())
 
 
-class GradientRoundStats:
+class RoundTotals:
     """Collects the statistics of a round with several aggregations: of the gradients of every step, or of clusters.
 
     The coefficients of the round's `workers` workers are averaged over the steps. A worker counts as excluded if any

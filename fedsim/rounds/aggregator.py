@@ -1,12 +1,13 @@
 """Application of the aggregation rule to the updates of the workers.
 
-The engine `distributed` communicates as much as the rule needs, for n rows of d numbers on P ranks
+On one machine, `RuleByColumns` applies FedAvg and other rules by columns, and `RuleOnRows` all other rules. The engine
+`distributed` communicates as much as the rule needs, for n rows of d numbers on P ranks
 (`fedsim.engines.distributed.DistributedEngine` has the formulas):
 
     RowSums         rules that are a weighted mean: each rank sums its own rows, and the sums [d] are added over the
                     ranks
-    StreamedSums    the same rules, if the updates of all workers are large together: each rank sums its own rows after
-                    each wave of workers
+    StreamedSums    the same rules in a `WaveRound`, also on one machine: each process sums its own rows after each wave
+                    of workers
     RuleByColumns   rules by columns or by inner products: each rank receives its columns of all rows [n, d / P], and
                     inner products are summed over the ranks
     RuleOnRows      all other rules: rank 0 receives all rows and computes the result

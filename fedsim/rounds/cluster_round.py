@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedsim.errors import DivergedError
-from fedsim.records.round_stats import AggregationStats, GradientRoundStats
+from fedsim.records.round_stats import AggregationStats, RoundTotals
 from fedsim.rounds.cohorts import Cohorts, RoundPlan
 from fedsim.rounds.executor import Executor
 from fedsim.rounds.level import Level
@@ -28,7 +28,7 @@ class ClusterRound(ParameterRound):
         Raises DivergedError if all updates of all models are excluded.
         """
         clusters = self.group.of_all(self.shared.cohort.clusters, plan.context.slots).tolist()
-        of_round, finite, updates = GradientRoundStats(len(clusters), clusters), 0, self.level.aggregator.updates
+        of_round, finite, updates = RoundTotals(len(clusters), clusters), 0, self.level.aggregator.updates
         for context in plan.context.by_cluster(clusters):
             members = plan.mine[np.isin(plan.mine.workers, context.workers)]
             updates.begin(members.slots, self.shared.server.model(context.cluster)[0])

@@ -83,7 +83,7 @@ class Cohorts:
         """
         experiment, strategy = self._executor.task.experiment, self.draw.strategy
         is_useful = self._executor.task.device.type != "cpu" and not self._executor.group.divided
-        # Only a random choice, as privacy accounting assumes it, is known to be independent of the results.
+        # Only strategies that amplify privacy are known to choose at random, independently of the results.
         is_random = hasattr(experiment.sampling.registration.target, "amplifies")
         reads_results = "losses" in strategy.accepts or "now" in strategy.accepts
         if round == experiment.rounds or not is_useful or not is_random or reads_results:

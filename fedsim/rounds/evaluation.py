@@ -273,9 +273,9 @@ class WorkerTests:
         return self._sums(row, buffers, batches, ("losses", round, worker)).loss
 
     def load(self, member: WorkItem) -> None:
-        """Copy the global model to a worker's row: with several, that of least loss on the worker's training samples.
+        """Copy a global model to a worker's row.
 
-        Of models with equal losses, the first is taken.
+        If there are several, copy the first one with the least loss on the worker's training samples.
         """
         cohort, server, clusters = self._shared.cohort, self._shared.server, range(self._task.algorithm.clusters)
         local, losses = self._task.experiment.buffers == "local", [0.0]

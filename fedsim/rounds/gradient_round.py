@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedsim.records.round_stats import AggregationStats, GradientRoundStats, SentUpdates
+from fedsim.records.round_stats import AggregationStats, RoundTotals, SentUpdates
 from fedsim.rounds.cohorts import RoundPlan
 from fedsim.rounds.parameter_round import ParameterRound
 from fedsim.rounds.round_clock import Clock
@@ -30,7 +30,7 @@ class GradientRound(ParameterRound):
 
     def steps(self, plan: RoundPlan) -> AggregationStats:
         """Run all steps: compute gradients, aggregate them, and update the global model."""
-        of_round, trainer = GradientRoundStats(len(plan.work)), cast("Any", self.executor.trainer)
+        of_round, trainer = RoundTotals(len(plan.work)), cast("Any", self.executor.trainer)
         trainer.begin_gradient_round(plan.mine)
         for step, context in enumerate(self.contexts_of_steps(plan)):
             if trainer.averages:  # stores no per-worker gradients

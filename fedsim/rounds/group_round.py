@@ -17,7 +17,7 @@ import numpy as np
 from fedsim.processes.group import Group
 from fedsim.processes.process_context import ProcessContext
 from fedsim.records.record import RoundRecord
-from fedsim.records.round_stats import AggregationStats, GradientRoundStats, SentUpdates
+from fedsim.records.round_stats import AggregationStats, RoundTotals, SentUpdates
 from fedsim.rounds.cohorts import Cohorts, RoundPlan
 from fedsim.rounds.executor import Executor
 from fedsim.rounds.level import Level
@@ -88,7 +88,7 @@ class GroupRound(ParameterRound):
 
     def aggregate(self, plan: RoundPlan) -> AggregationStats:
         """Update the model of each group with the updates of its workers."""
-        of_round, sent = GradientRoundStats(len(plan.context.slots), [0]), SentUpdates()
+        of_round, sent = RoundTotals(len(plan.context.slots), [0]), SentUpdates()
         members = [part for _, part in self.groups_of(plan.mine)]
         for number, edge, context in self.groups_in(plan.context):
             edge.change_updates(context, members[number], sent)

@@ -20,7 +20,9 @@ from fedsim.training.weights import AggregationContext
 
 
 class Level:
-    """Server of a run. In a hierarchy, each group of workers has a level, and the top level is above the groups.
+    """Server of a run, with its aggregation rule and its attackers.
+
+    In a hierarchy, each group of workers has a level, and the top level is above the groups.
 
     Args:
         group: processes that compute together.
@@ -49,7 +51,7 @@ class Level:
         self.attack, self.check_reports = AttackStep(group, task, shared, self.aggregator), ReportCheck(task.experiment)
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
         attacks: list[UpdateStep] = [self.attack] if task.byzantine else []
-        # Attackers that need not compress see what the others send after compression.
+        # An attack that skips the processors comes after them, and reads the processed updates of honest workers.
         changes: list[UpdateStep] = [processing, *attacks] if task.attackers_skip_chain else [*attacks, processing]
         self.steps: list[UpdateStep] = [privacy.at_workers, *changes, privacy.as_received]
 

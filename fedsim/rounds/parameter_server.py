@@ -114,7 +114,7 @@ class ParameterServer:
         of_cluster = server.model(cluster)[0]
         sync, algorithm = task.sync_in(moment[0]), task.algorithm_at(*moment)
         correction = algorithm if isinstance(algorithm, UpdateCorrection) else None
-        hides_cohort = task.experiment.privacy.component.at_server  # its actual size would not be covered by epsilon
+        hides_cohort = task.experiment.privacy.component.at_server  # epsilon does not cover its actual size
         counted = task.experiment.expected_updates if hides_cohort else aggregate.workers
         row_state = {name: row for name, row in server.algorithm.items() if correction and len(row) == len(server.row)}
         for block, update in aggregate.parts:

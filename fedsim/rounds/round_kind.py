@@ -23,7 +23,7 @@ from fedsim.training.weights import AggregationContext
 
 
 class RoundKind(ABC):
-    """A kind of round. Its method `run` executes a round from the broadcast to the step of the server.
+    """A kind of round. Its method `run` trains a cohort and updates the global model.
 
     All processes call the same methods at the same time.
 

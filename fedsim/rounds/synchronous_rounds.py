@@ -61,7 +61,7 @@ class SynchronousRounds:
         self.clock, self.privacy = clock_of(self.task, self.shared), PrivateRounds(self.group, self.task, self.shared)
         self.cohorts, self.local_tests = Cohorts(executor, self.clock), LocalTests(executor)
         kinds = {sync: kind_of(self.task, sync) for sync in self.shared.server.states}
-        self.level = [kind.new_level(executor, self.privacy) for kind in kinds.values()][-1]
+        self.level = kinds[self.task.sync_in(self.task.experiment.rounds)].new_level(executor, self.privacy)
         self.kinds = {sync: kind(executor, self.cohorts, self.level) for sync, kind in kinds.items()}
 
     def run_round(self, round: int) -> Round | None:
@@ -94,7 +94,10 @@ class SynchronousRounds:
         return self.record(plan, stats, of_workers, samples.tolist(), train_loss) if group.computes else None
 
     def begin(self, round: int) -> RoundKind:
-        """Return the kind of `round`. If earlier rounds were of another kind, the server begins anew."""
+        """Return the kind of `round`. After rounds of gradients, the first round of parameters resets the server.
+
+        The global model is kept. The states of the rule, the attack and the server optimizer are reset.
+        """
         self.executor.timer, kind = PhaseTimer(), self.kind(round)
         if round > 1 and kind is not self.kind(round - 1):
             self.level.begin_with_parameters()

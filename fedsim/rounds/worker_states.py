@@ -151,7 +151,10 @@ class WorkerStates:
         self.save(members.workers.tolist(), rows, members.slots)
 
     def of_waves(self, parts: int) -> WorkerStates:
-        """Return an empty storage for the states of a round that has not ended, one of `parts` on this machine."""
+        """Return an empty storage for new states of the current round.
+
+        Its memory limit is that of this storage divided by `parts`, the number of processes that have such a storage.
+        """
         return WorkerStates(self.initial, self._limit and self._limit // parts, self._folder)
 
     def take_over(self, new: WorkerStates, cohort: Sequence[int], excluded: Collection[int]) -> None:

@@ -57,7 +57,7 @@ class SyncParticipant:
 
 
 class GradientRounds:
-    """Part of `RowTrainer` for rounds of synchronous SGD (see `Trainer.begin_gradient_round`)."""
+    """Base class of `RowTrainer`, with the rounds of synchronous SGD (see `Trainer.begin_gradient_round`)."""
 
     def __init__(self, process: ProcessContext, task: RunTask, shared: SharedState, batch_source: BatchSource) -> None:
         self._process, self._task, self._shared, self._batch_source = process, task, shared, batch_source

@@ -1,4 +1,4 @@
-"""Synchronous SGD with the rule `mean` on several ranks, like PyTorch's DistributedDataParallel.
+"""Synchronous SGD with a weighted mean on several ranks, like PyTorch's DistributedDataParallel.
 
 All workers of a rank share two flat vectors [d]. Their modules' parameters are views of the global parameters, and
 their gradients accumulate in one gradient vector, which the ranks average. Each worker's loss is multiplied by the

@@ -174,11 +174,11 @@ class CohortRows:
         train_loss: [cohort], mean training loss of each worker, float64, on the CPU.
         losses: [cohort], mean loss of the global model on each worker's samples before training, if the rule uses
             losses; float64, on the CPU.
-        unfit: [cohort], int64, on the CPU. Aggregations are counted from 1; this is the last one in which the worker's
-            update contained NaN or infinity, or 0.
+        unfit: [cohort], int64, on the CPU: number of the latest aggregation, from 1, in which the worker's update
+            contained NaN or infinity, or 0 if there is none.
         clusters: [cohort], int64, on the CPU: index of the global model that each worker has selected.
         workers: [cohort], IDs of all workers of the cohort, ascending.
-        weights: [cohort], weight 1 / (probability of being drawn) of each of these workers.
+        weights: [cohort], weight of each of these workers if weights are based on probabilities.
     """
 
     size: int

@@ -26,7 +26,7 @@ BATCH_DEPENDENT = "the model's operations depend on the size or the values of a 
 
 
 class FeatureTerm(NamedTuple):
-    """Loss term that compares a model's features with those of other models; see `ClientAlgorithm.feature_loss`.
+    """Loss term that compares a model's features with those of other models; see `FeatureLoss`.
 
     Attributes:
         points: flat parameter vectors of the other models: a list of tensors [k, d], each with one model per worker.

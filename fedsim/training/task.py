@@ -164,7 +164,10 @@ class RunTask:
         return self.experiment.gradient_hook is None or "parameters" in self.syncs
 
     def that_streams(self, d: int) -> RunTask:
-        """Return the task with updates of d numbers, which are added up if they are large together and sums suffice."""
+        """Return the task for models with d parameters.
+
+        It streams if the updates of a cohort are larger than `STORED_BYTES` and no setting needs single updates.
+        """
         row_bytes = d * self.dtype.itemsize
         large = self.experiment.largest_cohort * row_bytes > STORED_BYTES
         return replace(self, row_bytes=row_bytes, streams=large and self.experiment.stores_updates is None)

@@ -9,7 +9,7 @@ from fedsim.training.batches import WorkItem
 
 
 class Trainer(Protocol):
-    """Base class of trainers, which train the workers of one process.
+    """Interface of trainers, which train the workers of one process.
 
     A worker's row is the flat vector of its parameters or gradients. Results are written to the `SharedState`.
 

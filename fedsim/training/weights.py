@@ -40,9 +40,9 @@ class AggregationContext:
     cluster: int = 0
 
     def by_cluster(self, clusters: Sequence[int]) -> Iterator[AggregationContext]:
-        """Yield the aggregation of each global model: `clusters` has the index of each worker's model; empty for one.
+        """Yield the aggregation of each global model. `clusters` has the index of the model that each worker trains.
 
-        A model whose workers all have weight 0 is left out.
+        If `clusters` is empty, there is only one model. A model whose workers all have weight 0 is left out.
         """
         if not clusters:
             yield self
@@ -64,7 +64,7 @@ def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> Non
 
     Args:
         shared: tensors of the run, changed in place.
-        weights: 1 / (probability of being drawn) for each worker of the round, by worker ID.
+        weights: weight of each worker of the round, by worker ID (see `Cohort.weights`).
     """
     workers, n = sorted(weights), len(weights)
     shared.cohort.workers.fill_(torch.iinfo(torch.int64).max)
@@ -73,7 +73,7 @@ def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> Non
 
 
 def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tensor:
-    """Return the weight 1 / (probability of being drawn) of each of n `workers`, as a tensor [n]."""
+    """Return the weight of each of n `workers` that `set_cohort_weights` has stored, as a tensor [n]."""
     wanted = torch.tensor(workers)
     places = torch.searchsorted(shared.cohort.workers, wanted).clamp_(max=len(shared.cohort.workers) - 1)
     return torch.where(shared.cohort.workers[places] == wanted, shared.cohort.weights[places], 1.0)

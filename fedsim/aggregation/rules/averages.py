@@ -43,7 +43,8 @@ def weighted_mean(updates: Tensor, weights: Tensor, weight_total: float | None =
     """Return the weighted mean of the updates, sum_k p_k x_k, as in FedAvg (McMahan et al. 2017).
 
     p_k is the weight of update x_k divided by the sum of all weights. With `aggregate.weights =
-    "inverse_probability"`, the divisor is 1 instead, which gives the estimator of Horvitz and Thompson (1952).
+    "inverse_probability"`, the divisor is 1 instead, which gives the estimator of Horvitz and Thompson (1952). With
+    central differential privacy, the divisor is the expected number of updates.
 
     Args:
         updates: updates of the n workers, [n, d].
