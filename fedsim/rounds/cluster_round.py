@@ -6,18 +6,19 @@ import numpy as np
 
 from fedsim.errors import DivergedError
 from fedsim.records.round_stats import AggregationStats, RoundTotals
-from fedsim.rounds.cohorts import Cohorts, RoundPlan
-from fedsim.rounds.executor import Executor
-from fedsim.rounds.level import Level
+from fedsim.rounds.cohorts import RoundPlan
 from fedsim.rounds.parameter_round import ParameterRound
 
 
 class ClusterRound(ParameterRound):
     """Round in which each global model is updated by the workers that have selected it (Ghosh et al. 2020)."""
 
-    def __init__(self, executor: Executor, cohorts: Cohorts, level: Level) -> None:
-        super().__init__(executor, cohorts, level)
-        self.training.first.insert(0, select_models)
+    def pull_down(self, plan: RoundPlan) -> None:
+        """Load the workers' own states. Each worker then copies the model with the least loss on its samples."""
+        self.executor.load_states(plan.context.workers, plan.mine)
+        for member in plan.mine:
+            with self.executor.process.working_on(member.worker, plan.round):
+                self.executor.worker_tests.load(member)
 
     def begin_updates(self, plan: RoundPlan) -> None:
         """Do nothing, because the method `aggregate` begins the updates of each global model."""
@@ -46,10 +47,3 @@ class ClusterRound(ParameterRound):
     def combine_buffers(self, plan: RoundPlan, stats: AggregationStats) -> None:
         for context in plan.context.by_cluster(stats.clusters):
             self.level.aggregator.combine_buffers(context, stats.excluded)
-
-
-def select_models(executor: Executor, plan: RoundPlan) -> None:
-    """Let each worker copy the global model with the least loss on its training samples."""
-    for member in plan.mine:
-        with executor.process.working_on(member.worker, plan.round):
-            executor.worker_tests.load(member)

@@ -103,7 +103,7 @@ class GroupRound(ParameterRound):
             of_round.add(context.slots, stats)
         return replace(of_round.total(), sent=sent, clusters=[])
 
-    def after_aggregation(self, plan: RoundPlan, stats: AggregationStats) -> AggregationStats:
+    def aggregate_at_top(self, plan: RoundPlan, stats: AggregationStats) -> AggregationStats:
         """Aggregate the models of the groups into the global model, if the round is a multiple of `group_rounds`.
 
         Groups that have received no update since the last time are left out. The numbers that the rule records have the

@@ -16,7 +16,8 @@ from fedsim.training.weights import AggregationContext
 class ParameterRound(RoundKind):
     """Round in which workers train the global model, and the server aggregates their updates (McMahan et al. 2017).
 
-    The other kinds of rounds override the methods in which they differ.
+    `SynchronousRounds.run_round` draws the cohort before `run`. After `run`, it averages the buffers, stores the states
+    of the workers, and tests the global model. The other kinds of rounds override the methods in which they differ.
     """
 
     def run(self, plan: RoundPlan) -> AggregationStats:

@@ -55,8 +55,8 @@ class RoundKind(ABC):
         """Raise ExperimentError if the rule cannot aggregate the updates of the cohort."""
         self.level.check_reports(plan.round, plan.cohort)
 
-    def after_aggregation(self, plan: RoundPlan, stats: AggregationStats) -> AggregationStats:
-        """Do what follows the aggregation, also in a round without a cohort. Return the statistics of the round."""
+    def aggregate_at_top(self, plan: RoundPlan, stats: AggregationStats) -> AggregationStats:
+        """Aggregate at the top level of a hierarchy, also in a round without a cohort. Return all statistics."""
         return stats
 
     def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:

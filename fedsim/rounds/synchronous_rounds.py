@@ -76,7 +76,7 @@ class SynchronousRounds:
         if not plan.cohort.workers:
             return self.skip_round(plan, kind)
         kind.check(plan)
-        stats = kind.after_aggregation(plan, kind.run(plan))
+        stats = kind.aggregate_at_top(plan, kind.run(plan))
         stats = self.of_all_processes(stats)  # also a barrier: all processes have written the buffers
         kind.combine_buffers(plan, stats)
         group.barrier()
@@ -117,7 +117,7 @@ class SynchronousRounds:
         if (noise := self.privacy.finish(round)) is not None:  # nobody must learn that the cohort was empty
             kind.server.step(kind.server.nothing().plus(noise), (round,))
             self.group.barrier()
-        stats = kind.after_aggregation(plan, AggregationStats())
+        stats = kind.aggregate_at_top(plan, AggregationStats())
         with self.executor.phase("test"):
             self.executor.test(round)
             self.group.barrier()

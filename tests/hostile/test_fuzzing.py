@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 import fedsim
-from fedsim.asynchronous.policies import delays
+from fedsim import delays
 from fedsim.asynchronous.race.log import read_log
 from fedsim.cli.rule_replay import load_round, replay, replay_json, replay_table
 from fedsim.comparison import plan_comparison
