@@ -40,7 +40,7 @@ def run(experiment: Experiment) -> Iterator[tuple[Tensor, float, list[int]]]:
     True
     """
     if experiment.local.algorithm != "sgd" or experiment.server.name not in ("sgd", "momentum", "adam"):
-        raise ExperimentError("experiment: must have local.algorithm=sgd, and server=sgd, momentum or adam")
+        raise ExperimentError("experiment: must have local.algorithm=sgd and server=sgd, momentum or adam")
     seed, workers, partition = experiment.seed, experiment.workers, experiment.partition
     name, root, params = experiment.data.source(partition)
     train = load_dataset(name, root, **params)[0].to(torch.device("cpu"), torch.float64)
@@ -127,7 +127,7 @@ def aggregate(experiment: Experiment, inputs: Any) -> AggregationResult:
 
 
 def server_step(experiment: Experiment, w: Tensor, update: Tensor, state: dict) -> Tensor:
-    """Return the global model after a step of the server optimizer along the aggregated update. Changes `state`."""
+    """Return the global model after one step of the server optimizer. Updates `state` in place."""
     name, server = experiment.server.name, experiment.server.component
     if name == "sgd":
         return w + server.lr * update

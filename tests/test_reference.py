@@ -48,7 +48,7 @@ CHOICES = {
 
 @dataclass
 class Drawn:
-    """Small experiment, and what the reference computes in it.
+    """Randomly drawn experiment with the results of the reference.
 
     Attributes:
         tables: settings of the experiment.

@@ -181,7 +181,7 @@ def code_lines(path: Path) -> int:
 
 @cache
 def lines_with_code(path: Path) -> set[int]:
-    """Return the numbers of the lines with code: not blank, not only a comment, and not in a docstring."""
+    """Return the numbers of the lines with code, without blank lines, comments and docstrings."""
     layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     with path.open("rb") as file:
         tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in (*layout, tokenize.ENCODING)]

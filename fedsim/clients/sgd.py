@@ -68,7 +68,7 @@ class SGDSteps(ClientAlgorithm):
 
 @dataclass(frozen=True)
 class LocalSGD(SGDSteps):
-    """Base class of client algorithms that have the parameters of SGD with momentum."""
+    """Base class of client algorithms with the parameters of SGD with momentum."""
 
     lr: NonNegativeFloat = 0.05
     momentum: FractionBelowOne = 0.0

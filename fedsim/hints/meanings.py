@@ -89,7 +89,7 @@ def _listed(allowed: Iterable[str]) -> str:
 
 
 def meaning(name: str, value: Any = None) -> str:
-    """Return the hint for a dotted name that is not a key at its place, or "" if nothing is known about it."""
+    """Return the hint for a dotted name that is not a key of an experiment, or "" if there is no hint."""
     place, _, last = normalized(name).rpartition(".")
     if isinstance(value, Mapping):
         inner = (meaning(name if key == "name" else f"{name}.{key}", item) for key, item in value.items())

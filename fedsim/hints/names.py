@@ -54,7 +54,7 @@ def named(name: str, components: Iterable[str]) -> list[str]:
 
 
 def is_kind(name: str) -> bool:
-    """Whether a name ends with a kind of component, such as `rule` and `partition_strategy`."""
+    """Whether a name ends with the name of a component registry, such as `rule` or `partition_strategy`."""
     return normalized(name).rpartition("_")[2] in synonyms("kinds")
 
 

@@ -148,7 +148,7 @@ class GroupRound(ParameterRound):
         return stats
 
     def combine_buffers(self, plan: RoundPlan, stats: AggregationStats) -> None:
-        """Do nothing, because each group has averaged the buffers of its workers."""
+        """Do nothing. `aggregate` has averaged the buffers in each group."""
 
     def complete(self, record: RoundRecord) -> RoundRecord:
         begins = (record.round - 1) % self.task.experiment.group_rounds == 0

@@ -194,9 +194,9 @@ def _stops_by_global_model(experiment: Experiment) -> bool:
 
 
 class _WithoutNormalNumbers(TorchFunctionMode):
-    """Leaves tensors as they are, instead of filling them with normal numbers.
+    """Mode in which functions such as `torch.nn.init.normal_` do not change their tensor.
 
-    On the device "meta", drawing such numbers imports `torch._dynamo`, which takes longer than importing PyTorch.
+    On the device "meta", drawing normal numbers imports `torch._dynamo`, which takes longer than importing PyTorch.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

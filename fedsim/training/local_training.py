@@ -88,7 +88,7 @@ class BatchGradients:
 
 
 class LocalOptimizer:
-    """The client algorithm as the optimizer of one worker's model in one round.
+    """Optimizer of one worker's model in one round, which takes the steps of the client algorithm.
 
     Attributes:
         clip_norm: maximum norm of a gradient, or None.

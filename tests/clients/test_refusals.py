@@ -1,4 +1,4 @@
-"""Classes and functions that cannot be a client algorithm or a schedule give a one-line error."""
+"""Classes and functions that are not valid client algorithms or schedules raise a one-line error."""
 
 from __future__ import annotations
 
