@@ -17,10 +17,10 @@ from torch import Tensor
 from fedsim.config.engines import EngineTraits
 from fedsim.core.registry import Registration, Registry
 from fedsim.errors import ExperimentError, FedsimError, ProcessLostError, WorkerError, one_line, show
-from fedsim.processes.group import Group, new_mailbox
 from fedsim.processes.process_context import ProcessContext
 from fedsim.processes.process_pool import ProcessPool
 from fedsim.processes.shared_memory import share
+from fedsim.processes.team import Team, new_mailbox
 from fedsim.rounds.executor import Executor, MakeTrainer
 from fedsim.rounds.synchronous_rounds import SynchronousRounds
 from fedsim.rounds.worker_states import WorkerStates
@@ -104,11 +104,11 @@ class Engine:
         """
         return RowTrainer, {}
 
-    def new_group(self, task: RunTask) -> Group:
+    def new_team(self, task: RunTask) -> Team:
         """Return the processes that compute a task together with this process, if there is no pool."""
-        return Group(ProcessContext.alone(), task.device)
+        return Team(ProcessContext.alone(), task.device)
 
-    def new_states(self, task: RunTask, group: Group) -> WorkerStates:
+    def new_states(self, task: RunTask, team: Team) -> WorkerStates:
         """Return the storage of what workers keep between rounds, if there is no pool."""
         return WorkerStates.of(task, self.shared)
 
@@ -146,9 +146,9 @@ class Engine:
             self._begin_in_pool(task, shared, make_trainer)
             return
         self.shared = shared
-        group = self.new_group(task)
-        self.states, self._began = self.new_states(task, group), True
-        self._state = _new_state(group, task, shared, make_trainer, self.states)
+        team = self.new_team(task)
+        self.states, self._began = self.new_states(task, team), True
+        self._state = _new_state(team, task, shared, make_trainer, self.states)
 
     def _begin_in_pool(self, task: RunTask, shared: SharedState, make_trainer: MakeTrainer) -> None:
         """Begin a task in the processes of the pool, and move all tensors of the run to memory that they share."""
@@ -195,7 +195,7 @@ class Engine:
         except FedsimError:
             raise
         except Exception as error:
-            raise WorkerError(f"{executor.group.describe_failure()}: {format_failure(error)}") from error
+            raise WorkerError(f"{executor.team.describe_failure()}: {format_failure(error)}") from error
 
     def _call(self, function: Callable[..., T], *arguments: object) -> list[T]:
         """Call `function` in every process of the pool, and return one result per process."""
@@ -288,9 +288,9 @@ class EngineRegistry(Registry):
         return super()._registration(name, target)
 
 
-def _new_state(group: Group, task: RunTask, *arguments: Any) -> dict[str, Any]:
+def _new_state(team: Team, task: RunTask, *arguments: Any) -> dict[str, Any]:
     """Return the executor of a process, and the rounds of a synchronous run, whose methods `Engine.run` calls."""
-    executor = Executor(group, task, *arguments)
+    executor = Executor(team, task, *arguments)
     rounds = {"rounds": SynchronousRounds(executor)} if task.experiment.in_rounds else {}
     return {"executor": executor, **rounds}
 
@@ -309,7 +309,7 @@ def _make_executor(process: ProcessContext, mailbox: Tensor, task: RunTask, *arg
         torch.get_device_module(task.device).set_device(task.device)
     settings = process.state["settings"] = contextlib.ExitStack()
     settings.enter_context(run_settings(task.experiment.threads_per_process))
-    process.state |= _new_state(Group(process, task.device, mailbox), task, *arguments)
+    process.state |= _new_state(Team(process, task.device, mailbox), task, *arguments)
 
 
 def _run(

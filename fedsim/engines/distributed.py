@@ -16,9 +16,9 @@ from fedsim.engines.base import Engine
 from fedsim.engines.preflight import Preflight
 from fedsim.engines.ranks import Ranks, RankWorkerStates
 from fedsim.errors import FedsimError, FedsimWarning, WorkerError, first_line
-from fedsim.processes.group import Group
 from fedsim.processes.process_group import RankGroup
 from fedsim.processes.rendezvous import RankInfo
+from fedsim.processes.team import Team
 from fedsim.rounds.executor import MakeTrainer
 from fedsim.rounds.synchronous_rounds import SynchronousRounds
 from fedsim.rounds.worker_states import WorkerStates, initial_worker_state
@@ -96,13 +96,13 @@ class DistributedEngine(Engine):
     def processes(self) -> int:
         return self._group.count
 
-    def new_group(self, task: RunTask) -> Ranks:
+    def new_team(self, task: RunTask) -> Ranks:
         return Ranks(self._group, task, self.shared)
 
-    def new_states(self, task: RunTask, group: Group) -> WorkerStates:
-        assert isinstance(group, Ranks)
+    def new_states(self, task: RunTask, team: Team) -> WorkerStates:
+        assert isinstance(team, Ranks)
         initial, limit = initial_worker_state(task, self.shared), task.worker_state_memory
-        return RankWorkerStates(initial, group, self._group, limit, task.scratch_folder)
+        return RankWorkerStates(initial, team, self._group, limit, task.scratch_folder)
 
     def allocate(self, task: RunTask, *data: Any) -> SharedState:
         return SharedState.allocate(task, *data, ranks=self._group.count)
@@ -155,5 +155,5 @@ def _report_error(error: BaseException, group: RankGroup, preflight: Preflight) 
 
 def _gathered_rows(rounds: SynchronousRounds, cohort: Sequence[int]) -> tuple[Tensor, Tensor] | None:
     rows = rounds.level.aggregator.updates.gathered(range(len(cohort)))
-    losses = rounds.group.of_all(rounds.shared.cohort.losses, range(len(cohort)))
-    return (rows, losses) if rounds.group.index == 0 else None
+    losses = rounds.team.of_all(rounds.shared.cohort.losses, range(len(cohort)))
+    return (rows, losses) if rounds.team.index == 0 else None

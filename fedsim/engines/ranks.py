@@ -1,4 +1,4 @@
-"""Group of ranks. Each rank stores the rows of the workers that it trains, and a part of the optimizer state."""
+"""Team of ranks. Each rank stores the rows of the workers that it trains, and a part of the optimizer state."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch import Tensor
 from fedsim.clients import State
 from fedsim.core.rows import ALIGNMENT, new_rows
 from fedsim.errors import ExperimentError, FedsimWarning, show
-from fedsim.processes.group import Group, balance_load, divide_into_stacks, in_stacks, rows_at
 from fedsim.processes.process_context import ProcessContext
 from fedsim.processes.process_group import RankGroup
+from fedsim.processes.team import Team, balance_load, divide_into_stacks, in_stacks, rows_at
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.training.batches import WorkItems
 from fedsim.training.shared_state import SharedState
@@ -28,8 +28,8 @@ from fedsim.training.task import RunTask
 T = TypeVar("T")
 
 
-class Ranks(Group):
-    """Group of ranks (processes without shared memory); see `Group` for the methods.
+class Ranks(Team):
+    """Team of ranks (processes without shared memory); see `Team` for the methods.
 
     Each rank stores only the updates of the workers that it trains, and the optimizer state for a part of the global
     parameters.
@@ -148,7 +148,7 @@ class Ranks(Group):
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[list[Any]]:
-        """Return a context for work that only rank 0 does. Its results are sent to all ranks; see `Group`."""
+        """Return a context for work that only rank 0 does. Its results are sent to all ranks; see `Team`."""
         told: list[Any] = []
         error = None
         try:
@@ -225,7 +225,7 @@ class RankWorkerStates(WorkerStates):
 
     Args:
         initial: state of a worker before its first round: a flat tensor for each name.
-        group: group of ranks, which assigns the workers to the ranks that train them.
+        team: all ranks; it assigns the workers to the ranks that train them.
         ranks: connection to the other ranks.
         limit: maximum bytes of all states in this rank's memory; None for no limit. Above it, states are stored in
             files.
@@ -233,13 +233,13 @@ class RankWorkerStates(WorkerStates):
     """
 
     def __init__(
-        self, initial: State, group: Ranks, ranks: RankGroup, limit: int | None = None, folder: str | None = None
+        self, initial: State, team: Ranks, ranks: RankGroup, limit: int | None = None, folder: str | None = None
     ) -> None:
         super().__init__(initial, limit, folder)
-        self._group, self._ranks = group, ranks
+        self._team, self._ranks = team, ranks
 
     def of_waves(self, parts: int) -> WorkerStates:
-        return RankWorkerStates(self.initial, self._group, self._ranks, self._limit, self._folder)
+        return RankWorkerStates(self.initial, self._team, self._ranks, self._limit, self._folder)
 
     def load_cohort(self, cohort: Sequence[int], mine: WorkItems, rows: State) -> None:
         trained, owned = self._exchanged(cohort, range(len(cohort)))
@@ -251,14 +251,14 @@ class RankWorkerStates(WorkerStates):
             sizes = [len(slots) * len(initial) for slots in trained]
             received = self._ranks.exchange([part[name] for part in loaded], sizes)
             for slots, values in zip(trained, received, strict=True):
-                rows[name][self._group.rows_of(slots)] = values.view(-1, len(initial))
+                rows[name][self._team.rows_of(slots)] = values.view(-1, len(initial))
 
     def save_cohort(self, cohort: Sequence[int], mine: WorkItems, excluded: Collection[int], rows: State) -> None:
         slots = [slot for slot, worker in enumerate(cohort) if worker not in excluded]
         trained, owned = self._exchanged(cohort, slots)
         self.add([cohort[slot] for slots in owned for slot in slots])
         for name, initial in self.initial.items():
-            parts = [rows[name][self._group.rows_of(slots)] for slots in trained]
+            parts = [rows[name][self._team.rows_of(slots)] for slots in trained]
             received = self._ranks.exchange(parts, [len(slots) * len(initial) for slots in owned])
             index = [self._places[cohort[slot]] for slots in owned for slot in slots]
             self.rows[name][index] = torch.cat(received).view(-1, len(initial)).to(self.rows[name].device)
@@ -299,6 +299,6 @@ class RankWorkerStates(WorkerStates):
         Workers are given by their positions in the cohort.
         """
         index, count = self._ranks.index, self._ranks.count
-        held = self._group.by_rank(slots)
+        held = self._team.by_rank(slots)
         trained = [[slot for slot in held[index] if cohort[slot] % count == owner] for owner in range(count)]
         return trained, [[slot for slot in theirs if cohort[slot] % count == index] for theirs in held]

@@ -1,4 +1,4 @@
-"""Context of one process in a pool: its index in the group, its heartbeats and the barrier.
+"""Context of one process in a pool: its index in the team, its heartbeats and the barrier.
 
 The lock of a `multiprocessing.Barrier` is never released if its owner is killed, and the other processes then hang
 beyond their timeout. The barrier of this module uses no locks between processes. Each process has its own counters in
@@ -44,7 +44,7 @@ class AbortedError(RuntimeError):
 
 
 class HeartbeatTable:
-    """Table in shared memory that shows what each process of a group is doing, and whether it is alive.
+    """Table in shared memory that shows what each process of a team is doing, and whether it is alive.
 
     Args:
         count: number of processes.
@@ -133,7 +133,7 @@ class HeartbeatTimeout:
     Time in which this program is suspended does not count.
 
     Args:
-        table: heartbeats of the group.
+        table: heartbeats of the team.
         index: process to observe.
         timeout: maximum number of seconds without a heartbeat.
     """
@@ -152,7 +152,7 @@ class HeartbeatTimeout:
 
 
 class Barrier:
-    """Barrier at which process `index` waits for the other processes of its group.
+    """Barrier at which process `index` waits for the other processes of its team.
 
     What a process wrote to shared memory before the barrier is visible to all processes after it.
     """
@@ -164,7 +164,7 @@ class Barrier:
         self._fence_lock = threading.Lock()
 
     def wait(self) -> None:
-        """Wait until all processes of the group have called this method.
+        """Wait until all processes of the team have called this method.
 
         Raises AbortedError if another process has died or hangs.
         """
@@ -196,13 +196,13 @@ class Barrier:
 
 @dataclass
 class ProcessContext:
-    """Connection of one process to the other processes of its group.
+    """Connection of one process to the other processes of its team.
 
     Attributes:
-        monitored: heartbeat table of a process that has no group but is monitored by its parent; None otherwise.
-        index, count: index of the process, and number of processes in the group.
-        table: heartbeats of the group.
-        barrier: barrier of the group.
+        monitored: heartbeat table of a process that has no team but is monitored by its parent; None otherwise.
+        index, count: index of the process, and number of processes in the team.
+        table: heartbeats of the team.
+        barrier: barrier of the team.
         send: function that sends a picklable object to the parent during a call; see `ProcessPool.begin`.
         state: values, by name, that one call stores for later calls.
     """
@@ -219,7 +219,7 @@ class ProcessContext:
 
     @classmethod
     def alone(cls) -> ProcessContext:
-        """Return the context of a process without a group."""
+        """Return the context of a process without a team."""
         table = cls.monitored or HeartbeatTable(1, shared=False)
         table.write(0, WORKER, NO_WORKER)
         return cls(0, table)

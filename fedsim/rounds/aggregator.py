@@ -29,7 +29,7 @@ from fedsim.aggregation import AggregationInputs, Pipeline
 from fedsim.aggregation.numerics.columns import Reduce, bad_rows, combine, keep_own
 from fedsim.clients import State
 from fedsim.errors import ExperimentError
-from fedsim.processes.group import Group, rows_at
+from fedsim.processes.team import Team, rows_at
 from fedsim.records.round_stats import AggregationStats
 from fedsim.rounds.parameter_server import AggregatedUpdate, ParameterServer, moved
 from fedsim.rounds.updates import CohortUpdates
@@ -80,7 +80,7 @@ class Aggregator(ABC):
     Each process has one aggregator. All processes must call each method at the same time.
 
     Args:
-        group: processes that compute together.
+        team: processes that compute together.
         task: run to compute.
         shared: tensors of the run.
         server: parameter server, which stores the previous aggregated update and applies the next one.
@@ -91,20 +91,20 @@ class Aggregator(ABC):
         state: state of the rule, which it returned in the previous aggregation.
     """
 
-    def __init__(self, group: Group, task: RunTask, shared: SharedState, server: ParameterServer) -> None:
-        self.group, self.task, self.shared, self.server = group, task, shared, server
-        self.rule, self.updates = task.experiment.rule, CohortUpdates(group, task, shared)
+    def __init__(self, team: Team, task: RunTask, shared: SharedState, server: ParameterServer) -> None:
+        self.team, self.task, self.shared, self.server = team, task, shared, server
+        self.rule, self.updates = task.experiment.rule, CohortUpdates(team, task, shared)
         self.state: dict[str, Tensor] = {}
         self._shares_by_weights = lru_cache(1)(partial(linear_shares, task))  # shares rarely change between steps
 
     @staticmethod
-    def of(group: Group, task: RunTask, shared: SharedState, server: ParameterServer) -> Aggregator:
+    def of(team: Team, task: RunTask, shared: SharedState, server: ParameterServer) -> Aggregator:
         """Return the aggregator for the rule of a run that stores the updates of a whole cohort."""
-        rule, divided = task.experiment.rule, group.divided
+        rule, divided = task.experiment.rule, team.divided
         if rule.linear_by_weights and divided:
-            return RowSums(group, task, shared, server)
+            return RowSums(team, task, shared, server)
         by_columns = rule.columnwise or (rule.by_parts and divided)
-        return (RuleByColumns if by_columns else RuleOnRows)(group, task, shared, server)
+        return (RuleByColumns if by_columns else RuleOnRows)(team, task, shared, server)
 
     @abstractmethod
     def aggregate(self, context: AggregationContext) -> tuple[AggregatedUpdate, AggregationStats]:
@@ -167,11 +167,11 @@ class Aggregator(ABC):
 
     def sums_of_messages(self, slots: Sequence[int]) -> State:
         """Return the sum over workers of each message, by name. `slots` are the workers' positions in the cohort."""
-        return {name: self.group.sum_of(rows, slots) for name, rows in self.shared.cohort.messages.items()}
+        return {name: self.team.sum_of(rows, slots) for name, rows in self.shared.cohort.messages.items()}
 
     def train_losses(self, context: AggregationContext) -> Tensor:
         """Return the mean training loss of each worker in `context`, float64 [n]."""
-        return self.group.of_all(self.shared.cohort.train_loss, context.slots)
+        return self.team.of_all(self.shared.cohort.train_loss, context.slots)
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
         """Set the global model's buffers to the weighted mean of the workers' buffers, without `excluded` workers."""
@@ -185,8 +185,8 @@ class RuleOnRows(Aggregator):
         self.updates.read_losses(context)
         bad, parts = self.updates.nonfinite(context), list[tuple[slice, Tensor]]()
         n, rows = len(context.slots) - len(bad), self.updates.gathered(context.slots)
-        with self.group.at_first() as results:
-            if self.group.index == 0:
+        with self.team.at_first() as results:
+            if self.team.index == 0:
                 inputs, outcome, are_finite = self.inputs(context, rows), None, False
                 if self.updates.rule_checks:
                     outcome, are_finite = self.rule.without_check(inputs)
@@ -198,8 +198,8 @@ class RuleOnRows(Aggregator):
                 self.require_finite(context, outcome.update)
                 self.state, parts = outcome.state, [(slice(0, len(outcome.update)), outcome.update)]
                 stats = _stats(context, bad, outcome.shares, inputs)
-                results.append(stats.on_host() if self.group.divided else stats)
-        return AggregatedUpdate(self.group.divide(parts), n), results[0] if results else AggregationStats()
+                results.append(stats.on_host() if self.team.divided else stats)
+        return AggregatedUpdate(self.team.divide(parts), n), results[0] if results else AggregationStats()
 
 
 class RuleByColumns(Aggregator):
@@ -208,8 +208,8 @@ class RuleByColumns(Aggregator):
     def aggregate(self, context: AggregationContext) -> tuple[AggregatedUpdate, AggregationStats]:
         self.updates.read_losses(context)
         bad, start = self.updates.nonfinite(context), self.server.columns.start
-        rows = self.group.columns_of(self.shared.cohort.rows, context.slots)
-        inputs = self.screened(context, bad, rows, self.group.reduce)
+        rows = self.team.columns_of(self.shared.cohort.rows, context.slots)
+        inputs = self.screened(context, bad, rows, self.team.reduce)
         if self.rule.columnwise:
             lazy, shares = inputs.rows(), self.shares(context, inputs, bad)
             parts = [
@@ -242,16 +242,16 @@ class RowSums(Aggregator):
         if optimizer_state:
             bad = self.updates.nonfinite(context)
             stats, total = self._sum_own_rows(context, bad)
-            parts = [(self.server.columns, self.group.sum_columns(total))]
+            parts = [(self.server.columns, self.team.sum_columns(total))]
             return AggregatedUpdate(parts, len(context.slots) - len(bad)), stats
         bad = []
         stats, total = self._sum_own_rows(context, bad)
         if self.updates.any_here_is_nonfinite(context):
             total.fill_(math.nan)
-        self.group.reduce(total)
+        self.team.reduce(total)
         if self.updates.checks_now and not math.isfinite(total.sum()) and (bad := self.updates.nonfinite(context)):
             stats, total = self._sum_own_rows(context, bad)
-            self.group.reduce(total)
+            self.team.reduce(total)
         return AggregatedUpdate([(slice(0, len(total)), total)], len(context.slots) - len(bad), complete=True), stats
 
     def _sum_own_rows(self, context: AggregationContext, bad: list[int]) -> tuple[AggregationStats, Tensor]:
@@ -263,7 +263,7 @@ class RowSums(Aggregator):
         """
         stats = self.linear(context, bad)
         assert stats.shares is not None
-        places, rows = self.group.here(context.slots)
+        places, rows = self.team.here(context.slots)
         shares = torch.tensor([stats.shares[place] for place in places], dtype=torch.double)
         return stats, combine(shares, rows_at(self.shared.cohort.rows, rows))
 
@@ -280,7 +280,7 @@ class StreamedSums(Aggregator):
         shared, row = self.shared, self.shared.server.row
         self._coefficients, self._bad = torch.tensor(self.linear(context, []).shares, dtype=torch.double), list[int]()
         self._losses = torch.zeros(len(context.slots), dtype=torch.double)
-        blocks = [slice(0, len(row))] if self.group.divided else self.server.blocks
+        blocks = [slice(0, len(row))] if self.team.divided else self.server.blocks
         self._sums = [(block, torch.zeros_like(row[block])) for block in blocks]
         self._messages = {name: rows.new_zeros(rows.shape[1]) for name, rows in shared.cohort.messages.items()}
         self._buffers = torch.zeros_like(shared.server.buffers)
@@ -299,14 +299,14 @@ class StreamedSums(Aggregator):
         self._losses[places] = super().train_losses(context)
         self._bad += places[bad].tolist()
         coefficients[bad] = 0
-        here, rows = (np.array(numbers, dtype=np.int64) for numbers in self.group.here(context.slots))
+        here, rows = (np.array(numbers, dtype=np.int64) for numbers in self.team.here(context.slots))
         for stack in np.unique(stacks[here]):
             of_stack = stacks[here] == stack
             updates = rows_at(cohort.rows, rows[of_stack])
             for block, total in self._sums:
                 total += combine(coefficients[here[of_stack]], updates[:, block])
             is_added = of_stack & ~np.isin(here, bad)
-            if self.group.computes:
+            if self.team.computes:
                 for name, messages in cohort.messages.items():
                     self._messages[name] += rows_at(messages, rows[is_added]).sum(0)
                 self._add_buffers(context, here[is_added], rows[is_added])
@@ -331,20 +331,20 @@ class StreamedSums(Aggregator):
             for _, total in self._sums:
                 total *= float(after[place] / before[place])
         parts, self._sums = self._sums, []
-        if self.group.divided:
-            parts = [(self.server.columns, self.group.sum_columns(parts[0][1]))]
+        if self.team.divided:
+            parts = [(self.server.columns, self.team.sum_columns(parts[0][1]))]
         return AggregatedUpdate(parts, len(context.slots) - len(bad)), stats
 
     def sums_of_messages(self, slots: Sequence[int]) -> State:
-        return {name: self.group.reduce(total) for name, total in self._messages.items()}
+        return {name: self.team.reduce(total) for name, total in self._messages.items()}
 
     def train_losses(self, context: AggregationContext) -> Tensor:
         return self._losses
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
-        if not self.group.computes or not len(self._buffers) or self.task.experiment.buffers == "frozen":
+        if not self.team.computes or not len(self._buffers) or self.task.experiment.buffers == "frozen":
             return
-        total, weight = self.group.reduce(self._buffers), self.group.reduce(self._weight)
+        total, weight = self.team.reduce(self._buffers), self.team.reduce(self._weight)
         if weight > 0:
             self.shared.server.buffers.copy_(total / weight)
 

@@ -28,12 +28,12 @@ class ClusterRound(ParameterRound):
 
         Raises DivergedError if all updates of all models are excluded.
         """
-        clusters = self.group.of_all(self.shared.cohort.clusters, plan.context.slots).tolist()
+        clusters = self.team.of_all(self.shared.cohort.clusters, plan.context.slots).tolist()
         of_round, finite, updates = RoundTotals(len(clusters), clusters), 0, self.level.aggregator.updates
         for context in plan.context.by_cluster(clusters):
             members = plan.mine[np.isin(plan.mine.workers, context.workers)]
             updates.begin(members.slots, self.shared.server.model(context.cluster)[0])
-            self.group.barrier()
+            self.team.barrier()
             sent = self.level.change_updates(context, members)
             n, bad = len(context.slots), len(updates.nonfinite(context))
             excluded = self.task.experiment.nonfinite == "exclude" and bad == n

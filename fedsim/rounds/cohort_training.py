@@ -41,16 +41,16 @@ class CohortTraining:
 
 def compute_full_gradients(executor: Executor, plan: RoundPlan) -> None:
     """Compute the gradient of each worker's samples. Some client algorithms then receive the mean of the cohort."""
-    group, shared, algorithm = executor.group, executor.shared, executor.task.algorithm_at(plan.round)
+    team, shared, algorithm = executor.team, executor.shared, executor.task.algorithm_at(plan.round)
     with executor.in_precision():
         executor.trainer.full_gradients(plan.mine)
     if not isinstance(algorithm, CohortGradient):
         return
-    group.barrier()
-    if group.computes:
-        total = group.sum_of(shared.cohort.full_gradients, plan.context.slots)
+    team.barrier()
+    if team.computes:
+        total = team.sum_of(shared.cohort.full_gradients, plan.context.slots)
         algorithm.receive_gradients(shared.server.algorithm, total / len(plan.context.slots))
-    group.barrier()
+    team.barrier()
 
 
 def compute_losses(executor: Executor, plan: RoundPlan) -> None:

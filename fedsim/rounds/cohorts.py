@@ -61,12 +61,12 @@ class Cohorts:
 
         Raises ExperimentError if the processes have drawn different cohorts.
         """
-        task, shared, group = self._executor.task, self._executor.shared, self._executor.group
+        task, shared, team = self._executor.task, self._executor.shared, self._executor.team
         is_prepared = self._prepared is not None and self._prepared[0] == round
         cohort, work, mine = self._prepared[1:] if self._prepared and is_prepared else self._drawn(round)
-        if cohort.weights is not None and group.computes:
+        if cohort.weights is not None and team.computes:
             set_cohort_weights(shared, {worker: cohort.weights[worker] for worker in cohort.workers})
-        if len(set(group.gather(hash(tuple(cohort.workers))))) > 1:
+        if len(set(team.gather(hash(tuple(cohort.workers))))) > 1:
             raise ExperimentError(
                 f"{self.draw.strategy.place}: returned different cohorts in different processes in round {round}; use "
                 "the argument `rng` for random draws, or engine=serial"
@@ -82,7 +82,7 @@ class Cohorts:
         Does nothing if the choice may depend on the results of `round`, which are not known yet.
         """
         experiment, strategy = self._executor.task.experiment, self.draw.strategy
-        is_useful = self._executor.task.device.type != "cpu" and not self._executor.group.divided
+        is_useful = self._executor.task.device.type != "cpu" and not self._executor.team.divided
         # Only strategies that amplify privacy are known to choose at random, independently of the results.
         is_random = hasattr(experiment.sampling.registration.target, "amplifies")
         reads_results = "losses" in strategy.accepts or "now" in strategy.accepts
@@ -102,7 +102,7 @@ class Cohorts:
         if root is not None:
             ids, slots = np.append(ids, root), np.append(slots, len(executor.shared.cohort.workers))
         work = executor.batch_source.rounds_of(slots, ids, np.full_like(slots, round), np.zeros_like(slots))
-        return work[:n], executor.group.assign(work, executor.trainer.width)
+        return work[:n], executor.team.assign(work, executor.trainer.width)
 
     def _drawn(self, round: int) -> tuple[Cohort, WorkItems, WorkItems]:
         cohort = self.draw(round, self._clock.now, partial(self._executor.global_losses, round=round))

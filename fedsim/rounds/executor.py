@@ -13,8 +13,8 @@ from fedsim.clients.algorithm import state_at_first
 from fedsim.core.rows import new_rows, require_finite, require_finite_buffers
 from fedsim.core.timer import PhaseTimer
 from fedsim.errors import workers_named
-from fedsim.processes.group import Group
 from fedsim.processes.process_context import ProcessContext
+from fedsim.processes.team import Team
 from fedsim.rounds.evaluation import Evaluation, EvaluationResult, WorkerTests
 from fedsim.rounds.update_steps import ProcessingStep
 from fedsim.rounds.worker_states import WorkerStates
@@ -38,7 +38,7 @@ class Executor:
     Methods must be called inside the context manager `environment`, which applies PyTorch's settings for the run.
 
     Args:
-        group: processes that compute the run together.
+        team: processes that compute the run together.
         task: run to compute.
         shared: tensors of the run, which receive the results.
         make_trainer: function that returns the trainer of this process.
@@ -50,12 +50,12 @@ class Executor:
     """
 
     def __init__(
-        self, group: Group, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, states: WorkerStates
+        self, team: Team, task: RunTask, shared: SharedState, make_trainer: MakeTrainer, states: WorkerStates
     ) -> None:
         if task.device.type == "cpu":
             keep_freed_memory()
-        self.group, self.process, self.task, self.shared, self.states = group, group.process, task, shared, states
-        self.processing, self.timer = ProcessingStep(group, task, shared), PhaseTimer()
+        self.team, self.process, self.task, self.shared, self.states = team, team.process, task, shared, states
+        self.processing, self.timer = ProcessingStep(team, task, shared), PhaseTimer()
         self.module = RowModule(task.new_module)
         self.gradient = new_rows(1, self.module.layout.d, task.dtype, task.device)[0]
         self.batch_source = BatchSource(task, shared)
@@ -67,7 +67,7 @@ class Executor:
         buffers = torch.zeros_like(shared.server.buffers)
         self.module.layout.read_buffers(self.module.module, out=buffers)
         self._buffers_finite_at_start = buffers.isfinite()
-        evaluation = partial(Evaluation, task, shared, self.module, group.index, group.count, captured=captured)
+        evaluation = partial(Evaluation, task, shared, self.module, team.index, team.count, captured=captured)
         self._evaluations = [evaluation("test"), evaluation("validation")]
         self.worker_tests = WorkerTests(task, shared, self.module, self.gradient, self.batch_source)
 
@@ -107,10 +107,10 @@ class Executor:
     def global_losses(self, workers: Sequence[int], round: int) -> np.ndarray:
         """Return the mean loss of the global model on each worker's training samples, float64 [k] for k `workers`."""
         losses, server = torch.zeros(len(workers)).double(), self.shared.server
-        for place in range(self.group.index, len(workers), self.group.count):
+        for place in range(self.team.index, len(workers), self.team.count):
             with self.process.working_on(workers[place], round):
                 losses[place] = self.worker_tests.training_loss(server.row, server.buffers, workers[place], round)
-        return np.sum(self.group.gather(losses.numpy()), axis=0)  # each loss is 0 in all processes but one
+        return np.sum(self.team.gather(losses.numpy()), axis=0)  # each loss is 0 in all processes but one
 
     def train(self, members: Sequence[WorkItem]) -> None:
         """Train the given workers in this process.
@@ -129,7 +129,7 @@ class Executor:
         Training starts from the parameters in each worker's row, and writes the trained parameters to the same row. The
         workers may be in different rounds.
         """
-        index, count, width = self.group.index, self.group.count, self.trainer.width
+        index, count, width = self.team.index, self.team.count, self.trainer.width
         # Single steps of a worker stay in one process, which keeps the order of its samples.
         by_step = [
             member._replace(stack=member.slot // (width or 1))
@@ -139,12 +139,12 @@ class Executor:
         mine = [member for member in by_step if member.stack % count == index]
         if len(by_step) < len(members):
             rounds = self.batch_source.work([member for member in members if member.step is None])
-            mine = [*self.group.assign(rounds, width), *mine]
+            mine = [*self.team.assign(rounds, width), *mine]
         self.train(mine)
 
     def require_finite(self, round: int) -> None:
         """Raise DivergedError if the global model contains NaN or infinity after `round`."""
-        if self.group.computes and self.task.experiment.nonfinite != "keep":
+        if self.team.computes and self.task.experiment.nonfinite != "keep":
             for cluster in range(self.task.algorithm.clusters):
                 row, buffers = self.shared.server.model(cluster)
                 require_finite(row, round)
@@ -160,7 +160,7 @@ class Executor:
         for evaluation in self._evaluations:
             evaluation(round, self.process.heartbeat)
             for values in evaluation.results:
-                self.group.collect(values)
+                self.team.collect(values)
 
     def tested(self) -> EvaluationResult:
         """Return the results of the latest test of the global model."""

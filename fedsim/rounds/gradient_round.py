@@ -40,7 +40,7 @@ class GradientRound(ParameterRound):
             with self.executor.in_precision():
                 trainer.gradients(step)
             self.level.aggregator.updates.begin(plan.mine.slots)
-            self.group.barrier()
+            self.team.barrier()
             sent = self.level.change_updates(context, plan.mine)
             of_round.add(context.slots, self.update_model(context, sent))
         trainer.end_gradient_round()

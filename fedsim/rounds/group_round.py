@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.processes.group import Group
 from fedsim.processes.process_context import ProcessContext
+from fedsim.processes.team import Team
 from fedsim.records.record import RoundRecord
 from fedsim.records.round_stats import AggregationStats, RoundTotals, SentUpdates
 from fedsim.rounds.cohorts import Cohorts, RoundPlan
@@ -39,21 +39,21 @@ class GroupRound(ParameterRound):
 
     def __init__(self, executor: Executor, cohorts: Cohorts, level: Level) -> None:
         super().__init__(executor, cohorts, level)
-        group, task, shared, self.reporting = self.group, self.task, self.shared, 0
+        team, task, shared, self.reporting = self.team, self.task, self.shared, 0
         self.models: Any = shared.server.groups
         models = [replace(shared, server=shared.server.of_group(number)) for number in range(len(self.models["rows"]))]
         self.edges = [
-            Level(group, task.of_group(number), model, level.privacy, executor.processing)
+            Level(team, task.of_group(number), model, level.privacy, executor.processing)
             for number, model in enumerate(models)
         ]
         self.levels = {f"{number}/": level for number, level in enumerate([*self.edges, level])}
 
     @staticmethod
     def new_level(executor: Executor, privacy: PrivateRounds) -> Level:
-        group, task, shared, models = executor.group, executor.task, executor.shared, executor.shared.server.groups
+        team, task, shared, models = executor.team, executor.task, executor.shared, executor.shared.server.groups
         rows: Any = {name: models[name] for name in ("rows", "buffers", "unfit", "losses")}
         # Every rank has the models of all groups, and computes the whole result.
-        at_top = Group(ProcessContext.alone(), task.device) if group.divided else group
+        at_top = Team(ProcessContext.alone(), task.device) if team.divided else team
         of_groups = replace(shared, cohort=replace(shared.cohort, messages={}, **rows))
         return Level(at_top, task.top, of_groups, privacy, executor.processing)
 
@@ -97,7 +97,7 @@ class GroupRound(ParameterRound):
             update, stats = edge.aggregator.aggregate(context)
             edge.server.step(update, context.moment)
             edge.server.combine_buffers(context, stats.excluded)
-            if self.group.computes:
+            if self.team.computes:
                 used = ~np.isin(context.workers, stats.excluded)
                 self.models["samples"][number] += int(np.array(context.samples)[used].sum())
             of_round.add(context.slots, stats)
@@ -110,7 +110,7 @@ class GroupRound(ParameterRound):
         prefix `top_`.
         """
         with self.phase("aggregate"):
-            self.group.barrier()  # all processes have updated the groups
+            self.team.barrier()  # all processes have updated the groups
             samples, self.reporting = self.models["samples"].tolist(), 0
             present = [number for number, count in enumerate(samples) if count]
             if plan.round % self.task.experiment.group_rounds or not present:
@@ -130,21 +130,21 @@ class GroupRound(ParameterRound):
         """
         top, task = self.level, self.level.task
         sent = top.server.send(round)
-        top.aggregator.updates.begin(range(top.group.index, len(self.edges), top.group.count), sent)
-        top.group.barrier()
+        top.aggregator.updates.begin(range(top.team.index, len(self.edges), top.team.count), sent)
+        top.team.barrier()
         context = AggregationContext(groups, groups, samples, weights_of(task, self.shared, groups, samples), (round,))
         if task.byzantine:
             top.attack(context, None, SentUpdates())
         update, stats = top.aggregator.aggregate(context)
         top.server.step(update, context.moment)
         top.server.combine_buffers(context, stats.excluded)
-        self.group.barrier()
+        self.team.barrier()
         sent = top.server.send(round)
-        if self.group.computes:
+        if self.team.computes:
             self.models["rows"].copy_(sent)
             self.models["buffers"].copy_(self.shared.server.buffers)
             self.models["samples"].zero_()
-        self.group.barrier()
+        self.team.barrier()
         return stats
 
     def combine_buffers(self, plan: RoundPlan, stats: AggregationStats) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fedsim.processes.group import Group
+from fedsim.processes.team import Team
 from fedsim.records.round_stats import SentUpdates
 from fedsim.rounds.aggregator import Aggregator, ReportCheck
 from fedsim.rounds.parameter_server import ParameterServer
@@ -25,7 +25,7 @@ class Level:
     In a hierarchy, each group of workers has a level, and the top level is above the groups.
 
     Args:
-        group: processes that compute together.
+        team: processes that compute together.
         task: task of the server, which has its own rule, seed and attackers in a hierarchy.
         shared: tensors of the run, with the model of this server.
         privacy: privacy mechanism, which all levels of a run share.
@@ -38,17 +38,17 @@ class Level:
 
     def __init__(
         self,
-        group: Group,
+        team: Team,
         task: RunTask,
         shared: SharedState,
         privacy: PrivateRounds,
         processing: ProcessingStep,
         new_aggregator: Callable[..., Aggregator] = Aggregator.of,
     ) -> None:
-        self.group, self.task, self.privacy, self.workers = group, task, privacy, len(shared.data.shards)
-        self.model, self.server = shared.server, ParameterServer(group, task, shared)
-        self.aggregator = new_aggregator(group, task, shared, self.server)
-        self.attack, self.check_reports = AttackStep(group, task, shared, self.aggregator), ReportCheck(task.experiment)
+        self.team, self.task, self.privacy, self.workers = team, task, privacy, len(shared.data.shards)
+        self.model, self.server = shared.server, ParameterServer(team, task, shared)
+        self.aggregator = new_aggregator(team, task, shared, self.server)
+        self.attack, self.check_reports = AttackStep(team, task, shared, self.aggregator), ReportCheck(task.experiment)
         self.latest: tuple[AggregationContext, np.ndarray | None] | None = None
         attacks: list[UpdateStep] = [self.attack] if task.byzantine else []
         # An attack that skips the processors comes after them, and reads the processed updates of honest workers.
@@ -73,7 +73,7 @@ class Level:
         for step in self.steps:
             if step(context, senders, sent):
                 self.aggregator.updates.changed(senders.slots)
-                self.group.barrier()
+                self.team.barrier()
         return sent
 
     def begin_with_parameters(self) -> None:

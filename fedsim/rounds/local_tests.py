@@ -36,13 +36,13 @@ class LocalTests:
         """Return the test results after `round`; None if the experiment tests no workers. `kind` has the rows."""
         if not (self._workers or self._unseen):
             return None
-        group, tested, task = self._executor.group, dict[int, Tested](), self._executor.task
+        team, tested, task = self._executor.team, dict[int, Tested](), self._executor.task
         for workers, mine in kind.parts(self._workers, round):
-            for part in group.gather(self._test(workers, mine, round)):
+            for part in team.gather(self._test(workers, mine, round)):
                 tested |= part
-        owners = self._unseen[group.index :: group.count]
+        owners = self._unseen[team.index :: team.count]
         unseen = {owner: self._executor.worker_tests.of_global(owner, round) for owner in owners}
-        unseen = {owner: values for part in group.gather(unseen) for owner, values in part.items()}
+        unseen = {owner: values for part in team.gather(unseen) for owner, values in part.items()}
         tests = self._executor.shared.data.worker_tests
         samples = {worker: tests.size(worker) for worker in [*tested, *unseen]}
         results = WorkerResults.of(round, samples, tested, task.worker_names)

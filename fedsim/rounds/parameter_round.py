@@ -27,7 +27,7 @@ class ParameterRound(RoundKind):
         with self.phase("train"):
             self.training.train(plan)
             self.begin_updates(plan)
-            self.group.barrier()
+            self.team.barrier()
         with self.phase("aggregate"):
             return self.aggregate(plan)
 
@@ -56,5 +56,5 @@ class ParameterRound(RoundKind):
         self.receive_messages(context, stats.excluded)
         noise = self.level.privacy.finish(context.moment[0])
         self.server.step(update.plus(noise), context.moment, context.cluster)
-        self.group.barrier()
+        self.team.barrier()
         return replace(stats, sent=sent)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedsim.aggregation import column_blocks
 from fedsim.aggregation.rules.averages import mean
 from fedsim.clients import UpdateCorrection
-from fedsim.processes.group import Group
+from fedsim.processes.team import Team
 from fedsim.processing import apply_chain
 from fedsim.system.devices import synchronize
 from fedsim.training.shared_state import SharedState
@@ -47,7 +47,7 @@ class ParameterServer:
     the parameters.
 
     Args:
-        group: processes that compute together.
+        team: processes that compute together.
         task: run to compute.
         shared: tensors of the run.
 
@@ -59,9 +59,9 @@ class ParameterServer:
         broadcast_bytes: bytes that every worker received in the current round; 0 without the setting `downlink`.
     """
 
-    def __init__(self, group: Group, task: RunTask, shared: SharedState) -> None:
-        self._group, self._task, self._shared = group, task, shared
-        n, process, self.columns = len(shared.cohort.workers), group.process, group.columns(len(shared.server.row))
+    def __init__(self, team: Team, task: RunTask, shared: SharedState) -> None:
+        self._team, self._task, self._shared = team, task, shared
+        n, process, self.columns = len(shared.cohort.workers), team.process, team.columns(len(shared.server.row))
         start, width = self.columns.start, self.columns.stop - self.columns.start
         blocks = column_blocks(width, process.index, process.count, n=n, device=task.device)
         self.blocks = [moved(block, start) for block in blocks]
@@ -85,9 +85,9 @@ class ParameterServer:
         if start is not self._own_row:
             self.sent = torch.empty_like(self.sent)
             self.sent[self.columns] = start
-            self._group.complete(self.sent)
+            self._team.complete(self.sent)
         if self._task.experiment.downlink:
-            self.broadcast_bytes = self._group.from_first(self._update_copy(round) if self._group.computes else 0)
+            self.broadcast_bytes = self._team.from_first(self._update_copy(round) if self._team.computes else 0)
             self.sent = self._shared.server.downlink["copy"]
         return self.sent
 
@@ -127,7 +127,7 @@ class ParameterServer:
         for row in (
             (of_cluster, *[server.last] * task.keeps_last, *row_state.values()) if not aggregate.complete else ()
         ):
-            self._group.complete(row)
+            self._team.complete(row)
         self.has_last = task.keeps_last
 
     def combine_buffers(self, context: AggregationContext, excluded: Collection[int]) -> None:
@@ -136,10 +136,10 @@ class ParameterServer:
         The buffers of `excluded` workers are left out. If no worker is left, the global buffers do not change.
         """
         task, shared = self._task, self._shared
-        if not self._group.computes or not shared.server.buffers.numel() or task.experiment.buffers == "frozen":
+        if not self._team.computes or not shared.server.buffers.numel() or task.experiment.buffers == "frozen":
             return
         workers, weights = context.workers, context.weights
-        buffers = self._group.of_all(shared.cohort.buffers, context.slots)
+        buffers = self._team.of_all(shared.cohort.buffers, context.slots)
         if task.experiment.nonfinite == "exclude":
             unfit = {worker for worker, fit in zip(workers, buffers.isfinite().all(1).tolist(), strict=True) if not fit}
             excluded = unfit.union(excluded)

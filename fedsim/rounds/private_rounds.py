@@ -17,7 +17,7 @@ from torch import Tensor
 from fedsim.core.randomness import Draws
 from fedsim.core.snapshot import CheckpointModel
 from fedsim.privacy import clip_update
-from fedsim.processes.group import Group
+from fedsim.processes.team import Team
 from fedsim.records.round_stats import SentUpdates
 from fedsim.rounds.participants import releases_of
 from fedsim.training.batches import WorkItems
@@ -36,7 +36,7 @@ class PrivateRounds:
     """Applies the privacy mechanism of an experiment. Without a mechanism, its methods change nothing.
 
     Args:
-        group: processes that compute the run together. All processes must call each method at the same time.
+        team: processes that compute the run together. All processes must call each method at the same time.
         task: run to compute.
         shared: tensors of the run.
 
@@ -45,8 +45,8 @@ class PrivateRounds:
         clip: maximum norm of an update in the next round.
     """
 
-    def __init__(self, group: Group, task: RunTask, shared: SharedState) -> None:
-        self._group, self._task, self._shared = group, task, shared
+    def __init__(self, team: Team, task: RunTask, shared: SharedState) -> None:
+        self._team, self._task, self._shared = team, task, shared
         self.mechanism = task.experiment.privacy.component
         self.clip = self.mechanism.clip
         self._clip_of_round, self._clipped, self._updates = self.clip, 0, 0
@@ -62,7 +62,7 @@ class PrivateRounds:
             for member in mine:
                 noise = self._noise(self.mechanism.noise * self.clip, "local_privacy", round, member.worker)
                 self._shared.cohort.rows[member.slot] += noise
-        counts = self._group.gather((int(torch.stack(clipped).sum()) if clipped else 0, len(clipped)))
+        counts = self._team.gather((int(torch.stack(clipped).sum()) if clipped else 0, len(clipped)))
         self._counts = [sum(column) for column in zip(self._counts, *counts, strict=True)]
         return False
 

@@ -38,14 +38,14 @@ class RoundKind(ABC):
     """
 
     def __init__(self, executor: Executor, cohorts: Cohorts, level: Level) -> None:
-        self.executor, self.group, self.task, self.shared = executor, executor.group, executor.task, executor.shared
+        self.executor, self.team, self.task, self.shared = executor, executor.team, executor.task, executor.shared
         self.cohorts, self.training = cohorts, CohortTraining(executor, cohorts.prepare_next)
         self.level, self.server, self.levels, self.phase = level, level.server, {"": level}, executor.phase
 
     @staticmethod
     def new_level(executor: Executor, privacy: PrivateRounds) -> Level:
         """Return the level of the server that updates the global model."""
-        return Level(executor.group, executor.task, executor.shared, privacy, executor.processing)
+        return Level(executor.team, executor.task, executor.shared, privacy, executor.processing)
 
     @abstractmethod
     def run(self, plan: RoundPlan) -> AggregationStats:
@@ -66,13 +66,13 @@ class RoundKind(ABC):
         """
         if not self.shared.cohort.messages:
             return
-        if self.group.computes:
+        if self.team.computes:
             pairs = zip(context.slots, context.workers, strict=True)
             slots = [slot for slot, worker in pairs if worker not in excluded]
             sums = self.level.aggregator.sums_of_messages(slots)
             algorithm, workers = self.task.algorithm_at(*context.moment), len(self.shared.data.shards)
             algorithm.receive(self.shared.server.algorithm, sums, len(slots), workers)
-        self.group.barrier()
+        self.team.barrier()
 
     def combine_buffers(self, plan: RoundPlan, stats: AggregationStats) -> None:
         """Set the global model's buffers to the mean of the buffers of the workers whose updates were aggregated."""
@@ -85,7 +85,7 @@ class RoundKind(ABC):
 
     def train_losses(self, plan: RoundPlan) -> Tensor:
         """Return the mean training loss of each worker of the cohort, float64 [n]."""
-        return self.group.of_all(self.shared.cohort.train_loss, plan.context.slots)
+        return self.team.of_all(self.shared.cohort.train_loss, plan.context.slots)
 
     def copy_model(self, row: Tensor, buffers: Tensor, mine: WorkItems) -> None:
         """Copy parameters [d] and buffers [b] of a server to the rows of the workers `mine`."""

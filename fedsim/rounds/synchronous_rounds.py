@@ -57,8 +57,8 @@ class SynchronousRounds:
     """
 
     def __init__(self, executor: Executor) -> None:
-        self.executor, self.group, self.task, self.shared = executor, executor.group, executor.task, executor.shared
-        self.clock, self.privacy = clock_of(self.task, self.shared), PrivateRounds(self.group, self.task, self.shared)
+        self.executor, self.team, self.task, self.shared = executor, executor.team, executor.task, executor.shared
+        self.clock, self.privacy = clock_of(self.task, self.shared), PrivateRounds(self.team, self.task, self.shared)
         self.cohorts, self.local_tests = Cohorts(executor, self.clock), LocalTests(executor)
         kinds = {sync: kind_of(self.task, sync) for sync in self.shared.server.states}
         self.level = kinds[self.task.sync_in(self.task.experiment.rounds)].new_level(executor, self.privacy)
@@ -70,7 +70,7 @@ class SynchronousRounds:
         The test results are None if no workers are tested. Processes that keep no records return None instead of the
         pair.
         """
-        executor, group, kind = self.executor, self.group, self.begin(round)
+        executor, team, kind = self.executor, self.team, self.begin(round)
         with executor.phase("broadcast"):
             plan = self.cohorts.plan(round)
         if not plan.cohort.workers:
@@ -79,9 +79,9 @@ class SynchronousRounds:
         stats = kind.aggregate_at_top(plan, kind.run(plan))
         stats = self.of_all_processes(stats)  # also a barrier: all processes have written the buffers
         kind.combine_buffers(plan, stats)
-        group.barrier()
+        team.barrier()
         executor.require_finite(round)
-        group.barrier()  # no process saves states of a round that diverges
+        team.barrier()  # no process saves states of a round that diverges
         kind.save_states(plan, stats.excluded)
         with executor.phase("test"):
             executor.test(round)
@@ -89,9 +89,9 @@ class SynchronousRounds:
         work = plan.work
         samples = self.task.schedule.of(work.workers, work.rounds).samples_in(work.steps, work.sizes)
         train_loss = mean_loss(kind.train_losses(plan), np.where(np.isin(work.workers, stats.excluded), 0, samples))
-        group.barrier()  # all processes have used the rows, which the tests of single workers overwrite
+        team.barrier()  # all processes have used the rows, which the tests of single workers overwrite
         of_workers = self.test_workers(round) if self.local_tests.are_due(round) else None
-        return self.record(plan, stats, of_workers, samples.tolist(), train_loss) if group.computes else None
+        return self.record(plan, stats, of_workers, samples.tolist(), train_loss) if team.computes else None
 
     def begin(self, round: int) -> RoundKind:
         """Return the kind of `round`. After rounds of gradients, the first round of parameters resets the server.
@@ -116,20 +116,20 @@ class SynchronousRounds:
         self.clock.require_workers(plan.cohort, self.cohorts.draw.strategy, round)
         if (noise := self.privacy.finish(round)) is not None:  # nobody must learn that the cohort was empty
             kind.server.step(kind.server.nothing().plus(noise), (round,))
-            self.group.barrier()
+            self.team.barrier()
         stats = kind.aggregate_at_top(plan, AggregationStats())
         with self.executor.phase("test"):
             self.executor.test(round)
-            self.group.barrier()
+            self.team.barrier()
         of_workers = self.test_workers(round) if self.local_tests.are_due(round) else None
-        return self.record(plan, stats, of_workers) if self.group.computes else None
+        return self.record(plan, stats, of_workers) if self.team.computes else None
 
     def of_all_processes(self, stats: AggregationStats) -> AggregationStats:
         """Return the statistics of a round in all processes, from those of this process."""
         sent = stats.sent
         if self.task.experiment.chain:
-            sent = SentUpdates.total(self.group.gather(sent.on_host()))
-        return replace(self.group.from_first(replace(stats, sent=SentUpdates()).on_host()), sent=sent)
+            sent = SentUpdates.total(self.team.gather(sent.on_host()))
+        return replace(self.team.from_first(replace(stats, sent=SentUpdates()).on_host()), sent=sent)
 
     def test_workers(self, round: int) -> WorkerResults | None:
         """Test the models of single workers after `round`. Return None if the experiment tests no workers."""
@@ -195,7 +195,7 @@ class SynchronousRounds:
             for name, state in self._states().items()
             for key, tensor in state.items()
         }
-        return facts, rule, self.group.states_by_columns()
+        return facts, rule, self.team.states_by_columns()
 
     def resume(
         self, facts: dict[str, Any], rule: dict[str, np.ndarray], columns: dict[str, Tensor], workers: Sequence[int]
@@ -206,14 +206,14 @@ class SynchronousRounds:
             facts, rule, columns: the three dicts that `state` has returned.
             workers: IDs of the workers that have a state, in the order in which these states are stored.
         """
-        self.group.load_columns(columns)
+        self.team.load_columns(columns)
         levels = [level for kind in self.kinds.values() for level in kind.levels.values()]
         for level in levels:
             level.aggregator.state, level.attack.state = {}, {}
             level.server.has_last = bool(level.server.last_row.any())
         self.level.server.has_last = facts["has_last"]
         states = self._states()
-        for key, array in rule.items() if self.group.computes else ():
+        for key, array in rule.items() if self.team.computes else ():
             name = max((name for name in states if key.startswith(name)), key=len)
             states[name][key.removeprefix(name)] = torch.from_numpy(array).to(self.task.device, copy=True)
         self.executor.states.follow(workers)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsim.aggregation import Gram, screened
 from fedsim.aggregation.numerics.columns import NonfiniteError, reading
-from fedsim.processes.group import Group
+from fedsim.processes.team import Team
 from fedsim.processing import apply_chain
 from fedsim.records.round_stats import SentUpdates
 from fedsim.rounds.aggregator import Aggregator
@@ -70,7 +70,7 @@ class AttackStep:
     If the attack needs honest updates and there are none, nothing changes.
 
     Args:
-        group: processes that compute together. All processes must call the step at the same time.
+        team: processes that compute together. All processes must call the step at the same time.
         task: run to compute.
         shared: tensors of the run.
         aggregator: aggregator of the updates, with which some attacks try out several Byzantine updates.
@@ -79,12 +79,12 @@ class AttackStep:
         state: state of the attack, which it returned in the previous aggregation.
     """
 
-    def __init__(self, group: Group, task: RunTask, shared: SharedState, aggregator: Aggregator) -> None:
-        self._group, self._task, self._shared, self._aggregator = group, task, shared, aggregator
+    def __init__(self, team: Team, task: RunTask, shared: SharedState, aggregator: Aggregator) -> None:
+        self._team, self._task, self._shared, self._aggregator = team, task, shared, aggregator
         self.state: dict[str, Tensor] = {}
 
     def __call__(self, context: AggregationContext, mine: WorkItems | None, sent: SentUpdates) -> bool:
-        task, shared, group, updates = self._task, self._shared, self._group, self._aggregator.updates
+        task, shared, team, updates = self._task, self._shared, self._team, self._aggregator.updates
         if not (workers := task.byzantine.in_round(context.moment[0])):
             return False
         attackers = [worker in workers for worker in context.workers]
@@ -93,16 +93,16 @@ class AttackStep:
             return False  # without honest rows, the Byzantine workers send their trained rows
         updates.read_losses(context)
         rows = updates.gathered(context.slots)
-        with group.at_first():
-            if group.index == 0:
+        with team.at_first():
+            if team.index == 0:
                 self._write_byzantine(context, attackers, rows)
-        own_rows, values = group.return_rows(rows, byzantine)
+        own_rows, values = team.return_rows(rows, byzantine)
         index = to_device(torch.tensor(own_rows, dtype=torch.int64), task.device)
         for message in shared.cohort.messages.values():  # an attack does not replace messages
             spoil(task, values, message[index])
         shared.cohort.rows[index] = values
         updates.replaced(own_rows, values)
-        group.barrier()
+        team.barrier()
         return False
 
     def _write_byzantine(self, context: AggregationContext, attackers: list[bool], rows: Tensor) -> None:
@@ -151,13 +151,13 @@ class ProcessingStep:
     """Step that applies compressors and other update processors to the updates, and counts the bytes that are sent.
 
     Args:
-        group: processes that compute together. Each process handles the updates of its own workers.
+        team: processes that compute together. Each process handles the updates of its own workers.
         task: run to compute.
         shared: tensors of the run.
     """
 
-    def __init__(self, group: Group, task: RunTask, shared: SharedState) -> None:
-        self._group, self._task, self._shared = group, task, shared
+    def __init__(self, team: Team, task: RunTask, shared: SharedState) -> None:
+        self._team, self._task, self._shared = team, task, shared
 
     def __call__(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
         task, rows, round = self._task, self._shared.cohort.rows, context.moment[0]
@@ -172,7 +172,7 @@ class ProcessingStep:
             if member.worker in exempt:
                 sent.add([member.worker], sent_columns.width * rows.itemsize)
                 continue
-            with self._group.process.working_on(member.worker, round):
+            with self._team.process.working_on(member.worker, round):
                 row = sent_columns.of(rows[member.slot]) if personal else rows[member.slot]
                 states = {name: values[member.slot] for name, values in self._shared.cohort.chain_states.items()}
                 chain, seed, coordinates = task.experiment.chain, task.experiment.seed, (*context.moment, member.worker)

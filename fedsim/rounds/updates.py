@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedsim.processes.group import Group
+from fedsim.processes.team import Team
 from fedsim.training.shared_state import SharedState
 from fedsim.training.task import RunTask
 from fedsim.training.weights import AggregationContext
@@ -57,7 +57,7 @@ class CohortUpdates:
     """Updates (or gradients) of the workers that are aggregated together, and which of them contain NaN or infinity.
 
     Args:
-        group: processes that compute together. All processes must call each method at the same time.
+        team: processes that compute together. All processes must call each method at the same time.
         task: run to compute.
         shared: tensors of the run.
 
@@ -69,14 +69,14 @@ class CohortUpdates:
         deferred_check: check for NaN and infinity at the end of each round; None if every step is checked.
     """
 
-    def __init__(self, group: Group, task: RunTask, shared: SharedState) -> None:
-        self._group, self._task, self._shared = group, task, shared
+    def __init__(self, team: Team, task: RunTask, shared: SharedState) -> None:
+        self._team, self._task, self._shared = team, task, shared
         self._number = 0  # number of aggregations so far, the same in every process
         self._gathered: Tensor | None = None  # all rows of the current aggregation, in the first process
         self.losses, rule = shared.cohort.losses[:0], task.experiment.rule
         self.root_slot = len(shared.cohort.workers) if rule.accepts("root") else None
         avoids_waits = task.device.type != "cpu" and task.experiment.nonfinite != "keep"
-        avoids_waits = avoids_waits and group.process.count == 1 and not group.divided and task.algorithm.clusters == 1
+        avoids_waits = avoids_waits and team.process.count == 1 and not team.divided and task.algorithm.clusters == 1
         # A built-in rule that reads norms or distances of all updates finds out whether the updates are finite.
         self.rule_checks = avoids_waits and rule.built_in and not rule.columnwise
         # A round that fails the check is repeated. The state of an attack would then advance twice.
@@ -130,12 +130,12 @@ class CohortUpdates:
         """Return the positions in `context` of the updates in which a check has found NaN or infinity."""
         if not self.checks_now:
             return []
-        unfit = self._group.of_all(self._shared.cohort.unfit, context.slots)
+        unfit = self._team.of_all(self._shared.cohort.unfit, context.slots)
         return (unfit == self._number).nonzero().flatten().tolist()
 
     def any_here_is_nonfinite(self, context: AggregationContext) -> bool:
         """Whether a check has found NaN or infinity in an update that this process stores."""
-        return bool((self._shared.cohort.unfit[self._group.here(context.slots)[1]] == self._number).any())
+        return bool((self._shared.cohort.unfit[self._team.here(context.slots)[1]] == self._number).any())
 
     def gathered(self, slots: Sequence[int]) -> Tensor:
         """Return the updates of all workers as one tensor. In all processes but the first, the result is undefined.
@@ -144,13 +144,13 @@ class CohortUpdates:
         """
         if self._gathered is None:
             slots = [*slots] if self.root_slot is None else [*slots, self.root_slot]
-            self._gathered = self._group.gather_rows(self._shared.cohort.rows, slots)
+            self._gathered = self._team.gather_rows(self._shared.cohort.rows, slots)
         return self._gathered
 
     def read_losses(self, context: AggregationContext) -> None:
         """Set `losses` to those of the workers in `context`."""
         if self._task.experiment.rule.accepts("losses"):
-            losses = self._group.of_all(self._shared.cohort.losses, context.slots)
+            losses = self._team.of_all(self._shared.cohort.losses, context.slots)
             self.losses = losses.clone()  # a rule may write to them
 
 

@@ -28,7 +28,7 @@ class WaveRound(ParameterRound):
 
     @staticmethod
     def new_level(executor: Executor, privacy: PrivateRounds) -> Level:
-        parts = executor.group, executor.task, executor.shared, privacy, executor.processing
+        parts = executor.team, executor.task, executor.shared, privacy, executor.processing
         return Level(*parts, new_aggregator=StreamedSums)
 
     @property
@@ -37,7 +37,7 @@ class WaveRound(ParameterRound):
         return self.level.aggregator
 
     def run(self, plan: RoundPlan) -> AggregationStats:
-        sent, self.new_states = SentUpdates(), self.executor.states.of_waves(self.group.process.count)
+        sent, self.new_states = SentUpdates(), self.executor.states.of_waves(self.team.process.count)
         with self.phase("broadcast"):
             self.server.send(plan.round)
         self.sums.begin(plan.context)
@@ -48,7 +48,7 @@ class WaveRound(ParameterRound):
             with self.phase("train"):
                 self.training.train(wave)
                 self.begin_updates(wave)
-                self.group.barrier()
+                self.team.barrier()
             with self.phase("aggregate"):
                 self.add(wave, places, sent)
         with self.phase("aggregate"):
@@ -64,13 +64,13 @@ class WaveRound(ParameterRound):
         """
         self.level.change_updates(wave.context, wave.mine, sent)
         excluded = self.sums.add(wave.context, places, wave.work.stacks)
-        saved = wave.context.workers if self.group.divided else wave.mine.workers.tolist()
+        saved = wave.context.workers if self.team.divided else wave.mine.workers.tolist()
         self.new_states.save_cohort(saved, wave.mine, excluded, self.shared.cohort.worker_rows)
-        self.group.barrier()  # all processes have used the rows
+        self.team.barrier()  # all processes have used the rows
 
     def waves_of(self, work: WorkItems) -> Iterator[tuple[np.ndarray, WorkItems, WorkItems]]:
-        """Divide the workers into waves (see `Group.waves`) that have as many workers as there are rows."""
-        return self.group.waves(work, len(self.shared.cohort.train_loss) // self.group.process.count)
+        """Divide the workers into waves (see `Team.waves`) that have as many workers as there are rows."""
+        return self.team.waves(work, len(self.shared.cohort.train_loss) // self.team.process.count)
 
     def save_states(self, plan: RoundPlan, excluded: Sequence[int]) -> None:
         self.executor.states.take_over(self.new_states, plan.cohort.workers, excluded)

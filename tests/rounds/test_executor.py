@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedsim.processes.group import Group, balance_load, divide_into_stacks
 from fedsim.processes.process_context import HeartbeatTable, ProcessContext
+from fedsim.processes.team import Team, balance_load, divide_into_stacks
 from fedsim.rounds.executor import Executor
 from fedsim.rounds.worker_states import WorkerStates
 from fedsim.training.batches import WorkItem
@@ -70,7 +70,7 @@ def executors(prepared):
     task, shared = prepared()
     table = HeartbeatTable(2)
     executors = [
-        Executor(Group(ProcessContext(k, table), task.device), task, shared, RowTrainer, WorkerStates.of(task, shared))
+        Executor(Team(ProcessContext(k, table), task.device), task, shared, RowTrainer, WorkerStates.of(task, shared))
         for k in range(2)
     ]
     trained = [[], []]

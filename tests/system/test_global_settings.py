@@ -128,7 +128,7 @@ def test_the_settings_of_the_user_are_found_again_after_an_early_end(error, engi
 
 def test_a_process_of_a_pool_has_the_settings_during_a_task(monkeypatch):
     """A spawned process does not inherit the settings of its parent."""
-    monkeypatch.setattr(base, "Group", lambda *_: None)
+    monkeypatch.setattr(base, "Team", lambda *_: None)
 
     def read(*_):
         return {"executor": [setting.read() == setting.in_run for setting in SETTINGS]}

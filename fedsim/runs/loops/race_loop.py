@@ -26,7 +26,7 @@ from fedsim.core.snapshot import Snapshot
 from fedsim.core.timer import PhaseTimer
 from fedsim.engines import Engine, RunTask
 from fedsim.errors import ExperimentError
-from fedsim.processes.group import balance_load
+from fedsim.processes.team import balance_load
 from fedsim.records.record import AsyncRecord, RaceRecord, RoundRecord
 from fedsim.rounds.evaluation import EvaluationResult
 from fedsim.rounds.executor import Executor
@@ -209,7 +209,7 @@ def _set_up(executor: Executor, server: ServerState, race_state: RaceState) -> N
     server.attach(executor.shared)
     kind: type[RaceWorker] = HogwildWorker if server.policy.locking == "nothing" else LockedRaceWorker
     steps = [executor.batch_source.steps(worker, 1) for worker in range(server.n)]
-    slots = balance_load(steps, executor.group.count)[executor.group.index]
+    slots = balance_load(steps, executor.team.count)[executor.team.index]
     executor.process.state["racer"] = kind(executor, server, race_state, slots)
 
 

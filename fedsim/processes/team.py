@@ -22,7 +22,7 @@ SLOT = 2**14  # bytes of one process's mailbox, that is, of one part of a messag
 LENGTH = 8  # bytes that store the length of a message
 
 
-class Group:
+class Team:
     """Processes that compute a run together, with the same tensors in shared memory; also a single process.
 
     All processes must call each method at the same time. Workers are given by `slots`, their positions in the cohort.
