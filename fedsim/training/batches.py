@@ -31,14 +31,14 @@ Alteration = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]  # (inputs, 
 
 
 class WorkItem(NamedTuple):
-    """A worker, and the steps of its round that a trainer must train.
+    """A worker, and the steps of its round that a trainer must run.
 
     Attributes:
-        slot: index of the row that contains the worker's parameters.
+        slot: position of the worker in the cohort, and in the cohort's tensors.
         worker: worker ID.
         round: number of the worker's round.
         steps: number of steps to train, from the first step of the round; None for all steps of the round.
-        step: number of the only step to train, from 0, if single steps are trained; otherwise None.
+        step: number (from 0) of the step, if the item is a single step of the round; otherwise None.
         ends: whether the worker's round ends after these steps. The client algorithm's `finish` is then called.
         stack: number of the stack of workers that are trained at once, if workers are trained in stacks.
     """
@@ -91,7 +91,7 @@ class WorkItems(Sequence[WorkItem]):
         return starmap(self._item, zip(*(column.tolist() for column in self._columns), strict=True))
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the work item with a number, or the `WorkItems` of the items that a slice or array selects."""
+        """Return the work item at an integer index, or the `WorkItems` that a slice or an index array selects."""
         if isinstance(index, int):
             return self._item(*(int(column[index]) for column in self._columns))
         return replace(self, **{name: array[index] for name, array in vars(self).items() if name != "ends"})
@@ -121,7 +121,7 @@ class Orders(NamedTuple):
     Attributes:
         positions: indices into the dataset, int64, on the device.
         begins: where each worker's first epoch begins in `positions`, int64 [n].
-        lengths: distance between the begins of two epochs of a worker, int64 [n].
+        lengths: distance in `positions` between the starts of consecutive epochs of a worker, int64 [n].
     """
 
     positions: Tensor
@@ -266,7 +266,7 @@ class BatchSource:
         self._coming, self._drawn = members, {}
 
     def _draw_coming(self) -> None:
-        """Shuffle the first epochs of as many announced workers as may be shuffled at once."""
+        """Shuffle the first epochs of the next announced workers, at most `SAMPLES_AT_ONCE` samples in total."""
         if not self._coming:
             return
         coming = self.work(self._coming)
@@ -279,11 +279,11 @@ class BatchSource:
             self._drawn |= zip(zip(work.workers.tolist(), work.rounds.tolist(), strict=True), orders, strict=True)
 
     def epochs_of(self, work: WorkItems) -> np.ndarray:
-        """Return how many epochs each worker begins, including an unfinished last epoch, int64 [n]."""
+        """Return the number of epochs that each worker trains, rounded up, int64 [n]."""
         return -(-work.steps // self._task.schedule.of(work.workers, work.rounds).batches_per_epoch(work.sizes))
 
     def _by_epoch(self, work: WorkItems, begin: np.ndarray, end: np.ndarray) -> list[list[Tensor]]:
-        """Return the sample indices of `orders` as one list per worker with one tensor per epoch."""
+        """Return a list of tensors for each worker: the shuffled sample indices of its epochs `begin` to `end` - 1."""
         positions, _, lengths = self.orders(work, begin, end)
         counts, schedule = end - begin, self._task.schedule.of(work.workers, work.rounds)
         sizes = schedule.samples_per_epoch(work.sizes)
@@ -292,7 +292,7 @@ class BatchSource:
         return [[order[:size] for order in islice(epochs, count)] for size, count in pairs]
 
     def orders(self, work: WorkItems, begin: np.ndarray, end: np.ndarray) -> Orders:
-        """Shuffle the samples of n workers for the epochs `begin` to `end` - 1 of their rounds, both int64 [n]."""
+        """Shuffle the samples of n workers for the epochs `begin` to `end` - 1 of their rounds (int64 [n] each)."""
         counts, lengths = end - begin, work.sizes + work.sizes % 2
         of_worker = np.repeat(np.arange(len(work)), counts)
         ends, taken = counts.cumsum(), (lengths // 2)[of_worker]
@@ -323,18 +323,18 @@ class BatchSource:
     def samples_seen(self, worker: int, round: int, batch_size: int, purpose: str = "losses") -> Batches:
         """Yield batches that contain each training sample of a worker once, without augmentation.
 
-        Different names `purpose` give different random numbers.
+        `purpose` names the use of the samples. Random numbers, as in the poisoning of samples, depend on this name.
         """
         return _altered(self.shard(worker).batches(batch_size), self.alteration(worker, round, purpose))
 
     def test_samples(self, worker: int, round: int, batch_size: int) -> Batches:
-        """Yield batches of a worker's local test samples, or of an owner's who has no training samples."""
+        """Yield batches of the local test samples of a worker, or of a data owner without training samples."""
         data, own = self._shared.data, self._task.experiment.data.local_test_fraction == OWN
         samples = CustomSubset(data.own_tests if own else data.train, data.worker_tests.of(worker))
         return _altered(samples.batches(batch_size), self.alteration(worker, round, "local_test_fraction"))
 
     def alterations(self, work: WorkItems, purpose: str | None = None) -> list[Alteration | None]:
-        """Return the result of `alteration` for each worker. The list is empty if no batch changes."""
+        """Return the result of `alteration` for each worker; an empty list if no worker's batches change."""
         task, augments = self._task, purpose is None and bool(self._task.experiment.data.transforms)
         poisons = bool(task.byzantine) and task.experiment.attack.component.poison is not None
         if not augments and not poisons and task.transforms is None:
@@ -347,8 +347,8 @@ class BatchSource:
         Args:
             worker: worker ID.
             round: number of the round.
-            purpose: what the batches are used for, if not for training. They are then not augmented. Different names
-                give different random numbers.
+            purpose: name of the use of the batches, on which random numbers depend; None for training. Only training
+                batches are augmented.
         """
         augment = self._task.experiment.data.transforms if purpose is None else []
         purposes = ("augment", "poison") if purpose is None else (f"{purpose}_view", f"{purpose}_poison")
@@ -382,7 +382,7 @@ class BatchSource:
         Each function takes the number of the step in the round, and returns the argument.
 
         Args:
-            taken: argument names of the transform or attack. Only "draws", "generator" and "rng" are random arguments.
+            taken: argument names of the transform or attack, of which "draws", "generator" and "rng" are random.
             purpose, round, worker: name, round and worker ID that seed the random numbers.
         """
         drawn, sources = (self._task.experiment.seed, purpose, round, worker), dict[str, Callable[[int], Any]]()
@@ -396,9 +396,9 @@ class BatchSource:
 
 
 def _altered(batches: Iterable[tuple[Tensor, Tensor]], alter: Alteration | None, first: int = 0) -> Batches:
-    """Yield the batches after calling `alter(inputs, targets, step)` on each. If `alter` is None, they do not change.
+    """Yield `alter(inputs, targets, step)` for each batch, or the unchanged batches if `alter` is None.
 
-    The step of the first batch is `first`.
+    `first` is the step number of the first batch.
     """
     for step, (inputs, targets) in enumerate(batches, first):
         yield alter(inputs, targets, step) if alter else (inputs, targets)

@@ -54,7 +54,7 @@ class GraphPool:
         return self.record(run, warm_up)
 
     def record(self, run: Run, warm_up: Run | None = None) -> Run:
-        """Capture a call of `run` as a CUDA graph, as `capture` does, but without its safety check."""
+        """Capture a call of `run` as a CUDA graph, without first checking whether all operations are supported."""
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):

@@ -79,15 +79,15 @@ class Graph(NamedTuple):
 
 
 def lengths_of(steps: int, captured: Collection[int]) -> list[int]:
-    """Divide at least one training step among graphs, and return the number of steps in each.
+    """Return the lengths (numbers of steps) of the CUDA graphs that are replayed to run `steps` training steps.
 
-    The graphs are few. All have the same length if this takes at most twice as many as possible. Otherwise, they have
-    `LONGEST` steps, except the last.
+    As few graphs as possible are used: all have `LONGEST` steps, except the last. If all graphs can have one length
+    with at most twice as many graphs, they have this length instead.
 
     Args:
-        steps: number of training steps.
-        captured: lengths of the captured graphs. If these would become more than `MOST_LENGTHS`, the result contains
-            only these lengths and 1.
+        steps: number of training steps, at least 1.
+        captured: lengths of the graphs captured so far. If new lengths would make more than `MOST_LENGTHS` lengths, the
+            result contains only captured lengths and 1.
     """
     fewest = -(-steps // LONGEST)
     equal_lengths = [steps // count for count in range(fewest, 2 * fewest + 1) if steps % count == 0]
@@ -106,7 +106,7 @@ def sizes_of_stacks(width: int, usual: Iterable[int]) -> list[int]:
 
     Args:
         width: maximum number of workers that are trained at once.
-        usual: frequent numbers of workers. The result also contains `width` and all powers of two below `width`.
+        usual: most frequent numbers of workers. `width` and all powers of two below `width` are added to these.
     """
     return sorted({*usual, *(2**power for power in range((width - 1).bit_length())), width})
 
@@ -303,7 +303,7 @@ class CUDAGraphCache:
 
     @contextlib.contextmanager
     def _refusing_after_failures(self) -> Iterator[None]:
-        """Return a context in which an error is not raised, but disables CUDA graphs, with a warning if `warns`."""
+        """Return a context that catches any error and disables CUDA graphs instead, with a warning if `warns`."""
         try:
             yield
         except Exception as error:

@@ -30,7 +30,7 @@ class FeatureGradients(BatchGradients):
 
     @torch.no_grad()
     def _features_at(self, place: int, point: Tensor) -> Tensor:
-        """Return the features of the current batch at `point`, whose position in `feature_points` is `place`."""
+        """Return the features of the current batch in the model `point`, element `place` of `feature_points`."""
         inputs, precision = self.inputs, self.objective.precision
         model = self._modules.at(1 + place, point, self.local.current_buffers())  # 0 is the module of `PointOptimizer`
         masks = self.local.dropout.at(self.number, len(inputs))

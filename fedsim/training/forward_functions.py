@@ -234,8 +234,7 @@ class RowDropout:
     def new_module(self) -> nn.Module:
         """Return a new model whose dropout modules (such as nn.Dropout) get their masks from this object.
 
-        Its modules nn.MaxPool2d become `MaxPool2d`, because functions are only replaced where the model calls dropout
-        as a function.
+        Its nn.MaxPool2d modules become `MaxPool2d`, which has a faster gradient.
         """
         model = self._task.new_module()
         for module in model.modules():

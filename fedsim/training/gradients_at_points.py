@@ -15,7 +15,7 @@ from fedsim.training.task import RunTask
 
 
 class PointModules:
-    """Modules whose parameters are set to points. All workers of a process use the same modules.
+    """Modules whose parameters are set to points (parameter vectors). All workers of a process use the same modules.
 
     Args:
         make: function that returns a new module.
@@ -36,7 +36,7 @@ class PointModules:
         return torch.empty_like(self._like)
 
     def at(self, number: int, point: Tensor, buffers: Tensor) -> nn.Module:
-        """Return one of the modules, with its parameters and buffers set to these flat vectors.
+        """Return module number `number` in training mode, with its parameters and buffers set to these flat vectors.
 
         Args:
             number: number of the module, from 0. A module that does not exist yet is created.
@@ -56,9 +56,10 @@ class PointOptimizer(LocalOptimizer):
         task: description of the run.
         local: model of the worker.
         gradients: gradients of the worker's batches.
-        modules: modules for other points.
-        personal_buffers: buffers [cohort, b] of second, personal models. Forward passes at other points use and change
-            those of the worker. None: these passes use a copy of the buffers of the worker's model.
+        modules: modules for points other than the worker's parameters.
+        personal_buffers: buffers [cohort, b] of the personal models that workers train in addition. Forward passes at
+            other points use and change the worker's row of this tensor. None: these passes use a copy of the buffers of
+            the worker's model.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Selection of the gradients and steps of a run's client algorithm, once per process."""
+"""Choice of how workers compute gradients and take steps, which depends on the client algorithm of the run."""
 
 from __future__ import annotations
 

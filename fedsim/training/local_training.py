@@ -7,7 +7,7 @@
         loss = backward(model, inputs, targets)  # `BatchGradients`
         optimizer.step()                         # `LocalOptimizer`
 
-`local_modes.py` selects the gradients and steps of other client algorithms. Each has a file of its own.
+`local_modes.py` selects other classes for client algorithms that need other gradients or steps.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LocalModel:
 
 
 class BatchGradients:
-    """Gradients of the training loss on one worker's batches. An object is called as the `backward` of `train_epoch`.
+    """Gradients of the training loss on one worker's batches. `train_epoch` calls an object as its `backward`.
 
     Attributes:
         number: number of the current batch in the worker's round, from 0.

@@ -221,7 +221,7 @@ class Options(NamedTuple):
     groups: int = 1
 
     def turnable(self, size: Sequence[int]) -> Options | None:
-        """Return these options with one number per dimension, or None if the input gradient needs a backward kernel.
+        """Return these options with one number per dimension if `_TurnedConvolution` supports them, otherwise None.
 
         A forward convolution with flipped kernels computes the input gradient if the stride is 1, and if the padding is
         equal on both sides and smaller than the (dilated) kernels.
@@ -251,7 +251,7 @@ def way_for(weight: Tensor, groups: int = 1, *, turns: bool) -> str:
     Args:
         weight: kernels of the k models, [k, o, c / groups, ...], for c input and o output channels.
         groups: number of groups of channels.
-        turns: whether the way "turned" may be used on a GPU.
+        turns: whether the implementation "turned" may be used on a GPU.
     """
     if len(weight) == 1 or weight.device.type == "cpu":
         return "one by one"
@@ -281,7 +281,7 @@ def one_by_one(
 
 
 def grouped(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    """Compute `one_by_one` by one grouped convolution over the concatenated channels of all models."""
+    """Compute the result of `one_by_one` by one grouped convolution over the concatenated channels of all models."""
     k = len(weight)
     side_by_side = input.unflatten(0, (k, -1)).transpose(0, 1).flatten(1, 2)
     offsets = None if bias is None else bias.flatten()
@@ -290,7 +290,7 @@ def grouped(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tenso
 
 
 def turned(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    """Compute `grouped`, if possible with the gradient of the inputs as a forward convolution with turned kernels."""
+    """Compute the result of `grouped`, and its input gradient by `_TurnedConvolution` if the options allow this."""
     numbers = options.turnable(weight.shape[3:])
     if numbers is None or not input.requires_grad:
         return grouped(convolution, input, weight, bias, options)
@@ -302,9 +302,9 @@ def turned(convolution: Convolution, input: Tensor, weight: Tensor, bias: Tensor
 
 
 class _TurnedConvolution(torch.autograd.Function):
-    """Convolution whose gradient of the inputs is a forward convolution of the gradient of the outputs.
+    """Convolution whose input gradient is computed by a forward convolution of the output gradient.
 
-    The forward convolution has kernels that are turned by half a turn, with exchanged input and output channels.
+    The kernels of this forward convolution are flipped in all dimensions, and input and output channels are exchanged.
     """
 
     @staticmethod
@@ -343,13 +343,13 @@ WAYS: dict[str, Callable[..., Tensor]] = {"one by one": one_by_one, "grouped": g
 
 
 class NotMergeableError(Exception):
-    """Error for a model whose batches, from several workers, cannot be merged into one batch."""
+    """Error for a model that cannot process the batches of several workers as one merged batch."""
 
 
 class DataDependenceCheck(OperationCheck):
     """Context that raises NotMergeableError if the shape of a result depends on the values in a batch.
 
-    For example, a mixture of experts selects samples by a mask. The worker of each selected sample is then unknown.
+    For example, a mixture of experts selects samples by a mask. It is then unknown which worker each sample belongs to.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -409,7 +409,7 @@ class MergedBatch(PreparedDropout):
     def require(self, holds: bool) -> None:
         """Raise NotMergeableError unless the condition `holds` is true."""
         if not holds:
-            raise NotMergeableError("a layer is called in a form that is not supported for several models")
+            raise NotMergeableError("a layer is called with arguments that are not supported for several models")
 
     def require_stacks(self, input: Tensor, *stacks: Tensor | None) -> None:
         """Raise NotMergeableError unless `stacks` are parameters of the k models and `input` is the merged batch."""
@@ -418,7 +418,7 @@ class MergedBatch(PreparedDropout):
                 self.require(self.is_stack(stack) and (len(stack) == 1 or len(input) % self._size == 0))
 
     def products_of(self, weight: Tensor) -> list[OuterProductGrad] | None:
-        """Return the list for the OuterProductGrad of `weight`; None if the gradient of `weight` is computed."""
+        """Return the list that receives the OuterProductGrad of `weight`; None if it gets an ordinary gradient."""
         return self._products[self._places[id(weight)]] if self._products else None
 
     def _has_stack(self, value: object) -> bool:

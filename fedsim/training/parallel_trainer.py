@@ -69,7 +69,7 @@ class BucketSender:
         self._missing, self._sent = [set(names) for names in self._names], []
 
     def finish(self) -> list[Mean]:
-        """End a step: send the remaining buckets, and return the futures of all buckets."""
+        """End a step: send the remaining buckets, and return a future (`Mean`) for each bucket."""
         if self._missing is None:
             self.begin()
         self._send_complete(len(self._buckets))
@@ -82,8 +82,8 @@ class BucketSender:
         number = self._bucket_of[name]
         if number < len(self._sent):
             raise RuntimeError(
-                f"the gradient of {name} changed after it was sent to the other ranks; a parameter's gradient must "
-                "accumulate only once per step"
+                f"the gradient of {name} changed after it had been sent to the other ranks; change the model so that "
+                "a backward pass computes this gradient only once"
             )
         self._missing[number].discard(name)
         self._send_complete(next((place for place, names in enumerate(self._missing) if names), len(self._buckets)))
@@ -169,7 +169,7 @@ class ParallelTrainer(RowTrainer):
         screen(self._task, context.moment[0], inputs, positions)
         assert self._task.experiment.gradient_hook is not None
         hook = f'distributed.hook = "{self._task.experiment.gradient_hook.name}"'
-        message = f"{hook}: the mean gradient is not finite, although each gradient is"
+        message = f"{hook}: the mean gradient contains NaN or infinity, although the workers' gradients do not"
         raise DivergedError(message, "", context.moment[0])
 
     def _gradient_of(self, member: WorkItem) -> Tensor:

@@ -44,9 +44,9 @@ class StackingProbe:
         merged: whether the batches of k workers can be merged into one batch [k * batch, ...]; otherwise
             `torch.func.vmap` is used.
         sample_bytes: bytes per sample of the activations that are saved for the backward pass.
-        matrix_bytes: bytes of a model's parameters whose gradients a stack does not compute, but leaves as an
-            OuterProductGrad: weights of linear layers that are called once in a forward pass.
-        turns: whether convolutions with turned kernels give the gradients of the ordinary ones on a GPU; see
+        matrix_bytes: bytes of the weights of linear layers that are called once in a forward pass. A stack stores the
+            gradients of these weights as an OuterProductGrad.
+        turns: whether, on this GPU, convolutions with flipped kernels give the same gradients as ordinary ones; see
             `way_for`.
     """
 
@@ -143,7 +143,7 @@ class Trials:
 
     Attributes:
         count: number of training samples in most trial runs.
-        matrix_bytes: attribute of `StackingProbe`, for the models that were last computed together.
+        matrix_bytes: value of `StackingProbe.matrix_bytes` for the models that were last computed together.
     """
 
     def __init__(self, task: RunTask, train: TensorData) -> None:
@@ -259,7 +259,7 @@ class Trials:
                 raise error from None
 
     def can_turn(self, dropouts: tuple[Dropout, ...]) -> bool:
-        """Whether the model has kernels that can be turned on this GPU without changing gradients.
+        """Whether convolutions of the model can use flipped kernels on this GPU without changing gradients.
 
         See `way_for`. If the gradients differ, this function warns. The forward pass is the same with and
         without turned kernels, so rounding cannot change the sign of an input of ReLU.
@@ -385,7 +385,7 @@ class Trials:
             ) from error
         if not self._agree(together, apart):
             raise not_stackable(
-                f"a step of local.algorithm ignores that {' and '.join(settings)} differ between workers"
+                f"a step of local.algorithm ignores differences in {' and '.join(settings)} between workers"
             )
         if not self._agree(rows, whole):
             raise not_stackable(
@@ -394,7 +394,7 @@ class Trials:
             )
 
     def _agree(self, actual: Tensor, reference: Tensor, dtype: torch.dtype | None = None) -> bool:
-        """Whether two tensors, computed in `dtype` (None: that of the task), are equal up to rounding."""
+        """Whether two tensors are equal up to the rounding of `dtype` (None: the dtype of the task)."""
         if not reference.numel():
             return True
         tolerance = TOLERANCE[dtype or self._task.dtype] * max(1.0, float(reference.abs().max()))

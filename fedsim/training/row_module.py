@@ -70,7 +70,7 @@ class RowModule:
             parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
         if Layout.of(self.module) != self.layout:
             raise ExperimentError(
-                "local.algorithm: changes the names or shapes of the model's parameters; change values only"
+                "local.algorithm: changes the names or shapes of the model's parameters; change only their values"
             )
         row.copy_(self.layout.read(self.module))
         self.layout.bind(self.module, row, gradient)

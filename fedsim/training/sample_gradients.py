@@ -22,11 +22,11 @@ Moment = tuple[int, int, int]  # round, worker and step, on which the noise of a
 
 
 class SampleGradients:
-    """Computes private gradients of k workers. Each sample has one of the models of a `StackedModule`.
+    """Computes the private gradients (DP-SGD) of k workers. Each sample is a separate batch of a `StackedModule`.
 
     Args:
         seed: seed of the experiment.
-        sample_noise: maximum norm and noise.
+        sample_noise: maximum norm of a sample's gradient, and noise multiplier.
         module: module that computes the models.
     """
 
@@ -35,9 +35,9 @@ class SampleGradients:
 
     @classmethod
     def of(cls, task: RunTask, module: StackedModule | None = None) -> SampleGradients | None:
-        """Return the object for the client algorithm of a task, or None if the algorithm takes ordinary gradients.
+        """Return a `SampleGradients` for the client algorithm of a task; None if it uses ordinary gradients.
 
-        `module` computes the models. None: a new module that uses `torch.func.vmap`.
+        `module` computes the models. If it is None, a new module that uses `torch.func.vmap` does.
         """
         if (sample_noise := task.algorithm.sample_noise) is None:
             return None

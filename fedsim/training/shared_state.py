@@ -40,7 +40,7 @@ class RunData:
         shards: training samples of each worker.
         worker_tests: local test samples of each worker, if workers are tested.
         root: indices of the server's own training samples, int64, on the CPU; empty if the server has none.
-        own_tests: dataset that contains the local test samples, if these belong to the test part.
+        own_tests: dataset of the local test samples, if these come from the test part of the data.
     """
 
     train: TensorData
@@ -67,7 +67,7 @@ class RunData:
     ) -> RunData:
         """Move the data of a run to `device`, convert floating-point values to `dtype`, and return them as a RunData.
 
-        The other arguments are the attributes of the class. An argument that is None becomes empty.
+        The other arguments are the attributes of the class. None stands for an empty attribute.
         """
         nothing = np.zeros(0, dtype=np.int64)
         validation = test.take(nothing) if validation is None else validation
@@ -95,9 +95,9 @@ class GlobalModel:
         buffers: [b], all buffers of the global model as one flat vector, float64.
         last: [d], latest aggregated update, if the rule or the attack uses it; otherwise [0].
         algorithm: state that the client algorithm keeps at the server, a flat tensor for each name. With several global
-            models, "clusters" [clusters - 1, d] and "cluster_buffers" [clusters - 1, b] are those after the first.
-        downlink: with the setting `downlink`, the workers' `copy` of the parameters [d], and what the compressors
-            keep; otherwise empty.
+            models, "clusters" [clusters - 1, d] and "cluster_buffers" [clusters - 1, b] contain all but the first.
+        downlink: with the setting `downlink`, the workers' `copy` of the parameters [d], and the state of the
+            compressors; otherwise empty.
         states: optimizer states, tensors [d] by name: under "parameters" those of the server optimizer, under
             "gradients" those of the client algorithm. Only the keys that the run uses exist.
         groups: for each of the G groups of workers, its model ("rows" [G, d] and "buffers" [G, b]), its latest
@@ -141,12 +141,12 @@ class GlobalModel:
         )
 
     def of_group(self, group: int) -> GlobalModel:
-        """Return the model of a group, as views, with the server state that groups have."""
+        """Return the model of a group as a GlobalModel, which has the server state of a group and contains views."""
         row, buffers, last = (self.groups[name][group] for name in ("rows", "buffers", "last"))
         return replace(self, row=row, buffers=buffers, last=last, states={"parameters": {}})
 
     def model(self, cluster: int) -> tuple[Tensor, Tensor]:
-        """Return the parameters [d] and the buffers [b] of the global model of `cluster`; 0 is `row` and `buffers`."""
+        """Return the parameters [d] and buffers [b] of the global model of `cluster`: 0 for `row` and `buffers`."""
         if not cluster:
             return self.row, self.buffers
         row, buffers = (self.algorithm[name][cluster - 1] for name in CLUSTERS)
@@ -157,7 +157,7 @@ class GlobalModel:
 class CohortRows:
     """Tensors with one row for each worker of the cohort. With ranks, each rank has only the rows of its own workers.
 
-    If the task streams, there are only rows for the workers of one wave, which are trained at once.
+    If updates are added up in waves (`RunTask.streams`), there are only rows for the workers of one wave.
 
     Attributes:
         size: number of workers that this process, or the processes that share these tensors, train in a round.
@@ -305,7 +305,7 @@ class SharedState:
         )
 
     def allocate_wave(self, task: RunTask, n_rows: int) -> None:
-        """Allocate the rows of a wave of up to `n_rows` workers, for a task that streams."""
+        """Allocate the rows of a wave of at most `n_rows` workers, for a task whose `streams` is true."""
         self.cohort = CohortRows.allocate(task, self.server, self.cohort.size, n_rows)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ def _tables(work: WorkItems, parts: Sequence[slice], task: RunTask, source: Batc
 
     Args:
         work: workers of all stacks.
-        parts: part of `work` that each stack consists of.
+        parts: slice of `work` for each stack.
         task: run to compute.
         source: source of the workers' batches.
     """
@@ -271,7 +271,7 @@ class Stack:
 
     @property
     def layer_keys(self) -> np.ndarray:
-        """Return the random seed of the dropout layers of each worker in the round, int64 [k]."""
+        """Random seed of each worker's dropout masks in the round, int64 [k]."""
         return layer_keys(self._task.experiment.seed, self.members.rounds, self.members.workers)
 
     def dropout_factors(self, dropouts: Sequence[Dropout], *, after: bool = False) -> FactorsAhead:
@@ -279,7 +279,7 @@ class Stack:
 
         Args:
             dropouts: dropout calls of a forward pass, in call order.
-            after: whether to return masks for additional steps, after the last step of each worker's round.
+            after: whether to return masks for additional steps after the end of each worker's round.
         """
         task, first_steps = self._task, self.steps if after else self.members.first
         if not dropouts:

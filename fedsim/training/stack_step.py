@@ -95,7 +95,7 @@ class StackState:
         """After a step, copy the state of some workers back to this object.
 
         Args:
-            theirs: state of some workers, as returned by `of`.
+            theirs: state of some workers, returned by `of` before the step.
             moved: whether to copy parameters and algorithm state as well as buffers.
         """
         copied = isinstance(theirs.places, Tensor)
@@ -148,7 +148,7 @@ def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class StackStep:
-    """Function that trains several workers for one step: it computes gradients and updates the parameters."""
+    """Callable that trains several workers for one step: it computes gradients and updates the parameters."""
 
     def __init__(self, task: RunTask, module: StackedModule) -> None:
         self._task, self._module, self._samples = task, module, SampleGradients.of(task, module)
@@ -238,7 +238,7 @@ class StackStep:
         return list(zip(entries, gradients, strict=True)) if self._on_cpu else joined(entries, gradients)
 
     def _as_rows(self, gradients: Sequence[Tensor | OuterProductGrad]) -> Tensor:
-        """Return the gradients of all parameters as one tensor [m, d]."""
+        """Flatten and concatenate the gradients of all parameters, for each of m workers, to one tensor [m, d]."""
         if not self._on_cpu:
             return side_by_side(cast(list[Tensor], gradients))
         first = gradients[0]

@@ -187,9 +187,9 @@ class StackTrainer:
         *,
         moves: bool = False,
     ) -> Iterator[tuple[StepBatch, StackState, Batch]]:
-        """Yield each group of workers that is computed together in a step: its batches, its state and its data.
+        """Divide a step's workers into parts that are computed together. Yield (batches, state, data) of each part.
 
-        After the caller has trained a group, the state of the group is copied back to `state`.
+        After the caller has trained a part, its state is copied back to `state`.
 
         Args:
             stack: stack of workers.
@@ -249,15 +249,15 @@ MOST_PARALLEL = 8  # maximum number of stacks that are made only so that process
 def stack_width(task: RunTask, shared: SharedState, probe: StackingProbe, threads: int) -> int:
     """Return the maximum number of workers that are trained at once.
 
-    The number determines how sums are rounded. So on a CPU it depends only on the experiment, and never on the cores,
-    the processes or the memory: a stack should fit into the caches, and the cohort is divided into 2, 4 or 8 stacks if
-    each then has at least `NARROWEST_ON_CPU` workers. More stacks are an even number, so that two processes can share
-    them. On a GPU, the width also depends on the total memory of the device.
+    This number determines how sums are rounded. On a CPU it therefore depends only on the experiment, and not on the
+    number of cores or processes or on the memory. It is chosen so that a stack should fit into the caches, and so that
+    there are 2, 4 or 8 stacks if each then has at least `NARROWEST_ON_CPU` workers. If more stacks are needed, their
+    number is even, so that two processes can share them. On a GPU, the number also depends on its total memory.
 
     Args:
         task, shared: run and its tensors.
         probe: result of a trial run of the model.
-        threads: PyTorch threads of each process.
+        threads: number of PyTorch threads per process.
     """
     if task.experiment.batched.stack_size is not None:
         return task.experiment.batched.stack_size

@@ -141,7 +141,7 @@ class StackedModule:
     def _features(
         self, parameters: list[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
     ) -> Tensor:
-        """Return the features [k, batch, f] of k other models, which have `parameters`, on the same batches."""
+        """Return the features [k, batch, f] that k other models with these `parameters` compute for the batches."""
         stacks = parameters, [buffer.clone() for buffer in buffers], inputs.clone(), list(factors)
         *_, features = self._forward(stacks, records=True)
         return self._precision.widened(features)

@@ -44,11 +44,11 @@ class RunTask:
         shapes: shapes of the parameters that workers send, in the order of their columns.
         scratch_folder: folder for temporary files; None for the system's folder.
         class_weights: weight of each class in the training loss; None for equal weights.
-        row_bytes: size of an update in memory.
-        worker_names: name of each worker, followed by the owners who have only test samples, None for a worker without
-            a name; empty if the data has no names.
-        streams: whether a round trains its cohort in waves, and only sums of updates are kept after a wave. Sums are
-            then rounded differently, so this depends only on the experiment (see `that_streams`).
+        row_bytes: size of an update in memory, in bytes.
+        worker_names: names of the workers (None for a worker without a name), followed by the names of the owners who
+            have only test samples; empty if the data has no names.
+        streams: whether a round trains its cohort in waves, and keeps only sums of updates after each wave. Waves
+            change how sums are rounded, so this attribute depends only on the experiment (see `that_streams`).
     """
 
     experiment: Experiment
@@ -78,7 +78,7 @@ class RunTask:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """How much each worker trains in a round (epochs or steps, batch size)."""
+        """Number of epochs or steps, and batch size, that each worker trains in a round."""
         local, seed = self.experiment.local, self.experiment.seed
         batch_size, epochs, steps = (local.amount(key, seed) for key in ("batch_size", "epochs", "steps"))
         return Schedule(batch_size, epochs, steps, local.drop_last, local.accumulation_steps)
@@ -94,7 +94,7 @@ class RunTask:
         return {key: amount for key, amount in amounts.items() if isinstance(amount, Varying)}
 
     def step_settings(self, worker: Numbers, round: Numbers) -> dict[str, Any]:
-        """Return the values of `varying` for a worker in a round, or columns [k, 1] for arrays of k workers."""
+        """Return the settings `varying` of a worker in `round`, by key: numbers, or columns [k, 1] for k workers."""
         values = {key: amount.of(worker, round) for key, amount in self.varying.items()}
         if not isinstance(worker, np.ndarray):
             return values
@@ -109,7 +109,7 @@ class RunTask:
 
     @property
     def worker_state_memory(self) -> int | None:
-        """Maximum bytes of all worker states in memory; None for no limit. Above it, states are stored in files."""
+        """Maximum memory for worker states, in bytes; None for no limit. Larger states are stored in files."""
         return None if self.experiment.mode == "race" else self.experiment.worker_state_memory
 
     @property
@@ -120,7 +120,7 @@ class RunTask:
 
     @cached_property
     def top(self) -> RunTask:
-        """The task of the top level, whose workers are the groups."""
+        """Task of the server above all groups of a hierarchy, whose workers are the groups."""
         top: Any = self.experiment.top
         drawn = (top.seed, top.workers, top.attack.count(top.workers)) if top.attack.resample else None
         return replace(
@@ -128,7 +128,7 @@ class RunTask:
         )
 
     def of_group(self, group: int) -> RunTask:
-        """Return the task of the server of a group, with a seed of its own and the number of attackers in the group."""
+        """Return the task of a group's server, which has the group's own seed and number of attackers."""
         experiment = self.experiment
         f, seed = experiment.f_of_groups(self.byzantine.fixed)[group], experiment.seed
         own: Any = {"aggregate": experiment.aggregate.model_copy(update={"f": f}), "server": type(experiment.server)()}
@@ -155,7 +155,7 @@ class RunTask:
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """What the rounds of the run aggregate: "gradients", "parameters", or first gradients and then parameters."""
+        """What the rounds of the run aggregate: "gradients", "parameters", or first the one and later the other."""
         return tuple(dict.fromkeys(map(self.sync_in, (1, self.experiment.rounds))))
 
     @property
@@ -164,9 +164,9 @@ class RunTask:
         return self.experiment.gradient_hook is None or "parameters" in self.syncs
 
     def that_streams(self, d: int) -> RunTask:
-        """Return the task for models with d parameters.
+        """Return a copy of this task for models with d parameters, with the attributes `row_bytes` and `streams` set.
 
-        It streams if the updates of a cohort are larger than `STORED_BYTES` and no setting needs single updates.
+        `streams` is true if a cohort's updates are larger than `STORED_BYTES` and no setting needs single updates.
         """
         row_bytes = d * self.dtype.itemsize
         large = self.experiment.largest_cohort * row_bytes > STORED_BYTES
@@ -174,7 +174,7 @@ class RunTask:
 
     @property
     def way_of_updates(self) -> str | None:
-        """Whether updates are added up or stored, and why, for messages. None if all of them together are small."""
+        """Message that says whether updates are added up or stored, and why; None if a cohort's updates are small."""
         nbytes, needed = self.experiment.largest_cohort * self.row_bytes, self.experiment.stores_updates
         if nbytes <= STORED_BYTES:
             return None
@@ -184,14 +184,14 @@ class RunTask:
 
     @property
     def remedy_for_updates(self) -> str:
-        """Remedy for too little memory, as the end of a message. "" if updates are added up, or small together."""
+        """End of an out-of-memory message: the setting to change so that updates are added up; "" if none helps."""
         needed = self.experiment.stores_updates
         if self.way_of_updates is None or needed is None:
             return ""
         return f", or {needed[1]}, because {needed[0]} needs the updates of all workers at once"
 
     def clip_norm(self, settings: Mapping[str, Any]) -> Any:
-        """Return the maximum norm of gradients for workers with `settings` (see `step_settings`), or None."""
+        """Return the maximum gradient norm of workers with `settings` (see `step_settings`); None for no clipping."""
         return settings.get("clip_norm", self.experiment.local.clip_norm)
 
     def algorithm_at(self, round: int, step: int = 0, *, settings: Mapping[str, Any] | None = None) -> ClientAlgorithm:
@@ -226,7 +226,7 @@ class RunTask:
         return self.server_at(moment[0]) if self.sync_in(moment[0]) == "parameters" else self.algorithm_at(*moment)
 
     def new_module(self, cluster: int = 0) -> nn.Module:
-        """Return a new module with the initial parameters of the model of `cluster`, the same in every process.
+        """Return a new module with the initial parameters of the global model `cluster`, the same in every process.
 
         All modules of a process share their frozen parameters. Raises ExperimentError if the model has complex tensors,
         or does not fit the settings `model` and `local.trainable`.

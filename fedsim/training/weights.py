@@ -40,9 +40,10 @@ class AggregationContext:
     cluster: int = 0
 
     def by_cluster(self, clusters: Sequence[int]) -> Iterator[AggregationContext]:
-        """Yield the aggregation of each global model. `clusters` has the index of the model that each worker trains.
+        """Yield one context for each global model, with the workers that train this model.
 
-        If `clusters` is empty, there is only one model. A model whose workers all have weight 0 is left out.
+        `clusters` contains the index of each worker's model. If `clusters` is empty, there is only one model. A model
+        whose workers all have weight 0 is left out.
         """
         if not clusters:
             yield self
@@ -53,7 +54,7 @@ class AggregationContext:
                 yield replace(part, slots=[self.slots[place] for place in places], cluster=cluster)
 
     def of_wave(self, places: Sequence[int]) -> AggregationContext:
-        """Return the context of the workers at the positions `places`, whose slots are 0, 1, ..."""
+        """Return a context with only the workers at the positions `places`, which get the slots 0, 1, ..."""
         weights = None if self.weights is None else self.weights[places]
         workers, samples = ([values[place] for place in places] for values in (self.workers, self.samples))
         return AggregationContext(range(len(places)), workers, samples, weights, self.moment)

@@ -39,7 +39,8 @@ def test_a_hook_that_makes_the_mean_infinite_is_named(tmp_path):
     codes, _, errors = ended(ranks_of(1, *words, cwd=tmp_path))
     assert codes == [2]
     assert error_lines(errors[0]) == [
-        'error: round 1: distributed.hook = "fp16": the mean gradient is not finite, although each gradient is'
+        'error: round 1: distributed.hook = "fp16": the mean gradient contains NaN or infinity, '
+        "although the workers' gradients do not"
     ]
 
 
