@@ -8,8 +8,8 @@ On one machine, `RuleByColumns` applies FedAvg and other rules by columns, and `
                     ranks
     StreamedSums    the same rules in a `WaveRound`, also on one machine: each process sums its own rows after each wave
                     of workers
-    RuleByColumns   rules by columns or by inner products: each rank receives its columns of all rows [n, d / P], and
-                    inner products are summed over the ranks
+    RuleByColumns   rules that treat each column separately or need only inner products of rows: each rank receives its
+                    columns of all rows [n, d / P], and inner products are summed over the ranks
     RuleOnRows      all other rules: rank 0 receives all rows and computes the result
 """
 
@@ -155,7 +155,7 @@ class Aggregator(ABC):
         return self._shares_by_weights(context.weights, len(context.slots))
 
     def linear(self, context: AggregationContext, bad: list[int]) -> AggregationStats:
-        """Return the statistics, with coefficients, of an aggregation by a rule that is linear by weights.
+        """Return the statistics of an aggregation by a linear rule, including the coefficients of the updates.
 
         Args:
             context: updates to aggregate.
@@ -369,7 +369,7 @@ def _stats(
 
 
 class ReportCheck:
-    """Check that the aggregation rule can aggregate the updates of a round, even if some workers have dropped out."""
+    """Check whether the aggregation rule can aggregate the updates of a round, from which workers may drop out."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment, self._refusal = experiment, cache(partial(_refusal, experiment.rule))
@@ -377,7 +377,7 @@ class ReportCheck:
     def __call__(self, round: int, cohort: Cohort, where: str = "") -> None:
         """Raise ExperimentError if the rule cannot aggregate the updates of the workers that remain in `cohort`.
 
-        `where` is added to the round in the message, such as ", group 3".
+        `where` follows the round in the message, for example ", group 3".
         """
         weights = self._experiment.weights if self._experiment.rule.accepts_weights else None
         n, weightless = len(cohort.workers), isinstance(weights, list) and not any(weights[k] for k in cohort.workers)

@@ -21,7 +21,7 @@ class ClusterRound(ParameterRound):
                 self.executor.worker_tests.load(member)
 
     def begin_updates(self, plan: RoundPlan) -> None:
-        """Do nothing. `aggregate` subtracts the global model that each worker has selected."""
+        """Do nothing: `aggregate` subtracts from each trained model the global model that the worker selected."""
 
     def aggregate(self, plan: RoundPlan) -> AggregationStats:
         """Update each global model. A model whose updates are all excluded does not change.

@@ -1,4 +1,4 @@
-"""Training of the workers of a round, with what some client algorithms and rules compute before it."""
+"""Training of the workers of a round, and values that some client algorithms and rules need before the training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CohortTraining:
 
     Args:
         executor: executor of this process.
-        meanwhile: function of the round that is called while a GPU still computes.
+        meanwhile: function that is called with the number of the round while a GPU still computes.
 
     Attributes:
         first: functions that are called before the training, in this order.
@@ -40,7 +40,7 @@ class CohortTraining:
 
 
 def compute_full_gradients(executor: Executor, plan: RoundPlan) -> None:
-    """Compute the gradient of each worker's samples. Some client algorithms then receive the mean of the cohort."""
+    """Compute each worker's gradient over all its samples. Some client algorithms receive the mean over the cohort."""
     team, shared, algorithm = executor.team, executor.shared, executor.task.algorithm_at(plan.round)
     with executor.in_precision():
         executor.trainer.full_gradients(plan.mine)

@@ -25,9 +25,9 @@ class RoundPlan:
 
     Attributes:
         round: number of the round, from 1.
-        cohort: drawn workers.
-        work: work of all workers.
-        mine: work of this process, which includes the server's own row if there is one.
+        cohort: workers drawn for the round.
+        work: work items of all workers.
+        mine: work items of this process, including the server's training on its own samples, if any.
         context: all workers with their weights, for an aggregation in which all of them take part.
     """
 
@@ -77,9 +77,9 @@ class Cohorts:
         return RoundPlan(round, cohort, work, mine, context)
 
     def prepare_next(self, round: int) -> None:
-        """Choose the workers of the round after `round`, and draw their batches, while a GPU still computes `round`.
+        """Draw the workers of the round after `round`, and their batches, while a GPU still computes `round`.
 
-        Does nothing if the choice may depend on the results of `round`, which are not known yet.
+        This method does nothing if the next cohort may depend on the results of `round`, which are not known yet.
         """
         experiment, strategy = self._executor.task.experiment, self.draw.strategy
         is_useful = self._executor.task.device.type != "cpu" and not self._executor.team.divided
@@ -93,9 +93,9 @@ class Cohorts:
             self._executor.trainer.announce(self._prepared[-1])
 
     def work_of(self, workers: Sequence[int], round: int) -> tuple[WorkItems, WorkItems]:
-        """Return the work of all `workers` in a round, and the part that this process trains.
+        """Return the work items of all `workers` in a round, and the items that this process trains.
 
-        The second contains the server's own row, if there is one.
+        The latter include the server's training on its own samples, if any.
         """
         executor, n, root = self._executor, len(workers), self._executor.batch_source.root
         ids, slots = np.array(workers, dtype=np.int64), np.arange(n)
@@ -112,7 +112,7 @@ class Cohorts:
 def sampler_of(experiment: Experiment, shards: Shards) -> CohortSampler:
     """Return the sampler that draws the workers of each round.
 
-    Raises ExperimentError if the sampling strategy needs numbers of samples that are not known.
+    Raises ExperimentError if the sampling strategy needs the workers' numbers of samples, and these are not known.
     """
     return CohortSampler(
         strategy=experiment.sampling.component,

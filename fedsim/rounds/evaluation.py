@@ -1,4 +1,4 @@
-"""Tests of the global model, of which each process tests some batches, and tests on the samples of single workers."""
+"""Tests of the global model, with the batches divided among the processes, and tests on single workers' samples."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ class WorkerTests:
     def load(self, member: WorkItem) -> None:
         """Copy a global model to a worker's row.
 
-        If there are several, copy the first one with the least loss on the worker's training samples.
+        If there are several global models, copy the one with the least loss on the worker's training samples.
         """
         cohort, server, clusters = self._shared.cohort, self._shared.server, range(self._task.algorithm.clusters)
         local, losses = self._task.experiment.buffers == "local", [0.0]

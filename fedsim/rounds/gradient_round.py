@@ -15,7 +15,10 @@ from fedsim.training.weights import AggregationContext, weights_of
 
 
 class GradientRound(ParameterRound):
-    """Round in which all workers get the new model after each step (`sync = "gradients"`, and first "post_local")."""
+    """Round in which all workers receive the new model after each step.
+
+    All rounds with `sync = "gradients"` and the first rounds with `sync = "post_local"` are of this kind.
+    """
 
     def run(self, plan: RoundPlan) -> AggregationStats:
         with self.phase("broadcast"):

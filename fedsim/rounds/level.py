@@ -33,7 +33,8 @@ class Level:
         new_aggregator: function that returns the aggregator.
 
     Attributes:
-        latest: workers of the latest aggregation, and the previous aggregated update [d] if updates are stored.
+        latest: workers of the latest aggregation, and the aggregated update [d] of the aggregation before it, or None.
+            The attribute is None if updates are not stored.
     """
 
     def __init__(
@@ -77,6 +78,6 @@ class Level:
         return sent
 
     def begin_with_parameters(self) -> None:
-        """Reset the states of the rule, the attack and the server optimizer, when updates follow on gradients."""
+        """Reset the rule, the attack and the server optimizer when a run changes from gradients to parameters."""
         self.aggregator.state, self.attack.state = {}, {}
         self.server.begin_with_parameters()

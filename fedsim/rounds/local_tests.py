@@ -33,7 +33,7 @@ class LocalTests:
         return bool(self._workers or self._unseen) and round % self._settings.every == 0
 
     def __call__(self, round: int, kind: RoundKind) -> WorkerResults | None:
-        """Return the test results after `round`; None if the experiment tests no workers. `kind` has the rows."""
+        """Test after a round of the given `kind`, and return the results; None if the experiment tests no workers."""
         if not (self._workers or self._unseen):
             return None
         team, tested, task = self._executor.team, dict[int, Tested](), self._executor.task

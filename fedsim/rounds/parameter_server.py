@@ -34,7 +34,7 @@ class AggregatedUpdate:
     complete: bool = False
 
     def plus(self, row: Tensor | None) -> AggregatedUpdate:
-        """Return the sum of the aggregated update and `row` [d], which must be equal in all processes; None is zero."""
+        """Return the sum of the aggregated update and `row` [d], which must be equal in all processes; None adds 0."""
         if row is None:
             return self
         return replace(self, parts=[(columns, update + row[columns]) for columns, update in self.parts])
@@ -92,9 +92,10 @@ class ParameterServer:
         return self.sent
 
     def _update_copy(self, round: int) -> int:
-        """Add the processed difference of the sent parameters to the workers' copy (EF21-P, Gruntkowska et al. 2023).
+        """Send a compressed difference, and add it to the workers' copy (EF21-P, Gruntkowska et al. 2023).
 
-        Returns the number of bytes that each worker receives.
+        The difference is that between the parameters to send and the copy. Returns the number of bytes that each worker
+        receives.
         """
         task, state = self._task, self._shared.server.downlink
         columns = task.algorithm.personal_columns.others(len(self.sent))

@@ -41,7 +41,7 @@ def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shar
 def shards_of(
     experiment: Experiment, train: TensorData, index_of: np.ndarray | None, strata: Strata
 ) -> tuple[Shards, Shards | None]:
-    """Return (training samples of each worker, local test samples of each worker).
+    """Return a pair: the training samples and the local test samples of each worker.
 
     The local test samples are None if the experiment does not hold out samples of the workers for tests.
 
@@ -77,9 +77,9 @@ def shards_of(
 def tests_of_owners(
     experiment: Experiment, train: TensorData, test: TensorData, shards: Shards
 ) -> tuple[Shards, str] | None:
-    """Return the test samples of each worker's owner, and a description. None if the test part has no owners.
+    """Return (test samples of each worker's owner, description). None if the test part has no owners.
 
-    The owners who have no training samples follow the workers, in sorted order. They are never trained.
+    The workers are followed by the owners who have no training samples, in sorted order, which are never trained.
 
     Args:
         experiment: experiment to run.
@@ -110,8 +110,8 @@ def tests_of_owners(
 def names_of_workers(experiment: Experiment, train: TensorData, test: TensorData, shards: Shards) -> tuple[str, ...]:
     """Return the name of each worker, followed by those of the owners who have only test samples.
 
-    A worker of a partition by owners has the name of its owner. There are no names if they only repeat the numbers.
-    The arguments are those of `tests_of_owners`.
+    A worker of a partition by owners has the name of its owner. The result is empty if the names would only repeat the
+    worker IDs. The arguments are those of `tests_of_owners`.
     """
     partition = experiment.partition.component
     names = getattr(partition, "worker_names", ())
@@ -198,7 +198,7 @@ def workers_to_describe(shards: Shards, seed: int) -> list[int] | None:
 def releases_of(experiment: Experiment, shards: Shards, root: np.ndarray) -> Releases | None:
     """Return the noisy sums of each round, for privacy accounting, or None without differential privacy.
 
-    If samples are protected and shards overlap, a sample is in the sums of every worker that holds it.
+    If samples are protected and shards overlap, a sample contributes to the sums of every worker that holds it.
 
     Args:
         experiment: experiment.

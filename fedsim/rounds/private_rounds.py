@@ -112,7 +112,7 @@ class PrivateRounds:
             self.clip = PrivacyState.model_validate(facts["privacy"]).clip
 
     def _clip(self, mine: WorkItems, max_norm: float) -> list[Tensor]:
-        """Clip updates, one by one so that rounding does not depend on the number of processes."""
+        """Clip the updates of the workers `mine` in place, one by one, so that processes do not change the rounding."""
         return [clip_update(self._shared.cohort.rows[member.slot], max_norm) for member in mine]
 
     def _noise(self, std: float, purpose: str, *coordinates: int) -> Tensor:

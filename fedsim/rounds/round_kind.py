@@ -98,9 +98,9 @@ class RoundKind(ABC):
             pull_down(buffers, self.shared.cohort.buffers, index_of(mine.slots, self.task.device))
 
     def parts(self, workers: list[int], round: int) -> Iterator[tuple[list[int], WorkItems]]:
-        """Divide workers to test into parts for which there are rows.
+        """Divide workers to test into parts of at most as many workers as there are rows.
 
-        Yields the worker IDs of each part, and the workers that this process tests.
+        Yields the worker IDs of each part, and the work items of the workers that this process tests.
         """
         size = self.task.experiment.cohort_size
         for part in (workers[start : start + size] for start in range(0, len(workers), size)):
@@ -129,7 +129,7 @@ class RoundKind(ABC):
         return buffer_bytes(self.task, self.shared) + message_bytes(self.task, self.shared)[0]
 
     def bytes_for_losses(self, plan: RoundPlan) -> int:
-        """Return the number of bytes received by workers that only compute a loss, from which the cohort is chosen."""
+        """Return the number of bytes received by workers that only compute a loss, by which the cohort is chosen."""
         only_loss = set(plan.cohort.candidates).difference(plan.reached)
         return len(only_loss) * (self.shared.server.row.nbytes + buffer_bytes(self.task, self.shared))
 

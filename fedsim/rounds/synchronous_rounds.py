@@ -94,9 +94,10 @@ class SynchronousRounds:
         return self.record(plan, stats, of_workers, samples.tolist(), train_loss) if team.computes else None
 
     def begin(self, round: int) -> RoundKind:
-        """Return the kind of `round`. After rounds of gradients, the first round of parameters resets the server.
+        """Return the kind of `round`.
 
-        The global model is kept. The states of the rule, the attack and the server optimizer are reset.
+        In the first round that aggregates parameters after rounds that aggregated gradients, reset the states of the
+        rule, the attack and the server optimizer, but keep the global model.
         """
         self.executor.timer, kind = PhaseTimer(), self.kind(round)
         if round > 1 and kind is not self.kind(round - 1):
@@ -125,7 +126,7 @@ class SynchronousRounds:
         return self.record(plan, stats, of_workers) if self.team.computes else None
 
     def of_all_processes(self, stats: AggregationStats) -> AggregationStats:
-        """Return the statistics of a round in all processes, from those of this process."""
+        """Combine the statistics that each process has of a round, and return them in all processes."""
         sent = stats.sent
         if self.task.experiment.chain:
             sent = SentUpdates.total(self.team.gather(sent.on_host()))
@@ -175,7 +176,7 @@ class SynchronousRounds:
         return kind.complete(record), of_workers
 
     def latest_aggregation(self) -> tuple[AggregationContext, np.ndarray | None]:
-        """Return the latest aggregation, without weights, and the aggregated update before it, [d].
+        """Return the context of the latest aggregation, without weights, and the aggregated update before it, [d].
 
         The update is None if no rule or attack uses it, or if the updates of the round are not stored.
         """

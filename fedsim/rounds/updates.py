@@ -65,7 +65,7 @@ class CohortUpdates:
         root_slot: row index of the update that the server computes from its own samples; None if the rule uses no
             such update.
         losses: loss of the global model on the samples of each of n workers, [n]; empty if the rule uses no losses.
-        rule_checks: whether the rule finds out whether the updates are finite.
+        rule_checks: whether the rule itself checks the updates for NaN and infinity.
         deferred_check: check for NaN and infinity at the end of each round; None if every step is checked.
     """
 

@@ -188,7 +188,7 @@ class WorkerStates:
             self.rows[name][places] = row.to(self.rows[name].device)
 
     def follow(self, workers: Sequence[int]) -> None:
-        """Take over the list of workers with a state, in the order in which another process has stored the states."""
+        """Set the list of workers that have a state to `workers`, the order in which a process stored the states."""
         if list(workers) != self.workers:
             self._places = {}
             self.add(workers)
