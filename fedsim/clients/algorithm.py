@@ -175,7 +175,7 @@ class ClientAlgorithm:
 
     @property
     def shares_model(self) -> bool:
-        """Whether all workers use one global model, of which they keep no part for themselves."""
+        """Whether all workers use one global model, without personal parameters or buffers."""
         return self.clusters == 1 and not self.personal_columns.width
 
     def gradients(self, steps: int, batches: int) -> int:
@@ -196,11 +196,11 @@ class ClientAlgorithm:
         """
 
     def for_model(self, module: nn.Module) -> ClientAlgorithm:
-        """Return the algorithm for a model. Algorithms that depend on the model's layers return a changed copy."""
+        """Return the algorithm for a model: a copy with changed attributes if they depend on the model's layers."""
         return self
 
     def buffers_kept(self, b: int) -> ColumnSpans:
-        """Return which of the `b` buffer values each worker keeps for itself."""
+        """Return which of a model's `b` buffer values are personal, that is, kept by each worker and not sent."""
         return ColumnSpans(((0, b),)) if self.personal_beside else self.personal_buffers
 
     def having(self, **values: Any) -> ClientAlgorithm:

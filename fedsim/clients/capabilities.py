@@ -120,7 +120,7 @@ class ClientAlgorithmRegistry(Registry):
 
 
 def _require_bases(target: type) -> None:
-    """Raise TypeError if a class lacks the base class that declares one of its methods, or the method for its steps."""
+    """Raise TypeError if a class has a method but not the base class that declares it, or has no `step` method."""
     for base in (*CAPABILITIES, ClientAlgorithm):
         others = MINIMAL if base is ClientAlgorithm else vars(ClientAlgorithm).keys()
         names = [name for name in vars(base).keys() - others if name[0] != "_" and hasattr(target, name)]

@@ -58,14 +58,14 @@ class Varying:
         return np.array(self.values, dtype=self.kind)
 
     def possible(self, worker: int) -> Sequence[int]:
-        """Return the integers that `worker` can have, ascending. For a function, only that of round 1."""
+        """Return the integer values that `worker` can have, ascending. For a function, only its value in round 1."""
         if self.form == "uniform":
             return range(self.values[0], self.values[1] + 1)
         return sorted(set(self.values)) if self.form == "choice" else [self.of(worker, 1)]
 
     @property
     def largest(self) -> Any:
-        """Largest value of all workers and rounds. For a function, which has no limit, that of worker 0 in round 1."""
+        """Largest value of all workers and rounds. For a function, its value for worker 0 in round 1."""
         return self.of(0, 1) if self.form == "function" else max(self.values)
 
 
@@ -113,7 +113,7 @@ class Schedule:
         return self.batch_size.largest if isinstance(self.batch_size, Varying) else self.batch_size
 
     def of(self, worker: Numbers, round: Numbers) -> Schedule:
-        """Return the schedule of `worker` in `round`, with fixed numbers."""
+        """Return a schedule in which each `Varying` is replaced by its value for `worker` in `round`."""
         return self._with(lambda name, value: value.of(worker, round))
 
     def longest(self, worker: int) -> Schedule:
@@ -125,7 +125,7 @@ class Schedule:
         return self._with(lambda name, value: value.possible(worker)[-1 if name == "batch_size" else 0])
 
     def _with(self, number_of: Callable[[str, Varying], Numbers]) -> Schedule:
-        """Return the schedule with `number_of(name, value)` instead of each value that varies."""
+        """Return a schedule in which each `Varying` value is replaced by `number_of(name, value)`."""
         values = {name: getattr(self, name) for name in ("batch_size", "epochs", "steps")}
         fixed = {name: number_of(name, value) for name, value in values.items() if isinstance(value, Varying)}
         return replace(self, **fixed) if fixed else self
