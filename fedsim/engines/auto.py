@@ -1,12 +1,14 @@
-"""The engine `auto` chooses what is computed from the experiment alone, and where from the experiment and the cores.
+"""The engine `auto`, which chooses how workers are trained and, given the number of cores, in how many processes.
 
-1. What is computed: workers are trained in stacks if a trial shows that the model can be stacked. On a CPU, the cohort
-   must also have at least two stacks of `SMALLEST_STACK` workers, and at most `LARGEST_BATCH` samples per batch, and
-   the activations must fit in cache. A stack rounds differently than single workers, so neither cores, processes nor
-   free memory have an influence. On a GPU, the width of a stack also depends on the total memory of the GPU.
-2. Where: on a CPU, the engine uses as many processes as the cores and the cohort allow, or only one process if starting
-   them would take longer than they save. The time is estimated from the numbers of steps, bytes and floating-point
-   operations. On an accelerator it always uses one process, because several processes would not run in parallel.
+1. How: workers are trained in stacks if a trial shows that the model can be stacked. On a CPU, the cohort must also
+   fill at least two stacks of `SMALLEST_STACK` workers, a batch must have at most `LARGEST_BATCH` samples, and the
+   activations must fit in cache. A stack rounds differently than single workers, so this choice depends only on the
+   experiment, and not on cores, processes or free memory. On a GPU, the width of a stack also depends on the total
+   memory of the GPU.
+2. In how many processes: on a CPU, the engine uses as many processes as the cores and the cohort allow, or only one
+   process if starting them would take longer than they save. The time is estimated from the numbers of steps, bytes and
+   floating-point operations. On an accelerator, the engine always uses one process, because several processes would not
+   run in parallel.
 
 The constants were measured once (`benchmarks/plans.py`) and are fixed.
 """

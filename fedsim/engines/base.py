@@ -95,8 +95,8 @@ class Engine:
     def trainers(self, task: RunTask, shared: SharedState) -> tuple[MakeTrainer, dict[str, Any]]:
         """Return a function that creates the trainer of a process, and a dict of metadata for the run record.
 
-        By default, a trainer trains one worker after another. The fact "width" is the number of workers that a trainer
-        trains at once.
+        By default, a trainer trains one worker after another. The entry "width" of the metadata is the number of
+        workers that a trainer trains at once.
 
         Args:
             task: run to compute.
@@ -105,11 +105,11 @@ class Engine:
         return RowTrainer, {}
 
     def new_team(self, task: RunTask) -> Team:
-        """Return the processes that compute a task together with this process, if there is no pool."""
+        """Return the team of processes that compute a task, for an engine without a pool."""
         return Team(ProcessContext.alone(), task.device)
 
     def new_states(self, task: RunTask, team: Team) -> WorkerStates:
-        """Return the storage of what workers keep between rounds, if there is no pool."""
+        """Return the storage for what workers keep between rounds, for an engine without a pool."""
         return WorkerStates.of(task, self.shared)
 
     def allocate(self, task: RunTask, *data: Any) -> SharedState:
@@ -122,7 +122,7 @@ class Engine:
         return SharedState.allocate(task, *data)
 
     def prepare(self, device: torch.device) -> None:
-        """Make child processes import modules and initialise the device of a task while this process prepares it."""
+        """Make child processes import modules and initialise `device`, while this process prepares a task."""
         if self._pool:
             self._pool.prepare(_initialise, device)
 

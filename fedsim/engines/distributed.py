@@ -44,7 +44,7 @@ class DistributedEngine(Engine):
         mean, weighted_mean                    2 (P - 1) d s
         columnwise rules, such as median       n d s (P - 1) / P + (P - 1) d s
         distance-based rules, such as krum     as columnwise rules, plus 16 (P - 1) n^2
-        rules of whole rows, such as fltrust   (n + 1) d s (P - 1) / P + (P - 1) d s
+        all other rules, such as fltrust       (n + 1) d s (P - 1) / P + (P - 1) d s
         b Byzantine workers, in addition       (n + b) d s (P - 1) / P
 
     Losses, buffers and test results add little. Every rank stores n^2 products for distance-based rules, which

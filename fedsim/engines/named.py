@@ -57,9 +57,9 @@ class ProcessesEngine(Engine):
 
 
 class SpawnEngine(Engine):
-    """Engine like `processes` that always spawns its processes, as on a GPU: each one is a new Python.
+    """Engine like `processes` that always spawns its processes, as on a GPU: each process is a new Python interpreter.
 
-    Use it on a CPU to test whether a program works with spawned processes. They take seconds to start.
+    Use it on a CPU to test whether a program works with spawned processes, which take seconds to start.
     """
 
     traits = TRAITS["spawn"]

@@ -85,7 +85,7 @@ def difference_of(claims: list[Claims]) -> list[str]:
             if keys:
                 values = [f"{key} = {shown(0, kind, key)} and {shown(rank, kind, key)}" for key in keys[:SHOWN]]
                 more = f" (and {len(keys) - SHOWN} more)" if len(keys) > SHOWN else ""
-                remedy = "; to run them apart, name another engine, such as engine=serial" * (kind == EXPERIMENT)
+                remedy = "; for separate runs, name another engine, such as engine=serial" * (kind == EXPERIMENT)
                 return [f"the ranks differ in {kind}: {', '.join(values)}{more}{remedy}"]
     return []
 

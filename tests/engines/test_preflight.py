@@ -4,7 +4,7 @@ import torch
 
 from fedsim.engines.preflight import difference_of, digest
 
-REMEDY = "; to run them apart, name another engine, such as engine=serial"
+REMEDY = "; for separate runs, name another engine, such as engine=serial"
 
 
 def test_a_difference_is_reported_in_one_line_with_rank_and_both_values():

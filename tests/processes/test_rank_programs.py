@@ -125,7 +125,7 @@ def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank,
         (
             *(["engine=auto"], {1: ["seed=1"]}),
             [
-                "the ranks differ in the experiment: seed = 0 on rank 0 and 1 on rank 1; to run them apart, name "
+                "the ranks differ in the experiment: seed = 0 on rank 0 and 1 on rank 1; for separate runs, name "
                 "another engine, such as engine=serial"
             ],
         ),
