@@ -179,7 +179,7 @@ def signals_deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
-    """Let the Pythons that multiprocessing starts in the block import nothing from the working directory by themselves.
+    """Return a context in which processes that multiprocessing starts do not add the working directory to `sys.path`.
 
     A spawned process then gets the `sys.path` of its parent.
     """

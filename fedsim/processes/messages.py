@@ -188,7 +188,7 @@ class _File:
 
 @contextlib.contextmanager
 def _collecting(message: Message) -> Iterator[None]:
-    """Inside the `with` block, files in pickled objects are added to `message`."""
+    """Return a context in which the files of pickled objects are added to `message`."""
     if not PASSES_FILES:
         yield
         return
