@@ -14,7 +14,8 @@ parameters, or its fields, are its configuration:
                [k]
     metrics    dict to which the strategy may add numbers, which are recorded for the round under their keys
 
-The trait `amplifies` says which random sampling, "without_replacement" or "poisson", privacy accounting may assume.
+The attribute `amplifies` of a strategy says which random sampling privacy accounting may assume: "without_replacement"
+or "poisson".
 
 A strategy returns the IDs of at most `size` different workers, in any order, or (workers, probabilities). The
 probability that each of these workers is chosen is needed for `aggregate.weights = "inverse_probability"`. A dataclass

@@ -31,13 +31,13 @@ def divide_workers(groups: int | list[int] | str, workers: int) -> np.ndarray:
             np.asarray(import_object(groups)(workers) if isinstance(groups, str) else groups) for _ in range(2)
         )
     except Exception as error:
-        need = "must be a number, a list or a function of the number of workers, package.module:name"
+        need = "must be a number, a list, or the path package.module:name of a function of the number of workers"
         why = f"; it cannot be called: {one_line(error)}" if ":" in str(groups) else ""
         raise ExperimentError(f"{place}: {need}{why}") from error
     if not np.array_equal(listed, again):
         raise ExperimentError(f"{place}: returned two different lists; use a fixed seed for random draws")
     is_valid = listed.shape == (workers,) and listed.dtype.kind in "iu"
     if not is_valid or not np.array_equal(np.unique(listed), np.arange(listed.max() + 1)):
-        need = f"must be the group of each of {workers} workers, numbered 0, 1, ... without gaps"
+        need = f"must contain the group of each of {workers} workers, numbered 0, 1, ... without gaps"
         raise ExperimentError(f"{place}: {need}; change groups or workers")
     return listed.astype(np.int64)
