@@ -62,7 +62,7 @@ class NestedForm:
 
     @property
     def columns(self) -> list[str]:
-        """Key paths of the tensors that are aggregated, in order: floating-point tensors, with tied ones only once."""
+        """Key paths of the tensors that are aggregated, in order: floating-point tensors, tied tensors only once."""
         return [
             place for place, tensor in self.entries.items() if tensor.is_floating_point() and place not in self.shared
         ]
@@ -136,7 +136,7 @@ def as_rows(updates: Any, place: str, like: Form | None = None) -> tuple[Any, Fo
 
 
 def _listed(updates: Any, place: str) -> Any:
-    """Return iterators of updates as lists, and lists of numbers as a tensor. Other objects are returned unchanged."""
+    """Convert an iterator of updates to a list, and lists of numbers to a tensor. Return other objects unchanged."""
     updates = list(updates) if isinstance(updates, (Iterator, ValuesView)) else updates
     if not isinstance(updates, (list, tuple)):
         return updates

@@ -138,14 +138,14 @@ def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: N
 
 
 def _setting(updates: Tensor, pipeline: Pipeline) -> contextlib.AbstractContextManager[None]:
-    """Return a context with one thread for small updates on a CPU, or in full precision for updates on a GPU."""
+    """Return a context for the aggregation: one thread for small updates on a CPU, full precision on a GPU."""
     if updates.device.type == "cpu":
         return alone_if_small(updates.numel())
     return full_precision(updates.device, convolutions=not pipeline.built_in)
 
 
 def _without_check(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: Nonfinite) -> AggregationResult | None:
-    """Return the result if the updates need no separate check for NaN and infinity. None: check the updates first."""
+    """Aggregate without checking the updates for NaN and infinity first. Return None if they must be checked first."""
     updates, is_linear = inputs.updates, pipeline.columnwise and pipeline.rule.linear
     on_gpu = updates.device.type != "cpu"
     if nonfinite == "keep" or not (is_linear or on_gpu):

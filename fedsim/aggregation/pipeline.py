@@ -47,7 +47,7 @@ class AggregationResult:
 
 
 class ResultError(ExperimentError):
-    """Raised if a rule or pre-aggregator returns something other than a tensor of the required shape."""
+    """Error of a rule or pre-aggregator that returns something other than a tensor of the required shape."""
 
 
 @dataclass(frozen=True)

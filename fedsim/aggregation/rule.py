@@ -149,7 +149,7 @@ def average_of(chosen: Tensor, n: int) -> LinearCombination:
 
 
 def require_finite(numbers: np.ndarray, rule: str) -> None:
-    """Raise ExperimentError if `numbers` computed from the updates are not finite, as nonfinite = "keep" allows."""
+    """Raise ExperimentError if `numbers`, computed from the updates, contain NaN or infinity (nonfinite = "keep")."""
     if not np.isfinite(numbers).all():
         raise ExperimentError(f'{rule}: cannot compare updates that contain NaN or infinity; use nonfinite = "exclude"')
 
