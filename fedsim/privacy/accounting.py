@@ -46,7 +46,7 @@ class Releases:
             size. None: every worker is assumed to take part in every round.
         per_round: number of sums per round in which a worker includes its update (or one of its samples).
         holders: number of workers in a round that may hold the same sample. Each of them has its own sums.
-        by_replacement: whether a worker is replaced by another, also without random sampling.
+        by_replacement: whether neighbouring data sets replace a worker by another even without random sampling.
 
     >>> Releases(noise=2.0, workers=10, cohort=10).relation
     'REPLACE_SPECIAL'
@@ -62,7 +62,7 @@ class Releases:
 
     @property
     def effective_sampling(self) -> Sampling:
-        """The sampling that is counted: None if all workers take part."""
+        """Sampling that lowers epsilon: the attribute `sampling`, or None if all workers take part."""
         return self.sampling if self.cohort < self.workers else None
 
     @property
@@ -70,7 +70,7 @@ class Releases:
         """Name of the neighbouring relation in dp-accounting.
 
         ADD_OR_REMOVE_ONE: a worker is added or left out, with Poisson sampling. REPLACE_ONE: a worker is replaced by
-        another. REPLACE_SPECIAL: a worker contributes zeros to every sum, if each worker is counted in every round.
+        another. REPLACE_SPECIAL: a worker contributes zeros to every sum, if all workers count in every round.
         """
         if self.by_replacement or self.effective_sampling == "without_replacement":
             return "REPLACE_ONE"
@@ -123,7 +123,7 @@ def _rdp(relation: Any, bound: Callable[[], float]) -> Any:
 
 
 def _pld(relation: Any, bound: Callable[[], float]) -> Any:
-    """Return the accountant. `bound` returns an upper bound of epsilon, because a large epsilon needs larger steps."""
+    """Return the accountant "pld". `bound` returns an upper bound of epsilon, which determines the discretization."""
     interval = max(FINEST, bound() / STEPS_OF_EPSILON)
     return _library(".pld").PLDAccountant(relation, value_discretization_interval=interval)
 

@@ -36,8 +36,8 @@ class Mechanism:
         active: whether updates are clipped.
         at_server: whether the server adds noise to the sum of the clipped updates.
         at_workers: whether each worker adds noise to its clipped update.
-        by_replacement: whether the guarantee is for another update of a worker instead of its absence, so that the sum
-            changes by up to 2 C.
+        by_replacement: whether the guarantee compares two different updates of a worker (the sum changes by up to 2 C)
+            instead of the presence and absence of the worker.
         adapts: whether the maximum norm changes from round to round.
         clip: maximum norm C of an update in the first round.
         noise: noise multiplier z, from which epsilon is computed.
@@ -152,8 +152,8 @@ class AdaptiveCentralPrivacy(CentralPrivacy):
     def check(self, cohort: float) -> None:
         if self.noise >= (bound := 2 * self._count_noise(cohort)):
             raise ExperimentError(
-                f"privacy.noise = {self.noise:g}: must be less than {bound:g}, twice the noise of the count; use more "
-                "privacy.count_noise, or a larger cohort"
+                f"privacy.noise = {self.noise:g}: must be less than {bound:g}, twice the noise of the count; use a "
+                "larger privacy.count_noise or a larger cohort"
             )
 
     def noise_of_sum(self, cohort: float) -> float:
@@ -174,9 +174,9 @@ class AdaptiveCentralPrivacy(CentralPrivacy):
 class LocalPrivacy(Mechanism):
     """Local differential privacy: each worker adds noise to its own clipped update (Duchi et al. 2013).
 
-    Worker k sends x_k min(1, C / |x_k|) + N(0, (z C)^2 I). Nobody needs to be trusted. Every update of a worker must be
-    possible instead of any other, and two clipped updates differ by up to 2 C. The mean of n updates has the noise
-    z C / sqrt(n), which is sqrt(n) times the noise of `central`.
+    Worker k sends x_k min(1, C / |x_k|) + N(0, (z C)^2 I). Nobody needs to be trusted. The guarantee compares any two
+    updates of a worker, and two clipped updates differ by up to 2 C. The mean of n updates has the noise z C / sqrt(n),
+    which is sqrt(n) times the noise of `central`.
 
     Args:
         clip: maximum L2 norm C of an update, > 0.
@@ -193,7 +193,7 @@ class LocalPrivacy(Mechanism):
 
 
 def row_norms(rows: Tensor) -> Tensor:
-    """Return the L2 norms [k] of `rows` [k, d], as float64 where the device has it.
+    """Return the L2 norms [k] of `rows` [k, d], in float64 if the device supports it.
 
     >>> fedsim.privacy.row_norms(torch.tensor([[3.0, 4.0]]))
     tensor([5.], dtype=torch.float64)
