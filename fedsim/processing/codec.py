@@ -144,7 +144,7 @@ class Codec:
 
     @cached_property
     def _levels(self) -> list[tuple[Compressor, Spec, Format]]:
-        """Each compressor, the vector that it compresses, and the sizes of its message."""
+        """A triple for each compressor: the compressor, a description of its input vector, its message's sizes."""
         levels, spec = [], self.spec
         for compressor in self.compressors:
             sizes = compressor.format(spec)

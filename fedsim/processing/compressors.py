@@ -257,7 +257,7 @@ class NaturalCompression(Compressor):
 
 
 def _mantissa(dtype: torch.dtype) -> int:
-    """Return the number of bits after the leading bit of a floating-point number."""
+    """Return the number of mantissa bits that a floating-point type stores."""
     return -round(math.log2(torch.finfo(dtype).eps))
 
 
@@ -397,7 +397,7 @@ class Sketch(Sparsifier):
     In each of `rows` rows, a hash function adds each coordinate with a random sign to one of `columns` counters. The
     estimate of a coordinate is the median of its counters (Charikar et al. 2002). With the probability 3/4 or more,
     one row errs by at most 2 |x| / sqrt(columns). The median of several rows errs by more with a probability that falls
-    exponentially with `rows`. Use `error_feedback = true` for the rest.
+    exponentially with `rows`. With `error_feedback = true`, the other coordinates are sent later instead of being lost.
 
     Args:
         columns: number of counters in a row, at most 2^29.

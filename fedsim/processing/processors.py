@@ -1,4 +1,4 @@
-"""Processors, which change each update before it is aggregated: clipping and noise. `compressors.py` has the others.
+"""Processors, which change each update before it is aggregated: clipping and noise (compressors: `compressors.py`).
 
 A processor is a pure function from an update [d] to an update [d]. Its positional parameters receive these inputs by
 name, and must not be changed. Its keyword-only parameters are its configuration:
@@ -102,8 +102,9 @@ def apply_chain(
     """Apply a chain of processors to an update, in place, one after another.
 
     Of consecutive compressors, each compresses the numbers that the previous one sends, such as the k values of
-    `top_k`. With error feedback, the compressors C from this one on are applied to p = update + e, where e is the
-    worker's residual. The new residual is e = p - C(p) (Seide et al. 2014, Karimireddy et al. 2019).
+    `top_k`. If a compressor has error feedback, C stands for this compressor together with the compressors that follow
+    it. C is applied to p = update + e, where e is the worker's residual. The new residual is e = p - C(p) (Seide et al.
+    2014, Karimireddy et al. 2019).
 
     Args:
         chain: processors, in order.
@@ -154,7 +155,7 @@ def check_order(chain: Sequence[UpdateProcessor], place: str) -> None:
 
 
 def _segments(chain: Sequence[UpdateProcessor]) -> list[list[int]]:
-    """Divide a chain into lists of positions, each of which has at most one residual, that of its first processor."""
+    """Divide a chain into segments (lists of positions), in which only the first processor may have error feedback."""
     segments: list[list[int]] = []
     for position, step in enumerate(chain):
         if not segments or step.error_feedback or not step.compresses:
@@ -164,7 +165,7 @@ def _segments(chain: Sequence[UpdateProcessor]) -> list[list[int]]:
 
 
 def _groups(chain: Sequence[UpdateProcessor], positions: Sequence[int]) -> list[list[int]]:
-    """Divide consecutive positions of a chain into lists of compressors, and lists of one other processor."""
+    """Divide consecutive positions of a chain into groups: consecutive compressors, or one other processor."""
     groups: list[list[int]] = []
     for position in positions:
         alone = not isinstance(chain[position].function, Compressor)
