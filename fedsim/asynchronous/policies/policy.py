@@ -142,7 +142,7 @@ class Policy(ABC):
         return 1, 1
 
     def moved(self, server: AsyncServer, slot: int, unit: int) -> tuple[int, int]:
-        """Return what `traffic` returns, for a policy in which it depends on the worker in `slot`, or on the server."""
+        """Return (sent, received) like `traffic`, also if these depend on the worker in `slot` or on the server."""
         return self.traffic(unit)
 
     def numbers(self, server: AsyncServer) -> dict[str, float]:

@@ -33,7 +33,7 @@ class AsyncServer(ABC):
         worker_buffers: buffers of the workers' models, [n, b], float64.
         rows: the rows [d] of `worker_rows`.
         replicas: start model of each worker, [n, d] if the policy needs it, else [0, d].
-        models: rows [d] in which the workers find their start models.
+        models: start model of each worker, a list of rows [d].
         step_state: optimizer state of `stepper` for the global model, tensors [d].
         worker_step_states: optimizer state of `stepper` for each worker's model, tensors [n, d].
         policy_state: tensors that the policy keeps between arrivals.

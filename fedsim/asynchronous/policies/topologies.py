@@ -13,9 +13,9 @@ Its positional parameters may have these names:
     rng      a NumPy generator; unless the graph changes, it is drawn again until it is connected
 
 An adjacency matrix gets Metropolis-Hastings weights: W_ij = 1 / (1 + max(degree of i, degree of j)) for an edge, and
-W_ii = 1 - sum of the others. Every W must be symmetric and doubly stochastic up to 1e-6. Its diagonal then makes up for
-these rounding errors. If all of its diagonal is 0, as for a weighted graph, rows may sum to less, and the diagonal is
-filled in. The spectral gap is 1 - max(|lambda_2|, |lambda_n|) for the eigenvalues
+W_ii = 1 - sum of the other weights of row i. Every W must be symmetric and doubly stochastic up to 1e-6. Its diagonal
+is then set so that each row sums to 1. If the whole diagonal is 0, as for a weighted graph, rows may sum to less than 1
+before this correction. The spectral gap is 1 - max(|lambda_2|, |lambda_n|) for the eigenvalues
 1 = lambda_1 >= ... >= lambda_n of W. The larger it is, the faster averaging brings the models together.
 """
 
@@ -50,18 +50,18 @@ class CommunicationGraph(Component):
 
     @property
     def place(self) -> str:
-        """The setting, for error messages."""
+        """The setting that chooses the topology, such as `policy.topology = "ring"`, for error messages."""
         return f"policy.topology = {show(getattr(self.function, 'keywords', {}).get('path', self.name))}"
 
     @property
     def changes(self) -> bool:
-        """Whether each round has a graph of its own."""
+        """Whether the graph changes from round to round."""
         return "round" in self.accepts
 
     def mixing_matrix(self, n: int, seed: int, round: int = 1) -> np.ndarray:
         """Return the mixing matrix of n workers in a round, float64 [n, n].
 
-        Raises ExperimentError if it is not symmetric and doubly stochastic, or never connected.
+        Raises ExperimentError if it is not symmetric and doubly stochastic, or if no drawn graph is connected.
         """
         rng = numpy_generator(seed, "topology", *([round] if self.changes else []))
         draws = MOST_DRAWS if "rng" in self.accepts and not self.changes else 1
@@ -231,7 +231,7 @@ def complete(n: int) -> np.ndarray:
 
 @topology("exponential")
 def exponential(n: int) -> np.ndarray:
-    """Connect each worker with those at distances 1, 2, 4, ... on a ring, in both directions (Ying et al. 2021).
+    """Connect each worker with the workers at distances 1, 2, 4, ... on a ring, both ways (Ying et al. 2021).
 
     >>> np.flatnonzero(exponential(8)[0])  # neighbours of worker 0
     array([1, 2, 4, 6, 7])
@@ -258,7 +258,7 @@ def torus(n: int) -> np.ndarray:
 
 @topology("star")
 def star(n: int) -> np.ndarray:
-    """Connect worker 0 with all others.
+    """Connect worker 0 with all other workers.
 
     >>> star(3).astype(int).tolist()
     [[0, 1, 1], [1, 0, 0], [1, 0, 0]]
@@ -270,7 +270,7 @@ def star(n: int) -> np.ndarray:
 
 @topology("erdos_renyi")
 def erdos_renyi(n: int, rng: np.random.Generator, *, p: Fraction = 0.5) -> np.ndarray:
-    """Draw each edge independently with probability `p` (Erdos and Renyi 1959), again until the graph is connected.
+    """Draw each edge independently with probability `p` (Erdos and Renyi 1959) until the graph is connected.
 
     Args:
         p: probability of an edge. Below about ln(n) / n, few graphs are connected.

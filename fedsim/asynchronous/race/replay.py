@@ -89,7 +89,7 @@ class LoggedOrder:
         self._require(slot in dispatcher.in_flight, event, f"worker {slot} has not started the work that arrives")
         if slot in dispatcher.untrained:
             dispatcher.train(dispatcher.in_flight)
-        self._compare(event, f"the result of worker {slot} meets", entry.applied, self._server.version)
+        self._compare(event, f"the result of worker {slot} arrives at", entry.applied, self._server.version)
         cancelled = entry.kind == CANCELLED
         self._require(dispatcher.is_stale(slot) == cancelled, event, f"the staleness of worker {slot}'s result differs")
         if cancelled:

@@ -206,7 +206,7 @@ class LockedRaceWorker(RaceWorker):
 
     @contextlib.contextmanager
     def _locked(self, *slots: int) -> Iterator[None]:
-        """Context manager that holds the locks that the policy needs: the server's lock, or those of the `slots`."""
+        """Return a context that holds the locks that the policy needs: the server's lock, or those of the `slots`."""
         numbers, locks = [1 + slot for slot in slots] if self._pair else [SERVER_LOCK], self._race_state.locks
         try:
             with self._process.waiting():
