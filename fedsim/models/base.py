@@ -25,17 +25,15 @@ DIMENSIONS = {
 
 Norm = Literal["batch", "group", "none"]
 
-# The trait `stacked` says how the engine `batched` computes the rows of a model with its default parameters: "merged"
-# (one batch with the samples of all rows), "vmap", or the reason from
-# `fedsim.training.probe` why the engine refuses the model.
+# The trait `stacked` says how the engine `batched` computes a stack of models with default parameters: "merged" (one
+# batch with the samples of all workers), "vmap", or the reason from `fedsim.training.probe` why the engine refuses it.
 model = Registry("model", traits=("stacked",))
 
 
 def dimensions_of(registration: Registration) -> Iterable[str]:
-    """Return the names of the parameters that an experiment takes from the data unless it sets them.
+    """Return the names of a model's parameters that are determined by the data unless the experiment sets them.
 
-    These are the parameters with a name in `DIMENSIONS`. A user's own model keeps its defaults, so they must be
-    parameters without a default.
+    These are the parameters with a name in `DIMENSIONS`. In a user's own model, they must not have a default value.
     """
     fields = registration.parameters.model_fields if registration.siblings is model else {}
     return [

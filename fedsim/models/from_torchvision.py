@@ -35,7 +35,7 @@ def torchvision_model(name: str) -> Any:
 
 
 def _stacked(name: str) -> str:
-    """Return the trait `stacked` of a torchvision model: "merged", "vmap", or the reason why rows cannot be stacked."""
+    """Return how stacks of a torchvision model are computed: "merged", "vmap", or the reason why this is impossible."""
     if name.startswith(("convnext", "efficientnet", "maxvit", "swin")):  # models with stochastic depth
         return "the model draws random numbers outside of torch.nn.functional.dropout"
     plain = name.startswith(("alexnet", "squeezenet", "vgg")) and not name.endswith("_bn")

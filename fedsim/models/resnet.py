@@ -61,7 +61,7 @@ def resnet20(*, channels: PositiveInt = 3, classes: PositiveInt = 10, norm: Norm
         classes: number of classes.
         norm: "batch" for BatchNorm. "group" for GroupNorm with 16 channels per group (Wu & He 2018), which has no
             buffers. "none" for convolutions with biases and no normalisation. With "group" and "none", the engine
-            `batched` merges the batches of all rows.
+            `batched` merges the batches of all workers.
 
     >>> fedsim.models.resnet20(norm="group")(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])

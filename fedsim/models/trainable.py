@@ -82,8 +82,8 @@ def _contiguous(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
 def share_frozen(module: nn.Module, shared: dict[str, nn.Parameter]) -> None:
     """Share frozen parameters between models, to save memory.
 
-    A frozen parameter whose name is in `shared` is replaced by the parameter stored there. Others are added to
-    `shared`.
+    A frozen parameter whose name is in `shared` is replaced by the parameter stored there. Other frozen parameters are
+    added to `shared`.
     """
     replaced = {p: shared.setdefault(name, p) for name, p in module.named_parameters() if not p.requires_grad}
     for part in module.modules():
