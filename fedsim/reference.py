@@ -80,7 +80,7 @@ def run(experiment: Experiment) -> Iterator[tuple[Tensor, float, list[int]]]:
 
 
 def batches_of(local: Any, data: TensorData, shard: Tensor, seed: int, round: int, worker: int) -> Iterator:
-    """Yield batches (inputs, targets) of a worker, shuffled in each epoch. With `local.steps`, they do not end."""
+    """Yield batches (inputs, targets) of a worker, shuffled in each epoch; without end if `local.steps` is set."""
     for epoch in count() if local.steps else range(local.epochs):
         order = batch_order(seed, round, worker, epoch, len(shard))
         yield from map(data.gather, shard[order].split(local.batch_size))
