@@ -260,7 +260,7 @@ class RankWorkerStates(WorkerStates):
         for name, initial in self.initial.items():
             parts = [rows[name][self._team.rows_of(slots)] for slots in trained]
             received = self._ranks.exchange(parts, [len(slots) * len(initial) for slots in owned])
-            index = [self._places[cohort[slot]] for slots in owned for slot in slots]
+            index = [self._positions[cohort[slot]] for slots in owned for slot in slots]
             self.rows[name][index] = torch.cat(received).view(-1, len(initial)).to(self.rows[name].device)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -263,8 +263,8 @@ class RowSums(Aggregator):
         """
         stats = self.linear(context, bad)
         assert stats.shares is not None
-        places, rows = self.team.here(context.slots)
-        shares = torch.tensor([stats.shares[place] for place in places], dtype=torch.double)
+        positions, rows = self.team.here(context.slots)
+        shares = torch.tensor([stats.shares[position] for position in positions], dtype=torch.double)
         return stats, combine(shares, rows_at(self.shared.cohort.rows, rows))
 
 
@@ -286,18 +286,18 @@ class StreamedSums(Aggregator):
         self._buffers = torch.zeros_like(shared.server.buffers)
         self._weight = self._buffers.new_zeros(1)
 
-    def add(self, context: AggregationContext, places: np.ndarray, stacks: np.ndarray) -> list[int]:
+    def add(self, context: AggregationContext, positions: np.ndarray, stacks: np.ndarray) -> list[int]:
         """Add the updates, messages and buffers of a wave to the sums. Return the IDs of excluded workers.
 
         Args:
             context: workers of the wave.
-            places: position in the cohort of each worker of the wave.
+            positions: position in the cohort of each worker of the wave.
             stacks: number of each worker's stack.
         """
-        cohort, coefficients = self.shared.cohort, self._coefficients[places]
+        cohort, coefficients = self.shared.cohort, self._coefficients[positions]
         bad = self.updates.nonfinite(context)
-        self._losses[places] = super().train_losses(context)
-        self._bad += places[bad].tolist()
+        self._losses[positions] = super().train_losses(context)
+        self._bad += positions[bad].tolist()
         coefficients[bad] = 0
         here, rows = (np.array(numbers, dtype=np.int64) for numbers in self.team.here(context.slots))
         for stack in np.unique(stacks[here]):
@@ -310,11 +310,11 @@ class StreamedSums(Aggregator):
                 for name, messages in cohort.messages.items():
                     self._messages[name] += rows_at(messages, rows[is_added]).sum(0)
                 self._add_buffers(context, here[is_added], rows[is_added])
-        return [context.workers[place] for place in bad]
+        return [context.workers[position] for position in bad]
 
-    def _add_buffers(self, context: AggregationContext, places: np.ndarray, rows: np.ndarray) -> None:
+    def _add_buffers(self, context: AggregationContext, positions: np.ndarray, rows: np.ndarray) -> None:
         buffers = rows_at(self.shared.cohort.buffers, rows)
-        weights = torch.ones(len(rows)) if context.weights is None else context.weights[places]
+        weights = torch.ones(len(rows)) if context.weights is None else context.weights[positions]
         weights = weights.to(buffers)
         if self.task.experiment.nonfinite == "exclude":
             weights = weights * buffers.isfinite().all(1)
@@ -327,9 +327,9 @@ class StreamedSums(Aggregator):
         stats = self.linear(context, bad)
         if bad:  # the coefficients of the other updates have all changed by the same factor
             before, after = self._coefficients, torch.tensor(stats.shares, dtype=torch.double)
-            place = int((before * (after != 0)).argmax())
+            largest = int((before * (after != 0)).argmax())
             for _, total in self._sums:
-                total *= float(after[place] / before[place])
+                total *= float(after[largest] / before[largest])
         parts, self._sums = self._sums, []
         if self.team.divided:
             parts = [(self.server.columns, self.team.sum_columns(parts[0][1]))]
@@ -360,10 +360,10 @@ def _stats(
         shares: coefficients of the other updates; None if the rule is not linear.
         inputs: inputs of the rule, with the metrics that the rule recorded.
     """
-    stats = AggregationStats(excluded=[context.workers[place] for place in bad])
+    stats = AggregationStats(excluded=[context.workers[position] for position in bad])
     if shares is not None:
         values = iter(shares.tolist())
-        stats.shares = [0.0 if place in bad else next(values) for place in range(len(context.slots))]
+        stats.shares = [0.0 if position in bad else next(values) for position in range(len(context.slots))]
     stats.metrics.record(inputs.metrics)
     return stats
 

@@ -107,9 +107,9 @@ class Executor:
     def global_losses(self, workers: Sequence[int], round: int) -> np.ndarray:
         """Return the mean loss of the global model on each worker's training samples, float64 [k] for k `workers`."""
         losses, server = torch.zeros(len(workers)).double(), self.shared.server
-        for place in range(self.team.index, len(workers), self.team.count):
-            with self.process.working_on(workers[place], round):
-                losses[place] = self.worker_tests.training_loss(server.row, server.buffers, workers[place], round)
+        for position in range(self.team.index, len(workers), self.team.count):
+            with self.process.working_on(workers[position], round):
+                losses[position] = self.worker_tests.training_loss(server.row, server.buffers, workers[position], round)
         return np.sum(self.team.gather(losses.numpy()), axis=0)  # each loss is 0 in all processes but one
 
     def train(self, members: Sequence[WorkItem]) -> None:

@@ -88,7 +88,7 @@ def workers_to_evaluate(task: RunTask, tests: Shards) -> tuple[list[int], list[i
 
     def drawn(candidates: Sequence[int], purpose: str) -> list[int]:
         rng, n = numpy_generator(experiment.seed, purpose), len(candidates)
-        return [candidates[place] for place in sample_workers(rng, n, min(n, most)).tolist()]
+        return [candidates[position] for position in sample_workers(rng, n, min(n, most)).tolist()]
 
     if not fraction:
         return [], []

@@ -145,8 +145,8 @@ class ParameterServer:
             unfit = {worker for worker, fit in zip(workers, buffers.isfinite().all(1).tolist(), strict=True) if not fit}
             excluded = unfit.union(excluded)
         if excluded:
-            counted = [place for place, worker in enumerate(workers) if worker not in excluded]
-            workers, buffers = [workers[place] for place in counted], buffers[counted]
+            counted = [position for position, worker in enumerate(workers) if worker not in excluded]
+            workers, buffers = [workers[position] for position in counted], buffers[counted]
             weights = None if weights is None else weights[counted]
         if workers and (weights is None or weights.any()):
             shared.server.model(context.cluster)[1].copy_(mean(buffers, weights))
@@ -167,8 +167,8 @@ class ParameterServer:
             sync: "parameters" for the server optimizer, "gradients" for the client algorithm.
             block: positions of the parameters in the flat vector of all parameters.
         """
-        place = moved(block, -self.columns.start)
-        return {name: tensor[place] for name, tensor in self._shared.server.states[sync].items()}
+        own = moved(block, -self.columns.start)
+        return {name: tensor[own] for name, tensor in self._shared.server.states[sync].items()}
 
 
 def moved(block: slice, by: int) -> slice:

@@ -106,10 +106,10 @@ class PrivateRounds:
         """Return the state between two rounds, in JSON types, for a checkpoint."""
         return {"privacy": {"clip": self.clip}} if self.mechanism.active else {}
 
-    def resume(self, facts: Mapping[str, Any]) -> None:
+    def resume(self, metadata: Mapping[str, Any]) -> None:
         """Restore the state that the method `state` has returned."""
         if self.mechanism.active:
-            self.clip = PrivacyState.model_validate(facts["privacy"]).clip
+            self.clip = PrivacyState.model_validate(metadata["privacy"]).clip
 
     def _clip(self, mine: WorkItems, max_norm: float) -> list[Tensor]:
         """Clip the updates of the workers `mine` in place, one by one, so that processes do not change the rounding."""

@@ -111,9 +111,9 @@ class RoundClock:
         """Return the state of the clock between two rounds, in JSON types, for a checkpoint."""
         return {"clock": {"now": self.now, "started": sorted(self._started.items())}}
 
-    def resume(self, facts: Mapping[str, Any]) -> None:
+    def resume(self, metadata: Mapping[str, Any]) -> None:
         """Set the clock to a state that the method `state` has returned."""
-        saved = RoundClockState.model_validate(facts["clock"])
+        saved = RoundClockState.model_validate(metadata["clock"])
         self.now, self._started = saved.now, Counter(dict(saved.started))
 
     def _pass(self, work: Mapping[int, tuple[int, int]]) -> None:
@@ -141,7 +141,7 @@ class NoClock:
     def state(self) -> dict[str, Any]:
         return {}
 
-    def resume(self, facts: Mapping[str, Any]) -> None: ...
+    def resume(self, metadata: Mapping[str, Any]) -> None: ...
 
 
 Clock = RoundClock | NoClock

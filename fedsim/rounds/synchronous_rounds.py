@@ -189,22 +189,22 @@ class SynchronousRounds:
         The first has JSON types. The second has the arrays of the rule and of the attack. The third has the tensors of
         the server optimizer, of which each rank has a part.
         """
-        facts = {"has_last": self.level.server.has_last, "syncs": list(self.kinds)}
-        facts |= self.clock.state() | self.privacy.state()
+        metadata = {"has_last": self.level.server.has_last, "syncs": list(self.kinds)}
+        metadata |= self.clock.state() | self.privacy.state()
         rule = {
             f"{name}{key}": tensor.clone().cpu().numpy()
             for name, state in self._states().items()
             for key, tensor in state.items()
         }
-        return facts, rule, self.team.states_by_columns()
+        return metadata, rule, self.team.states_by_columns()
 
     def resume(
-        self, facts: dict[str, Any], rule: dict[str, np.ndarray], columns: dict[str, Tensor], workers: Sequence[int]
+        self, metadata: dict[str, Any], rule: dict[str, np.ndarray], columns: dict[str, Tensor], workers: Sequence[int]
     ) -> None:
         """Restore a state that the method `state` has returned. The shared tensors must be restored before.
 
         Args:
-            facts, rule, columns: the three dicts that `state` has returned.
+            metadata, rule, columns: the three dicts that `state` has returned.
             workers: IDs of the workers that have a state, in the order in which these states are stored.
         """
         self.team.load_columns(columns)
@@ -212,14 +212,14 @@ class SynchronousRounds:
         for level in levels:
             level.aggregator.state, level.attack.state = {}, {}
             level.server.has_last = bool(level.server.last_row.any())
-        self.level.server.has_last = facts["has_last"]
+        self.level.server.has_last = metadata["has_last"]
         states = self._states()
         for key, array in rule.items() if self.team.computes else ():
             name = max((name for name in states if key.startswith(name)), key=len)
             states[name][key.removeprefix(name)] = torch.from_numpy(array).to(self.task.device, copy=True)
         self.executor.states.follow(workers)
-        self.clock.resume(facts)
-        self.privacy.resume(facts)
+        self.clock.resume(metadata)
+        self.privacy.resume(metadata)
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
         """Return the states of all rules and attacks, by their prefix in a checkpoint."""

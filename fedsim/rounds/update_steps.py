@@ -58,10 +58,10 @@ class AttackedRows:
         distinct = self._distinct[: h + added]
         distinct[h:] = byzantine
         self._of_honest = self._of_honest or Gram(self.honest)
-        places = torch.where(self._attackers, h, self._attackers.logical_not().cumsum(0) - 1)
+        index = torch.where(self._attackers, h, self._attackers.logical_not().cumsum(0) - 1)
         if added > 1:
-            places += torch.where(self._attackers, self._attackers.cumsum(0) - 1, 0)
-        return self._of_honest.extended(distinct).mixed(torch.eye(len(distinct), dtype=torch.double)[places])
+            index += torch.where(self._attackers, self._attackers.cumsum(0) - 1, 0)
+        return self._of_honest.extended(distinct).mixed(torch.eye(len(distinct), dtype=torch.double)[index])
 
 
 class AttackStep:

@@ -108,9 +108,9 @@ class CohortUpdates:
         for run in _runs(rows) if self.checks_now else ():
             cohort.unfit[run] = 0
             sums = cohort.rows[run].sum(1).cpu()  # a sum of finite numbers may overflow: check again
-            for place in (~sums.isfinite()).nonzero().flatten().tolist():
-                if not cohort.rows[run.start + place].isfinite().all():
-                    cohort.unfit[run.start + place] = self._number
+            for position in (~sums.isfinite()).nonzero().flatten().tolist():
+                if not cohort.rows[run.start + position].isfinite().all():
+                    cohort.unfit[run.start + position] = self._number
 
     def replaced(self, rows: list[int], values: Tensor) -> None:
         """Check the `values` that have replaced the rows with the indices `rows` for NaN and infinity."""

@@ -41,8 +41,8 @@ class WaveRound(ParameterRound):
         with self.phase("broadcast"):
             self.server.send(plan.round)
         self.sums.begin(plan.context)
-        for places, work, mine in self.waves_of(plan.work):
-            wave = replace(plan, work=work, mine=mine, context=plan.context.of_wave(places.tolist()))
+        for positions, work, mine in self.waves_of(plan.work):
+            wave = replace(plan, work=work, mine=mine, context=plan.context.of_wave(positions.tolist()))
             with self.phase("broadcast"):
                 self.pull_down(wave)
             with self.phase("train"):
@@ -50,20 +50,20 @@ class WaveRound(ParameterRound):
                 self.begin_updates(wave)
                 self.team.barrier()
             with self.phase("aggregate"):
-                self.add(wave, places, sent)
+                self.add(wave, positions, sent)
         with self.phase("aggregate"):
             return self.update_model(plan.context, sent)
 
-    def add(self, wave: RoundPlan, places: np.ndarray, sent: SentUpdates) -> None:
+    def add(self, wave: RoundPlan, positions: np.ndarray, sent: SentUpdates) -> None:
         """Add the updates of a wave to the sums, and keep the new states of its workers.
 
         Args:
             wave: workers of the wave.
-            places: their positions in the cohort.
+            positions: their indices in the cohort.
             sent: receives the sizes of the updates.
         """
         self.level.change_updates(wave.context, wave.mine, sent)
-        excluded = self.sums.add(wave.context, places, wave.work.stacks)
+        excluded = self.sums.add(wave.context, positions, wave.work.stacks)
         saved = wave.context.workers if self.team.divided else wave.mine.workers.tolist()
         self.new_states.save_cohort(saved, wave.mine, excluded, self.shared.cohort.worker_rows)
         self.team.barrier()  # all processes have used the rows

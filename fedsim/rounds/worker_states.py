@@ -43,7 +43,7 @@ class WorkerStates:
         self.rows = {name: _room(0, row) for name, row in initial.items()}
         self._files: dict[str, int] = {}  # descriptors
         self._shared = self._in_memory = False
-        self._places: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
 
     @classmethod
     def of(cls, task: RunTask, shared: SharedState) -> WorkerStates:
@@ -65,10 +65,10 @@ class WorkerStates:
 
     def __getstate__(self) -> dict[str, Any]:
         files = {name: DupFd(file) for name, file in self._files.items()}
-        return {**self.__dict__, "rows": {}, "_files": files, "_places": {}, "places": self.workers}
+        return {**self.__dict__, "rows": {}, "_files": files, "_positions": {}, "positions": self.workers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        workers = state.pop("places")
+        workers = state.pop("positions")
         self.__dict__.update(state)
         self._files = {name: file.detach() for name, file in state["_files"].items()}
         self.rows = {name: _room(0, row) for name, row in self.initial.items()}
@@ -79,12 +79,12 @@ class WorkerStates:
             os.close(file)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._positions)
 
     @property
     def workers(self) -> list[int]:
         """IDs of the workers that have a state, in the order in which the states are stored."""
-        return list(self._places)
+        return list(self._positions)
 
     @property
     def _worker_bytes(self) -> int:
@@ -100,12 +100,12 @@ class WorkerStates:
         """
         if not self.initial:
             return
-        places = np.array([self._places.get(worker, -1) for worker in workers], dtype=np.int64)
-        known, slots = places >= 0, np.asarray(slots, dtype=np.int64)
+        positions = np.array([self._positions.get(worker, -1) for worker in workers], dtype=np.int64)
+        known, slots = positions >= 0, np.asarray(slots, dtype=np.int64)
         for name, state_rows in self.rows.items():
             rows[name][index_of(slots, rows[name].device)] = self.initial[name]
             if known.any():
-                new = state_rows[index_of(places[known], state_rows.device)]
+                new = state_rows[index_of(positions[known], state_rows.device)]
                 rows[name][index_of(slots[known], rows[name].device)] = new.to(rows[name].device)
 
     def load_cohort(self, cohort: Sequence[int], mine: WorkItems, rows: State) -> None:
@@ -129,10 +129,10 @@ class WorkerStates:
         if not self.initial:
             return
         self.add(workers)
-        places = [self._places[worker] for worker in workers]
+        positions = [self._positions[worker] for worker in workers]
         for name, state_rows in self.rows.items():
             new = rows[name][index_of(slots, rows[name].device)].to(state_rows.device)
-            state_rows[index_of(places, state_rows.device)] = new
+            state_rows[index_of(positions, state_rows.device)] = new
 
     def save_cohort(self, cohort: Sequence[int], mine: WorkItems, excluded: Collection[int], rows: State) -> None:
         """After a round, store the states of the workers that this process has trained.
@@ -174,23 +174,23 @@ class WorkerStates:
 
     def add(self, workers: Sequence[int]) -> list[int]:
         """Allocate memory for each of `workers` that has no state yet, and return their IDs."""
-        new = [worker for worker in workers if worker not in self._places] if self.initial else []
-        begin, end = len(self._places), len(self._places) + len(new)
+        new = [worker for worker in workers if worker not in self._positions] if self.initial else []
+        begin, end = len(self._positions), len(self._positions) + len(new)
         if any(end > len(rows) for rows in self.rows.values()):
             self._grow(begin, end)
-        self._places |= {worker: place for place, worker in enumerate(new, begin)}
+        self._positions |= {worker: position for position, worker in enumerate(new, begin)}
         return new
 
     def reserve(self, workers: Sequence[int]) -> None:
         """Give the initial state to each of `workers` that has no state yet."""
-        places = [self._places[worker] for worker in self.add(workers)]
+        positions = [self._positions[worker] for worker in self.add(workers)]
         for name, row in self.initial.items():
-            self.rows[name][places] = row.to(self.rows[name].device)
+            self.rows[name][positions] = row.to(self.rows[name].device)
 
     def follow(self, workers: Sequence[int]) -> None:
         """Set the list of workers that have a state to `workers`, the order in which a process stored the states."""
         if list(workers) != self.workers:
-            self._places = {}
+            self._positions = {}
             self.add(workers)
 
     def _grow(self, begin: int, end: int) -> None:
@@ -247,10 +247,10 @@ class WorkerStates:
         """
         if not self.initial:
             return {}
-        workers = sorted(self._places)
-        places = [self._places[worker] for worker in workers]
+        workers = sorted(self._positions)
+        positions = [self._positions[worker] for worker in workers]
         return {"workers": torch.tensor(workers, dtype=torch.int64)} | {
-            f"rows.{name}": state_rows[places] for name, state_rows in self.rows.items()
+            f"rows.{name}": state_rows[positions] for name, state_rows in self.rows.items()
         }
 
     def resume(self, saved: Mapping[str, Tensor]) -> None:
@@ -258,7 +258,7 @@ class WorkerStates:
 
         Raises RecordError if `saved` does not fit this run.
         """
-        self._places = {}
+        self._positions = {}
         if not self.initial:
             return
         workers, rows = saved.get("workers"), {name: saved.get(f"rows.{name}") for name in self.initial}

@@ -301,8 +301,8 @@ class BatchSource:
         keys = draw_keys(self._task.experiment.seed, "batches", work.rounds, work.workers)
         columns = keys[of_worker], epochs, work.sizes[of_worker], taken.cumsum() - taken, starts[of_worker]
         table = to_device(torch.from_numpy(np.stack(columns)), self._task.device)
-        places, of_entry = shuffles(Stream(table[0], table[1]), table[2], table[3], int(taken.sum()))
-        positions = shards[(table[4][of_entry] + places).clamp_(max=len(shards) - 1)]
+        taken_at, of_entry = shuffles(Stream(table[0], table[1]), table[2], table[3], int(taken.sum()))
+        positions = shards[(table[4][of_entry] + taken_at).clamp_(max=len(shards) - 1)]
         return Orders(positions, (lengths * counts).cumsum() - lengths * counts, lengths)
 
     def shards_of(self, workers: np.ndarray) -> tuple[Tensor, np.ndarray]:

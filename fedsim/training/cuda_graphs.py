@@ -236,25 +236,25 @@ class CapturedSteps:
 
     def _load(self, block: StepBatch) -> None:
         """Copy the batches of several steps to the tensors that the graphs read."""
-        steps, members = block.sizes.shape
+        steps, workers = block.sizes.shape
         for room, values in (
             (self._positions, block.positions),
             (self._weights, block.weights),
             (self._samples, block.counts),
         ):
-            room[:steps, :members] = values
-        if members < self._samples.shape[1]:
-            self._weights[:steps, members:] = 0
-            self._samples[:steps, members:] = 0
+            room[:steps, :workers] = values
+        if workers < self._samples.shape[1]:
+            self._weights[:steps, workers:] = 0
+            self._samples[:steps, workers:] = 0
 
     def _take_steps(self, graph: Graph) -> None:
         """Run the training steps of `graph`. This is called once, during the capture of the CUDA graph."""
         rows, batch = graph.rows, self._positions.shape[2]
-        places = (self._step_number + self._ahead[: graph.steps]).remainder_(
+        index = (self._step_number + self._ahead[: graph.steps]).remainder_(
             self._steps
         )  # positions in the block of steps
         positions, weights, samples = (
-            of_steps[:, :rows].index_select(0, places) for of_steps in (self._positions, self._weights, self._samples)
+            of_steps[:, :rows].index_select(0, index) for of_steps in (self._positions, self._weights, self._samples)
         )
         drawn = self._layer_keys[:rows], graph.steps, batch, self._dropouts, self._task.dtype
         factors = FactorsAhead(*drawn, first_step=self._step_number.expand(rows))

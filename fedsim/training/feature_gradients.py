@@ -22,17 +22,18 @@ class FeatureGradients(BatchGradients):
     def loss(self, model: nn.Module) -> Tensor:
         if not self._points:
             return super().loss(model)
-        at_points = [self._features_at(place, point) for place, point in enumerate(self._points)]
+        at_points = [self._features_at(position, point) for position, point in enumerate(self._points)]
         with recorded_features(model) as recorded:
             loss = super().loss(model)
         features = self.objective.precision.widened(recorded.of(len(self.inputs)))
         return loss + self._algorithm.feature_loss(features, at_points).mean()
 
     @torch.no_grad()
-    def _features_at(self, place: int, point: Tensor) -> Tensor:
-        """Return the features of the current batch in the model `point`, element `place` of `feature_points`."""
+    def _features_at(self, position: int, point: Tensor) -> Tensor:
+        """Return the features of the current batch in the model `point`, element `position` of `feature_points`."""
         inputs, precision = self.inputs, self.objective.precision
-        model = self._modules.at(1 + place, point, self.local.current_buffers())  # 0 is the module of `PointOptimizer`
+        module = 1 + position  # 0 is the module of `PointOptimizer`
+        model = self._modules.at(module, point, self.local.current_buffers())
         masks = self.local.dropout.at(self.number, len(inputs))
         with masks, recorded_features(model) as recorded, precision.forward(inputs.device):
             model(inputs.clone())

@@ -387,7 +387,7 @@ class MergedBatch(PreparedDropout):
         super().__init__(factor.flatten(0, 1) for factor in factors)
         self.turns = turns
         self._size = size
-        self._places = {id(stack): place for place, stack in enumerate(stacks)}
+        self._positions = {id(stack): position for position, stack in enumerate(stacks)}
         self._products = products
 
     def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -404,7 +404,7 @@ class MergedBatch(PreparedDropout):
 
     def is_stack(self, value: object) -> bool:
         """Whether `value` is one of the tensors `stacks`: parameters or buffers [k, ...] of the k models."""
-        return id(value) in self._places
+        return id(value) in self._positions
 
     def require(self, holds: bool) -> None:
         """Raise NotMergeableError unless the condition `holds` is true."""
@@ -419,7 +419,7 @@ class MergedBatch(PreparedDropout):
 
     def products_of(self, weight: Tensor) -> list[OuterProductGrad] | None:
         """Return the list that receives the OuterProductGrad of `weight`; None if it gets an ordinary gradient."""
-        return self._products[self._places[id(weight)]] if self._products else None
+        return self._products[self._positions[id(weight)]] if self._products else None
 
     def _has_stack(self, value: object) -> bool:
         if isinstance(value, (list, tuple)):
@@ -531,11 +531,11 @@ def in_one_chunk(weights: Sequence[Tensor]) -> list[Tensor]:
 
     Returns a view of this memory for each weight.
     """
-    order = sorted(range(len(weights)), key=lambda place: -weights[place].ndim)
-    chunk = torch.cat([weights[place].flatten() for place in order])
-    parts = chunk.split([weights[place].numel() for place in order])
+    order = sorted(range(len(weights)), key=lambda position: -weights[position].ndim)
+    chunk = torch.cat([weights[position].flatten() for position in order])
+    parts = chunk.split([weights[position].numel() for position in order])
     part_at = dict(zip(order, parts, strict=True))
-    return [part_at[place].view_as(weight) for place, weight in enumerate(weights)]
+    return [part_at[position].view_as(weight) for position, weight in enumerate(weights)]
 
 
 OPERATIONS: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -86,7 +86,7 @@ class BucketSender:
                 "a backward pass computes this gradient only once"
             )
         self._missing[number].discard(name)
-        self._send_complete(next((place for place, names in enumerate(self._missing) if names), len(self._buckets)))
+        self._send_complete(next((bucket for bucket, names in enumerate(self._missing) if names), len(self._buckets)))
 
     def _send_complete(self, count: int) -> None:
         while len(self._sent) < count:

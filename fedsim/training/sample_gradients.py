@@ -67,10 +67,10 @@ class SampleGradients:
         losses, means = rows.new_zeros(k), rows.new_zeros(k, d)
         at_once = max(1, MOST_BYTES // (k * d * rows.element_size()))
         for start in range(0, batch, at_once):
-            places = slice(start, min(start + at_once, batch))
-            count = places.stop - start
+            chosen = slice(start, min(start + at_once, batch))
+            count = chosen.stop - start
             alone_inputs, alone_targets, *masks = (
-                tensor[:, places].flatten(0, 1).unsqueeze(1) for tensor in (inputs, targets, *factors)
+                tensor[:, chosen].flatten(0, 1).unsqueeze(1) for tensor in (inputs, targets, *factors)
             )
             models = rows.unsqueeze(1).expand(k, count, d).flatten(0, 1)
             of_models = [buffer.repeat_interleave(count, 0) for buffer in buffers]
@@ -80,10 +80,10 @@ class SampleGradients:
             )
             flat = [part.reshape(k * count, -1) for part in cast(list[Tensor], parts)]
             norms = torch.stack([row_norms(part) for part in flat]).norm(dim=0)
-            scale = clip_factors(norms, self._noise.clip).to(rows.dtype).view(k, 1, count) * weights[:, None, places]
+            scale = clip_factors(norms, self._noise.clip).to(rows.dtype).view(k, 1, count) * weights[:, None, chosen]
             for entry, part in zip(self.module.layout.parameters, flat, strict=True):
                 means[:, entry.span] += torch.bmm(scale, part.view(k, count, -1)).squeeze(1)
-            losses += (sample_losses.view(k, count) * weights[:, places]).sum(1)
+            losses += (sample_losses.view(k, count) * weights[:, chosen]).sum(1)
         std = self._noise.noise * self._noise.clip * weights.amax(1, keepdim=True)
         return losses, means.addcmul_(self._draw(moments, means), std)
 

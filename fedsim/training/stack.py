@@ -29,7 +29,7 @@ class StepBatch(NamedTuple):
 
     Attributes:
         step: number of the (first) step, counted from 0 at the start of the workers' training.
-        members: positions of the m workers in the stack: a range, or a list if they are not consecutive.
+        in_stack: positions of the m workers in the stack: a range, or a list if they are not consecutive.
         sizes: number of samples in each worker's batch, [m], on the CPU.
         counts: the same numbers as `sizes`, in floating point on the device.
         positions: indices of the samples in the data set, int64 [m, batch]. Short batches are padded.
@@ -37,27 +37,27 @@ class StepBatch(NamedTuple):
     """
 
     step: int
-    members: range | list[int]
+    in_stack: range | list[int]
     sizes: np.ndarray
     counts: Tensor
     positions: Tensor
     weights: Tensor
 
     @property
-    def places(self) -> slice | list[int]:
+    def stack_index(self) -> slice | list[int]:
         """Index of the m workers in a tensor of the stack: a slice if they are consecutive, otherwise a list."""
-        return self.members if isinstance(self.members, list) else slice(self.members.start, self.members.stop)
+        return self.in_stack if isinstance(self.in_stack, list) else slice(self.in_stack.start, self.in_stack.stop)
 
-    def part(self, index: Any, step: int, members: range | list[int]) -> StepBatch:
+    def part(self, index: Any, step: int, in_stack: range | list[int]) -> StepBatch:
         """Return some of the batches as a StepBatch.
 
         Args:
             index: index of the selected steps, workers, or both.
             step: number of the first selected step.
-            members: positions of the selected workers in the stack.
+            in_stack: positions of the selected workers in the stack.
         """
         parts = self.sizes[index], self.counts[index], self.positions[index], self.weights[index]
-        return StepBatch(step, members, *parts)
+        return StepBatch(step, in_stack, *parts)
 
     def by_step(self) -> Iterator[StepBatch]:
         """Yield one StepBatch for each step, without workers that have finished."""
@@ -67,10 +67,10 @@ class StepBatch(NamedTuple):
     def by_size(self) -> Iterator[StepBatch]:
         """Yield one StepBatch for each batch size, with all batches of this size, without padding."""
         for size in np.unique(self.sizes).tolist():
-            places = np.flatnonzero(self.sizes == size).tolist()
+            chosen = np.flatnonzero(self.sizes == size).tolist()
             cut = self._replace(positions=self.positions[:, :size], weights=self.weights[:, :size])
-            is_whole = len(places) == len(self.members)
-            yield cut if is_whole else cut.part(places, self.step, [self.members[place] for place in places])
+            is_whole = len(chosen) == len(self.in_stack)
+            yield cut if is_whole else cut.part(chosen, self.step, [self.in_stack[position] for position in chosen])
 
 
 class Stacks(list["Stack"]):
@@ -98,7 +98,7 @@ class Stacks(list["Stack"]):
         )
 
     def write_losses(self, train_loss: Tensor) -> None:
-        """Write each worker's mean loss per sample to its place in `train_loss`, float64 [cohort], on the CPU."""
+        """Write each worker's mean loss per sample to its element of `train_loss`, float64 [cohort], on the CPU."""
         train_loss[self._slots] = self._loss_sums.cpu().double() / torch.from_numpy(self._samples)
 
 
@@ -186,9 +186,9 @@ def block_of(
         sizes: number of samples in each batch, int64 [steps, m]; 0 if the worker has finished.
     """
     table = to_device(torch.from_numpy(np.stack([begins * (sizes > 0), sizes])), task.device)
-    place = torch.arange(batch, device=task.device)
-    inside = place < table[1].unsqueeze(2)
-    gathered = positions[table[0].unsqueeze(2) + place * inside]
+    number = torch.arange(batch, device=task.device)
+    inside = number < table[1].unsqueeze(2)
+    gathered = positions[table[0].unsqueeze(2) + number * inside]
     weights = inside.to(task.dtype) / table[1].clamp(min=1).unsqueeze(2)
     return StepBatch(start, range(sizes.shape[1]), sizes, table[1].to(wide_dtype(task.device)), gathered, weights)
 
@@ -230,8 +230,8 @@ class Stack:
     def index_of(self, step_batch: StepBatch) -> slice | Tensor:
         """Return the index of the workers of `step_batch` in the tensors of the cohort."""
         if isinstance(self.index, Tensor):
-            return self.index[step_batch.places]
-        return index_of(self.members.slots[step_batch.places], self._task.device)
+            return self.index[step_batch.stack_index]
+        return index_of(self.members.slots[step_batch.stack_index], self._task.device)
 
     def draw(self) -> None:
         """Draw the batches of all steps now, unless they have too many samples."""
@@ -253,7 +253,7 @@ class Stack:
             return blocks_of_rounds(self.members, self._task, self._batch_source, at_a_time)
         whole, self._table = self._table(), None  # the table is freed after the last stack that uses it
         starts = range(0, len(whole.sizes), at_a_time)
-        return (whole.part(slice(start, start + at_a_time), start, whole.members) for start in starts)
+        return (whole.part(slice(start, start + at_a_time), start, whole.in_stack) for start in starts)
 
     def full_pass(self) -> Iterator[StepBatch]:
         """Yield batches that contain each training sample of each worker exactly once, in the order of the dataset."""
@@ -265,9 +265,9 @@ class Stack:
             block = block_of(self._task, self.batch, start, positions, starts + begin, sizes)
             for step in range(int((sizes.max(1) > 0).sum())):
                 some = np.flatnonzero(sizes[step]).tolist()
-                members = range(len(some)) if some[-1] < len(some) else some
-                index = some if members is some else slice(len(some))  # a list would have to be copied to the device
-                yield block.part((step, index), start + step, members)
+                in_stack = range(len(some)) if some[-1] < len(some) else some
+                index = some if in_stack is some else slice(len(some))  # a list would have to be copied to the device
+                yield block.part((step, index), start + step, in_stack)
 
     @property
     def layer_keys(self) -> np.ndarray:
@@ -303,18 +303,18 @@ class Stack:
                 list keeps all batches. By default, the functions of training are used.
         """
         alterations = self._alterations if alterations is None else alterations
-        for place, member in enumerate(step_batch.members if alterations else ()):
-            if alter := alterations[member]:
-                step, size = int(self.members.first[member]) + step_batch.step, int(step_batch.sizes[place])
-                inputs[place, :size], targets[place, :size] = alter(inputs[place, :size], targets[place, :size], step)
+        for row, position in enumerate(step_batch.in_stack if alterations else ()):
+            if alter := alterations[position]:
+                step, size = int(self.members.first[position]) + step_batch.step, int(step_batch.sizes[row])
+                inputs[row, :size], targets[row, :size] = alter(inputs[row, :size], targets[row, :size], step)
 
     def count(self, step_batch: StepBatch, losses: Tensor) -> None:
         """Add samples and losses of one step to the sums of the round. `losses` [m] are the mean losses."""
-        sums = self._loss_sum[step_batch.places]
+        sums = self._loss_sum[step_batch.stack_index]
         sums.addcmul_(losses, step_batch.counts)
-        if isinstance(step_batch.places, list):  # `sums` is a copy
-            self._loss_sum[step_batch.places] = sums
-        self._samples[step_batch.places] += step_batch.sizes
+        if isinstance(step_batch.stack_index, list):  # `sums` is a copy
+            self._loss_sum[step_batch.stack_index] = sums
+        self._samples[step_batch.stack_index] += step_batch.sizes
 
     def count_samples(self, block: StepBatch) -> None:
         """Add the samples of several steps to the sums of the round. `add_losses` adds their losses."""

@@ -55,7 +55,7 @@ class StackState:
         algorithm_state: state of the client algorithm by name, as returned by `algorithm.start(rows)`, [k, d] each.
         buffers: buffers of the workers' models, [k, ...] each.
         buffers_beside: buffers of personal models that the workers train in addition, [k, ...] each.
-        places: positions of the k workers in the whole stack: a slice, or an index tensor on the device.
+        stack_index: positions of the k workers in the whole stack: a slice, or an index tensor on the device.
         settings: settings of the steps that differ between workers, [k, 1] each (see `RunTask.step_settings`).
     """
 
@@ -64,7 +64,7 @@ class StackState:
     algorithm_state: State
     buffers: list[Tensor]
     buffers_beside: list[Tensor] = field(default_factory=list)
-    places: slice | Tensor = field(default_factory=partial(slice, None))
+    stack_index: slice | Tensor = field(default_factory=partial(slice, None))
     settings: State = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,24 +72,24 @@ class StackState:
         self._parts: dict[Entry, tuple[Tensor, State]] = {}
         self._of_some: StackState | None = None
 
-    def of(self, places: slice | list[int]) -> StackState:
-        """Return the state of the workers at positions `places`.
+    def of(self, stack_index: slice | list[int]) -> StackState:
+        """Return the state of the workers at `stack_index`.
 
-        The result contains views if `places` is a slice, and copies if it is a list.
+        The result contains views if `stack_index` is a slice, and copies if it is a list.
         """
-        if places == slice(0, len(self.rows)):
+        if stack_index == slice(0, len(self.rows)):
             return self
-        if isinstance(places, list):
-            return self._at(torch.tensor(places, device=self.rows.device))  # one transfer instead of one per use
-        if self._of_some is None or self._of_some.places != places:
-            self._of_some = self._at(places)
+        if isinstance(stack_index, list):
+            return self._at(torch.tensor(stack_index, device=self.rows.device))  # one transfer instead of one per use
+        if self._of_some is None or self._of_some.stack_index != stack_index:
+            self._of_some = self._at(stack_index)
         return self._of_some
 
-    def _at(self, places: slice | Tensor) -> StackState:
-        state = {name: tensor[places] for name, tensor in self.algorithm_state.items()}
-        buffers, beside = ([buffer[places] for buffer in of_all] for of_all in (self.buffers, self.buffers_beside))
-        settings = {name: column[places] for name, column in self.settings.items()}
-        return StackState(self.module, self.rows[places], state, buffers, beside, places, settings)
+    def _at(self, stack_index: slice | Tensor) -> StackState:
+        state = {name: tensor[stack_index] for name, tensor in self.algorithm_state.items()}
+        buffers, beside = ([buffer[stack_index] for buffer in of_all] for of_all in (self.buffers, self.buffers_beside))
+        settings = {name: column[stack_index] for name, column in self.settings.items()}
+        return StackState(self.module, self.rows[stack_index], state, buffers, beside, stack_index, settings)
 
     def take_back(self, theirs: StackState, *, moved: bool) -> None:
         """After a step, copy the state of some workers back to this object.
@@ -98,18 +98,18 @@ class StackState:
             theirs: state of some workers, returned by `of` before the step.
             moved: whether to copy parameters and algorithm state as well as buffers.
         """
-        copied = isinstance(theirs.places, Tensor)
+        copied = isinstance(theirs.stack_index, Tensor)
         if copied:
             ours, new = self.buffers + self.buffers_beside, theirs.buffers + theirs.buffers_beside
             for buffer, values in zip(ours, new, strict=True):
-                buffer[theirs.places] = values
+                buffer[theirs.stack_index] = values
         if not moved:
             return
         if copied:
-            self.rows[theirs.places] = theirs.rows
+            self.rows[theirs.stack_index] = theirs.rows
         for name, tensor in theirs.algorithm_state.items():
             if copied or name not in self.algorithm_state:
-                self.state_of(name)[theirs.places] = tensor
+                self.state_of(name)[theirs.stack_index] = tensor
 
     def part(self, entry: Entry) -> tuple[Tensor, State]:
         """Return a view of one parameter, and views of the algorithm state for this parameter, by name."""
@@ -245,11 +245,11 @@ class StackStep:
         like = first if isinstance(first, Tensor) else first.left
         rows = like.new_empty(len(like), self._module.layout.d)
         for entry, gradient in zip(self._module.layout.parameters, gradients, strict=True):
-            place = view_of(rows, entry)
+            view = view_of(rows, entry)
             if isinstance(gradient, Tensor):
-                place.copy_(gradient)
+                view.copy_(gradient)
             else:
-                torch.bmm(gradient.left.mT, gradient.right, out=place)
+                torch.bmm(gradient.left.mT, gradient.right, out=view)
         return rows
 
     def gradients(

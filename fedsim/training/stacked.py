@@ -89,7 +89,7 @@ class StackTrainer:
                 alterations = self._batch_source.alterations(stack.members, "full_gradient")
                 for whole in stack.full_pass():
                     for part, theirs, batch in self._parts(stack, state, whole, ahead, alterations, moves=True):
-                        self._step.sum_gradients(theirs, batch, part.counts / samples[part.places])
+                        self._step.sum_gradients(theirs, batch, part.counts / samples[part.stack_index])
                 shared.cohort.full_gradients[stack.index] = state.algorithm_state["sum"]
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> None:
@@ -118,7 +118,7 @@ class StackTrainer:
                     self._client_rounds.send_gradients(index)
                     stack.count(part, losses)
                     if self._task.experiment.rule.accepts("losses"):
-                        shared.cohort.losses[stack.slots[part.places]] = losses.double().cpu()
+                        shared.cohort.losses[stack.slots[part.stack_index]] = losses.double().cpu()
 
     def end_gradient_round(self) -> None:
         for stack, state, *_ in self._gradient_states:
@@ -165,12 +165,12 @@ class StackTrainer:
         for whole in stack.step_batches():
             for part, theirs, batch in self._parts(stack, state, whole, ahead):
                 losses, gradients = self._step.row_gradients(theirs, batch, clips=False)
-                total[part.places] += gradients
+                total[part.stack_index] += gradients
                 stack.count(part, losses)
             number, count = whole.step // per_update, whole.step % per_update + 1
             waiting = int((stack.steps > whole.step + 1).sum()) if count < per_update else 0
-            if waiting < len(whole.members):  # members are sorted by descending number of steps
-                stepping = slice(waiting, len(whole.members))
+            if waiting < len(whole.in_stack):  # members are sorted by descending number of steps
+                stepping = slice(waiting, len(whole.in_stack))
                 theirs = state.of(stepping)
                 clip_rows(mean := total[stepping].div_(count), self._task.clip_norm(theirs.settings))
                 move_rows(self._task.algorithm_at(stack.members.round, number, settings=theirs.settings), theirs, mean)
@@ -200,13 +200,13 @@ class StackTrainer:
                 list keeps all batches. By default, the functions of training are used.
             moves: whether to copy back parameters and algorithm state as well as buffers.
         """
-        factors = ahead.of(whole.step, whole.members[-1] + 1)
+        factors = ahead.of(whole.step, whole.in_stack[-1] + 1)
         for part in whole.by_size() if self._probe.coupled else [whole]:
             self._process.heartbeat()
             inputs, targets = gather(self._shared.data.train, part.positions)
             stack.alter(part, inputs, targets, alterations)
-            theirs, size = state.of(part.places), part.positions.shape[1]
-            of_part = [of_all[part.places][:, :size] for of_all in factors]
+            theirs, size = state.of(part.stack_index), part.positions.shape[1]
+            of_part = [of_all[part.stack_index][:, :size] for of_all in factors]
             yield part, theirs, Batch(inputs, targets, part.weights, of_part, self._moments(stack, part))
             state.take_back(theirs, moved=moves)
 
@@ -214,14 +214,14 @@ class StackTrainer:
         """Return the round, worker and step of each batch, if the gradients of samples get noise."""
         if self._task.algorithm.sample_noise is None:
             return []
-        members = stack.members[list(part.members)]
+        members = stack.members[list(part.in_stack)]
         return [(member.round, member.worker, (member.step or 0) + part.step) for member in members]
 
     def _usual_sizes(self) -> list[int]:
         """Return the numbers of workers in the stacks of a typical round, largest first."""
-        members = self._shared.cohort.size
-        stacks = -(-members // self.width)
-        return sorted({-(-members // stacks), members // stacks}, reverse=True)
+        size = self._shared.cohort.size
+        stacks = -(-size // self.width)
+        return sorted({-(-size // stacks), size // stacks}, reverse=True)
 
     def _copies(self, stack: Stack) -> Tensor:
         """Return a copy of the parameters of a stack's workers."""

@@ -188,11 +188,11 @@ class StackedModule:
 
     def _hold(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         """Replace the module's parameters and buffers by the given tensors."""
-        for places, tensor in zip(self._parameters, parameters, strict=True):
-            for module, name in places:
+        for holders, tensor in zip(self._parameters, parameters, strict=True):
+            for module, name in holders:
                 module._parameters[name] = tensor  # type: ignore[assignment]  # setattr would require an nn.Parameter
-        for places, tensor in zip(self._buffers, buffers, strict=True):
-            for module, name in places:
+        for holders, tensor in zip(self._buffers, buffers, strict=True):
+            for module, name in holders:
                 module._buffers[name] = tensor
 
 

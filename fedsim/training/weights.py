@@ -48,16 +48,16 @@ class AggregationContext:
         if not clusters:
             yield self
         for cluster in sorted(set(clusters)):
-            places = [place for place, of_worker in enumerate(clusters) if of_worker == cluster]
-            part = self.of_wave(places)
+            positions = [position for position, of_worker in enumerate(clusters) if of_worker == cluster]
+            part = self.of_wave(positions)
             if part.weights is None or part.weights.any():
-                yield replace(part, slots=[self.slots[place] for place in places], cluster=cluster)
+                yield replace(part, slots=[self.slots[position] for position in positions], cluster=cluster)
 
-    def of_wave(self, places: Sequence[int]) -> AggregationContext:
-        """Return a context with only the workers at the positions `places`, which get the slots 0, 1, ..."""
-        weights = None if self.weights is None else self.weights[places]
-        workers, samples = ([values[place] for place in places] for values in (self.workers, self.samples))
-        return AggregationContext(range(len(places)), workers, samples, weights, self.moment)
+    def of_wave(self, positions: Sequence[int]) -> AggregationContext:
+        """Return a context with only the workers at `positions`, which get the slots 0, 1, ..."""
+        weights = None if self.weights is None else self.weights[positions]
+        workers, samples = ([values[position] for position in positions] for values in (self.workers, self.samples))
+        return AggregationContext(range(len(positions)), workers, samples, weights, self.moment)
 
 
 def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> None:
@@ -76,8 +76,8 @@ def set_cohort_weights(shared: SharedState, weights: Mapping[int, float]) -> Non
 def weights_by_probability(shared: SharedState, workers: Sequence[int]) -> Tensor:
     """Return the weight of each of n `workers` that `set_cohort_weights` has stored, as a tensor [n]."""
     wanted = torch.tensor(workers)
-    places = torch.searchsorted(shared.cohort.workers, wanted).clamp_(max=len(shared.cohort.workers) - 1)
-    return torch.where(shared.cohort.workers[places] == wanted, shared.cohort.weights[places], 1.0)
+    positions = torch.searchsorted(shared.cohort.workers, wanted).clamp_(max=len(shared.cohort.workers) - 1)
+    return torch.where(shared.cohort.workers[positions] == wanted, shared.cohort.weights[positions], 1.0)
 
 
 def weights_of(task: RunTask, shared: SharedState, workers: Sequence[int], samples: Sequence[int]) -> Tensor | None:

@@ -30,16 +30,16 @@ def test_step_batches_hold_each_member_s_own_batches_until_it_finishes(ahead, at
     assert [member.worker for member in made.members] == [3, 4, 1, 2, 0]
     assert made.slots.tolist() == made.index.tolist() == [13, 14, 11, 12, 10]
     step_batches = list(made.step_batches())
-    assert [len(step_batch.members) for step_batch in step_batches] == [5, 5, 4, 4, *[2] * 6]
+    assert [len(step_batch.in_stack) for step_batch in step_batches] == [5, 5, 4, 4, *[2] * 6]
     steps = {member.worker: list(islice(batch_source.positions(member.worker, 3), 10)) for member in made.members}
     for step, step_batch in enumerate(step_batches):
-        assert step_batch.members == range(len(step_batch.members))
-        for place in step_batch.members:
-            batch = steps[made.members[place].worker][step]
+        assert step_batch.in_stack == range(len(step_batch.in_stack))
+        for position in step_batch.in_stack:
+            batch = steps[made.members[position].worker][step]
             size = len(batch)
-            assert step_batch.sizes[place] == step_batch.counts[place] == size
-            assert step_batch.positions[place].tolist() == [*batch, *[batch[0]] * (4 - size)]
-            assert step_batch.weights[place].tolist() == [*[1 / size] * size, *[0] * (4 - size)]
+            assert step_batch.sizes[position] == step_batch.counts[position] == size
+            assert step_batch.positions[position].tolist() == [*batch, *[batch[0]] * (4 - size)]
+            assert step_batch.weights[position].tolist() == [*[1 / size] * size, *[0] * (4 - size)]
 
 
 def test_members_that_train_single_steps_have_the_augmentation_and_the_dropout_of_these_steps(prepared):
