@@ -13,6 +13,8 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FLOORS = (  # from lowest to highest; a package may import itself and packages of lower floors
     ("toml", "version"),
@@ -148,6 +150,22 @@ def test_no_class_is_long():
         if isinstance(node, ast.ClassDef)
     }
     assert {name for name, lines in lengths.items() if lines > 220} <= {"Settings"}
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "most"),
+    [
+        ("reference.py", None, 90),
+        ("rounds/parameter_round.py", "ParameterRound", 40),
+        ("core/training.py", "train_epoch", 15),
+        ("training/local_training.py", "BatchGradients", 20),
+        ("training/local_training.py", "LocalOptimizer", 15),
+    ],
+)
+def test_what_a_newcomer_reads_first_is_short(file, name, most):
+    path = ROOT / "fedsim" / file
+    node = next((node for node in ast.walk(modules()[path]) if getattr(node, "name", None) == name), None)
+    assert 0 < (lines_between(path, node.lineno, node.end_lineno) if name else code_lines(path)) <= most
 
 
 def test_only_the_choice_of_a_kind_of_round_asks_for_the_mode():
