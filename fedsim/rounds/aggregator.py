@@ -88,7 +88,7 @@ class Aggregator(ABC):
     Attributes:
         rule: aggregation rule.
         updates: updates of the workers.
-        state: state of the rule, which it returned in the previous aggregation.
+        state: state that the rule returned in the previous aggregation.
     """
 
     def __init__(self, team: Team, task: RunTask, shared: SharedState, server: ParameterServer) -> None:
@@ -276,7 +276,7 @@ class StreamedSums(Aggregator):
     """
 
     def begin(self, context: AggregationContext) -> None:
-        """Begin a round whose workers are those of `context`."""
+        """Begin a round with the workers in `context`."""
         shared, row = self.shared, self.shared.server.row
         self._coefficients, self._bad = torch.tensor(self.linear(context, []).shares, dtype=torch.double), list[int]()
         self._losses = torch.zeros(len(context.slots), dtype=torch.double)

@@ -39,7 +39,7 @@ class RoundPlan:
 
     @property
     def reached(self) -> list[int]:
-        """IDs of the workers that receive the model, also of those that drop out."""
+        """IDs of the workers that receive the model, including the workers that drop out."""
         return [*self.cohort.workers, *self.cohort.dropped]
 
 

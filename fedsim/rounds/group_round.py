@@ -1,9 +1,9 @@
 """A round in groups, as in Hier-FAVG (Liu et al. 2020, "Client-Edge-Cloud Hierarchical Federated Learning").
 
-Each group has a model and a server, which aggregates the updates of the group's members in every round. Every
-`group_rounds` rounds, the top level aggregates the differences of these models to the global model, from which the
-groups then continue. Each server is a `Level` on a row of `GlobalModel.groups`. For the top level, the groups are the
-workers of a cohort.
+Each group has a model and a server, which aggregates the updates of the group's workers in every round. Every
+`group_rounds` rounds, the top level aggregates the differences between these models and the global model. The groups
+then continue from the new global model. Each group's server is a `Level` with a row of `GlobalModel.groups`. The top
+level treats the groups like the workers of a cohort.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class GroupRound(ParameterRound):
     def aggregate_at_top(self, plan: RoundPlan, stats: AggregationStats) -> AggregationStats:
         """Aggregate the models of the groups into the global model, if the round is a multiple of `group_rounds`.
 
-        Groups that have received no update since the last time are left out. The numbers that the rule records have the
-        prefix `top_`.
+        Groups that have received no update since they received the global model are left out. The numbers that the rule
+        records get the prefix `top_`.
         """
         with self.phase("aggregate"):
             self.team.barrier()  # all processes have updated the groups
@@ -126,7 +126,7 @@ class GroupRound(ParameterRound):
         Args:
             round: number of the round.
             groups: numbers of the groups.
-            samples: number of samples in the updates that each of these groups has received since the last time.
+            samples: number of samples of each group's updates since the group received the global model.
         """
         top, task = self.level, self.level.task
         sent = top.server.send(round)

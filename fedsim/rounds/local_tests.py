@@ -78,7 +78,7 @@ class LocalTests:
 def workers_to_evaluate(task: RunTask, tests: Shards) -> tuple[list[int], list[int]]:
     """Return the IDs of the workers whose models are tested, and the numbers of the owners without training samples.
 
-    `worker_evaluation.workers` workers are drawn at random, and as many of these owners. Byzantine workers and workers
+    `worker_evaluation.workers` workers and as many of these owners are drawn at random. Byzantine workers and workers
     without test samples are left out. Both lists are empty if the experiment tests no workers.
 
     Raises ExperimentError if no worker with held-out test samples remains.

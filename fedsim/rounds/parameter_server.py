@@ -79,7 +79,7 @@ class ParameterServer:
         return self._shared.server.last if self.has_last else None
 
     def send(self, round: int) -> Tensor:
-        """Send parameters to the workers, and return those [d] from which they start in `round`, read-only."""
+        """Send parameters to the workers. Return the parameters [d] from which they start in `round`, read-only."""
         start = self._task.server_at(round).broadcast(self._own_row, self._shared.server.states["parameters"])
         self.sent = self._shared.server.row
         if start is not self._own_row:

@@ -19,7 +19,7 @@ from fedsim.data.partitions.ids import joined, owners_of
 from fedsim.errors import DataError, ExperimentError, FedsimWarning, plural, show
 from fedsim.privacy import Releases
 
-USE_OWN = "data.local_test_fraction = {} holds out training samples instead, data.local_test_fraction=own uses these"
+USE_OWN = "data.local_test_fraction = {} holds out training samples instead; set it to own to use these"
 MOST_SAMPLED = 1_000  # maximum number of workers whose shards are drawn to describe a virtual population
 
 
@@ -47,7 +47,7 @@ def shards_of(
 
     Args:
         experiment: experiment to run.
-        train: training samples, without those that are held out for validation.
+        train: training samples, without the samples held out for validation.
         index_of: index in `train` of each training sample of the data set, [n], -1 for samples that are held out. None:
             no sample is held out.
         strata: classes and owners of the samples in `train` that the draw of local test samples observes.
@@ -83,7 +83,7 @@ def tests_of_owners(
 
     Args:
         experiment: experiment to run.
-        train, test: training samples, without those that are held out for validation, and test samples.
+        train, test: training samples (without the samples held out for validation), and test samples.
         shards: training samples of each worker.
 
     Raises DataError if the test part has no owners, but the experiment needs them.
@@ -108,7 +108,7 @@ def tests_of_owners(
 
 
 def names_of_workers(experiment: Experiment, train: TensorData, test: TensorData, shards: Shards) -> tuple[str, ...]:
-    """Return the name of each worker, followed by those of the owners who have only test samples.
+    """Return the name of each worker, followed by the names of the owners who have only test samples.
 
     A worker of a partition by owners has the name of its owner. The result is empty if the names would only repeat the
     worker IDs. The arguments are those of `tests_of_owners`.
@@ -153,7 +153,7 @@ def _owners_in(column: str, train: TensorData, test: TensorData) -> _Owners:
 
 
 def global_tests(test: TensorData) -> TensorData:
-    """Return the test samples of the global test set: those that belong to no worker, or all if there are none."""
+    """Return the global test set: the test samples that belong to no worker, or all test samples if there are none."""
     of_nobody = np.flatnonzero(test.ids.get(WORKER, ()) == NOBODY)
     return test.take(of_nobody) if len(of_nobody) else test
 

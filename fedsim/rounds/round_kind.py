@@ -56,7 +56,10 @@ class RoundKind(ABC):
         self.level.check_reports(plan.round, plan.cohort)
 
     def aggregate_at_top(self, plan: RoundPlan, stats: AggregationStats) -> AggregationStats:
-        """Aggregate at the top level of a hierarchy, also in a round without a cohort. Return all statistics."""
+        """Aggregate at the top level of a hierarchy, and return `stats` with the statistics of the top level added.
+
+        This method is also called in a round without a cohort.
+        """
         return stats
 
     def receive_messages(self, context: AggregationContext, excluded: Sequence[int]) -> None:
@@ -134,5 +137,5 @@ class RoundKind(ABC):
         return len(only_loss) * (self.shared.server.row.nbytes + buffer_bytes(self.task, self.shared))
 
     def complete(self, record: RoundRecord) -> RoundRecord:
-        """Return the record of a round with the numbers that only this kind of round has."""
+        """Return a copy of a round's record with the numbers that only this kind of round has."""
         return record

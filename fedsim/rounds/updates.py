@@ -148,7 +148,7 @@ class CohortUpdates:
         return self._gathered
 
     def read_losses(self, context: AggregationContext) -> None:
-        """Set `losses` to those of the workers in `context`."""
+        """Set the attribute `losses` to the losses of the workers in `context`."""
         if self._task.experiment.rule.accepts("losses"):
             losses = self._team.of_all(self._shared.cohort.losses, context.slots)
             self.losses = losses.clone()  # a rule may write to them
