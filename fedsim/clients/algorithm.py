@@ -242,8 +242,8 @@ class ClientAlgorithm:
     def start_round(self, rows: Tensor, worker: WorkerRound) -> State:
         """Return the optimizer state at the start of a round, with the same names as in `start`.
 
-        By default, this is the state of `start`, in which the tensors that workers keep (see `worker_state`) replace
-        those of the same name. `rows` [..., d] are the models that the workers received, which may be changed in place.
+        By default, this is the state of `start`, but tensors that workers keep (see `worker_state`) have their kept
+        values. `rows` [..., d] are the models that the workers received, which may be changed in place.
         """
         state = self.start(rows)
         for name in worker.kept.keys() & state.keys():

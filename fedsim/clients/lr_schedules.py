@@ -132,7 +132,7 @@ def one_cycle(
 
 
 def _required(length: int | None, key: str) -> int:
-    """Return `length`. If it is None, raise ExperimentError, which says that the setting `key` is required."""
+    """Return `length`. If it is None, raise an ExperimentError that says that the setting `key` is required."""
     if length is None:
         raise ExperimentError(f"{key}: is required, because the number of steps differs between rounds")
     return length
@@ -201,7 +201,7 @@ class LRSchedule:
         return known[position]
 
     def is_factor(self, round: int, step: int) -> bool:
-        """Whether all rates up to `step` of `round` are the initial learning rate times factors."""
+        """Whether each rate up to `step` of `round` is proportional to the initial learning rate."""
         self.rate(1.0, round, step)
         self.rate(2.0, round, step)
         pairs = zip(self._known[1.0][0], self._known[2.0][0], strict=False)
