@@ -85,7 +85,7 @@ class Message:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """The cloudpickle pickler, with a reducer of tensors, and with those of multiprocessing and PyTorch for files."""
+    """The cloudpickle pickler, with a reducer for tensors, and multiprocessing's and PyTorch's reducers for files."""
 
     def __init__(self, file: io.BytesIO, reduce_tensor: Callable[[Tensor], tuple[Any, ...]]) -> None:
         self.dispatch_table = ChainMap(

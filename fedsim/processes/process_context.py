@@ -84,7 +84,7 @@ class HeartbeatTable:
         self.write(index, ROUND, 0)
 
     def progress(self, index: int) -> tuple[int, int]:
-        """Return how often process `index` has arrived at the barrier, and whether it waits for others (1 or 0)."""
+        """Return how often process `index` has arrived at the barrier, and whether it is waiting there (1 or 0)."""
         return self.read(index, ARRIVALS), self.read(index, WAITING)
 
     def single_worker(self, index: int) -> int | None:
