@@ -24,8 +24,8 @@ Nonfinite = Literal["error", "exclude", "keep"]
 
 SHOWN = 5  # maximum number of workers that an error names
 NEEDED = {
-    "root": "root: is required by this rule: the update [d] computed on the server's own data",
-    "losses": "losses: are required by this rule: each worker's loss at the global model, [n]",
+    "root": "root: is required by this rule; pass the update [d] computed on the server's own data",
+    "losses": "losses: are required by this rule; pass each worker's loss at the global model, [n]",
 }
 
 

@@ -125,7 +125,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def keep_own(values: Tensor, how: Literal["sum", "max"]) -> Tensor:
-    """Return `values` unchanged. In a single process, there is nothing to combine."""
+    """Return `values` unchanged, as the argument `reduce` of a process that has all columns."""
     return values
 
 
@@ -192,7 +192,7 @@ def products_with(updates: Tensor, vector: Tensor) -> Tensor:
 
 
 def total_of(parts: Iterable[Tensor]) -> Tensor:
-    """Return the sum of at least one tensor. A single tensor needs no launch."""
+    """Return the sum of at least one tensor. A single tensor needs no kernel launch."""
     return functools.reduce(torch.add, parts)
 
 
@@ -271,7 +271,7 @@ def combine(coefficients: Tensor, updates: Tensor) -> Tensor:
 
 
 def _combine_on_device(coefficients: np.ndarray, updates: Tensor) -> Tensor:
-    """Do the same as `combine` on a GPU, with one or two launches and without waiting for it."""
+    """Compute the result of `combine` on a GPU, with one or two kernel launches and without waiting for the GPU."""
     (used,) = coefficients.nonzero()
     if len(used) <= 1:
         return updates[used[0]] * float(coefficients[used[0]]) if len(used) else updates.new_zeros(updates.shape[1])

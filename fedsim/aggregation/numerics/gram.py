@@ -188,7 +188,7 @@ class Gram:
         return self._reduce(totals, "sum").tolist()
 
     def _squared_differences_on_gpu(self, i: int, others: list[int]) -> Tensor:
-        """Do the same as `_squared_difference` for all `others` at once, on a GPU. Returns a tensor on the CPU."""
+        """Return the squared distances of row i from the rows `others`, computed on a GPU, as a tensor on the CPU."""
         updates, wide = self._updates, wide_dtype(self._updates.device)
         weights, totals = self._coordinates[i, :-1] - self._coordinates[others, :-1], torch.zeros(len(others)).double()
         differ, chosen = weights.any(1), weights.any(0).nonzero().flatten()
@@ -253,7 +253,7 @@ def _short_update(updates: Tensor, reduce: Reduce) -> Tensor:
 
 
 def _products_of_blocks(updates: Tensor, centre: Tensor, reduce: Reduce, known: Tensor | None) -> np.ndarray:
-    """Do the same as `_products` on a CPU. `centre` is the position of the centre, int64 [1]."""
+    """Compute the result of `_products` on a CPU. `centre` is the position of the centre, int64 [1]."""
     n, first, row = len(updates), 0 if known is None else len(known) - 1, int(centre)
     total = torch.zeros(n - first, n, dtype=torch.double)
     with alone_if_few(n):
@@ -278,7 +278,7 @@ def _products_of_blocks(updates: Tensor, centre: Tensor, reduce: Reduce, known: 
 
 
 def _products_on_gpu(updates: Tensor, centre: Tensor, reduce: Reduce, known: Tensor | None) -> np.ndarray:
-    """Do the same as `_products` on a GPU, with few launches and one wait.
+    """Compute the result of `_products` on a GPU, with few kernel launches, and waiting for the GPU only once.
 
     The products are float64, because float32 rarely proves that a rule selects the same updates. A sum of 2^8 float32
     products has an error of up to 2^-16 |x_i| |x_j|. For five draws of 100 normal updates with 21,840 values, this

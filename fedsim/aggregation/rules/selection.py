@@ -68,7 +68,7 @@ def mean_of_least(values: Tensor, count: int) -> LinearCombination:
 
 
 def krum_scores(squared_distances: Tensor, f: int) -> Tensor:
-    """Return the Krum score of each update, [n]: the sum of its squared distances to the n - f - 2 nearest others."""
+    """Return each update's Krum score, [n]: the sum of squared distances to its n - f - 2 nearest other updates."""
     n = len(squared_distances)
     others = np.array(squared_distances.numpy())
     others.flat[:: n + 1] = math.inf
