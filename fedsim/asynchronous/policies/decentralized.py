@@ -55,7 +55,7 @@ class Waiting(OwnModels):
         self._exchange_if_complete(server)  # possibly the last worker that the others waited for
 
     def wait(self, server: AsyncServer, slot: int, *, excluded: bool = False) -> None:
-        """Let worker number `slot` wait for the others. If it is the last one, all present workers exchange."""
+        """Let worker number `slot` wait for the other workers. If it is the last one, all present workers exchange."""
         server.policy_state["arrived"][slot] = 2 if excluded else 1
         self._exchange_if_complete(server)
 

@@ -96,7 +96,7 @@ class CommunicationGraph(Component):
         )
 
     def metadata(self, n: int, seed: int) -> dict[str, Any]:
-        """Return the metadata of the graph of n workers, in round 1 if it changes, as a JSON-serializable dict."""
+        """Return a description of the graph of n workers (of round 1 if it changes) as a JSON-serializable dict."""
         weights = self.mixing_matrix(n, seed)
         usual = _metropolis_hastings(weights > 0)
         degrees = (np.count_nonzero(usual, axis=1) - 1).tolist()
