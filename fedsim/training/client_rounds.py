@@ -121,7 +121,7 @@ class ClientRounds:
         )
 
     def _numbers(self, members: Sequence[WorkItem]) -> RoundNumbers:
-        """Return the numbers of the rounds of several workers."""
+        """Return the `RoundNumbers` of several workers."""
         task, work = self._task, self._batch_source.work(members)
         weights, has_weight = np.ones(len(work)), work.workers < len(self._shared.data.shards)  # the server has none
         of_workers = weights_of(task, self._shared, work.workers[has_weight].tolist(), work.sizes[has_weight].tolist())

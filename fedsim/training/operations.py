@@ -125,7 +125,7 @@ def _vmapped_embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
 
 
 def _vmapped_contiguous(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute a function for a contiguous copy of `input`: under vmap, channels_last inputs are refused or slow."""
+    """Call `function` on a contiguous copy of `input`, because channels_last inputs fail or are slow under vmap."""
     return function(input.contiguous(), *args, **kwargs)
 
 
@@ -246,7 +246,7 @@ class Options(NamedTuple):
 
 
 def way_for(weight: Tensor, groups: int = 1, *, turns: bool) -> str:
-    """Return the name in `WAYS` of the implementation for these arguments.
+    """Return the name (a key of `WAYS`) of the implementation to use for a convolution.
 
     Args:
         weight: kernels of the k models, [k, o, c / groups, ...], for c input and o output channels.

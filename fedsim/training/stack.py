@@ -148,7 +148,7 @@ def blocks_of_rounds(work: WorkItems, task: RunTask, source: BatchSource, at_a_t
     """Yield the batches of all steps, in blocks of at most `at_a_time` steps.
 
     Args:
-        work: workers, by descending number of steps if there is more than one block.
+        work: workers, sorted by descending number of steps if there is more than one block.
         task: run to compute.
         source: source of the workers' batches.
         at_a_time: maximum number of steps per block.

@@ -211,7 +211,7 @@ class StackTrainer:
             state.take_back(theirs, moved=moves)
 
     def _moments(self, stack: Stack, part: StepBatch) -> list[Moment]:
-        """Return the round, worker and step of each batch, if the gradients of samples get noise."""
+        """Return (round, worker, step) of each batch; [] if the gradients of samples get no noise."""
         if self._task.algorithm.sample_noise is None:
             return []
         members = stack.members[list(part.in_stack)]
