@@ -186,7 +186,7 @@ class CohortSampler:
         return bool(numpy_generator(self.seed, "worker_dropout", round, worker).random() < self.dropout)
 
     def _weights(self, workers: Sequence[int], probabilities: Sequence[float] | None) -> dict[int, float]:
-        """Return the weight of each worker by ID: its fraction of all samples, divided by its probability of an update.
+        """Return each worker's weight by ID: its fraction of all samples / the probability that it sends an update.
 
         Raises ExperimentError if `probabilities` is None.
         """
