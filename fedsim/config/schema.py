@@ -412,7 +412,7 @@ class Local(ComponentTable):
 
     @property
     def steps_setting(self) -> str:
-        """The setting that makes workers do more than plain gradient steps, as text for error messages."""
+        """The setting to name in errors about local steps, such as `local.algorithm = "mime"`."""
         return self.component.setting or self.setting
 
     @property

@@ -540,7 +540,7 @@ def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
 
 
 def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Raise ExperimentError if so few workers have samples left in the last step of a round that the rule fails."""
+    """Raise ExperimentError if too few workers have samples left in the last step of a round for the rule."""
     experiment = task.experiment
     partial = len(sizes) > experiment.cohort_size or experiment.sampling.dropout_rate
     if not experiment.rounds_of_gradients or partial or "now" in experiment.sampling.component.accepts:
