@@ -127,8 +127,8 @@ class CaptureCheck(OperationCheck):
     """Context that raises ExperimentError for operations that a CUDA graph does not support.
 
     These are operations that copy values from the GPU to the CPU, or that use tensors on another device. Two kinds of
-    tensors may be on the CPU. Python numbers that PyTorch converts to tensors become constants of the graph. The state
-    of the random generator that attention passes to its backward pass is created on the GPU during a capture.
+    CPU tensors are allowed: Python numbers that PyTorch converts to tensors, which become constants of the graph, and
+    the random state that attention passes to its backward pass, which is on the GPU during a capture.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -117,7 +117,7 @@ def multiplied(inputs: Tensor, factors: Tensor, inplace: bool) -> Tensor:
 
 
 def with_gradient_in_order(pooled: Tensor) -> Tensor:
-    """Return the result of a max pooling, whose gradient will be brought into the memory format of the images.
+    """Return the result of a max pooling, with a hook that converts its gradient to the images' memory format.
 
     On a CPU, images are channels_last, but the gradient of a linear layer after them is not. PyTorch would then copy
     all tensors of the pooling's backward pass, which takes seven times longer and slows the layers before.

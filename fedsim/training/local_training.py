@@ -71,7 +71,7 @@ class BatchGradients:
         self.objective, self.local, self.number = objective, local, (local.member.step or 0) - 1
 
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss | None = None) -> Tensor:
-        """Proceed to a batch, and call `backward`. `loss` is ignored, because the experiment defines the loss."""
+        """Make (inputs, targets) the current batch, and call `backward`. `loss` is not used."""
         self.number, self.inputs, self.targets = self.number + 1, inputs, targets
         return self.backward(model)
 

@@ -247,7 +247,7 @@ class Trials:
 
         Args:
             dropouts: dropout calls of a forward pass, in call order.
-            precision: precision of the forward pass. In reduced precision, nothing is compared.
+            precision: precision of the forward pass. In reduced precision, the models run, but are not compared.
             merged: whether to merge the batches of the two models instead of using `torch.func.vmap`.
         """
         try:

@@ -94,7 +94,7 @@ class SampleGradients:
 
 
 class PrivateGradients(BatchGradients):
-    """Private gradients of one worker's batches."""
+    """Private gradients (DP-SGD) of one worker's batches."""
 
     def __init__(self, objective: Objective, samples: SampleGradients, local: LocalModel) -> None:
         super().__init__(objective, local)

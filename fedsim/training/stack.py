@@ -300,7 +300,7 @@ class Stack:
             step_batch: positions and sizes of the batches.
             inputs, targets: samples of the batches, [m, batch, ...] each.
             alterations: for each worker of the stack, a function that alters its batch, or None to keep it. An empty
-                list keeps all batches. By default, the functions of training are used.
+                list keeps all batches. None: the functions that training uses.
         """
         alterations = self._alterations if alterations is None else alterations
         for row, position in enumerate(step_batch.in_stack if alterations else ()):

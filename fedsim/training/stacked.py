@@ -197,7 +197,7 @@ class StackTrainer:
             whole: batches of all workers of the stack that have not finished.
             ahead: dropout masks of the stack.
             alterations: for each worker of the stack, a function that alters its batch, or None to keep it. An empty
-                list keeps all batches. By default, the functions of training are used.
+                list keeps all batches. None: the functions that training uses.
             moves: whether to copy back parameters and algorithm state as well as buffers.
         """
         factors = ahead.of(whole.step, whole.in_stack[-1] + 1)

@@ -41,7 +41,7 @@ class RunTask:
         device: device of the run.
         algorithm: client algorithm, prepared for the model.
         byzantine: Byzantine workers of each round.
-        shapes: shapes of the parameters that workers send, in the order of their columns.
+        shapes: shapes of the parameters that workers send, in the order of the flat vector.
         scratch_folder: folder for temporary files; None for the system's folder.
         class_weights: weight of each class in the training loss; None for equal weights.
         row_bytes: size of an update in memory, in bytes.
@@ -84,7 +84,7 @@ class RunTask:
         return Schedule(batch_size, epochs, steps, local.drop_last, local.accumulation_steps)
 
     def batch_sizes(self, work: Any) -> np.ndarray:
-        """Return the batch size of each of n workers, int64 [n]. `work`: their `WorkItems`."""
+        """Return the batch size of each of the n workers in `work` (`WorkItems`), int64 [n]."""
         return np.broadcast_to(self.schedule.of(work.workers, work.rounds).batch_size, len(work))
 
     @cached_property

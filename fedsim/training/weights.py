@@ -99,7 +99,7 @@ def weights_for_rule(
     samples: Sequence[int],
     by_probability: Callable[[], Tensor],
 ) -> Tensor | None:
-    """Return the weight of each of n workers if `rule` aggregates, as a tensor [n] on the CPU; None for equal weights.
+    """Return the weight that each of n workers has under `rule`, as a tensor [n] on the CPU; None for equal weights.
 
     Args:
         experiment: experiment of the run.
