@@ -355,7 +355,7 @@ def _stats(
     """Return the statistics of an aggregation.
 
     Args:
-        context: aggregated updates, including excluded ones.
+        context: workers of the aggregation, including the workers whose updates were excluded.
         bad: positions of the updates that were excluded because of NaN or infinity.
         shares: coefficients of the other updates; None if the rule is not linear.
         inputs: inputs of the rule, with the metrics that the rule recorded.

@@ -142,7 +142,7 @@ class Evaluation:
 
     @property
     def results(self) -> list[Tensor]:
-        """Result tensors [batches, ...] with one entry per batch."""
+        """Tensors [batches, ...] with the test results of each batch."""
         return [values for values in (self._all_sums, self._outputs) if len(values)]
 
     def __call__(self, round: int, heartbeat: Callable[[], None]) -> None:
@@ -290,14 +290,15 @@ class WorkerTests:
     def of_global(self, worker: int, round: int) -> Tested:
         """Test the global model on the local test samples of a worker, or of an owner without training samples.
 
-        Returns its loss and accuracy.
+        Returns the loss and accuracy under the key "global".
         """
         return {GLOBAL: self._test(self._shared.server.row, self._shared.server.buffers, worker, round)}
 
     def before_training(self, member: WorkItem) -> Tested:
         """Test the global model, and the worker's personal model if there is one, on the worker's local test samples.
 
-        The worker's row must contain the global model (see `load`). Returns the loss and accuracy of each model.
+        The worker's row must contain the global model (see `load`). Returns the loss and accuracy of each model, under
+        the keys "global" and "personal".
         """
         tested = self.of_global(member.worker, member.round)
         if isinstance(self._task.algorithm, PersonalModel):
@@ -307,7 +308,7 @@ class WorkerTests:
     def after_training(self, member: WorkItem) -> Tested:
         """Test the model that a worker has just trained, on the worker's local test samples.
 
-        Returns the loss and accuracy of the model, which is called "fine_tuned".
+        Returns the loss and accuracy under the key "fine_tuned".
         """
         return {FINE_TUNED: self._test(*self._personal(member), member.worker, member.round)}
 

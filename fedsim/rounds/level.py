@@ -33,8 +33,8 @@ class Level:
         new_aggregator: function that returns the aggregator.
 
     Attributes:
-        latest: workers of the latest aggregation, and the aggregated update [d] of the aggregation before it, or None.
-            The attribute is None if updates are not stored.
+        latest: context of the latest aggregation, and the aggregated update [d] before it. The update is None if no
+            rule or attack uses it, or unless `records.updates` contains the round.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from fedsim.training.weights import AggregationContext
 
 @dataclass(frozen=True)
 class AggregatedUpdate:
-    """Aggregated update, as far as this process computes or applies it.
+    """The part of an aggregated update that this process computes or applies.
 
     Attributes:
         parts: pairs (columns, aggregated update in these columns).
@@ -92,10 +92,9 @@ class ParameterServer:
         return self.sent
 
     def _update_copy(self, round: int) -> int:
-        """Send a compressed difference, and add it to the workers' copy (EF21-P, Gruntkowska et al. 2023).
+        """Compress the difference between the parameters to send and the workers' copy, and add it to the copy.
 
-        The difference is that between the parameters to send and the copy. Returns the number of bytes that each worker
-        receives.
+        This is EF21-P (Gruntkowska et al. 2023). Returns the number of bytes that each worker receives.
         """
         task, state = self._task, self._shared.server.downlink
         columns = task.algorithm.personal_columns.others(len(self.sent))

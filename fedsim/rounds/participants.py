@@ -159,7 +159,7 @@ def global_tests(test: TensorData) -> TensorData:
 
 
 def attackers_of(experiment: Experiment, train: TensorData, shards: Shards) -> Attackers:
-    """Return an object that gives the Byzantine workers of each round.
+    """Return the `Attackers` of a run, which contain the Byzantine workers of each round.
 
     Raises ExperimentError if the settings of the attack do not fit the data.
     """

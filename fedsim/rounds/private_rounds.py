@@ -67,7 +67,7 @@ class PrivateRounds:
         return False
 
     def as_received(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
-        """Clip the updates as the server has received them, in place, if necessary (see `UpdateStep`).
+        """Clip the updates that the server has received, in place, if necessary (see `UpdateStep`).
 
         Attackers ignore the clipping of the workers, and processors may lengthen updates.
         """

@@ -34,7 +34,7 @@ Round = tuple[RoundRecord, WorkerResults | None]  # record of a round, and tests
 
 
 def kind_of(task: RunTask, sync: str) -> type[RoundKind]:
-    """Return the kind of the rounds of a run that aggregate `sync`, "parameters" or "gradients"."""
+    """Return the class of a run's rounds that aggregate `sync`, which is "parameters" or "gradients"."""
     if sync == "gradients":
         return GradientRound
     if task.streams:

@@ -76,7 +76,7 @@ class AttackStep:
         aggregator: aggregator of the updates, with which some attacks try out several Byzantine updates.
 
     Attributes:
-        state: state of the attack, which it returned in the previous aggregation.
+        state: state that the attack returned in the previous aggregation.
     """
 
     def __init__(self, team: Team, task: RunTask, shared: SharedState, aggregator: Aggregator) -> None:

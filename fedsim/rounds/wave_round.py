@@ -59,7 +59,7 @@ class WaveRound(ParameterRound):
 
         Args:
             wave: workers of the wave.
-            positions: their indices in the cohort.
+            positions: index in the cohort of each worker of the wave.
             sent: receives the sizes of the updates.
         """
         self.level.change_updates(wave.context, wave.mine, sent)

@@ -158,7 +158,7 @@ class WorkerStates:
         return WorkerStates(self.initial, self._limit and self._limit // parts, self._folder)
 
     def take_over(self, new: WorkerStates, cohort: Sequence[int], excluded: Collection[int]) -> None:
-        """After a round, store the states that `of_waves` has returned and `save_cohort` has filled in each wave."""
+        """After a round, store the states `new`: a storage that `of_waves` returned and `save_cohort` filled."""
         self.saved_elsewhere(cohort, excluded)
         self.save(new.workers, new.rows, range(len(new)))
 
