@@ -25,7 +25,7 @@ def stacked(
     Args:
         task, shared: run and its tensors.
         processes: number of processes that share the device.
-        threads: PyTorch threads of each process.
+        threads: number of PyTorch threads per process.
         probe: result of a trial run of the model; None to make the trial run here.
 
     Raises ExperimentError if the model cannot be trained in stacks, or if memory is too small for the stacks.
