@@ -35,7 +35,7 @@ class Child(NamedTuple):
 
 
 def forks(start_method: str, threads: int | None) -> bool:
-    """Whether processes are forked (or else spawned).
+    """Whether processes are forked (otherwise they are spawned).
 
     Args:
         start_method: "spawn"; "fork"; or "auto", which forks where forking is safe now.

@@ -94,7 +94,7 @@ def allreduce(state: dist.ProcessGroup, bucket: Any) -> Mean:
 
 @hook("fp16")
 def fp16(state: dist.ProcessGroup, bucket: Any) -> Mean:
-    """Average the gradients by all-reduce in float16. P ranks send 4 (P - 1) d bytes per step, half those of float32.
+    """Average the gradients by all-reduce in float16. P ranks send 4 (P - 1) d bytes per step, half of float32.
 
     Each rank divides its gradients by the number of ranks before it rounds them. Values above 65,504 still become
     infinite, which ends the run, and values below 6e-8 become 0. This is PyTorch's `fp16_compress_hook`.
@@ -104,7 +104,7 @@ def fp16(state: dist.ProcessGroup, bucket: Any) -> Mean:
 
 @hook("bf16")
 def bf16(state: dist.ProcessGroup, bucket: Any) -> Mean:
-    """Average the gradients by all-reduce in bfloat16. P ranks send 4 (P - 1) d bytes per step, half those of float32.
+    """Average the gradients by all-reduce in bfloat16. P ranks send 4 (P - 1) d bytes per step, half of float32.
 
     bfloat16 has the range of float32 and 8 bits of precision. This is PyTorch's `bf16_compress_hook`, which needs NCCL
     2.10 or newer if the backend is NCCL.

@@ -128,7 +128,7 @@ class RankGroup:
         self.group = dist.new_group(backend=HOST_BACKEND if self.backend == HOST_BACKEND else backends, timeout=limit)
 
     def _without(self, mark: str) -> list[int]:
-        """Return the ranks that have not set their key `mark` in the store."""
+        """Return the ranks that have not set their key "{mark}/{rank}" in the store."""
         return [rank for rank in range(self.count) if not self._store.check([f"{mark}/{rank}"])]
 
     @property
@@ -245,7 +245,8 @@ class RankGroup:
     def leave(self, code: int = 1) -> None:
         """Disconnect from the other ranks at the end of the program. If this takes too long, exit with status `code`.
 
-        PyTorch does not disconnect while it waits for a rank. If its threads outlive the interpreter, they abort it.
+        PyTorch does not disconnect while it waits for a rank. PyTorch's threads abort the process if they outlive the
+        interpreter.
         """
         atexit.unregister(self.leave)
         type(self).joined = None

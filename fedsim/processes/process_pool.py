@@ -117,7 +117,8 @@ class ProcessPool:
     def prepare(self, function: Callable[..., object], *arguments: Any) -> None:
         """Let every process call `function(process, *arguments)` before its next call, without waiting.
 
-        Results and errors are ignored. The pickled arguments must be small, because starting processes read nothing.
+        Results and errors are ignored. The pickled arguments must be small, because a process that is still starting
+        does not read them.
         """
         message = Message((False, function, arguments))
         for child in self._children:

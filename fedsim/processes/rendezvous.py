@@ -38,7 +38,7 @@ class Launcher:
     Attributes:
         rank, count: rank of the process, and number of ranks.
         local_rank: rank of the process on its host. The first variable that is set is used.
-        local_count: number of ranks on the host; None if the launcher does not tell.
+        local_count: number of ranks on the host; None if the launcher does not set it.
         job: IDs of the job, which are equal in all ranks.
     """
 
@@ -130,7 +130,7 @@ class RankInfo:
 def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
     """Return the launcher that has set the environment variables `environ`; None if there is none.
 
-    SLURM also sets the rank 0 in a batch script, which runs only once. Only `srun` starts ranks, and numbers the step.
+    SLURM also sets a rank (0) in a batch script, which does not start ranks. Only `srun` does, and sets SLURM_STEP_ID.
     """
     is_batch_script = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ
     launchers = [each for each in LAUNCHERS if environ.get(each.rank) and environ.get(each.count)]
