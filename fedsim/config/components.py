@@ -1,4 +1,4 @@
-"""All kinds of components, and their listing as text: name, parameters with defaults, and description."""
+"""All kinds of components, and text lists of the components with names, parameters, defaults and descriptions."""
 
 from __future__ import annotations
 
@@ -268,10 +268,10 @@ def _parameter_lines(registration: Registration) -> list[str]:
 
 
 def trait_line(target: Any) -> str | None:
-    """Return one line about a property of a component, or None if there is nothing to say.
+    """Return the line about a client algorithm's cost or a model's stacking, or None for other components.
 
-    For a client algorithm, the line is the number of gradients that it computes, such as `gradients per step: 2`. For a
-    model, the line says how the engine `batched` stacks its rows.
+    The line of a client algorithm is its number of gradients, such as `gradients per step: 2`. The line of a model says
+    how the engine `batched` trains the models of several workers at once.
     """
     if hasattr(target, "full_gradient"):
         algorithm = object.__new__(target)  # class attributes are the defaults

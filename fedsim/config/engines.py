@@ -1,4 +1,4 @@
-"""Traits of the named engines, which decide the experiments and settings that an engine supports.
+"""Properties of the engines, which decide the experiments and settings that an engine supports.
 
 The classes of the engines are in `fedsim.engines`. They import this module, not the other way round.
 """
@@ -31,8 +31,8 @@ class EngineTraits:
         ranks: whether a launcher such as torchrun starts the engine's processes.
         spawns: whether the engine always spawns its processes, regardless of the setting `start_method`.
         chooses: whether the engine itself chooses how a task is computed, as the engine `auto` does.
-        races_on: name of the engine that runs experiments with `mode = "race"` in place of this engine; None if this
-            engine does not support them.
+        races_on: name of the engine that replaces this engine in experiments with `mode = "race"`; None if this engine
+            does not support these experiments.
     """
 
     own_settings: frozenset[str] = frozenset()

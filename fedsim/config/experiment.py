@@ -130,7 +130,7 @@ class Experiment(Settings):
 
     @property
     def awaits_data(self) -> bool:
-        """Whether the task, the model or dimensions of the model have defaults, because the data is not there yet."""
+        """Whether the task or the model has preliminary defaults, because the data is not downloaded yet."""
         return self._awaits_data
 
     @model_validator(mode="after")
@@ -139,10 +139,14 @@ class Experiment(Settings):
         if target is None or self.protects != "sample":
             return self
         if "noise" not in local.params:
-            raise ExperimentError(f"privacy.target_epsilon = {target:g}: {local.setting} has no parameter `noise`")
+            raise ExperimentError(
+                f"privacy.target_epsilon = {target:g}: {local.setting} has no parameter `noise`; omit one of the two"
+            )
         if "noise" in local.model_fields_set and local.params["noise"] is not None:
             noise = local.params["noise"]
-            raise ExperimentError(f"local.noise = {noise:g}: set only one of local.noise, privacy.target_epsilon")
+            raise ExperimentError(
+                f"local.noise = {noise:g}: is computed from privacy.target_epsilon; omit one of the two"
+            )
         object.__setattr__(self, "local", local.model_copy(update={"noise": None}))  # until it is found
         return self
 
@@ -159,7 +163,7 @@ class Experiment(Settings):
         return self
 
     def own(self) -> Experiment:
-        """Return a copy for one run, without data set and loggers. Components are copied too.
+        """Return a copy for one run, without the data set and the loggers. The components are copies too.
 
         Raises ExperimentError if an object cannot be copied.
         """
@@ -174,7 +178,7 @@ class Experiment(Settings):
     def resolved(self) -> dict[str, Any]:
         """Return the values of all keys as nested tables, including defaults, without keys whose value is None.
 
-        The keys about groups are only included if there are groups.
+        Keys that configure groups are only included if there are groups.
         """
         unused = {"group_rounds", "top_aggregate", "top_attack"} if self.groups is None else set()
         return _without_unset(self.model_dump(mode="json", exclude=unused))
@@ -190,7 +194,7 @@ VOCABULARY.component_keys = frozenset(
 def count_workers(tables: Mapping[str, Any]) -> int | None:
     """Return the number of workers that the partition (such as `natural`) prescribes, or None if it prescribes none.
 
-    Without a partition, a list of `groups` has one entry per worker, and a number of groups has 4 workers in each.
+    Without a partition, it is the length of the list `groups`, or 4 workers per group if `groups` is a number.
     """
     if "partition" not in tables:
         groups = tables.get("groups")
@@ -239,7 +243,7 @@ def refuse_untrusted_root(data: schema.Data) -> None:
 def _without_unset(value: Any) -> Any:
     """Return nested tables without keys whose value is None.
 
-    Such keys are also removed from tables in lists, which pydantic's `exclude_none` does not do.
+    Unlike pydantic's `exclude_none`, this function also removes the keys from tables in lists.
     """
     if isinstance(value, dict):
         return {key: _without_unset(item) for key, item in value.items() if item is not None}
@@ -249,12 +253,12 @@ def _without_unset(value: Any) -> Any:
 def default_name(experiment: Experiment, varied: Collection[str] = ()) -> str:
     """Return the default name of an experiment, such as `net-mnist5k-weighted_mean` or `net-mnist5k-hogwild-race`.
 
-    The parts of the name are the model, the data, the client algorithm (except sgd), the rule or asynchronous policy,
+    The name consists of the model, the data, the client algorithm (except sgd), the rule or asynchronous policy,
     and `race` for a race.
 
     Args:
         experiment: experiment with checked tables.
-        varied: dotted keys that a comparison varies. Parts that depend on these keys are left out.
+        varied: dotted keys that a comparison varies. The name omits the parts that depend on these keys.
     """
     policy, rule, algorithm = experiment.policy, experiment.aggregate.rule, experiment.local.algorithm
     stages = rule if isinstance(rule, list) else [rule]

@@ -76,19 +76,25 @@ def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
     except FileNotFoundError:
         key, equals, value = str(path).partition("=")
         if "=" in value:
-            raise ExperimentError(f"{where}: is not a file; pass a dict with one item for each setting") from None
+            raise ExperimentError(f'{where}: is not a file; pass the settings as a dict: {{"rounds": 5}}') from None
         if equals:  # in Python, as the command line separates settings from files
-            raise ExperimentError(f"{where}: is not a file; pass settings as {{{show(key)}: {cut(value)}}}") from None
+            raise ExperimentError(
+                f"{where}: is not a file; pass settings as a dict: {{{show(key)}: {cut(value)}}}"
+            ) from None
         known, is_name = experiments(), path.name == path.stem == str(path)
         close = did_you_mean(closest(path.stem, known)) or "see fedsim list experiments"
         hint = f"; {close}" if is_name or path.stem in known else ""
-        raise ExperimentError(f"{where}: no such file; expected an experiment ({kind}) or key=value{hint}") from None
+        raise ExperimentError(
+            f"{where}: no such file; expected an experiment file ({kind}) or key=value{hint}"
+        ) from None
     except IsADirectoryError:
         hint = f"write {where}/experiment.toml, or --resume {where} to continue that run"
-        hint = hint if (path / "experiment.toml").is_file() else f"expected an experiment ({kind})"
+        hint = hint if (path / "experiment.toml").is_file() else f"expected an experiment file ({kind})"
         raise ExperimentError(f"{where}: cannot be read: Is a directory; {hint}") from None
     except OSError as error:
-        raise ExperimentError(f"{where}: cannot be read: {error.strerror}; expected an experiment ({kind})") from None
+        raise ExperimentError(
+            f"{where}: cannot be read: {error.strerror}; expected an experiment file ({kind})"
+        ) from None
     except ValueError as error:
         raise ExperimentError(f"{where}: cannot be read as {kind}: {cut(str(error))}") from None
 

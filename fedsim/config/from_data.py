@@ -1,4 +1,4 @@
-"""What an experiment takes from its data unless it is set: the task, the model, and the dimensions of the model."""
+"""Settings that are derived from the data unless the user sets them: the task, the model, and its dimensions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ OUTPUTS = "classes", "outputs"
 def tables_from_data(
     settings: Settings, shape_of: Callable[[schema.Data], SampleShape | None]
 ) -> dict[str, Table] | None:
-    """Return the tables `task` and `model` with everything that is not set taken from the data, or None without data.
+    """Return the tables `task` and `model` with unset values derived from the data, or None if the data is missing.
 
     Args:
         settings: experiment whose tables have been checked one by one.
-        shape_of: function that returns the shape of a data set's samples, or None if it is not known yet.
+        shape_of: function that returns the shape of a data set's samples, or None if the data is not downloaded yet.
 
     Raises DataError if the data cannot be read and parameters of the task or the model depend on it, and
-    ExperimentError if the data does not have a dimension that the model takes.
+    ExperimentError if the data lacks a dimension that the model needs.
     """
     task, model, data = settings.task, settings.model, settings.data
     if {"name"} <= task.model_fields_set & model.model_fields_set and not model.from_data:
@@ -57,7 +57,7 @@ def tables_from_data(
 
 
 def _named(table: AnyTable, name: str) -> AnyTable:
-    """Return a table with the component `name`, which does not count as set, unless the user has selected one."""
+    """Return `table`, with the component `name` as an unset default if the user has not selected a component."""
     if table.named_by in table.model_fields_set:
         return table
     given = {key: value for key, value in table.model_dump().items() if key in table.model_fields_set}
@@ -99,7 +99,7 @@ def _called(data: schema.Data) -> str:
 
 
 def taken_from_data(settings: Settings) -> list[str]:
-    """Return what an experiment has taken from its data, in words: ["1 channel", "28x28", "10 classes"]."""
+    """Return the settings that are derived from the data as texts: ["1 channel", "28x28", "10 classes"]."""
     task, model = settings.task, settings.model
     words = [_words(name, model.params[name], task.component) for name in DIMENSIONS if name in model.from_data]
     named = "name" not in task.model_fields_set and task.name != type(task).default_component()

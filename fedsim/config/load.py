@@ -49,8 +49,8 @@ def load_experiment(
             `overrides`, tables and Experiments are always imported.
         changes: keys of the experiment, set after the overrides. A table changes only the keys that it contains.
 
-    Warns (SettingWarning) of settings in `source` that no longer apply because another component replaces theirs, and
-    of keys that two overrides set.
+    Warns (SettingWarning) about settings in `source` that do not apply to a newly selected component, and about keys
+    that two overrides set.
     Raises ExperimentError with one line per problem.
 
     >>> load_experiment("mnist_sync_sgd", ["local.lr=0.5"], rounds=3).rounds
@@ -84,9 +84,9 @@ def load_experiment(
 
 
 def with_data(experiment: Experiment) -> Experiment:
-    """Return an experiment that has taken everything from its data, which is downloaded if files are missing.
+    """Return the experiment with the settings derived from its data, which is downloaded if files are missing.
 
-    Raises DataError if the data cannot be loaded, except on ranks, where the run reports it to all ranks.
+    Raises DataError if the data cannot be loaded. On ranks, the run reports this error to all ranks later.
     """
     if not experiment.awaits_data:
         return experiment
@@ -129,10 +129,10 @@ def describe_file(source: str | Path) -> dict[str, Any]:
 
 
 def _complete_paths(tables: dict[str, Any], prefix: str, file: Path) -> None:
-    """Replace relative paths in the tables of an experiment file, in place, that lead to a file beside this file.
+    """Complete, in place, the relative paths in `tables` that lead to files in the folder of the experiment `file`.
 
-    `prefix` is the key of the tables with a dot, or "". Raises ExperimentError for a path that also leads to another
-    file in the working directory.
+    `prefix` is the dotted key of `tables` followed by a dot, or "". Raises ExperimentError for a path that also leads
+    to another file in the working directory.
     """
     for name, value in tables.items():
         key = f"{prefix}{name}".removeprefix(f"{COMPARISON}.")

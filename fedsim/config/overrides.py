@@ -61,11 +61,13 @@ def parse_value(text: str, place: str) -> Any:
         if text.startswith(("[", "{")):
             values = cut(text.strip("[] "))
             several = (
-                f"; several values of fedsim compare: {place}={values}" if re.match(r"\[[\w.+, -]+\]$", text) else ""
+                f"; to compare several values with fedsim compare: {place}={values}"
+                if re.match(r"\[[\w.+, -]+\]$", text)
+                else ""
             )
             raise ExperimentError(
                 f"{place} = {cut(text)}: is not a valid TOML list or table; put names in double quotes, and in a shell "
-                """put the whole word in single quotes: '["nnm","median"]', '{name="net",dropout=0.1}'"""
+                """put the value in single quotes: '["nnm","median"]', '{name="net",dropout=0.1}'"""
                 f"{several}"
             ) from None
         value = text
@@ -111,8 +113,8 @@ class Removed(NamedTuple):
     """A setting that a change has removed without replacing it.
 
     Attributes:
-        value: its value.
-        table: dotted key of its table, such as "server".
+        value: the setting's value.
+        table: dotted key of the setting's table, such as "server".
         named_by: dotted key that names the table's component, such as "server.name". "" if the table has no component.
         before: name of the component before the change.
     """
@@ -124,11 +126,11 @@ class Removed(NamedTuple):
 
 
 class RemovedTogether(NamedTuple):
-    """Removed settings of one table that one line names.
+    """Removed settings of one table, which one warning line lists.
 
     Attributes:
         table, named_by, before: as in `Removed`, with `before` as text.
-        remain: whether the new component has these settings too.
+        remain: whether the new component also has these settings.
         settings: the settings as text, such as "server.lr = 0.1".
     """
 
@@ -173,7 +175,7 @@ def removed_warnings(changed: Iterable[tuple[Mapping[str, Removed], Mapping[str,
 
 
 def _is_default(key: str, setting: Removed) -> bool:
-    """Whether a removed setting had the default of its component, or its data's, as in a stored experiment."""
+    """Whether a removed setting had its component's default or the value derived from the data."""
     table, within = component_table(key.split("."))
     if table is None or len(within) != 1:
         return False
@@ -230,7 +232,7 @@ def _parents(key: str) -> set[str]:
 
 
 def component_table(keys: Sequence[str]) -> tuple[type[ComponentTable] | None, list[str]]:
-    """Return the table of a component that contains a key, and the parts of the key inside this table.
+    """Return the class of the component table that contains a key, and the parts of the key inside this table.
 
     Returns [] as the parts if the key is the table itself, and (None, []) if no such table contains the key.
     """
@@ -241,7 +243,7 @@ def component_table(keys: Sequence[str]) -> tuple[type[ComponentTable] | None, l
 
 
 def naming_key(keys: Sequence[str]) -> list[str]:
-    """Return the parts of a key, where a final `name` is replaced: aggregate.name becomes aggregate.rule."""
+    """Return the parts of a key with a final `name` replaced: aggregate.name becomes aggregate.rule."""
     table, within = component_table(keys)
     return [*keys[:-1], table.named_by] if table and within == ["name"] else list(keys)
 

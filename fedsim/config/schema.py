@@ -195,17 +195,18 @@ class Data(ComponentTable):
     """Folder of downloaded data sets. Unset: the environment variable FEDSIM_DATA, or `~/.cache/fedsim/data`."""
     local_test_fraction: FractionBelowOne | Literal[OWN] = 0.0  # type: ignore[valid-type]
     """Fraction of each worker's samples that is used for tests and not for training. `own`: each worker is tested on
-    the test samples of its owner. This is the default for a partition by owners whose data has such a test part."""
+    the test samples of its owner. This is the default for a partition by owners if the test data names the owners
+    too."""
     stratify: bool | None = None
-    """Whether samples that are drawn for tests, validation or local tests have the same fraction of each class. Unset:
-    if test samples are drawn from one data set with class labels."""
+    """Whether samples that are drawn for tests, validation or local tests contain the same fraction of each class.
+    Unset: true if test samples are drawn from one data set with class labels."""
     channels: Literal["first", "last"] | None = None
-    """Whether the channels of images in arrays are the first or the last axis of a sample. Unset: the last if only it
-    can contain channels (at most 4); otherwise the first, or an error asks."""
+    """Whether the first or the last axis of an image array contains the channels. Unset: the last if only this axis can
+    contain channels (at most 4); otherwise the first, or an error if both axes can."""
     split_by: str | None = None
     """Column of owners whose samples are kept together when samples are drawn for tests, validation or local tests.
-    `samples`: owners are divided. Unset: if test samples are drawn, the column with the most owners, unless the
-    partition already divides by this column or by a finer one."""
+    `samples`: samples of one owner may be separated. Unset: if test samples are drawn, the column with the most owners,
+    unless the partition already divides by this column or by a finer one."""
     augment: Annotated[list[Augment], OneOrMore, Field(max_length=100)] = Field(default=[])
     """Augmentations of training batches: names or tables, applied in this order."""
     validation_fraction: FractionBelowOne = 0.0
@@ -431,7 +432,7 @@ class Local(ComponentTable):
 
     @property
     def largest(self) -> dict[str, Any]:
-        """The largest numbers of the parameters that vary, by name. Functions have no limit, so they count as 0.5."""
+        """Largest value of each parameter that varies, by name. A function has no known maximum and counts as 0.5."""
         return {key: max(numbers, default=0.5) for key, (_, numbers) in self.varying.items() if key in self.params}
 
     def check_parameters(self) -> None:
@@ -566,8 +567,8 @@ class Aggregate(TopAggregate):
 
     weights: Literal["uniform", "samples", "inverse_probability"] | list[NonNegativeFloat] | None = None  # type: ignore[assignment]
     """Weights of the workers: equal (`uniform`), proportional to sample counts (`samples`), sample fractions divided by
-    the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` for
-    rules that require weights, otherwise `uniform`, also with noise of the server (`privacy.mechanism`)."""
+    the probability of being in the cohort, for unbiased means (`inverse_probability`), or a list. Unset: `samples` if
+    the rule requires weights and the server adds no noise (`privacy.mechanism`), otherwise `uniform`."""
     nonfinite: Literal["error", "stop", "exclude", "keep"] = "error"
     """Treatment of updates with NaN or infinity. `error`: the run ends with an error. `stop`: the run ends with the
     last finite model. `exclude`: these updates are left out and recorded. `keep`: they are aggregated."""
@@ -612,8 +613,8 @@ class Privacy(ComponentTable):
 
     mechanism: Name = "none"
     target_epsilon: Annotated[PositiveFloat, Field(le=1e6)] | None = None
-    """Epsilon after all `rounds`, instead of `noise` (of `local.noise` with `dp_sgd`): the noise is the smallest
-    multiplier of three digits that is enough, and recorded in `environment.json`."""
+    """Epsilon after all `rounds`, instead of `noise` (or `local.noise` with `dp_sgd`). The noise is the smallest
+    multiplier with three digits that reaches this epsilon. `environment.json` records it."""
     delta: ProperFraction = 1e-5
     """Delta of (epsilon, delta)-differential privacy. Choose a delta below 1 / (number of workers). With `dp_sgd`,
     choose it below 1 / (number of samples)."""
@@ -641,7 +642,7 @@ class Privacy(ComponentTable):
 
 
 class DownlinkProcessor(Processor):
-    """One processing step for what the server sends: the difference of the global model to the workers' copy of it."""
+    """One processing step for the server's message: the difference between the global model and the workers' copy."""
 
     place = "downlink"
 
@@ -649,8 +650,8 @@ class DownlinkProcessor(Processor):
         super().check_parameters()
         if self.error_feedback:
             raise ExperimentError(
-                "downlink.error_feedback = true: the difference to the workers' copy already contains what earlier "
-                "messages left out; omit it"
+                "downlink.error_feedback = true: each message already contains the compression errors of earlier "
+                "messages; omit it"
             )
 
 
@@ -802,8 +803,8 @@ class Stop(Table):
     """
 
     metric: str = "validation_accuracy"
-    """Number that decides: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`, `worker_accuracy`,
-    `worker_loss`, `train_loss`, or `metrics.NAME`."""
+    """Metric that decides when the run ends: `validation_accuracy`, `validation_loss`, `test_accuracy`, `test_loss`,
+    `worker_accuracy`, `worker_loss`, `train_loss`, or `metrics.NAME`."""
     mode: Literal["min", "max"] | None = None
     """Whether lower (`min`) or higher (`max`) values are better. Unset: `min` for losses and `max` for accuracies."""
     patience: PositiveCount | None = None

@@ -1,4 +1,4 @@
-"""The class `Settings`: the keys of an experiment, and what follows from their values.
+"""The class `Settings`: the keys of an experiment, and properties computed from their values.
 
 `schema.py` defines the tables of an experiment, and `experiment.py` adds the checks.
 """
@@ -50,7 +50,7 @@ class Settings(Table):
     """Number of rounds."""
     planned_rounds: PositiveCount | None = None
     """Number of rounds for which learning-rate schedules and `privacy.target_epsilon` are planned. Unset: `rounds`. If
-    unset, a run that is resumed for more rounds keeps its first number."""
+    unset, a run that is resumed for more rounds keeps its original number."""
     workers: PositiveCount = 4
     """Number of workers. Unset with a partition by owners (`natural`) or a given one (`given`): one for each shard.
     Unset with `groups`: one for each entry of the list, or 4 in each group."""
@@ -104,7 +104,7 @@ class Settings(Table):
     """Processing steps (not CPUs, which `processes` sets) for each update or gradient before aggregation, such as
     `"sign"`: names or tables, applied in this order."""
     downlink: Annotated[list[schema.DownlinkProcessor], schema.OneOrMore, Field(max_length=100)] = Field(default=[])
-    """Processing steps for the difference of the global model to the workers' copy of it, which the server sends to all
+    """Processing steps for the difference between the global model and the workers' copy, which the server sends to all
     workers before each round: names or tables, applied in this order. Empty: workers receive the global model."""
     task: schema.Task = schema.Task()
     metrics: Annotated[list[schema.EvaluationMetric], schema.OneOrMore, Field(max_length=20)] = Field(default=[])
@@ -247,7 +247,7 @@ class Settings(Table):
         return replace(releases, noise=sample_noise.noise, per_round=self.local.most_work, holders=holders)
 
     def with_noise(self, releases: Releases | None) -> Self:
-        """Return the experiment with the noise for `privacy.target_epsilon`, if it is set, in place of this key.
+        """Return the experiment with the noise multiplier that reaches `privacy.target_epsilon`, if this key is set.
 
         `releases` are the noisy sums of each round. Raises ExperimentError if no noise is enough.
         """
@@ -260,18 +260,18 @@ class Settings(Table):
         return experiment
 
     def at_noise(self, noise: float) -> Self:
-        """Return the experiment with a noise multiplier in place of `privacy.target_epsilon`."""
+        """Return the experiment with the noise multiplier `noise`, and without `privacy.target_epsilon`."""
         experiment = self.model_copy(update={"privacy": self.privacy.model_copy(update={"target_epsilon": None})})
         table = getattr(experiment, self.noise_table).model_copy(update={"noise": noise})
         return experiment.model_copy(update={self.noise_table: table})
 
     @property
     def noise_table(self) -> Literal["privacy", "local"]:
-        """Table with the noise multiplier."""
+        """Name of the table that contains the noise multiplier."""
         return "privacy" if self.protects == "worker" else "local"
 
     def noise_found(self, private: Settings) -> dict[str, float]:
-        """Return the noise multiplier that `private` has for `privacy.target_epsilon` by its key, or {} without one."""
+        """Return {key: noise multiplier of `private`} if `privacy.target_epsilon` is set, otherwise {}."""
         if self.privacy.target_epsilon is None:
             return {}
         return {f"{self.noise_table}.noise": getattr(private, self.noise_table).params["noise"]}
@@ -294,7 +294,7 @@ class Settings(Table):
 
     @property
     def sends_gradients(self) -> bool:
-        """Whether workers send gradients to an asynchronous policy, without local steps."""
+        """Whether workers send single gradients, without local steps, to an asynchronous policy."""
         return not self.in_rounds and self.policy.component.work == "gradient"
 
     @cached_property
@@ -315,7 +315,7 @@ class Settings(Table):
 
     @cached_property
     def stores_updates(self) -> tuple[str, str] | None:
-        """A setting that needs all updates of a round at once, and its remedy. None if the server only adds them up."""
+        """(setting that needs all updates of a round at once, remedy), or None if the server only sums updates."""
         altering = self.attack.component.alters_rows and not self.attack.component.row_by_row
         settings = {
             f"aggregate.rule = {show(self.rule.name)}": (
@@ -342,7 +342,7 @@ class Settings(Table):
     def local_lr(self) -> float | None:
         """Learning rate of the client algorithm, or None if it has no parameter `lr`. 1 if it differs between workers.
 
-        The rates of `local_lr_at` are then factors of the workers' learning rates.
+        If it differs, the workers' learning rates are multiplied by the rates of `local_lr_at`.
         """
         return 1.0 if "lr" in self.local.varying else self.local.params.get("lr")
 
@@ -387,7 +387,7 @@ class Settings(Table):
 
     @property
     def stopping(self) -> tuple[schema.Stop, int, int]:
-        """Arguments of `EarlyStopping`: the settings, and the rounds between changes of the model and worker tests."""
+        """Arguments of `EarlyStopping`: (settings, rounds between model changes, rounds between worker tests)."""
         return self.stop, 1 if self.groups is None else self.group_rounds, self.worker_evaluation.every
 
     @property

@@ -42,9 +42,9 @@ def settings_of(name: str) -> list[str]:
 
 @functools.cache
 def _owners(root: type[Table]) -> dict[str, dict[str, list[str]]]:
-    """Return the dotted keys that end with each name, each with the components that have this parameter.
+    """Return {last part of a key: {dotted key: names of the components that have this parameter}}.
 
-    "" stands for the default component, and for a key that does not depend on a component.
+    The name is "" for the default component, and for a key that does not depend on a component.
     """
     owners: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for place, table in (_inner_tables(root) | component_tables(root)).items():
@@ -59,9 +59,9 @@ def _owners(root: type[Table]) -> dict[str, dict[str, list[str]]]:
 
 
 def keys_called(root: type[Table], name: str) -> list[str]:
-    """Return the dotted keys that `name` may mean: `name` itself, or the keys that end with its words.
+    """Return the dotted keys that `name` may mean: `name` itself, or the keys whose last part contains its words.
 
-    Parameters are those of the default components.
+    Of the component parameters, only those of default components are returned.
     """
     if name.partition(".")[0] in root.model_fields:
         return [name]

@@ -122,7 +122,7 @@ def large_delta(experiment: Settings) -> str | None:
         return None
     return (
         f"privacy.delta = {delta:g}: is larger than 1 / workers = {1 / workers:.2g}, so the guarantee is empty: it "
-        "would allow to publish all data of one worker; set a smaller delta, such as the default of 1e-5"
+        "would allow publishing all data of one worker; set a smaller delta, such as the default of 1e-5"
     )
 
 
@@ -155,7 +155,7 @@ def settings_without_effect(experiment: Settings) -> Iterator[str]:
 
 
 def _unused_keys(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield each setting that makes other keys useless, with these keys."""
+    """Yield pairs of a setting and the keys that have no effect because of it."""
     mode, policy = experiment.mode, experiment.policy.component
     processes = min(experiment.processes or experiment.cohort_size, experiment.cohort_size)
     used = traits_of(experiment.engine).settings(processes)
@@ -180,9 +180,9 @@ def _unused_keys(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def _unused_in_rounds(experiment: Settings, *, ranks: bool) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield each setting of synchronous rounds because of which other keys have no effect, with these keys.
+    """Yield pairs of a setting of synchronous rounds and the keys that have no effect because of it.
 
-    `ranks` says whether the engine has ranks.
+    `ranks`: whether a launcher starts the processes of the engine.
     """
     sync, rule = experiment.sync, experiment.rule
     reason = experiment.needs_rows if experiment.rounds_of_gradients else f"sync={sync}"
@@ -199,7 +199,7 @@ def _unused_in_rounds(experiment: Settings, *, ranks: bool) -> Iterator[tuple[st
 
 
 def _unused_by_values(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield each setting because of whose value other keys have no effect, with these keys."""
+    """Yield pairs of a setting and the keys that have no effect because of its value."""
     attack, stop, algorithm = experiment.attack, experiment.stop, experiment.local.component
     feedback = any(processor.error_feedback for processor in experiment.processors)
     keeps_state = experiment.buffers == "local" or feedback or algorithm.worker_state(torch.zeros(2))
@@ -279,14 +279,14 @@ def _check_engine(experiment: Settings) -> Iterator[str]:
 
 
 def problem_with_worker_tests(experiment: Settings) -> str | None:
-    """Return what an experiment lacks for tests of individual workers, with a remedy. None if it has such tests."""
+    """Return why an experiment has no tests of individual workers, with a remedy, or None if it has such tests."""
     if not experiment.in_rounds:
         return f"needs synchronous rounds, unlike {experiment.policy.setting}; use test_loss"
     return None if experiment.data.local_test_fraction else LACKS_LOCAL_TESTS
 
 
 def check_worker_tests(experiment: Settings) -> Iterator[str]:
-    """Yield an error line for each setting with which the workers of an experiment cannot be tested as it demands."""
+    """Yield an error line for each setting that prevents the requested tests of individual workers."""
     every, where = (
         experiment.worker_evaluation.every,
         f"data.local_test_fraction = {show(experiment.data.local_test_fraction)}",
@@ -556,7 +556,10 @@ def _check_privacy(experiment: Settings) -> Iterator[str]:
     if protects and "losses" in strategy.accepts:
         yield f"{strategy.place}: uses losses of workers, which {where} does not protect; use sampling.name=uniform"
     if protects and rule.accepts("losses"):
-        yield f"aggregate.rule = {show(rule.name)}: uses losses of workers, which {where} does not protect; use mean"
+        yield (
+            f"aggregate.rule = {show(rule.name)}: uses losses of workers, which {where} does not protect; use "
+            "aggregate.rule=mean"
+        )
     elif mechanism.at_server and not rule.linear_by_weights:
         yield (
             f"aggregate.rule = {show(rule.name)}: must be a mean, because {where} adds noise to a sum; use "
@@ -602,7 +605,9 @@ def _check_secure(experiment: Settings) -> Iterator[str]:
     if not experiment.in_rounds:
         yield f"{where}: needs sums of updates, but {policy} applies single updates; use policy=sync"
     elif not experiment.rule.linear_by_weights:
-        yield f"{where}: allows only sums, but the rule {experiment.rule.name} needs each update; use rule=mean"
+        yield (
+            f"{where}: allows only sums, but the rule {experiment.rule.name} needs each update; use aggregate.rule=mean"
+        )
     if aggregate.nonfinite == "exclude":
         yield f'{where}: the server sees no single update to exclude; use aggregate.nonfinite = "error"'
     if attack.count(experiment.workers) and (attack.component.needs_honest or "aggregate" in attack.component.accepts):

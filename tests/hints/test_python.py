@@ -149,7 +149,7 @@ MISTAKES = {
     ),
     "several words of the command line": (
         lambda: fedsim.run("rounds=1 model=logistic"),
-        "rounds=1 model=logistic: is not a file; pass a dict with one item for each setting",
+        "rounds=1 model=logistic: is not a file; pass the settings as a dict",
     ),
     "the number of attackers of a rule": (
         lambda: fedsim.aggregate(UPDATES, "krum", num_byzantine=1),
@@ -229,7 +229,7 @@ MISTAKES = {
     ),
     "a word of the command line": (
         lambda: fedsim.run("local.lr=0.1"),
-        r'local.lr=0.1: is not a file; pass settings as \{"local.lr": 0.1\}',
+        r'local.lr=0.1: is not a file; pass settings as a dict: \{"local.lr": 0.1\}',
     ),
     "several seeds": (
         lambda: fedsim.run(TABLES, seed=[0, 1]),
