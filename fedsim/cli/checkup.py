@@ -72,7 +72,9 @@ def _memory() -> Finding:
     problems = []
     if free < devices.PROCESS_BYTES:
         problems = [(f"a process needs about {show_bytes(devices.PROCESS_BYTES)} of memory", "end other programs")]
-    sums = f"more than {show_bytes(STORED_BYTES)} of updates are added up in waves, unless a rule needs all of them"
+    sums = (
+        f"more than {show_bytes(STORED_BYTES)} of updates are summed in several parts, unless a rule needs all of them"
+    )
     return Finding("memory", f"{show_bytes(total)}, {show_bytes(free)} free; {sums}", problems)
 
 

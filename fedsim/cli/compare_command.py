@@ -83,7 +83,7 @@ ComparedNumber = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Number of the last round to compare, such as worker_accuracy, test_loss or metrics.r2. The table says "
+        help="Metric of the last round to compare, such as worker_accuracy, test_loss or metrics.r2. The table says "
         "whether higher or lower values are better; write -NAME if lower values are better, and +NAME "
         "if higher values are.",
         show_default="test accuracy",

@@ -1,4 +1,4 @@
-"""The privacy that an experiment will cost, computed before it runs."""
+"""The privacy cost of an experiment, computed before it runs."""
 
 from __future__ import annotations
 

@@ -398,17 +398,16 @@ def _check_choices(settings: ComparisonSettings, axes: Axes, experiments: Iterab
     if settings.tune is not None and (untrained := untrained_part(experiments)):
         algorithm, number = untrained
         raise ExperimentError(
-            f"tune = {show(settings.tune)}: needs validation results of the global model, but with {algorithm} "
-            f"workers do not all use one global model; remove tune, and compare all values of {settings.tune} "
-            f"with metric={number}"
+            f"tune = {show(settings.tune)}: needs validation results of the global model, but with {algorithm} workers "
+            f"use different global models; remove tune, and compare all values of {settings.tune} with metric={number}"
         )
 
 
 def untrained_part(experiments: Iterable[Experiment]) -> tuple[str, str] | None:
     """Return the name of a personalization algorithm that one of the experiments uses, and a metric that suits it.
 
-    With such an algorithm, workers do not all use one global model, so its tests say little. Returns None if no
-    experiment uses one.
+    With such an algorithm, workers use different global models, so tests of the global model say little. Returns None
+    if no experiment uses such an algorithm.
     """
     seen = set()
     for experiment in experiments:

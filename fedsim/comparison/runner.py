@@ -229,8 +229,8 @@ def _warn(runs: Sequence[PlannedRun], metric: str | None, *, keeps_folder: bool)
     if metric is None and (untrained := untrained_part(run.experiment for run in runs)):
         algorithm, number = untrained
         lines.append(
-            f"{algorithm}: workers do not all use one global model, so its test results say little; compare with "
-            f"metric={number}"
+            f"{algorithm}: workers use different global models, so test results of the global model say little; "
+            f"compare with metric={number}"
         )
     if keeps_folder:
         resumable = [run.experiment for run in runs if run.experiment.checkpoint.every != 0]

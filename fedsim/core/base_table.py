@@ -77,7 +77,8 @@ class ComponentTable(Table):
         named_by: key of the component's name, such as "rule".
         registry: components that the table may select.
         alternatives: keys of which at most one may be set.
-        follows_data: whether the data chooses the component if its name is not set. Its parameters are checked then.
+        follows_data: whether the data determines the component if its name is not set. The parameters are checked
+            afterwards.
     """
 
     model_config = ConfigDict(extra="allow")

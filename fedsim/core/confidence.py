@@ -154,7 +154,7 @@ def chi_square_tail(x: float, degrees_of_freedom: int) -> float:
 
 
 def f_tail(x: float, numerator: int, denominator: int) -> float:
-    """Return the probability that a variable exceeds x >= 0 if it has the distribution F(`numerator`, `denominator`).
+    """Return the probability that an F(`numerator`, `denominator`)-distributed variable exceeds x >= 0.
 
     >>> round(f_tail(4.2565, 2, 9), 4)
     0.05
@@ -168,7 +168,7 @@ def f_tail(x: float, numerator: int, denominator: int) -> float:
 
 @functools.cache
 def studentized_range_quantile(candidates: int, confidence: float = 0.95) -> float:
-    """Return the number that the range of `candidates` standard normal values does not exceed with given `confidence`.
+    """Return the bound that holds with probability `confidence` for the range of `candidates` standard normal values.
 
     The range is the maximum minus the minimum.
 

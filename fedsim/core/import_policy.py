@@ -8,8 +8,8 @@ Import paths in Python code and on the command line come from the user and are a
   that a module in the working directory defines. Running such a file is like running a script there.
 
 These conditions are checked before the import, and again before an imported object is called. fedsim never adds the
-working directory to `sys.path`, where every package would look for its optional modules. Instead, a finder finds there
-only the modules that `import_object` imports, and the modules that these import.
+working directory to `sys.path`, where every package would look for its optional modules. Instead, a module finder
+searches this folder only for modules that `import_object` imports, and for modules that these modules import.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class UntrustedSource:
 
 
 class LocalModules:
-    """Finder of modules in working directories, the last in `sys.meta_path`.
+    """Module finder for working directories. It is the last finder in `sys.meta_path`.
 
     Attributes:
         folders: working directory of each top-level module that was found there.
@@ -65,7 +65,7 @@ class LocalModules:
         self.folders: dict[str, str] = {}
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Find a top-level module that may be imported, or that a module found here imports."""
+        """Return the spec of a top-level module that was admitted or that an admitted module imports, else None."""
         if path is not None:  # in a package, which knows its folders
             return None
         frame = sys._getframe(1)
@@ -79,7 +79,7 @@ class LocalModules:
         return spec
 
     def admit(self, folders: dict[str, str]) -> None:
-        """Find these top-level modules in these folders from now on."""
+        """Let this finder find the top-level modules in `folders`, which maps a module's name to its folder."""
         if folders and self not in sys.meta_path:
             sys.meta_path.append(self)
         self.folders.update(folders)
@@ -119,7 +119,7 @@ def untrusted_config(file: Path | None, trusted: Iterable[Any] = (), *, allowed:
 
 @contextlib.contextmanager
 def reading_stored_run() -> Iterator[None]:
-    """Let experiment files import nothing inside the `with` block, because they lie in a run or comparison folder."""
+    """Allow no imports to experiment files of a run or comparison folder, inside the `with` block."""
     token = _is_stored.set(True)
     try:
         yield
@@ -185,7 +185,7 @@ def _is_local(module: str) -> bool:
 
 
 def _spec_of(top: str) -> ModuleSpec | None:
-    """Find a top-level module as Python does, without importing it. A module without a spec gets an empty one."""
+    """Return the spec of a top-level module without importing it, or an empty spec if Python finds none."""
     try:
         return find_spec(top)
     except (ImportError, ValueError, AttributeError):  # such as __main__

@@ -54,7 +54,7 @@ def problem_with_words(value: Any, place: str = "", *, any_text: bool = False) -
                 (place, item, depth + 1) for item in value if type(item) is not float or abs(item) > MAX_FLOAT
             )
         elif isinstance(value, float) and not any_text and MAX_FLOAT < abs(value) < math.inf:
-            return f"{cut(place)} = {show(value)}: must be at most {MAX_FLOAT:.3g}, the largest number of 32 bits"
+            return f"{cut(place)} = {show(value)}: must be at most {MAX_FLOAT:.3g}, the largest float32 number"
         elif isinstance(value, int) and value.bit_length() > MAX_BITS:
             return f"{cut(place)}: integers must have at most {MAX_BITS} bits, not {value.bit_length()}"
         elif isinstance(value, str) and not (any_text or is_harmless(value)):

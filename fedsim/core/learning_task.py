@@ -426,7 +426,7 @@ class LossTask:
         return self.function()
 
     def _value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return what the loss returns: one number, one loss per sample [batch], or one per target."""
+        """Return the result of the loss function: one number, one loss per sample [batch], or one loss per target."""
         outputs = _paired(outputs, targets)
         targets = targets.to(outputs.dtype) if targets.is_floating_point() else targets
         if not self.takes:
@@ -434,7 +434,7 @@ class LossTask:
         return self.function(**dict(zip(self.takes, (outputs, targets), strict=True)))
 
     def _accepts(self, outputs: Tensor, label: int) -> bool:
-        """Whether the loss accepts a class label, for example one that it ignores.
+        """Whether the loss accepts a class label, such as a label that the loss ignores.
 
         The label is tried on the CPU, because a GPU cannot be used any more after a label that is out of range.
         """
@@ -445,7 +445,7 @@ class LossTask:
         return True
 
     def is_joint(self, outputs: Tensor, targets: Tensor) -> bool:
-        """Whether the loss returns one number for a batch, as it does for the first batch that is passed."""
+        """Whether the loss returns one number per batch. The first call decides this, with its outputs and targets."""
         known = vars(self)  # the dataclass is frozen
         if "joint" not in known:
             with torch.no_grad():
@@ -453,7 +453,7 @@ class LossTask:
         return known["joint"]
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the loss of a batch. With reduction = "none", return the loss of each sample unless it is joint."""
+        """Return the loss of a batch. With reduction = "none", return one loss per sample, unless the loss is joint."""
         value = self._value(outputs, targets)
         if not value.ndim:
             return value

@@ -125,7 +125,7 @@ def plain(value: Any) -> Any:
 
 
 def _plain_data(value: Any) -> Any:
-    """Convert a value that may consist of data sets, perhaps beside settings (see `plain`)."""
+    """Convert a value that may contain data sets, alone or among settings (see `plain`)."""
     if isinstance(value, Mapping) and "name" in value:
         return plain(value)
     if _holds_data(value) and not is_samples(value):
@@ -168,7 +168,7 @@ def may_change(target: Any) -> bool:
 
 
 def _may_change(target: Any, depth: int) -> bool:
-    """Whether an object may keep a state, judging by at most `depth` levels of objects within objects."""
+    """Whether an object may keep a state, judged by at most `depth` levels of nested objects."""
     inner: Iterable[Any] = ()
     if inspect.ismethod(target):
         target = target.__self__
@@ -278,7 +278,7 @@ def _are_data_sets(pairs: list[Any]) -> bool:
 
 
 def is_pair(value: Any) -> bool:
-    """Whether a value is a tuple (inputs, targets) of arrays, or a list of them."""
+    """Whether a value is a tuple (inputs, targets) of arrays, or a list of such tuples."""
     return (
         isinstance(value, (tuple, list))
         and len(value) == 2

@@ -60,7 +60,7 @@ def blocks(counter: Words, keys: Tensor) -> Words:
 
 
 def _rounds(counter: Sequence[Any], keys: Any) -> tuple[Any, Any, Any, Any]:
-    """Compute `blocks` with operators that tensors and arrays share. The words of the counter have the same shape."""
+    """Compute `blocks` for tensors or NumPy arrays. All words of the counter have the same shape."""
     c0, c1, c2, c3 = counter
     low, high = keys & MASK, keys >> 32
     for round in range(ROUNDS):

@@ -9,8 +9,8 @@ workers are processed therefore does not matter, and a worker can be repeated wi
 in one setting have the same cohorts, batches and initial model, unless that setting changes them.
 
 Models, however, draw from the global generators of PyTorch, NumPy and Python, which fedsim seeds before it builds or
-trains a model. Only one thread at a time may do so (see `sole_use_of_generators`), and the other global settings of
-PyTorch and NumPy then have their values in a run (see `fedsim.system.global_settings`).
+trains a model. Only one thread at a time may do so (see `sole_use_of_generators`), and other global settings of PyTorch
+and NumPy then have the values that runs use (see `fedsim.system.global_settings`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Draws:
         return moved
 
     def steps(self) -> Callable[[int], Draws]:
-        """Return a function that maps the number of a training step (>= 0) to the random tensors' source for this step.
+        """Return a function that maps the number of a training step (>= 0) to the `Draws` of this step.
 
         The numbers of a step do not depend on earlier steps.
         """
@@ -187,8 +187,8 @@ def batch_order(seed: int, round: int, worker: int, epoch: int, size: int) -> Te
 def sole_use_of_generators(*, for_run: bool = False) -> Iterator[None]:
     """Let only this thread use the global random generators inside the `with` block, with the settings of a run.
 
-    Blocks may be nested. A block waits until blocks of other threads end. `for_run` is whether the block runs an
-    experiment, for which no other thread waits.
+    Blocks may be nested. A block waits until blocks of other threads end. `for_run`: whether the block runs an
+    experiment. Other threads raise an error instead of waiting for such a block.
 
     Raises ExperimentError if another thread runs an experiment.
     """

@@ -253,11 +253,13 @@ class Registry:
     def __call__(self, name: str, **traits: Any) -> Callable[[Callable[..., Any]], Any]:
         """Return a decorator that registers a function or class under `name` and sets its `traits`."""
         if unknown := traits.keys() - self.traits:
-            raise TypeError(f"the {self.kind} {name!r} has no trait {', '.join(unknown)}; allowed: {self.traits}")
+            raise TypeError(
+                f"the {self.kind} {name!r} does not accept {', '.join(unknown)}; allowed: {', '.join(self.traits)}"
+            )
 
         def register(target: Callable[..., Any]) -> Callable[..., Any]:
             if name in self._components:
-                raise ValueError(f"the {self.kind} {name!r} is registered already")
+                raise ValueError(f"the {self.kind} {name!r} is already registered; use another name")
             self._components[name] = self._registration(name, target)
             for trait, value in traits.items():
                 setattr(target, trait, value)

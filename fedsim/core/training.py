@@ -114,9 +114,11 @@ def backward(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss = DEF
 
 def _refuse_dataset(batches: Batches) -> None:
     if isinstance(batches, Tensor):
-        raise ExperimentError("batches: must be (inputs, targets) pairs, not a tensor; pass [(inputs, targets)]")
+        raise ExperimentError(
+            "batches: must be a list of (inputs, targets) pairs, not a tensor; pass [(inputs, targets)]"
+        )
     if isinstance(batches, Dataset):
-        raise ExperimentError("batches: must be batches, not a data set; pass torch.utils.data.DataLoader(data, 32)")
+        raise ExperimentError("batches: is a data set without batches; pass torch.utils.data.DataLoader(data, 32)")
 
 
 def train_epoch(

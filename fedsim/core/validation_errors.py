@@ -54,8 +54,8 @@ def _unmet(requirements: Mapping[str, tuple[Any, list[str]]], table_keys: Mappin
     """Yield one error line for each value that has the wrong type or range.
 
     Args:
-        requirements: value and allowed alternatives of each place, by place.
-        table_keys: keys of each table that is named in a hint, by place.
+        requirements: value and allowed alternatives of each key, by dotted key.
+        table_keys: keys of each table that a hint names, by the table's dotted key.
     """
     outer = {key[: part.start()] for key in requirements for part in re.finditer(r"[.\[]", key)}
     alike: dict[tuple[str, ...], list[str]] = {}  # places with the same requirement: a key, or elements of one list

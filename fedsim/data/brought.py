@@ -43,9 +43,9 @@ class Part(NamedTuple):
 
 
 def source_of(target: Any) -> Callable[..., tuple[TensorData, TensorData]]:
-    """Return a data set function for a Python object. Its parameters are those that the object needs.
+    """Return a function that reads a Python object as a data set, with the parameters that this type of object needs.
 
-    Its attribute `one_per_worker` says whether there is one data set for each worker.
+    The function's attribute `one_per_worker` says whether there is one data set for each worker.
 
     Args:
         target: one data set, a tuple (train, test), a dict of parts such as {"train": ..., "test": ...}, or one of
@@ -158,14 +158,14 @@ def _parts(data: Any, *, of_worker: bool) -> Parts:
     if of_worker and len(parts) == 2 and not getattr(parts[1], "__len__", lambda: 1)():
         parts = parts[0], None  # a test part without samples
     if parts[0] is None and (parts[-1] is None or not of_worker):
-        raise DataError("there is no training data; a data set is a tuple (train, test), or one of them")
+        raise DataError("there is no training data; pass a tuple (train, test), or only the training data")
     return parts
 
 
 def _from_tables(
     train: Sequence[Part], test: Sequence[Part], shares: bool, **options: Any
 ) -> tuple[TensorData, TensorData]:
-    """Return the samples of tables, of which there is one for each worker if `shares` is true."""
+    """Return the samples of tables. `shares`: whether there is one table for each worker."""
     first, second = ([table_of(*part) for part in parts] for parts in (train, test))
     return train_and_test(first, second, of_workers=TRAIN * shares, **options)
 
@@ -173,7 +173,7 @@ def _from_tables(
 def _from_samples(
     train: Sequence[Part], test: Sequence[Part], shares: bool, test_fraction: float = 0.2
 ) -> tuple[TensorData, TensorData]:
-    """Return the samples of map-style data sets, of which there is one for each worker if `shares` is true."""
+    """Return the samples of map-style data sets. `shares`: whether there is one data set for each worker."""
     train, test, are_names = _with_classes(train, test)
     first = _joined(train, shares)
     warn_of_unscaled(first, TRAIN, "inputs", "targets")
@@ -184,7 +184,7 @@ def _from_samples(
 
 
 def _with_classes(train: Sequence[Part], test: Sequence[Part]) -> tuple[Sequence[Part], Sequence[Part], bool]:
-    """Return both parts with targets that are arrays of text as class labels, and whether there were such targets."""
+    """Return both parts, with targets that are arrays of text converted to class labels, and whether there were any."""
     parts = [*train, *test]
     pairs = [part.data for part in parts if is_pair(part.data)]
     if not any(isinstance(targets, np.ndarray) and targets.dtype.kind in "OUT" for _, targets in pairs):
@@ -211,7 +211,7 @@ def _read(data: Any, place: str) -> TensorData:
 
 
 def _joined(parts: Sequence[Part], shares: bool) -> TensorData:
-    """Return one data set with the samples of each worker one after another, and the owners in the column WORKER."""
+    """Return one data set with the samples of all parts, and the ID of each sample's worker in the column WORKER."""
     data = {part.place: _read(part.data, part.place) for part in parts}
     first = next(iter(data.values()))
     if not shares:

@@ -1,4 +1,4 @@
-"""Named columns of data sets: their values as arrays, their roles, and the names of parts. Bad values are named."""
+"""Named columns of data sets: their values as arrays, their roles, and the names of parts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class DataColumn(NamedTuple):
         values: array or list [n, ...].
         place: name of the column in error messages, with the name of the table.
         row: function from the index of a row to its name in error messages, such as "row 7".
-        signs: remedy for numbers with a sign such as a comma, in the place of {}. "": such values are text.
+        signs: remedy in error messages for numbers that contain a sign such as a comma. It contains {} for the settings
+            to change. "": numbers with signs are accepted as text.
     """
 
     values: Any
@@ -104,7 +105,7 @@ class DataColumn(NamedTuple):
 
         convert=False: text is not converted.
 
-        Text of which at least half are numbers is a column of numbers with bad values: an error names the first one.
+        If at least half of the texts are numbers, all must be numbers: an error names the first bad value.
         """
         array = self.array()
         if array.dtype.kind == "U":
@@ -132,7 +133,7 @@ class DataColumn(NamedTuple):
         return texts.astype(float)
 
     def require_text(self, texts: np.ndarray) -> None:
-        """Raise DataError if at least half of the column's different texts are numbers and one has a sign, as 1,011."""
+        """Raise DataError if over half of the column's different texts are numbers and one has a sign, as in 1,011."""
         signed = signed_numbers(texts.tolist())
         first = next((found for found in signed if not NUMBER.fullmatch(found[0])), None)
         if first is None or 2 * len(signed) <= len(texts):
@@ -157,7 +158,8 @@ class DataColumn(NamedTuple):
     def owners(self) -> np.ndarray:
         """Return the owner of each sample, [n]: numbers of the column's type, otherwise text as it was written.
 
-        Raises DataError for missing values, and floating-point numbers of which several integers may be one.
+        Raises DataError for missing values, and for floating-point numbers that are too large to represent integers
+        exactly.
         """
         array = self._stacked()
         if array.dtype.kind in "iu":
@@ -170,7 +172,7 @@ class DataColumn(NamedTuple):
         return array
 
     def error(self, problem: str, row: int, remedy: str, count: int = 1) -> DataError:
-        """Return the error for a bad value, of which the column has `count`, first in row `row`."""
+        """Return the error for a bad value in row `row`, the first of `count` such values in the column."""
         more = f" ({count:,} such values)" if count > 1 else ""
         return DataError(f"{self.place}: {problem} in {self.row(row)}{more}; {remedy}")
 
@@ -216,7 +218,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def signed_numbers(texts: Sequence[str]) -> list[re.Match[str]]:
-    """Return the matches of SIGNED, except for telephone numbers, which all have spaces at equal places."""
+    """Return the matches of SIGNED in the texts, without probable telephone numbers: equally long, with spaces."""
     signed = [found for text in texts if (found := SIGNED.fullmatch(text))]
     with_signs = [found for found in signed if not NUMBER.fullmatch(found[0])]
     lengths = {len(found[0]) for found in with_signs if found["sign"] == " "}
@@ -244,7 +246,7 @@ def require_finite(values: np.ndarray, place: str) -> None:
 
 
 def require_different_names(names: Sequence[Any], place: str) -> None:
-    """Raise DataError if two columns have one name."""
+    """Raise DataError if two columns have the same name."""
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{place}: has two columns {show(repeated[0])}; rename or remove one of the two")
 
@@ -300,7 +302,7 @@ def unreadable(path: str, error: Exception) -> DataError:
 
 
 def input_columns(columns: Columns, place: str) -> list[str]:
-    """Return the names of the columns of inputs: all that do not number the rows, which are named in a warning.
+    """Return the names of the input columns: all columns that do not only number the rows. A warning names the rest.
 
     A column without a name, or called id or index, numbers the rows if it contains a different integer in each row.
 
@@ -352,11 +354,11 @@ def without_spaces(values: np.ndarray, place: str, row: Callable[[int], str] = "
 def parts_of(names: Collection[str], place: str) -> tuple[str | None, str | None]:
     """Return the names of the training part and the test part among names of folders or splits.
 
-    Upper and lower case are the same. The training part is called train or training, and the test part test, testing,
-    validation, valid or val. If there are parts for tests and for validation, a warning says that only the first is
-    used. None: there is no such part.
+    Upper and lower case are not distinguished. The training part is called train or training, and the test part test,
+    testing, validation, valid or val. If there are parts for tests and for validation, a warning says that only the
+    first is used. None: there is no such part.
 
-    Raises DataError if two names are those of one part, such as train and Training.
+    Raises DataError if two names mean the same part, such as train and Training.
 
     >>> parts_of(["Train", "cats", "VAL"], "photos")
     ('Train', 'VAL')

@@ -42,11 +42,12 @@ def strata_of(
     partitioned_by: str | None = None,
     **params: Any,
 ) -> Strata:
-    """Return what later draws from the training samples `data` observe. The settings are those of `load_dataset`.
+    """Return the strata and owners that later draws from the training samples `data` respect.
 
-    If they are unset, classes and owners are observed where the test samples of the data were drawn so.
+    The settings are those of `load_dataset`. If they are unset, the draws respect classes and owners only if the draw
+    of the data's test samples did.
 
-    Raises DataError if strata are demanded, and the targets are not class labels.
+    Raises DataError if `stratify` is true, but the targets are not class labels.
     """
     if stratify and not data.has_labels:
         raise DataError(NO_CLASSES.format(described(data.targets)))
@@ -62,7 +63,7 @@ def _column(ids: Mapping[str, np.ndarray], draw: ReadSettings, workers: int = 1)
 
     `workers`: number of workers if each has its own data set.
 
-    Raises DataError if it is set to a column that does not exist.
+    Raises DataError if `draw.split_by` names a column that does not exist.
     """
     if draw.split_by == SAMPLES or (draw.split_by is None and not ids):
         return ""
@@ -70,7 +71,7 @@ def _column(ids: Mapping[str, np.ndarray], draw: ReadSettings, workers: int = 1)
         if draw.split_by not in ids:
             raise DataError(
                 f"data.split_by = {show(draw.split_by)}: no such column of owners; {nearest(draw.split_by, ids)}, or "
-                f"{SAMPLES} to divide owners"
+                f"{SAMPLES} to separate samples of one owner"
             )
         return draw.split_by
     counts = {name: len(owners_of(ids, name)[0]) for name in ids}
@@ -92,9 +93,9 @@ def drawn_rows(
     """Draw round(fraction n) test samples at random. The draw is the same for every seed.
 
     For class labels, the draw is stratified (see `draw_part`): each class has the same fraction of test samples up to
-    rounding, and at least one training sample. With `workers`, the draw is stratified by worker instead.
-    `load_dataset` can demand strata of classes, or none. Samples of one owner stay together if `_column` returns a
-    column of `ids`.
+    rounding, and at least one training sample. With `workers`, the draw is stratified by worker instead. The argument
+    `stratify` of `load_dataset` overrides this choice. Samples of one owner stay together if `_column` returns a column
+    of `ids`.
 
     Args:
         targets: targets [n, ...].
@@ -109,7 +110,7 @@ def drawn_rows(
     "worker", "class of each worker", or "" without strata), and a description of the draw.
 
     Raises DataError if there are too few samples to leave one training sample to each class or worker, or to draw one
-    test sample, and if classes are demanded of other targets.
+    test sample, and if `stratify` is true but the targets are not class labels.
     """
     n = len(targets)
     order, held_out = numpy_generator(0, "test_split").permutation(n), round(fraction * n)
@@ -148,7 +149,7 @@ def drawn_rows(
                 "of owners, or give a separate test part"
             )
         positions, column = draw_part(order, fraction, held_out, Strata(strata)), ""
-        how = f"{how.replace('nearly ', '')}, and owners are divided, because {why}"
+        how = f"{how.replace('nearly ', '')}, and samples of one owner may be separated, because {why}"
     chosen[positions] = True
     for name in ids or {}:
         names, owner_of = owners_of(ids or {}, name)

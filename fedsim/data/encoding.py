@@ -50,8 +50,8 @@ class DataTable:
         row: function from the index of a row to its name in error messages, such as "line 9".
         assumed: what was assumed when the table was read.
         classes: names of the classes 0, 1, ... of columns that contain numbers of classes.
-        worker: number of the worker that owns the table, or NOBODY, if each table belongs to one worker.
-        signs: remedy for numbers with signs such as commas (see `DataColumn`).
+        worker: if each table belongs to one worker, the number of this worker, or NOBODY for a table of all workers.
+        signs: remedy for numbers that contain signs such as commas (see `DataColumn`).
     """
 
     columns: Columns
@@ -94,7 +94,8 @@ def train_and_test(
         target: column of targets. None: the only column called label, labels, target, targets or y.
         inputs: columns of inputs, which are concatenated. None: all other columns, except those that only number
             the rows.
-        ids: columns that contain the owner of each sample, such as a user. None: its index. `test` may lack them.
+        ids: columns that contain the owner of each sample, such as a user. None: the table's index. The test tables may
+            lack these columns.
         standardize: whether to subtract the training samples' mean from each column of numbers, and to divide by their
             standard deviation. A column that is constant in the training samples is only shifted, to 0.
         split: column with the part of each sample, such as train and test. None: the column called split, if all of
@@ -274,8 +275,8 @@ def _joined(
 
     A single column of arrays [n, ...] is returned unchanged. `parts` are the rows of the training and test samples.
 
-    Raises DataError with the `errors` so far and those of all columns, such as values that are not numbers, and arrays
-    of two or more dimensions that would be joined.
+    Raises DataError with the earlier `errors` and the errors of all columns, such as values that are not numbers, and
+    arrays of two or more dimensions that would be joined.
     """
     blocks, described, unscaled = list[np.ndarray](), list[str](), list[tuple[float, str]]()
     if not names:

@@ -17,7 +17,7 @@ MOST_CLASSES = 100  # with more classes, most of them must have samples, or thei
 
 @dataclass(frozen=True)
 class SampleShape:
-    """What the training samples of a data set prescribe to a task and a model.
+    """Properties of a data set's training samples that determine the task and the dimensions of the model.
 
     Attributes:
         inputs: shape of one input.

@@ -50,12 +50,12 @@ dataset = DatasetRegistry(
 
 
 def data_table(value: Any) -> dict[str, Any]:
-    """Return a data set as a table of its name and parameters, which may also be written in shorter ways.
+    """Return the setting `data`, which has several short forms, as a table with the name and the parameters.
 
     A path of a file in a known format becomes the name of the format and the parameter `path`. A dict or a list of data
     sets becomes one object.
 
-    Raises ExperimentError if the value is none of these.
+    Raises ExperimentError for other values.
 
     >>> data_table("points.csv")
     {'name': 'csv', 'path': 'points.csv'}
@@ -205,13 +205,15 @@ def load_dataset(
             the data itself: a data set, data frame or tuple (inputs, targets), a tuple (train, test) of them, or a list
             with one data set per worker.
         root: folder for downloaded files. None: $FEDSIM_DATA if set, else the user's cache folder.
-        stratify: whether test samples that are drawn from the data have the same fraction of each class. None: if the
-            data is one data set with class labels.
-        channels: whether the channels of images are their first or last axis. None: the shape decides, or an error
-            asks.
-        split_by: column of owners whose samples are kept together when test samples are drawn. "samples": owners are
-            divided. None: the column with the most owners, if they are more than in `partitioned_by`.
-        partitioned_by: column of owners by which the samples are divided among workers. "": the first one. None: none.
+        stratify: whether test samples that are drawn from the data have the same fraction of each class. None: true if
+            the data is one data set with class labels.
+        channels: whether the channels of images are their first or last axis. None: the shape decides, or an error is
+            raised if it is ambiguous.
+        split_by: column of owners whose samples are kept together when test samples are drawn. "samples": samples of
+            one owner may be separated. None: the column with the most owners, if they are more than in
+            `partitioned_by`.
+        partitioned_by: column of owners by which the samples are divided among workers. "": the first column of owners.
+            None: there is no such column.
         params: parameters of the data set.
 
     Returns two TensorData (train, test), each with inputs [n, ...] and targets [n] (class labels) or [n, ...].
@@ -274,7 +276,7 @@ def load_dataset(
 
 
 class _Loaded(NamedTuple):
-    """What was loaded in this context: the last data set, and the shapes of all data sets, by `_key`."""
+    """Data loaded in this context: the last data set, and the shapes of all data sets, by `_key`."""
 
     data: dict[str, tuple[TensorData, TensorData]]
     shapes: dict[str, SampleShape]
@@ -302,7 +304,7 @@ def load_dataset_once(
 ) -> tuple[TensorData, TensorData]:
     """Return a data set like `load_dataset`, but within `data_loaded_once` do not load the same data set twice.
 
-    There, the last data set stays in memory for the next call. take=True releases it.
+    Inside this context, the last data set stays in memory for the next call, unless `take` is true.
     """
     loaded, key = _loaded.get() or _Loaded({}, {}), _key(name, root, params)
     data = loaded.data.get(key) or load_dataset(name, root, **params)

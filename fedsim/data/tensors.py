@@ -28,13 +28,13 @@ FROM_FRAME = 'frame.drop(columns="y").to_numpy("float32") and frame["y"].to_nump
 
 @dataclass
 class ReadSettings:
-    """Arguments of `load_dataset` for all data sets, while one is read.
+    """Arguments of the current `load_dataset` call that exist for all data sets.
 
     Attributes:
         stratify, split_by, partitioned_by: how test samples are drawn.
         channels: whether images have the shape [n, channels, height, width] ("first") or [n, height, width, channels]
             ("last"). None: the shape decides.
-        has_images: whether there were images of such a shape.
+        has_images: whether the data contains images of such a shape.
     """
 
     stratify: bool | None = None
@@ -48,7 +48,7 @@ READING: ContextVar[ReadSettings | None] = ContextVar("fedsim_reading", default=
 
 
 def reading() -> ReadSettings:
-    """Return the arguments of the current `load_dataset`, or those that are unset."""
+    """Return the arguments of the current `load_dataset` call, or unset arguments outside such a call."""
     return READING.get() or ReadSettings()
 
 
@@ -66,7 +66,8 @@ class TensorData(Dataset):
         rows: position of each sample in `inputs` and `targets`, int64 [n], for samples that overlap, such as windows of
             a text. `inputs` and `targets` may then be views of one small tensor, and targets may be of any integer
             type. None: sample i has position i.
-        assumed: what was assumed when the data was read, such as how test samples were drawn. A run prints it first.
+        assumed: what was assumed when the data was read, such as how test samples were drawn. A run prints it before
+            the first round.
         drawn_by: if test samples were drawn from the same data set, the strata, such as "class", or "" without strata.
             None: the data set has a test part.
         worker_names: name of each worker, if each has its own data set with a name, such as a file.

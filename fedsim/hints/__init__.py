@@ -1,1 +1,1 @@
-"""Hints in error messages: what fedsim calls a key, a name, a value or an attribute that it does not know."""
+"""Hints in error messages about unknown keys, names, values and attributes: what fedsim calls them."""

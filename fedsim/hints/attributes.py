@@ -30,7 +30,7 @@ def attribute_error(owner: str, name: str, names: Iterable[str], otherwise: str 
 
 
 def attribute_hint(name: str, names: Iterable[str], otherwise: str = "") -> str:
-    """Return the hint of `attribute_error`."""
+    """Return the hint for a missing attribute. The arguments are those of `attribute_error`."""
     public = [each for each in names if not each.startswith("_")]
     hint = nearest(name.removeprefix("get_").removeprefix("list_"), public)
     return otherwise if otherwise and hint.startswith("allowed") else hint

@@ -33,7 +33,7 @@ FIRST_COST = 0.05  # assumed duration of the first checkpoint in seconds
 
 
 def rounding_of(how: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of `how`, the description of how a run is computed, that determines how sums are rounded."""
+    """Return the entries of `how` that determine how sums are rounded. `how` describes how a run is computed."""
     return {key: how[key] for key, least in (("width", 1), ("ranks", 2)) if how.get(key, 0) >= least}
 
 
@@ -109,7 +109,7 @@ class CheckpointFolder:
             raise RecordError(f"{head}: is damaged: {error!r:.200}") from None
 
     def forget_after(self, round: int) -> None:
-        """Remove the checkpoints of later rounds, because the run is continued from this round."""
+        """Remove the checkpoints of all rounds after `round`, because the run is continued from `round`."""
         for later in self.rounds():
             if later > round:
                 self._remove(later)

@@ -24,8 +24,8 @@ class EarlyStopping:
     Args:
         stop: early-stopping settings.
         group_rounds: number of rounds after which the global model changes. More than 1 only with groups.
-        tested_every: number of rounds between two tests of individual workers. Their test after the last round of a run
-            does not count, because a longer run would not test them there.
+        tested_every: number of rounds between two tests of individual workers. An additional test after the last round
+            of a run does not count, because a longer run would not have this test.
 
     >>> from fedsim.config.schema import Stop
     >>> stopping = EarlyStopping(Stop(metric="test_accuracy", patience=2))
@@ -85,7 +85,8 @@ class EarlyStopping:
     def require_number(self, record: RoundRecord, *, by_function: bool = False) -> None:
         """Raise ExperimentError if the record does not contain the metric.
 
-        `by_function`: whether a user-defined function trains the model. It may have returned no training loss.
+        `by_function`: whether a user-defined function trains the model. Such a function may return no training loss, so
+        that `train_loss` is NaN. This is an error too if it is the metric.
         """
         first, *name = self._metric.path
         if by_function and first == "train_loss" and self._metric.read(record) is None:

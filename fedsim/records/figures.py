@@ -72,7 +72,7 @@ def _draw_rows(axes: Axes, results: WorkerResults) -> None:
 def draw_workers(results: WorkerResults, title: str) -> Figure:
     """Return a figure of the workers' test results, from lowest to highest, with one line for each tested model.
 
-    If the workers have names and are at most MOST_ROWS, each is a row of the figure.
+    If there are at most MOST_ROWS workers and they have names, each worker is one row of the figure.
     """
     from fedsim.core.figure import Figure
 

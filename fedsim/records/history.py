@@ -34,7 +34,7 @@ FILES = {
     "curve.png": "Figure of accuracy and losses over the rounds (PNG, SVG or PDF). Omitted if `records.curve = false`.",
     "workers.png": "Figure of the last test of single workers (PNG, SVG or PDF). Needs `data.local_test_fraction`.",
     "workers-*.csv": "The test results of single workers after a round, one row for each worker.",
-    "unseen-*.csv": "The same for clients who have only test samples, if the data has such clients.",
+    "unseen-*.csv": "The test results of clients who have only test samples, if the data has such clients.",
     "updates-*.safetensors": "The updates in a round that `records.updates` lists, for `fedsim replay`.",
     RACE_LOG: "The order of events in a race, for `clock.replay_log`.",
     "checkpoints/round-*.safetensors": "The tensors of a checkpoint, from which `fedsim run --resume` continues.",

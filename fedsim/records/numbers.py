@@ -120,7 +120,7 @@ def run_metrics(
         history: the records of the run.
         progress: the totals after each round (see `progress_of`).
         target: test accuracy (or test loss) to reach. If set, the results include `rounds_to_target` and similar
-            totals when the run first reached the target. They are None if it did not.
+            totals when the run first reached the target, or None if the run did not reach it.
     """
     last, at, score = with_nan_losses(history[-1]), progress[-1], score_in(history)
     numbers = {score.key: score.read(last), score.key.replace("test_", "best_"): best_score(history)}

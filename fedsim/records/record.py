@@ -233,7 +233,7 @@ class RoundRecord(Record):
     """Accuracy on the workers' local test samples, averaged over the tested workers. Each worker uses its personal
     model, or the global model if the client algorithm has no personal models. None in a round without such tests."""
     worker_loss: Annotated[Number, Metric("Worker loss", "lower", column="worker loss", tag="worker/loss")] = None
-    """Loss of the same models on the same samples, averaged over the tested workers."""
+    """Loss of the models of `worker_accuracy` on the workers' local test samples, averaged over the tested workers."""
     train_loss: Annotated[Number, Metric("Train loss", "lower", column="train loss", tag="train/loss")] = None
     """Loss during training, averaged over the samples of all workers in the cohort that were not excluded."""
     attack_success: Annotated[Number, Metric("Attack success", "lower", share=True, tag="attack/success")] = None
@@ -248,7 +248,7 @@ class RoundRecord(Record):
     weights: list[Number] | None = None
     """Weight of each worker of the cohort in the aggregate, or None if the rule has no weights."""
     clusters: list[Count] = field(default_factory=list)
-    """Index of the global model that each worker of the cohort selected and trained. Empty if there is one model."""
+    """Index of the global model that each worker of the cohort selected and trained. Empty if there is only one."""
     excluded: list[Count] = field(default_factory=list)
     """IDs of the workers whose results were excluded because they contained NaN or infinity."""
     diverged: Text | None = None
@@ -369,12 +369,14 @@ SIGNS: dict[str, Literal["higher", "lower"]] = {"+": "higher", "-": "lower"}
 
 
 class History(list[RoundRecord]):
-    """Records of the rounds. Raises KeyError with a hint for the name of a number, as in `history["test_loss"]`."""
+    """List of the rounds' records. With a metric's name as index (`history["test_loss"]`), KeyError gives a hint."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
             hint = f'write history[-1]["{index}"]' if self and index in self[-1] else attribute_hint(index, self[-1])
-            raise KeyError(f"{index}: history has one record per round, such as history[-1] of the last; {hint}")
+            raise KeyError(
+                f"{index}: history is a list with one record per round, and history[-1] is the last record; {hint}"
+            )
         return super().__getitem__(index)
 
 

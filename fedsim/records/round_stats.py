@@ -99,7 +99,8 @@ class AggregationStats:
         excluded: IDs of the workers whose updates were excluded because of NaN or infinity.
         metrics: numbers that the rule recorded.
         sent: sizes of the aggregated updates or gradients.
-        clusters: index of the global model that each worker has trained, in the order of the cohort; empty for one.
+        clusters: index of the global model that each worker has trained, in the order of the cohort; empty if there is
+            only one.
     """
 
     shares: list[float] | None = None
@@ -114,10 +115,11 @@ class AggregationStats:
 
 
 class RoundTotals:
-    """Collects the statistics of a round with several aggregations: of the gradients of every step, or of clusters.
+    """Collects the statistics of a round with several aggregations: one per step (of gradients) or one per cluster.
 
-    The coefficients of the round's `workers` workers are averaged over the steps. A worker counts as excluded if any
-    step excluded it. With `clusters`, the index of each worker's global model, each worker is in one aggregation.
+    `workers` is the number of workers. Their coefficients are averaged over the steps, and a worker counts as excluded
+    if any step excluded it. `clusters` contains the index of each worker's global model. It is empty unless there are
+    clusters, where each worker takes part in one aggregation.
     """
 
     def __init__(self, workers: int, clusters: Sequence[int] = ()) -> None:

@@ -80,7 +80,8 @@ class RunFolder:
     Attributes:
         path: the folder.
         resumes: whether the folder contains the earlier part of the run.
-        rewritten: whether `begin` has changed the records of earlier rounds, to which checkpoints no longer fit then.
+        rewritten: whether `begin` changed the records of earlier rounds, so that existing checkpoints do not match the
+            records.
     """
 
     def __init__(self, folder: Path, *, resume: bool = False) -> None:
@@ -215,13 +216,13 @@ class RunFolder:
         self.write(RACE_LOG, csv)
 
     def workers(self, results: WorkerResults) -> None:
-        """Write the test results of individual workers after a round, and those of unseen owners."""
+        """Write the test results after a round of individual workers, and of owners without training samples."""
         for name, part in ((WORKERS, results), (UNSEEN, results.unseen)):
             if part and part.workers:
                 self.write(name.format(round=results.round), workers_csv(part).encode())
 
     def forget_workers(self, round: int) -> None:
-        """Remove the test results of individual workers after a round, which no longer is the last one."""
+        """Remove the test results of individual workers after `round`, because the continued run has later rounds."""
         for name in (WORKERS, UNSEEN):
             with contextlib.suppress(OSError):
                 (self.path / name.format(round=round)).unlink(missing_ok=True)

@@ -170,7 +170,7 @@ def workers_csv(results: WorkerResults) -> str:
 
 
 def read_csv(path: Path) -> WorkerResults:
-    """Read a table that `workers_csv` wrote, and the table of unseen owners beside it.
+    """Read a table that `workers_csv` wrote, and the table of owners without training samples, if there is one.
 
     Raises RecordError if a file is not such a table.
     """

@@ -120,16 +120,16 @@ def check_client_algorithm(task: RunTask, layout: Layout) -> None:
     algorithm, sampling = experiment.local.setting, experiment.sampling.component
     if "losses" in sampling.accepts and not task.algorithm.shares_model:
         raise ExperimentError(
-            f"{sampling.place}: needs losses of the global model, but with {algorithm} workers do not all use one "
-            "global model; use another strategy"
+            f"{sampling.place}: needs losses of the global model, but with {algorithm} workers use different global "
+            "models; use another strategy"
         )
     if not task.algorithm.shares_model and _stops_by_global_model(experiment):
         score = "accuracy" if correct_of(experiment.task.component) else "loss"
         personal = f"worker_{score} and data.local_test_fraction=0.2"
         raise ExperimentError(
             f"stop.metric = {show(experiment.stop.metric)}: is a test result of the global model, but with {algorithm} "
-            "workers do not all use one global model; "
-            f"use stop.metric={personal if task.experiment.in_rounds else 'train_loss'}"
+            "workers use different global models; use "
+            f"stop.metric={personal if task.experiment.in_rounds else 'train_loss'}"
         )
     if task.algorithm.clusters > 1:
         _check_clusters(task, layout)

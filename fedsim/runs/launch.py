@@ -1,4 +1,4 @@
-"""The engine of a run whose process a launcher such as torchrun has started together with other ranks."""
+"""The choice of a run's engine if a launcher such as torchrun has started this process as one of several ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _alone = ContextVar("alone", default=False)  # whether runs ignore the launcher
 
 @contextmanager
 def ignoring_launcher() -> Iterator[None]:
-    """Return a context in which a launcher has no influence on runs, because each rank runs its own comparison."""
+    """Return a context in which runs ignore the launcher, because each rank runs its own comparison."""
     token = _alone.set(True)
     try:
         yield
@@ -53,7 +53,7 @@ def under_launcher(experiment: Experiment) -> Experiment:
 
 
 def warn_of_copies(engine: str) -> None:
-    """Warn on rank 0 if each rank of a launcher computes by itself what the engine `engine` computes."""
+    """Warn on rank 0 if each rank of a launcher runs its own copy of the experiment, as with most engines."""
     if traits_of(engine).ranks:
         return
     with suppress(ExperimentError):  # the launcher's environment variables have no effect
@@ -63,7 +63,7 @@ def warn_of_copies(engine: str) -> None:
 
 
 def check_copies(experiments: Iterable[Experiment]) -> None:
-    """Check a comparison that each rank of a launcher would compute by itself: it must name an engine.
+    """Check that a comparison names its engine if each rank of a launcher would run the whole comparison.
 
     Raises ExperimentError if an experiment has the engine `auto`, and warns on rank 0 otherwise.
     """

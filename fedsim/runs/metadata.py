@@ -34,7 +34,8 @@ class RunMetadata:
             not class labels.
         byzantine: IDs of the Byzantine workers; empty if they are drawn in each round.
         record_bytes: approximate size in bytes of the large files that the run writes.
-        worker_names: name of each worker, followed by the owners who have only test samples. Empty: there are no names.
+        worker_names: name of each worker, followed by the names of owners who have only test samples. Empty if the data
+            has no names.
         topology: metadata of the graph of workers, such as its spectral gap; empty without a graph.
         assumed: what was assumed when the data was read, such as how test samples were drawn.
         noise: noise multiplier for `privacy.target_epsilon`, by its key; empty without a target.

@@ -40,9 +40,9 @@ class PersonalModels:
     Attributes:
         task: description of the run, on the CPU.
         models: parameters [d] and buffers [b] of each global model.
-        clusters: with several global models, the index of the one that each worker selected last, by worker ID.
+        clusters: with several global models, the index of the model that each worker selected last, by worker ID.
         positions: for each worker that has taken part, the index of its state in `rows`.
-        rows: what these workers keep between rounds: tensors by name.
+        rows: states that these workers keep between rounds, as tensors by name.
     """
 
     task: RunTask
@@ -55,7 +55,8 @@ class PersonalModels:
     def in_folder(cls, experiment: Experiment, folder: Path, round: int, clusters: Mapping[int, int]) -> PersonalModels:
         """Return the personal models after the last round of a run, from the checkpoint of this round in its folder.
 
-        `clusters` is the attribute. Raises RecordError if there is no such checkpoint, or if it is damaged.
+        `clusters`: the attribute with this name. Raises RecordError if there is no such checkpoint, or if it is
+        damaged.
         """
         checkpoints = CheckpointFolder(folder, None, 0)
         if round not in checkpoints.rounds():
@@ -77,7 +78,7 @@ class PersonalModels:
         return cls(task_of(experiment, CPU, weights=False), models, clusters, positions, rows)
 
     def of(self, worker: int | str) -> nn.Module:
-        """Return the personal model of a worker: the initial one, if the worker has not taken part."""
+        """Return the personal model of a worker, or the initial model if the worker has not taken part."""
         task, workers = self.task, self.task.experiment.workers
         if not isinstance(worker, Integral) or isinstance(worker, bool) or not 0 <= worker < workers:
             raise ExperimentError(f"worker = {show(worker)}: must be between 0 and {workers - 1}, or in worker_names")

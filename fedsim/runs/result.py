@@ -51,8 +51,8 @@ class Result(HintingAttributes):
         folder: run folder; None if no records were written.
         stopped: reason why the run ended before its last round (early stopping by `stop.*`, `StopRun`, or divergence);
             None if it has run all rounds.
-        worker_names: name of each worker, followed by the owners who have only test samples. None: a worker without a
-            name. Empty: the data has no names.
+        worker_names: name of each worker, or None for a worker without a name, followed by the names of owners who have
+            only test samples. Empty if the data has no names.
         worker_results: latest test results of individual workers, with their names; None if no worker was tested.
 
     >>> import fedsim
@@ -151,8 +151,8 @@ class Result(HintingAttributes):
         last = max((record.round for record in self.history if record.diverged is None), default=1)
         if self.folder is None:
             raise RecordError(
-                "personal models are only stored in checkpoints, and this run has no folder; run the experiment with a "
-                f"folder and checkpoint.every={last}"
+                "personal models are stored in checkpoints, but this run has no folder; run the experiment with "
+                f"out=FOLDER and checkpoint.every={last}"
             )
         pairs = [pair for record in self.history for pair in zip(record.cohort, record.clusters, strict=False)]
         return PersonalModels.in_folder(self.experiment, self.folder, last, dict(pairs))
@@ -206,8 +206,8 @@ def _last_round(record: RoundRecord) -> str:
 def load_run(folder: str | Path, *, allow_imports: bool = False) -> Result:
     """Load the result of a run from its folder, as `fedsim.run` returned it.
 
-    The result of an unfinished run has the rounds so far. The model is loaded when it is first used. Loading changes
-    nothing in the folder, and executes no code from it.
+    The result of an unfinished run contains the finished rounds. The model is loaded when it is first used. Loading
+    changes nothing in the folder, and executes no code from it.
 
     Args:
         folder: run folder.

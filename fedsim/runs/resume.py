@@ -82,7 +82,7 @@ class ResumeState:
             _warn_of_other_software(folder.environment(), folder)
 
     def _require_same_experiment(self, stored: Mapping[str, Any]) -> None:
-        """Raise ExperimentError if the experiment in the tables `stored` is another one."""
+        """Raise ExperimentError if the experiment in the tables `stored` differs from the experiment to run."""
         assert self._folder is not None
         folder, experiment = self._folder.path, self.experiment
         settings = experiment.resolved()
@@ -95,12 +95,14 @@ class ResumeState:
         self._changed = [line for line in lines if line.partition(":")[0] in may_change]
         lines = [line for line in lines if line not in self._changed]
         if experiment.rounds < max(len(self.records), before.rounds):
-            lines.append(f"rounds: {before.rounds} there, {experiment.rounds} here; a resumed run can only have more")
+            lines.append(
+                f"rounds: {before.rounds} there, {experiment.rounds} here; a resumed run cannot have fewer rounds"
+            )
         if lines:
             raise ExperimentError(*(f"{folder}: holds another experiment: {line}" for line in lines))
 
     def _keep_plan(self) -> None:
-        """Plan schedules and the noise for a target epsilon for as many rounds as before, and warn of it."""
+        """Keep the stored run's `planned_rounds` for schedules and for the noise of a target epsilon. Warn of this."""
         before, experiment = self._before, self.experiment
         assert before is not None
         kept, rounds, target = before.schedule_rounds, experiment.rounds, experiment.privacy.target_epsilon
@@ -112,7 +114,9 @@ class ResumeState:
             return
         line = f"rounds = {rounds}: planned_rounds stays {kept} for {' and '.join(experiment.planned_settings)}"
         if unset and traits_of(experiment.engine).ranks:  # the other ranks do not read the folder
-            raise ExperimentError(f"{line}, which ranks cannot know; add planned_rounds={kept}")
+            raise ExperimentError(
+                f"{line}, but only rank 0 reads this number from the folder; add planned_rounds={kept}"
+            )
         self.experiment = experiment.model_copy(update={"planned_rounds": kept})
         if before.rounds < rounds and kept < rounds:
             then = f"set planned_rounds={rounds} to change this"
@@ -120,9 +124,10 @@ class ResumeState:
             warnings.warn(f"{line}, as in the first run; {then}", FedsimWarning, stacklevel=2)
 
     def as_before(self) -> Experiment:
-        """Return the experiment with the stack width as before the run was interrupted, unless set.
+        """Return the experiment with the stack width of the run before it was interrupted, unless the width is set.
 
-        On a GPU, the default width depends on the memory of the GPU, and stacks of another width round differently.
+        The stack width is the number of workers that are trained at once. On a GPU, its default depends on the GPU's
+        memory, and another width changes the rounding of sums.
         """
         newest, experiment = self.newest(), self.experiment
         traits, table = traits_of(experiment.engine), experiment.batched

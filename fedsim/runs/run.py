@@ -133,7 +133,10 @@ def live_run(
         progress: whether to print a line for each round; None shows a progress bar in notebooks only.
     """
     if not isinstance(out, (str, os.PathLike, type(None))):
-        raise ExperimentError(f"out = {show(out)}: must be a folder; pass settings in one dict, a function as on_round")
+        raise ExperimentError(
+            f"out = {show(out)}: must be the path of a folder; pass settings as one dict, and a function as "
+            "on_round=..."
+        )
     if resume and out is None:
         raise ExperimentError("resume = True: needs `out`; set it to the folder of the run to resume")
     is_main, path = _is_main(experiment), None if out is None else user_path(out)

@@ -139,7 +139,7 @@ def check_run(experiment: Experiment, session: Session, *, to_run: bool) -> RunT
 
 
 def releases_before(experiment: Experiment) -> Releases | None:
-    """Return the noisy sums of each round of an experiment, as its run counts them, or None without privacy.
+    """Return the noisy sums that a run of an experiment releases in each round, or None without privacy.
 
     Data is only loaded if several workers, or a worker and the server, may hold the same sample.
     """
@@ -159,7 +159,7 @@ def _with_data(
 
     Returns (task with its Byzantine workers and the names of workers, training samples, test samples, shards, indices
     of the server's samples, local test samples of the workers, validation samples, data set of the workers' own test
-    samples). Error messages name the workers from now on, until the end of `workers_named`.
+    samples). Later error messages show the workers' names, until the block of `workers_named` ends.
     """
     data = experiment.data
     on_setup(f"loading the data set {show(data.name)}")
@@ -167,7 +167,9 @@ def _with_data(
     train, test = session.data(*source, device)
     drawn = train.drawn_by is not None or data.validation_fraction or data.local_test_fraction not in (0, OWN)
     if data.split_by is not None and not drawn:
-        raise DataError(f"data.split_by = {show(data.split_by)}: nothing is drawn, as there is a test part; omit it")
+        raise DataError(
+            f"data.split_by = {show(data.split_by)}: has no effect, because the data has its own test samples; omit it"
+        )
     strata = strata_of(train, **source[2])
     checked = own_copy(task)  # the checks call user objects, which may change their state
     train, test = checks.with_numbers(checked, train, test)

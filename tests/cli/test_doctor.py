@@ -81,7 +81,9 @@ def test_an_nvidia_gpu_that_pytorch_cannot_use_is_a_problem(monkeypatch, tmp_pat
 def test_little_memory_and_a_folder_that_cannot_be_written_are_problems(monkeypatch):
     monkeypatch.setattr(devices, "free_memory", lambda: 1e8)
     assert len(problems_of(checkup._memory)) == 1
-    assert "; more than 1.07 GB of updates are added up in waves, unless a rule needs all" in checkup._memory().found
+    assert (
+        "; more than 1.07 GB of updates are summed in several parts, unless a rule needs all" in checkup._memory().found
+    )
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert len(problems_of(checkup._folder)) == 1
 

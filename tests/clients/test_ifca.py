@@ -226,6 +226,6 @@ def test_one_model_allows_what_several_refuse():
 def test_validation_results_of_the_first_model_choose_no_value():
     data = {"name": "tests.components:tiny", "validation_fraction": 0.2}
     with pytest.raises(
-        fedsim.ExperimentError, match="do not all use one global model; remove tune, .*metric=worker_accuracy"
+        fedsim.ExperimentError, match="workers use different global models; remove tune, .*metric=worker_accuracy"
     ):
         fedsim.compare(tables_of(data=data), {"local.lr": [0.1, 0.2]}, tune="local.lr")

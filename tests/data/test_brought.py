@@ -188,7 +188,7 @@ class TestOneDataSetPerWorker:
             (np.where(INPUTS > 2, np.nan, INPUTS), LABELS),
             r"the training data: sample \d+ has NaN or infinity as input; replace it",
         ),
-        (lambda root: None, "there is no training data; a data set is a tuple"),
+        (lambda root: None, "there is no training data; pass a tuple"),
         ({"test": PAIRS}, "has the parts test; one of them must be called train"),
         (TensorDataset(torch.zeros(3, 2)), r"sample 0 is a tuple; each sample must be a pair \(input, target\)"),
     ],

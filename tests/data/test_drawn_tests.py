@@ -186,7 +186,10 @@ class TestOwners:
         data = replace(self.data(), ids={"patient": self.data().targets.numpy()})
         train, test = fedsim.load_dataset(data)
         assert self.shared(train, test) == {0, 1, 2}
-        assert 'and owners are divided, because each owner in "patient" has all samples of a class' in train.assumed[-1]
+        assert (
+            'and samples of one owner may be separated, because each owner in "patient" has all samples of a class'
+            in train.assumed[-1]
+        )
         with pytest.raises(DataError, match="no test samples can be drawn, .*; set data.split_by=samples or another"):
             fedsim.load_dataset(data, split_by="patient")
 
@@ -196,7 +199,9 @@ class TestOwners:
         ):
             fedsim.load_dataset(self.data(), split_by="patiens")
         settings = {"name": (self.data(), self.data()), "split_by": "patient"}
-        with pytest.raises(DataError, match='data.split_by = "patient": nothing is drawn, as there is a test part'):
+        with pytest.raises(
+            DataError, match='data.split_by = "patient": has no effect, because the data has its own test samples'
+        ):
             fedsim.run(data=settings, **{**TINY_RUN, "model": "logistic"})
 
     def test_in_a_column_of_a_table_need_no_ids(self, tmp_path):

@@ -68,7 +68,7 @@ def test_records_and_settings_answer_as_well(result):
         _ = result.history[0].test_acc
     with pytest.raises(KeyError, match="test_accuracy"):
         result.history[0]["test_acc"]
-    with pytest.raises(KeyError, match="history has one record per round, .*; did you mean .*test_accuracy"):
+    with pytest.raises(KeyError, match="history is a list with one record per round, .*; did you mean .*test_accuracy"):
         result.history["accuracy"]
     with pytest.raises(AttributeError, match='did you mean "local.lr" or "server.lr"'):
         _ = result.experiment.lr
@@ -137,15 +137,15 @@ MISTAKES = {
     ),
     "samples as batches": (
         lambda: fedsim.test(nn.Linear(2, 4), DATA),
-        r"batches: must be batches, not a data set; pass torch.utils.data.DataLoader\(data, 32\)",
+        r"batches: is a data set without batches; pass torch.utils.data.DataLoader\(data, 32\)",
     ),
     "a tensor as batches": (
         lambda: fedsim.test(nn.Linear(2, 4), UPDATES),
-        r"batches: must be \(inputs, targets\) pairs, not a tensor; pass \[\(inputs, targets\)\]",
+        r"batches: must be a list of \(inputs, targets\) pairs, not a tensor; pass \[\(inputs, targets\)\]",
     ),
     "settings as the folder": (
         lambda: fedsim.run(TABLES, {"seed": 1}),
-        r"out = \{seed = 1\}: must be a folder; pass settings in one dict",
+        r"out = \{seed = 1\}: must be the path of a folder; pass settings as one dict",
     ),
     "several words of the command line": (
         lambda: fedsim.run("rounds=1 model=logistic"),

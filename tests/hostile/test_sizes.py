@@ -31,7 +31,7 @@ DEEP = 5_000
         (f"{'a' * 10**6} = 1", "have at most 100 characters"),
         ('"\\u001b[2J" = 1', '"\\u001b[2J": keys must be printable and have at most 100 characters'),
         ("local = {lr = nan}", "local.lr = nan: must be a finite number"),
-        ("local = {lr = 1e308}", "local.lr = 1e+308: must be at most 3.4e+38, the largest number of 32 bits"),
+        ("local = {lr = 1e308}", "local.lr = 1e+308: must be at most 3.4e+38, the largest float32 number"),
         ("local = {lr = [1e308, 1.0, 1.0, 1.0]}", "local.lr = 1e+308: must be at most 3.4e+38"),
         (f"rounds = {2**63}", "rounds = 9223372036854775808: must be less than 9223372036854775808"),
         ("processes = 100000\nengine = 'processes'", "processes = 100000: must be less than or equal to 1024"),

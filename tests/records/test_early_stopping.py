@@ -187,8 +187,7 @@ BY_PERSONAL = {"metric": "worker_accuracy", "target": 0.0}
 )
 def test_a_global_model_of_which_a_part_is_never_trained_ends_no_run(stop, changes, tiny_experiment):
     with pytest.raises(
-        ExperimentError,
-        match=r"^stop.metric = .* workers do not all use one global model; use stop.metric=worker_accuracy",
+        ExperimentError, match=r"^stop.metric = .* workers use different global models; use stop.metric=worker_accuracy"
     ):
         fedsim.run({**tiny_experiment, **SMALL, **PERSONAL, "stop": stop, **changes})
 

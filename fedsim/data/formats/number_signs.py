@@ -37,7 +37,7 @@ class Signs(NamedTuple):
         written: Callable[[Sequence[str]], Mapping[str, Any]],
         delimiter: str,
     ) -> tuple[dict[str, np.ndarray], list[str]]:
-        """Return (the columns whose numbers have signs, by name, and what was assumed of them).
+        """Return ({name: numbers} of the columns whose numbers contain signs, assumptions about these columns).
 
         Args:
             table: the table, as PyArrow has read it with decimal points.
@@ -46,7 +46,7 @@ class Signs(NamedTuple):
             written: function that returns columns as text.
             delimiter: character between columns.
 
-        Raises DataError for numbers that have other signs than those that are set, or that may mean two things.
+        Raises DataError for ambiguous numbers, and for numbers whose signs differ from the settings.
         """
         if self.are_set:
             as_read = self.decimal == "." and self.thousands is None
@@ -64,9 +64,9 @@ class Signs(NamedTuple):
 
 
 def _with_decimal_commas(columns: Mapping[str, Any]) -> list[str]:
-    """Return the names of the columns of text that contain numbers with decimal commas.
+    """Return the names of text columns whose values are numbers with decimal commas.
 
-    If each could also have commas between thousands, as in 54,031, there are none.
+    Returns [] if all commas could also separate thousands, as in 54,031.
     """
     numbers = {name: text for name, text in columns.items() if _all_match(text, r"\d*,\d+|\d+,?")}
     clear = [name for name, text in numbers.items() if not _all_match(text, r"[1-9]\d{0,2},\d{3}|\d{1,3}")]
@@ -90,8 +90,8 @@ def _may_be_thousands(numbers: np.ndarray) -> bool:
 def _require_points(column: DataColumn, texts: Sequence[str | None], commas: Sequence[str], delimiter: str) -> None:
     """Raise DataError if points in the texts of numbers may separate thousands.
 
-    They may beside columns with decimal `commas`, or if all numbers have groups of three digits, as 5.840 and 966. In a
-    file with commas between columns, one of these must end in 0.
+    Points are ambiguous if other columns have decimal `commas`, or if all numbers have groups of three digits, such as
+    5.840 and 966. If commas separate the columns, at least one of these numbers must also end in 0.
     """
     row = next((row for row, text in enumerate(texts) if text and "." in text), None)
     if row is None:
@@ -105,7 +105,7 @@ def _require_points(column: DataColumn, texts: Sequence[str | None], commas: Seq
 
 
 def require_one_text_per_number(column: DataColumn, text: Any) -> None:
-    """Raise DataError if two texts of a column of class labels are one number, as 01 and 1."""
+    """Raise DataError if two texts in a column of class labels mean the same number, such as 01 and 1."""
     texts, names = import_module("pyarrow.compute").utf8_trim_whitespace(text).unique(), dict[int, str]()
     for name in texts.drop_null().to_pylist() if len(texts) > len(np.unique(column.values)) else ():
         if (other := names.setdefault(int(name), name)) != name:

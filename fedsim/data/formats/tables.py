@@ -74,7 +74,7 @@ def table(
         delimiter: character between columns of a CSV file. Unset: detected (comma, semicolon, tab or |), or taken from
             a first line such as `sep=;`. Lines above the column names that start with # are skipped.
         decimal: sign before the decimals of numbers in a CSV file. Unset: a point. If the delimiter is not a comma,
-            columns such as 1,5 and 2,25 are read with a decimal comma. Columns that may mean two things are errors.
+            columns such as 1,5 and 2,25 are read with a decimal comma. Ambiguous columns are errors.
         thousands: sign between the thousands of numbers in a CSV file, as in 1,000,000 and 10,00,000. If it is a point,
             `decimal` is a comma unless it is set. Unset: none.
         test_fraction: fraction of test samples, 0 < test_fraction < 1.
@@ -240,7 +240,7 @@ def _opened(path: str) -> Any:
 
 
 class _Compressed(gzip.GzipFile):
-    """A compressed file. `read` raises DataError where its content becomes larger than the free memory at the start."""
+    """A compressed file. `read` raises DataError if the content is larger than the memory that was free at first."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

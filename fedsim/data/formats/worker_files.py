@@ -13,13 +13,15 @@ from fedsim.errors import DataError, cut, show
 
 
 def files_of_parts(path: str, test_path: str | None) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the files of the training part and of the test part, by worker. The name of a file for all is ""."""
+    """Return the files of the training and test parts, each as {worker: file}. The worker "" stands for all workers."""
     if Path(path).is_dir():
         folders = [entry.name for entry in Path(path).iterdir() if entry.is_dir()]
         train, test = parts_of(folders, path)
         if train is not None:
             if test is not None and test_path is not None:
-                raise DataError(f"data.test_path = {show(test_path)}: {path} has a test part already; omit one of both")
+                raise DataError(
+                    f"data.test_path = {show(test_path)}: {path} already has a test part; omit one of the two"
+                )
             path, test_path = str(Path(path, train)), str(Path(path, test)) if test else test_path
     files, tests = ({} if place is None else _files_by_worker(place) for place in (path, test_path))
     if "" in files and tests and "" not in tests:
@@ -50,7 +52,7 @@ def _files_by_worker(path: str) -> dict[str, str]:
     if unused := sorted(name for name in files if not table_name(name)):
         warn(f"{path}: files that are not used: {cut(', '.join(unused))}")
     if len(tables) + len(unused) < len(files):
-        raise DataError(f"{path}: has two tables of one name; keep one for each worker")
+        raise DataError(f"{path}: has two tables with the same name; keep one for each worker")
     if parts := PART_NAMES.intersection(name.casefold() for name in tables):
         file = f"a file called {min(parts)}, which may be a part of the data instead of a worker"
         raise DataError(f"{path}: has {file}; set data.path and data.test_path to the files of the parts, or rename it")

@@ -61,11 +61,12 @@ def group(samples: np.ndarray, owners: np.ndarray, n_owners: int) -> list[np.nda
 
 
 class Strata(NamedTuple):
-    """What a random draw of samples observes.
+    """Constraints that a random draw of samples respects.
 
     Attributes:
-        stratum: stratum of each sample, such as its class, [n]. The draw takes the same fraction of each. None: none.
-        owner: owner of each sample, [n], whose samples stay together. None: owners may be divided.
+        stratum: stratum of each sample, such as its class, [n]. The draw takes the same fraction of each stratum. None:
+            the draw is not stratified.
+        owner: owner of each sample, [n]. Samples of one owner stay together. None: they may be separated.
     """
 
     stratum: np.ndarray | None = None
@@ -83,9 +84,9 @@ def draw_part(order: np.ndarray, fraction: float, total: int, strata: Strata = N
     """Return the ascending indices of the samples that a random part of n samples contains.
 
     Without strata, the part contains the first `total` samples in `order`. With strata, it contains floor(fraction n_s)
-    of the n_s samples of each stratum, in that order. The rest goes to the strata with the largest remainders of
-    fraction n_s, of which equal ones go to the first stratum. At least one sample of each stratum is not in the part,
-    which may then have fewer than `total` samples.
+    of the n_s samples of each stratum, in that order. The other samples come from the strata with the largest
+    remainders of fraction n_s, and from the first of these strata if remainders are equal. At least one sample of each
+    stratum is not in the part, which may then have fewer than `total` samples.
 
     Args:
         order: random permutation of the samples, [n].
@@ -116,8 +117,8 @@ def _draw_owners(order: np.ndarray, fraction: float, strata: np.ndarray, owners:
 
     In the order in which their samples first occur in `order` [n], an owner is drawn if this brings the numbers of
     samples of the strata [n] nearer to `fraction` of each. The distance is the sum over the strata of the squared
-    differences, divided by the stratum's size. Without such an owner, the nearest one is drawn. No owner is drawn who
-    has the last sample of a stratum that is not in the part.
+    differences, divided by the stratum's size. If no owner decreases the distance, the owner that increases it least is
+    drawn. An owner is never drawn if no sample of one of its strata would remain.
     """
     _, owner_of = np.unique(owners, return_inverse=True)
     _, stratum_of, sizes = np.unique(strata, return_inverse=True, return_counts=True)

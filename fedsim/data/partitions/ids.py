@@ -50,7 +50,7 @@ def joined(columns: Sequence[np.ndarray], place: str) -> np.ndarray:
 def owners_of(ids: Mapping[str, np.ndarray], by: str | None) -> tuple[np.ndarray, np.ndarray]:
     """Return the sorted owners in the column `by` (None: the first column), and the index of each sample's owner, [n].
 
-    Owners are different if their texts are, such as 1 and 01. If all are numbers, they are sorted by value.
+    Owners whose texts differ, such as 1 and 01, are different. If all are numbers, they are sorted by value.
 
     Raises ExperimentError if there is no such column, or if a sample has no owner.
     """

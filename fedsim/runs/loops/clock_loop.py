@@ -1,4 +1,4 @@
-"""Loop of asynchronous training on a virtual clock. One round is as much work as one synchronous round."""
+"""Loop of asynchronous training on a virtual clock. A round has as much work as a synchronous round."""
 
 from __future__ import annotations
 

@@ -561,7 +561,7 @@ class TestFolderOfTables:
                 "train/test.csv",
                 "a file called test, which may be a part of the data instead of a worker; set data.path",
             ),
-            ("train/h2.parquet", "has two tables of one name"),
+            ("train/h2.parquet", "has two tables with the same name"),
             ("train/other.csv", 'other.csv: has other columns than .*H1.csv, such as "a"'),
         ],
     )
