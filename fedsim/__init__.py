@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _attribute_error(name: str) -> AttributeError:
-    """Return the error for a name that does not exist: a hint names a similar function, or the setting to use."""
+    """Return the error for a missing name, with a hint: a similar function, or the setting to use."""
     import fedsim.config.experiment  # defines what the names of components mean
     from fedsim.hints.attributes import attribute_error
     from fedsim.hints.meanings import nearest_key

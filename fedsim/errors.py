@@ -177,7 +177,7 @@ def workers_named(names: Sequence[str | None] = ()) -> Iterator[None]:
 def called(worker: int, names: Sequence[str | None] | None = None) -> str:
     """Format the ID of a worker, followed by its name if it has one: `3 (hospital_2)`.
 
-    `names`: name of each worker. None: those of the current run.
+    `names`: name of each worker. None: the names in the current run.
     """
     names = WORKER_NAMES.get() if names is None else names
     return with_name(worker, names[worker] if worker < len(names) else None)

@@ -1,7 +1,8 @@
 """Loggers send the numbers of each round to TensorBoard, Weights & Biases or MLflow, in addition to the run folder.
 
-A logger is a function that returns a context manager. The rounds of a run are executed inside this context, and its
-value is called after each round. The argument `run` is a `LoggedRun`. Keyword-only parameters are configuration:
+A logger is a function that returns a context manager. The rounds of a run are executed inside this context. The context
+yields a function of (round, numbers), which is called after each round. The argument `run` is a `LoggedRun`.
+Keyword-only parameters are configuration:
 
     @logger("print")
     @contextlib.contextmanager

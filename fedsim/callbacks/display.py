@@ -141,7 +141,9 @@ class Display(Callback):
         if untested and experiment.in_rounds:
             clusters = experiment.local.component.clusters
             tested = "the global model" if clusters == 1 else f"the first of {clusters} global models"
-            self._print(f"this is {tested}; data.local_test_fraction=0.2 also tests the workers' personal models")
+            self._print(
+                f"this is the result of {tested}; data.local_test_fraction=0.2 also tests the workers' personal models"
+            )
 
     def _leave(self) -> None:
         """Print how an unfinished run can be continued."""

@@ -36,7 +36,7 @@ class StopEarly(Callback):
 
 
 class FinalWorkerTests(Callback):
-    """Callback that tests individual workers after the last round of a run, if they are not tested in it anyway.
+    """Callback that tests individual workers after the last round of a run, unless this round tests them anyway.
 
     No early stopping uses these tests, and the records of a longer run do not contain them (see `ResumeState`).
     """

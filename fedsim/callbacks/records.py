@@ -34,7 +34,7 @@ class Recorder(Callback):
 
     def on_start(self, run: LiveRun) -> None:
         metadata, experiment = run.metadata, run.experiment
-        require_space(self._folder.path, metadata.record_bytes, "what this run keeps")
+        require_space(self._folder.path, metadata.record_bytes, "the folder of this run")
         self._folder.begin(experiment, run.history, **metadata.for_record(), **self._metadata)
         sampled, population = metadata.sampled_workers, experiment.workers
         self._folder.partition(metadata.label_counts, metadata.byzantine, sampled, population, metadata.worker_names)

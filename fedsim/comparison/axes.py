@@ -72,7 +72,8 @@ def split_words(words: Iterable[str]) -> tuple[Axes, list[str]]:
 def apply_words(axes: Axes, words: Iterable[str], changes: Iterable[Change] = ()) -> tuple[Axes, Axes, list[Change]]:
     """Combine `axes` from a [comparison] table with the `key=value` words of a command line, which take precedence.
 
-    Returns (all axes, axes given by the words, settings to change in all runs). `changes` is added to the last.
+    Returns (all axes, axes given by the words, settings to change in all runs). The settings to change include
+    `changes`.
     """
     word_axes, others = split_words(words)
     of_words = list(map(parse_word, others))

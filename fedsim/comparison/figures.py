@@ -225,7 +225,7 @@ def number_cell(rows: Sequence[Row], read: Callable[[Any], float | None], decima
 
 
 def best_cell(rows: Sequence[Row], axis: str) -> HeatCell:
-    """Return a heat map cell with the best value of the setting `axis` (all of them if equal), and its mean result.
+    """Return a heat map cell with the best value of the setting `axis` (or all best values), and its mean result.
 
     Each of the table rows has a different value of this setting.
     """

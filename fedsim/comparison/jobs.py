@@ -40,7 +40,7 @@ from fedsim.system.limits import format_failure, require_files
 JOB_BYTES = 0.6e9  # generous estimate of the memory of a process: PyTorch, data and activations
 ROW_COPIES = 3  # copies of the cohort's rows in memory, including the intermediate results of a rule
 HEARTBEAT_SECONDS = 1.0  # interval of the heartbeats while a run is prepared
-INSTEAD = "jobs=1 with engine=serial, which start none"
+INSTEAD = "jobs=1 with engine=serial, which start no processes"
 OnRound = Callable[[PlannedRun, RoundRecord], object]
 OnEnd = Callable[[PlannedRun, "str | None"], object]  # second argument: reason of the failure, or None
 OnRetry = Callable[[PlannedRun], object]
@@ -206,7 +206,7 @@ def _reason_of_failure(planned: PlannedRun, number: int, error: FedsimError) -> 
     retries = planned.experiment.max_restarts
     if last := last_error(error, number, retries, "the run has been tried"):
         return str(last)
-    announce(error, number, retries, run=f"{planned.id}: ", then=", and the run is done again")
+    announce(error, number, retries, run=f"{planned.id}: ", then=", and the run is repeated")
     return None
 
 

@@ -17,7 +17,7 @@ C = TypeVar("C", bound=ComparedRuns)
 
 
 def labels_of(words: Iterable[str], axes: Axes) -> dict[str, str]:
-    """Return the new names in words such as "weighted_mean=FedAvg" or "krum,f=2=Krum (f=2)", by the old name."""
+    """Return {old name: new name} from words such as "weighted_mean=FedAvg" or "krum,f=2=Krum (f=2)"."""
     names = sorted(_names_in(axes), key=len, reverse=True)  # names may contain "="
     labels = {}
     for word in words:

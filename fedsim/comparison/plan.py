@@ -135,8 +135,8 @@ def plan_comparison(
         settings: settings of the comparison, such as `target` and `tune` (see `compare`).
         file: the file from which `source` and `axes` were read, if any.
         allow_imports: allow the file to name any import path (see `load_experiment`).
-        to_run: whether to check that this machine has the device and the file `model.weights` of each run. False: the
-            runs are finished.
+        to_run: whether to check that this machine has the device and the file `model.weights` of each run. False for
+            finished runs.
         changes: settings for all runs, which replace all others.
 
     Raises ExperimentError if a run is invalid, unless `skip_invalid` is set.
@@ -254,7 +254,8 @@ def _experiments(
         to_run: whether to check that this machine has the device and the file `model.weights`.
 
     Returns the valid experiments, their combinations, whether an experiment sets its engine, one line of text for each
-    problem, and for each combination that removes settings of `description`, these and all settings of its experiment.
+    problem, and, for each combination that removes settings of `description`, the removed settings and all settings of
+    its experiment.
     """
     experiments, valid, engine_chosen = [], [], False
     problems: dict[str, list[dict[str, Any]]] = {}  # maps an error line to the points with this error
@@ -297,7 +298,7 @@ def _experiments(
 
 
 def _with_default_name(experiments: Sequence[Experiment], varied: Collection[str]) -> list[Experiment]:
-    """Return the experiments. Those without a name that the user has set get one default name for all.
+    """Return the experiments, with one common default name for all experiments whose name the user has not set.
 
     `varied` contains the keys in which the experiments differ.
     """

@@ -159,7 +159,7 @@ class Group(list[Row]):
     def tied(self) -> list[Row]:
         """Return the table rows that are not significantly different from the best, in descending order.
 
-        For these, the 95 percent interval of the difference to a best table row includes 0. The best table rows are not
+        The 95 percent interval of their difference to a best table row includes 0. The best table rows are not
         included.
         """
 

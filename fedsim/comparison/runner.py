@@ -190,7 +190,7 @@ def check_runs(runs: Sequence[PlannedRun], *, to_run: bool, skip_invalid: bool =
     Args:
         runs: the runs to check.
         to_run: whether to check on the device of the run, and to download missing data; see `check_run`.
-        skip_invalid: whether only missing data is an error. An impossible run then fails at its start.
+        skip_invalid: whether only missing data is an error. Impossible runs then fail when they start.
     """
     problems: dict[str, list[dict[str, Any]]] = {}  # maps an error line to the points with this error
     with Session() as session:

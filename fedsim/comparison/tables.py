@@ -43,8 +43,8 @@ class Cell(NamedTuple):
     Attributes:
         text: text of the cell.
         sort: number by which the column can be sorted in an HTML report.
-        mark: mark before the text, such as "≈".
-        spread: text after it, such as "± 0.01".
+        mark: mark before the cell's text, such as "≈".
+        spread: text after the cell's text, such as "± 0.01".
     """
 
     text: str = ""
@@ -143,7 +143,7 @@ def estimate_cell(
         value: the mean with its confidence interval.
         decimals: function that returns how many decimals a mean should have.
         sign: show a plus sign before positive numbers.
-        mark: mark before the text, such as "≈".
+        mark: mark before the cell's text, such as "≈".
     """
     if value is None:
         return Cell()
@@ -325,7 +325,7 @@ def comparison_text(comparison: ComparedRuns) -> str:
 def shown_columns(comparison: ComparedRuns) -> dict[str, list[str]]:
     """Return the columns of the table of results as lists of text: the heading, and one text for each table row.
 
-    The name of a column is "axis " and the compared key, "mark", or as in `columns`. Empty columns are left out.
+    Columns are named "axis KEY" for a compared key, "mark", or as in `columns`. Empty columns are left out.
     """
     rows, by_name = comparison.summary, columns(comparison)
     names = [name for name in by_name if name not in ("to_best", "byzantine_weight", "seconds")]
@@ -386,7 +386,7 @@ def undecided(comparison: ComparedRuns) -> list[str]:
 
 
 def table_notes(comparison: ComparedRuns, best: str = "*", tied: str = "~") -> list[str]:
-    """Return the notes below the table of results. `best` and `tied` say how the table marks such rows."""
+    """Return the notes below the table. `best` and `tied`: marks of the best rows, and of rows tied with them."""
     settings, runs, score = comparison.settings, len(comparison.runs), comparison.metric
     notes = _notes_on_means(comparison, best, tied)
     if settings.tune is not None:
@@ -406,7 +406,9 @@ def table_notes(comparison: ComparedRuns, best: str = "*", tied: str = "~") -> l
     failed = sum(run.failure is not None for run in comparison.failed)
     for count, state in ((failed, "failed"), (len(comparison.failed) - failed, "are missing or not finished")):
         if count:
-            notes.append(f"{count} of {runs} runs {state}: they are not in any mean, and rows with one have no mark")
+            notes.append(
+                f"{count} of {runs} runs {state}: they are not in any mean, and rows with such a run have no mark"
+            )
     return notes
 
 
@@ -529,7 +531,7 @@ def summary_csv(comparison: ComparedRuns) -> str:
 def pairs_csv(comparison: ComparedRuns) -> str:
     """Return a CSV table with one line for each pair of values of the first compared setting.
 
-    The difference is that of the second value to the first, paired by seed, with the p-value of the paired t test.
+    Each line has the second value's result minus the first's, paired by seed, and the p-value of the paired t test.
     """
     first, *others = comparison.compared
     rows: list[list[Any]] = [[*others, first, f"{first}_2", "pairs", "difference", "difference_ci95", "p_value"]]

@@ -512,7 +512,7 @@ def _time_figure(traces: list[dict[str, Any]], height: int, along: str, **axes: 
 def workers_chart(results: WorkerResults) -> dict[str, Any]:
     """Return a chart of the workers' test results, from lowest to highest, with one line for each tested model.
 
-    If the workers have names and are few, each is a row of the chart.
+    If there are few workers and they have names, each worker is one row of the chart.
     """
     n, traces, labels = len(results.workers), [], list(map(plain, results.labels))
     in_rows = bool(results.names) and n <= FEW_WORKERS

@@ -35,7 +35,7 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
         out: HTML file to write. An existing file is overwritten. Default: `report.html` in the folder.
 
     Raises:
-        ExperimentError: the name of the report ends as that of a figure.
+        ExperimentError: the name of the report has the ending of a figure, such as .png.
         RecordError: the folder holds no finished round or a damaged file, or the report cannot be written.
         MissingPackageError: plotly or jinja2 is not installed.
 

@@ -55,7 +55,7 @@ def resolve_device(name: str) -> torch.device:
 def with_index(device: torch.device) -> torch.device:
     """Return `device` with an index. A device without an index means the current device, as in PyTorch.
 
-    Raises ExperimentError if PyTorch finds no device of an unnumbered `device`'s type.
+    Raises ExperimentError if `device` has no index and PyTorch finds no device of this type.
     """
     if device.type in ("cpu", "meta") or device.index is not None:
         return device

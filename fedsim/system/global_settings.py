@@ -82,7 +82,7 @@ def _autocast() -> tuple[Any, ...]:
 
 
 def _set_autocast(value: tuple[Any, ...]) -> None:
-    """Set what autocast is enabled for. Its cache of cast parameters is only valid within one outermost context."""
+    """Set the device types with autocast and the nesting level of autocast. Clear its cache of cast parameters."""
     enabled, cached, nesting = value
     for device, is_enabled in zip(AUTOCAST_DEVICES, enabled, strict=True):
         torch.set_autocast_enabled(device, is_enabled)
@@ -122,9 +122,9 @@ def _replace_modes(modes: list[Any]) -> None:
 
 
 def _float32_precision() -> tuple[Any, ...]:
-    """Return the precision of float32 products and convolutions: that of the older functions, and that of the newer.
+    """Return the precision of float32 products and convolutions in PyTorch's older and in its newer settings.
 
-    Where the two disagree, the older ones can only be read while the newer ones are neutral.
+    If they disagree, the older settings can only be read while the newer ones have neutral values.
     """
     if not FLOAT32:
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -245,9 +245,10 @@ def run_settings(threads: int | None = None) -> Iterator[None]:
 
 
 def plain_arithmetic(function: F) -> F:
-    """Return `function` with the numbers that it has in a run, for functions that users also call outside a run.
+    """Return a version of `function` that computes as in a run, for functions that users also call outside a run.
 
-    Autocast, a default device and rounded products do not reach it. Gradients and the default dtype are the user's.
+    The version ignores the user's autocast, default device and reduced precision of products, but keeps the user's
+    gradient mode and default dtype.
     """
 
     @functools.wraps(function)

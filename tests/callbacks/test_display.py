@@ -88,7 +88,9 @@ def test_a_run_prints_what_is_run_before_its_setup_then_a_line_for_each_round(ti
 def test_the_last_line_says_how_personal_models_are_tested(tiny_experiment, capsys):
     ditto = {"algorithm": "ditto", "batch_size": 16}
     fedsim.run({**tiny_experiment, "local": ditto}, progress=True)
-    last = "this is the global model; data.local_test_fraction=0.2 also tests the workers' personal models"
+    last = (
+        "this is the result of the global model; data.local_test_fraction=0.2 also tests the workers' personal models"
+    )
     assert capsys.readouterr().out.splitlines()[-1] == last
     tested = {"name": "tests.components:tiny", "local_test_fraction": 0.2}
     result = fedsim.run({**tiny_experiment, "rounds": 2, "local": ditto, "data": tested}, progress=True)

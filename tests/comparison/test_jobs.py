@@ -156,7 +156,7 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
                 os.kill(pid, signal.SIGKILL)
 
     observer = Observer(kill_both)
-    with pytest.warns(FedsimWarning, match="by SIGKILL .* the run is done again .restart 1 of at most 2") as warned:
+    with pytest.warns(FedsimWarning, match="by SIGKILL .* the run is repeated .restart 1 of at most 2") as warned:
         comparison = run_comparison(
             plan_comparison({**quick, "rounds": 20}, {"seed": [0, 1, 2]}), tmp_path, 2, observer
         )
@@ -189,7 +189,7 @@ def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp
 
     monkeypatch.setattr(process_pool, "start_process", start_two_in_vain)
     with pytest.warns(
-        FedsimWarning, match=r"SIGKILL .*, while it started.*, and the run is done again \(restart 1 of at most 2"
+        FedsimWarning, match=r"SIGKILL .*, while it started.*, and the run is repeated \(restart 1 of at most 2"
     ):
         comparison = run_comparison(
             plan_comparison({**quick, "rounds": 2}, {"seed": [0, 1, 2]}), tmp_path, 2, Observer()
@@ -204,7 +204,7 @@ def test_a_process_that_is_stopped_while_it_prepares_a_run_is_replaced(quick, se
     monkeypatch.setattr(jobs, "START_TIMEOUT", 3.0)
     data = {"name": "tests.lethal:tiny_after_orders", "folder": str(tmp_path)}
     order(tmp_path, "load-stop")
-    with pytest.warns(FedsimWarning, match=r"no sign of life for 3 s.*, and the run is done again"):
+    with pytest.warns(FedsimWarning, match=r"no sign of life for 3 s.*, and the run is repeated"):
         comparison = run_comparison(
             plan_comparison({**quick, "rounds": 1, "data": data}, {"seed": [0, 1]}), tmp_path / "comparison", 2
         )

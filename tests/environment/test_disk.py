@@ -67,7 +67,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_records(confined, tmp_path):
     copies, remedy = folder / "kept", "free some space, or choose another folder with --out\n"
     full = r"cannot be written: No space left on device: [\d.]+ k?B are free, but [\d.]+ [kM]?B are needed; "
     lines = {name: rf"/{file}: {full}" for name, file in WRITTEN_LAST.items()}
-    lines["model"] = r": only [\d.]+ kB are free, but what this run keeps needs [\d.]+ kB; "
+    lines["model"] = r": only [\d.]+ kB are free, but the folder of this run needs [\d.]+ kB; "
     for name, line in lines.items():
         code, out, error = results[name]
         assert code == 2, code
