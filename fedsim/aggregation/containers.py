@@ -147,7 +147,7 @@ def _listed(updates: Any, place: str) -> Any:
         isinstance(update, (list, tuple)) and all(isinstance(number, Real) for number in update) for update in updates
     ):
         if len(set(map(len, updates))) > 1:
-            raise ExperimentError(f"{place}: must all have the same number of entries")
+            raise ExperimentError(f"{place}: must all have the same number of entries, not {sorted(map(len, updates))}")
         return torch.tensor(updates, dtype=torch.get_default_dtype())
     return updates
 

@@ -212,7 +212,7 @@ def checked_weights(weights: Tensor | Sequence[float] | None, n: int, pipeline: 
     if weights.shape != (n,):
         raise ExperimentError(f"weights: must have shape ({n},) for {n} updates, not {tuple(weights.shape)}")
     if not bool(((weights >= 0) & weights.isfinite()).all()) or not bool(weights.any()):
-        raise ExperimentError("weights: must be finite, >= 0 and not all zero")
+        raise ExperimentError(f"weights = {show(weights.tolist())}: must be finite, >= 0 and not all zero")
     return weights if bool(weights.sum().isfinite()) else weights / weights.max()
 
 

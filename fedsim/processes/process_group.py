@@ -206,7 +206,7 @@ class RankGroup:
             try:
                 self.give_up(in_background(partial(self._cause, error, timed_out)).result(2 * LINGER))
             except (RuntimeError, FutureTimeout):
-                self.give_up(f"no answer from rank 0 of {self.count} or the launcher, which keeps the ranks' store")
+                self.give_up(f"no answer from rank 0 of {self.count} or the launcher, which hosts the ranks' store")
             raise WorkerError(self._lost) from error
 
     def _cause(self, error: RuntimeError, timed_out: bool) -> str:

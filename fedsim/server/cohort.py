@@ -88,7 +88,9 @@ class CohortStrategy(Component):
             return chosen[order].tolist(), None
         known = np.asarray(probabilities, dtype=np.float64)
         if known.shape != chosen.shape or not ((known > 0) & (known <= 1 + 1e-12)).all():
-            raise ExperimentError(f"{self.place}: must return a probability > 0 and <= 1 for each worker")
+            raise ExperimentError(
+                f"{self.place}: must return a probability > 0 and <= 1 for each worker, not {show(known.tolist())}"
+            )
         return chosen[order].tolist(), known[order].tolist()
 
 

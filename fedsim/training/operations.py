@@ -399,7 +399,7 @@ class MergedBatch(PreparedDropout):
             return super().call_function(function, args, kwargs)
         if function not in OPERATIONS:
             name = getattr(function, "__name__", str(function))
-            raise NotMergeableError(f"{name} is called with parameters or buffers of the model")
+            raise NotMergeableError(f"{name} is called with parameters or buffers, which merged batches do not support")
         return OPERATIONS[function](self, *args, **kwargs)
 
     def is_stack(self, value: object) -> bool:

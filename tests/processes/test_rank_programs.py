@@ -114,7 +114,7 @@ def test_a_rank_that_is_stopped_for_good_ends_the_other_within_the_timeout(rank,
     assert errors == (
         "error: rank 1 of 2 sent nothing for 3 s; if a step takes longer, increase distributed.timeout\n"
         if rank
-        else "error: no answer from rank 0 of 2 or the launcher, which keeps the ranks' store\n"
+        else "error: no answer from rank 0 of 2 or the launcher, which hosts the ranks' store\n"
     )
     assert processes[1 - rank].returncode == 1
 

@@ -91,7 +91,9 @@ class LoggedOrder:
             dispatcher.train(dispatcher.in_flight)
         self._compare(event, f"the result of worker {slot} arrives at", entry.applied, self._server.version)
         cancelled = entry.kind == CANCELLED
-        self._require(dispatcher.is_stale(slot) == cancelled, event, f"the staleness of worker {slot}'s result differs")
+        now, then = ("used", "cancelled") if cancelled else ("cancelled", "used")
+        problem = f"the result of worker {slot} is {then} in the log, but {now} now"
+        self._require(dispatcher.is_stale(slot) == cancelled, event, problem)
         if cancelled:
             dispatcher.cancel(slot)
         else:
