@@ -40,10 +40,7 @@ def run(experiment: Experiment) -> Iterator[tuple[Tensor, float, list[int]]]:
     True
     """
     if experiment.local.algorithm != "sgd" or experiment.server.name not in ("sgd", "momentum", "adam"):
-        raise ExperimentError(
-            "experiment: must have local.algorithm=sgd and server=sgd, momentum or adam, not "
-            f"{experiment.local.algorithm} and {experiment.server.name}"
-        )
+        raise ExperimentError("experiment: must have local.algorithm=sgd and server=sgd, momentum or adam")
     seed, workers, partition = experiment.seed, experiment.workers, experiment.partition
     name, root, params = experiment.data.source(partition)
     train = load_dataset(name, root, **params)[0].to(torch.device("cpu"), torch.float64)
