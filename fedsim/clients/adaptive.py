@@ -22,7 +22,7 @@ from fedsim.core.numbers import FractionBelowOne
 @client_algorithm("adam")
 @dataclass(frozen=True)
 class Adam(ClientAlgorithm):
-    """Adam with L2 regularisation, as `torch.optim.Adam` (Kingma and Ba 2015).
+    """Adam with L2 regularisation, like `torch.optim.Adam` (Kingma and Ba 2015).
 
     Step t = 1, 2, ... moves the weights w of a worker's model:
 
@@ -76,7 +76,7 @@ class Adam(ClientAlgorithm):
 @client_algorithm("adamw")
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay, as `torch.optim.AdamW` (Loshchilov and Hutter 2019).
+    """Adam with decoupled weight decay, like `torch.optim.AdamW` (Loshchilov and Hutter 2019).
 
     Each step multiplies the weights w by 1 - lr weight_decay, and then takes a step of `adam` without weight decay.
 
@@ -122,7 +122,7 @@ def averaged_weight(weight: Tensor, beta: float) -> Tensor:
 @client_algorithm("adagrad")
 @dataclass(frozen=True)
 class Adagrad(ClientAlgorithm):
-    """Adagrad, as `torch.optim.Adagrad` (Duchi et al. 2011).
+    """Adagrad, like `torch.optim.Adagrad` (Duchi et al. 2011).
 
     Step t = 1, 2, ... divides the gradient by the square root of s, the sum of all squared gradients so far:
 

@@ -211,14 +211,14 @@ class ClientAlgorithm:
         return replace(self, **values)  # type: ignore[type-var]
 
     def worker_state(self, row: Tensor) -> State:
-        """Return the state that a worker keeps between rounds, before its first round: tensors by name.
+        """Return the initial value of the state that a worker keeps between rounds: tensors by name.
 
         `row` [d] are the parameters of the initial global model (of the current one, if `starts_from_current` is set).
         """
         return {}
 
     def server_state(self, row: Tensor) -> State:
-        """Return the state that the server keeps for the algorithm, before the first round: tensors [d] or [1] by name.
+        """Return the initial value of the state that the server keeps for the algorithm: tensors [d] or [1] by name.
 
         `row` [d] are the parameters of the initial global model.
         """

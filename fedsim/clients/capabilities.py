@@ -30,8 +30,8 @@ class UpdateCorrection(ClientAlgorithm):
             update: some columns of the aggregated update, [columns].
             server: state of the server: the same columns of tensors [d], which may be changed, and tensors [1], which
                 must not be changed.
-            workers: number of workers whose updates were aggregated. With central differential privacy, which hides
-                this number, the expected number.
+            workers: number of workers whose updates were aggregated, or the expected number with central differential
+                privacy, which hides the true number.
             population: number of all workers in the experiment.
         """
 

@@ -30,7 +30,7 @@ lr_schedule = Registry("learning-rate schedule", inputs=("optimizer", "length"))
 
 @lr_schedule("constant")
 def constant(optimizer: Optimizer, *, factor: PositiveFraction = 1.0, total_iters: NonNegativeInt = 0) -> LRScheduler:
-    """Multiply the learning rate by `factor` in the first `total_iters` rounds, as PyTorch's `ConstantLR`.
+    """Multiply the learning rate by `factor` in the first `total_iters` rounds, like PyTorch's `ConstantLR`.
 
     A `factor` below 1 requires `total_iters` >= 1.
     """
@@ -45,7 +45,7 @@ def constant(optimizer: Optimizer, *, factor: PositiveFraction = 1.0, total_iter
 def step(
     optimizer: Optimizer, *, step_size: Annotated[PositiveInt, Field(examples=[10])], gamma: PositiveFloat = 0.1
 ) -> LRScheduler:
-    """Multiply the learning rate by `gamma` after every `step_size` rounds, as PyTorch's `StepLR`."""
+    """Multiply the learning rate by `gamma` after every `step_size` rounds, like PyTorch's `StepLR`."""
     return lr_scheduler.StepLR(optimizer, step_size, gamma)
 
 
@@ -56,13 +56,13 @@ def multi_step(
     milestones: Annotated[list[PositiveInt], Field(examples=[[10, 20]])],
     gamma: PositiveFloat = 0.1,
 ) -> LRScheduler:
-    """Multiply the learning rate by `gamma` after each of the rounds `milestones`, as PyTorch's `MultiStepLR`."""
+    """Multiply the learning rate by `gamma` after each of the rounds `milestones`, like PyTorch's `MultiStepLR`."""
     return lr_scheduler.MultiStepLR(optimizer, milestones, gamma)
 
 
 @lr_schedule("exponential")
 def exponential(optimizer: Optimizer, *, gamma: Annotated[PositiveFloat, Field(examples=[0.99])]) -> LRScheduler:
-    """Multiply the learning rate by `gamma` after each round, as PyTorch's `ExponentialLR`."""
+    """Multiply the learning rate by `gamma` after each round, like PyTorch's `ExponentialLR`."""
     return lr_scheduler.ExponentialLR(optimizer, gamma)
 
 
@@ -74,7 +74,7 @@ def linear(
     end_factor: Fraction = 1.0,
     total_iters: PositiveInt = 5,
 ) -> LRScheduler:
-    """Change the learning rate linearly in `total_iters` rounds, as PyTorch's `LinearLR`.
+    """Change the learning rate linearly in `total_iters` rounds, like PyTorch's `LinearLR`.
 
     The factor of the initial learning rate changes from `start_factor` to `end_factor`.
     """
@@ -89,7 +89,7 @@ def cosine(
     T_max: PositiveInt | None = None,  # noqa: N803
     eta_min: NonNegativeFloat = 0.0,
 ) -> LRScheduler:
-    """Decay the learning rate to `eta_min` along a cosine, as PyTorch's `CosineAnnealingLR`.
+    """Decay the learning rate to `eta_min` along a cosine, like PyTorch's `CosineAnnealingLR`.
 
     The decay takes `T_max` rounds (by default all rounds).
 
@@ -110,7 +110,7 @@ def one_cycle(
     final_div_factor: PositiveFloat = 1e4,
     three_phase: bool = False,
 ) -> LRScheduler:
-    """Raise the learning rate to its maximum and lower it again, as PyTorch's `OneCycleLR`.
+    """Raise the learning rate to its maximum and lower it again, like PyTorch's `OneCycleLR`.
 
     The maximum is the configured learning rate, and the cycle takes `total_steps` rounds (by default all rounds). The
     schedule is from Smith and Topin 2019.

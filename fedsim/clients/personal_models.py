@@ -28,7 +28,7 @@ class APFL(LocalSGD, PersonalModel):
     The worker's copy x of the global model takes the steps of `sgd`. The worker also keeps a local model v between
     rounds. Each step trains v within the mixture u = alpha v + (1 - alpha) x: v -= lr alpha (gradient at u). The
     personal model is the mixture of v and the global model. The worker keeps the personal model's buffers, such as
-    BatchNorm statistics. Only forward passes with the parameters u change them.
+    BatchNorm statistics. Only forward passes with the parameters u change these buffers.
 
     Args:
         alpha: fraction of v in the mixture, 0 <= alpha <= 1. With 0, x moves as under `sgd` and v does not move.
@@ -205,7 +205,7 @@ class PFedMe(PersonalModel, UpdateCorrection):
 
     The server averages: w = (1 - beta) w + beta (mean of the x). The last theta of a round is the personal model. The
     personal model of a worker that has not taken part is w. The worker keeps the buffers of theta, such as BatchNorm
-    statistics. Only the forward passes at theta update them, including the first, where theta = x.
+    statistics. Only forward passes at theta update these buffers, including the first one, where theta = x.
 
     Args:
         lr: learning rate of theta, >= 0.

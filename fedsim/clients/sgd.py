@@ -32,7 +32,7 @@ class SGDSteps(ClientAlgorithm):
 
     @property
     def decay(self) -> float:
-        """Weight decay: the factor c of the term c w that each step adds to the gradient at the weights w."""
+        """Factor c of the weight decay: each step adds c w to the gradient at the weights w."""
         return self.weight_decay
 
     def step(self, rows: Tensor, gradients: Tensor, state: State) -> None:
@@ -106,7 +106,7 @@ class SGD(LocalSGD, GradientMessage):
     still move it. PyTorch skips such a parameter.
 
     With momentum_at = "worker" and sync = "gradients", worker k sends its momentum v_k instead of its gradient g_k, as
-    is usual with robust rules (El Mhamdi et al. 2021, and with dampening = momentum Karimireddy et al. 2021):
+    is usual with robust rules (El Mhamdi et al. 2021, or Karimireddy et al. 2021 with dampening = momentum):
 
         v_k = momentum v_k + (1 - dampening) g_k;  w -= lr (rule(v_1, ..., v_n) + weight_decay w)
 
@@ -162,7 +162,7 @@ class SGD(LocalSGD, GradientMessage):
 @client_algorithm("dp_sgd")
 @dataclass(frozen=True)
 class DPSGD(LocalSGD):
-    """DP-SGD: the gradient of each sample is clipped, and their mean gets Gaussian noise (Abadi et al. 2016).
+    """DP-SGD: each sample's gradient is clipped, and Gaussian noise is added to the mean (Abadi et al. 2016).
 
     Steps are those of `sgd` along
 
