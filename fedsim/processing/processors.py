@@ -102,9 +102,9 @@ def apply_chain(
     """Apply a chain of processors to an update, in place, one after another.
 
     Of consecutive compressors, each compresses the numbers that the previous one sends, such as the k values of
-    `top_k`. If a compressor has error feedback, C stands for this compressor together with the compressors that follow
-    it. C is applied to p = update + e, where e is the worker's residual. The new residual is e = p - C(p) (Seide et al.
-    2014, Karimireddy et al. 2019).
+    `top_k`. If a compressor has error feedback, let C be this compressor followed by the next compressors without error
+    feedback. C is applied to p = update + e, where e is the worker's residual. The new residual is e = p - C(p) (Seide
+    et al. 2014, Karimireddy et al. 2019).
 
     Args:
         chain: processors, in order.

@@ -109,7 +109,7 @@ class RunTask:
 
     @property
     def worker_state_memory(self) -> int | None:
-        """Maximum memory for worker states, in bytes; None for no limit. Larger states are stored in files."""
+        """Maximum memory for worker states, in bytes; None for no limit. If they need more, files store them."""
         return None if self.experiment.mode == "race" else self.experiment.worker_state_memory
 
     @property
