@@ -87,11 +87,11 @@ def test_limits():
     assert Releases(0.05, 100, 10).epsilon(100, 1e-5, "pld") > 1000  # coarser steps of the privacy loss, so not slow
 
 
-@pytest.mark.parametrize("accountant", ACCOUNTANTS)
-def test_the_noise_for_an_epsilon_has_this_epsilon(accountant):
-    releases = Releases(noise=1.0, workers=1000, cohort=50, sampling="poisson")
+@pytest.mark.parametrize(("accountant", "sampling"), [("rdp", "poisson"), ("pld", None)])
+def test_the_noise_for_an_epsilon_has_this_epsilon(accountant, sampling, coarse):
+    releases = Releases(noise=1.0, workers=1000, cohort=50, sampling=sampling)
     noise = releases.noise_for(2.0, 30, 1e-5, accountant)
-    spent = Releases(noise, 1000, 50, "poisson").epsilon(30, 1e-5, accountant)
+    spent = Releases(noise, 1000, 50, sampling).epsilon(30, 1e-5, accountant)
     assert spent <= 2.0
     assert spent == pytest.approx(2.0, rel=2e-2)  # of the noise that is rounded up to three digits
 
@@ -132,15 +132,17 @@ def test_a_missing_library_is_named(tiny_experiment, monkeypatch):
         fedsim.run({**tiny_experiment, **SMALL, "privacy": privacy})
 
 
-def test_the_plan_is_what_the_run_records(tiny_experiment):
+def test_the_plan_is_what_the_run_records(tiny_experiment, coarse):
     tables = {**tiny_experiment, **SMALL, "sampling": "poisson"}
-    experiment = fedsim.Experiment(**tables, privacy={"mechanism": "adaptive", "clip": 1.0, "noise": 0.4})
-    plan = dict(privacy_plan(experiment, target=5.0))
+    tables["privacy"] = {"mechanism": "adaptive", "clip": 1.0, "noise": 0.4}
+    experiment = fedsim.Experiment(**tables)
+    plan = dict(privacy_plan(experiment))
     assert plan["epsilon (rdp)"] == f"{fedsim.run(experiment).history[-1].metrics['epsilon']:.3g}"
+    plan = dict(privacy_plan(fedsim.Experiment(**{**tables, "cohort": 20}), target=5.0))
     assert plan["noise (rdp)"].startswith("privacy.noise=")
 
 
-def test_the_command_prints_the_plan(cli):
+def test_the_command_prints_the_plan(cli, coarse):
     done = cli("privacy", "local.algorithm=dp_sgd", "local.noise=3.0", "rounds=3", "--target-epsilon", "4")
     assert done.exit_code == 0
     assert "epsilon (rdp)" in done.output

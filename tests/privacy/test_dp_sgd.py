@@ -15,6 +15,7 @@ from fedsim.training import sample_gradients
 from tests import components
 from tests.textbook import Federation, small_two_nn
 
+pytestmark = pytest.mark.usefixtures("coarse")  # for plans
 LOCAL = {"algorithm": "dp_sgd", "lr": 0.1, "clip": 0.05, "noise": 0.4, "batch_size": 16}
 
 
