@@ -77,7 +77,7 @@ class Releases:
         return "ADD_OR_REMOVE_ONE" if self.effective_sampling else "REPLACE_SPECIAL"
 
     def epsilon(self, rounds: int, delta: float, accountant: str = "rdp") -> float:
-        """Return the epsilon of (epsilon, delta)-differential privacy after `rounds` rounds. Infinity without noise.
+        """Return the epsilon of (epsilon, delta)-differential privacy after `rounds` rounds; infinity without noise.
 
         `accountant` is "rdp" (Renyi differential privacy, Mironov 2017) or "pld" (privacy loss distributions, Koskela
         et al. 2020), which is tighter and slower.
@@ -90,7 +90,7 @@ class Releases:
         return _epsilon(self, rounds, delta, accountant)
 
     def noise_for(self, epsilon: float, rounds: int, delta: float, accountant: str = "rdp") -> float:
-        """Return the smallest noise multiplier of three digits whose epsilon after `rounds` is at most `epsilon`.
+        """Return the smallest three-digit noise multiplier with which `rounds` rounds cost at most `epsilon`.
 
         Raises the errors of the method `epsilon`, and ExperimentError if no noise is enough.
 

@@ -40,7 +40,7 @@ class OwnModels(Policy):
 
 
 class Waiting(OwnModels):
-    """Base class for policies in which workers may wait until all present workers have arrived, and then exchange.
+    """Base class for policies in which workers may wait until all have arrived, and then exchange their models.
 
     The state `arrived` is 0 for a worker that has not arrived, 1 for one that has, and 2 if its result was excluded.
     """
