@@ -138,7 +138,7 @@ def noises() -> Signatures:
 
 
 def registry_of(kind: str) -> Registry:
-    """Return the registry of a kind of component."""
+    """Return the registry with all components of a kind, such as "rules"."""
     module, _, attribute = COMPONENTS[kind][1].partition(":")
     return getattr(importlib.import_module(module), attribute)
 

@@ -88,7 +88,7 @@ def engine_class(name: str) -> Any:
 
 
 def traits_of(name: str) -> EngineTraits:
-    """Return the traits of the engine with this name or import path.
+    """Return the `EngineTraits` of the engine with this name or import path.
 
     Raises ExperimentError if there is no such engine.
     """

@@ -194,7 +194,7 @@ VOCABULARY.component_keys = frozenset(
 def count_workers(tables: Mapping[str, Any]) -> int | None:
     """Return the number of workers that the partition (such as `natural`) prescribes, or None if it prescribes none.
 
-    Without a partition, it is the length of the list `groups`, or 4 workers per group if `groups` is a number.
+    Without a partition, the number is the length of the list `groups`, or 4 times `groups` if `groups` is a number.
     """
     if "partition" not in tables:
         groups = tables.get("groups")
@@ -220,7 +220,7 @@ def count_workers(tables: Mapping[str, Any]) -> int | None:
 
 
 def _sample_shape(partition: schema.Partition, data: schema.Data) -> SampleShape | None:
-    """Return the shape of a data set's samples, or None if the data set must be downloaded."""
+    """Return the shape of a data set's samples, or None if the data set is not downloaded yet."""
     if shape := known_shape(*(source := data.source(partition))):
         return shape
     refuse_untrusted_root(data)

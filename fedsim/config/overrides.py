@@ -187,7 +187,7 @@ def _is_default(key: str, setting: Removed) -> bool:
 
 
 def override(description: dict[str, Any], changes: Iterable[Change]) -> dict[str, Removed]:
-    """Apply changes to nested tables in place. A component's name and its parameters may come in any order.
+    """Apply changes to nested tables in place. Changes of a component's name and parameters may come in any order.
 
     New values replace contradicting old values: a different component removes the parameters of the previous component,
     and `local.steps` replaces `local.epochs`.

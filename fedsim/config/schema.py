@@ -256,7 +256,7 @@ class Sampling(ComponentTable):
 
 
 class Numbers(Table):
-    """Settings of `[local]` that may differ between workers and rounds, for one worker in one round."""
+    """Values for one worker in one round of those settings in `[local]` that may differ between workers and rounds."""
 
     epochs: PositiveCount = 1
     steps: PositiveCount = 1
@@ -270,7 +270,7 @@ worker_function = Registry("function of a worker and a round", inputs=("worker",
 
 
 def form_of(value: Any) -> tuple[Any, list[Any]]:
-    """Return how a setting is given ("one", "list", "uniform", "choice" or "function"), and its numbers.
+    """Return the form of a setting ("one", "list", "uniform", "choice" or "function"), and the numbers in the setting.
 
     >>> from fedsim.config.schema import form_of
     >>> form_of(5), form_of([1, 2]), form_of({"uniform": [1, 5]}), form_of("module:function")
@@ -285,9 +285,10 @@ def form_of(value: Any) -> tuple[Any, list[Any]]:
 
 
 def _checked_numbers(value: Any, info: Any) -> Any:
-    """Return the value of a key in `Numbers`: a number, or numbers or a function that differ between workers.
+    """Check and return the value of a key in `Numbers`: a number, or a list, distribution or function of numbers.
 
-    `info`: the key, or information of pydantic with the key. Raises ExperimentError if a number is invalid.
+    `info`: the key, or pydantic's validation info, which contains the key. Raises ExperimentError if a number is
+    invalid.
     """
     key, (form, numbers) = getattr(info, "field_name", info), form_of(value)
     if form == "function":
@@ -446,7 +447,7 @@ class Local(ComponentTable):
     def amount(self, key: str, seed: int) -> Any:
         """Return the value of a setting, or a `Varying` if it differs between workers or rounds.
 
-        `key` is one of `Numbers`. `seed` is that of the experiment.
+        `key`: name of a field of `Numbers`. `seed`: seed of the experiment.
         """
         if key not in self.varying:
             return self.params.get(key, vars(self).get(key))
@@ -545,7 +546,7 @@ class TopAggregate(ComponentTable):
         return resolve(rule, params, cls.place, list(cls.model_fields), {"f": f or 0})
 
     def pipeline(self, f: int) -> Pipeline:
-        """Return the rule with its parameters for `f` Byzantine rows."""
+        """Return the rule with its parameters for `f` Byzantine updates."""
         return make_pipeline(self._resolve(self.rule, self.params, f))
 
     @property
@@ -561,7 +562,7 @@ class TopAggregate(ComponentTable):
 
 
 class Aggregate(TopAggregate):
-    """How the updates of a cohort, or of the members of each group, are aggregated into one update."""
+    """How the updates of a cohort, or of the workers of each group, are aggregated into one update."""
 
     place = "aggregate"
 

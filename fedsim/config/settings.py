@@ -221,7 +221,7 @@ class Settings(Table):
 
     @property
     def weight_total(self) -> float | None:
-        """Divisor of weighted sums of updates, or None for the sum of the weights."""
+        """Divisor of weighted sums of updates, or None if the divisor is the sum of the weights."""
         if self.privacy.component.at_server:
             return self.expected_updates
         return 1.0 if self.weights == "inverse_probability" else None
@@ -360,7 +360,7 @@ class Settings(Table):
 
     @property
     def schedule_rounds(self) -> int:
-        """Number of rounds for which the settings `planned_settings` are planned."""
+        """Number of rounds for which schedules and the other `planned_settings` are planned."""
         return self.planned_rounds or self.rounds
 
     @property
@@ -370,7 +370,7 @@ class Settings(Table):
         return schedules + ["privacy.target_epsilon"] * (self.privacy.target_epsilon is not None)
 
     def local_lr_at(self, round: int, step: int = 0) -> float | None:
-        """Return the learning rate of the client algorithm in a step (from 0) of a round, or None if there is none."""
+        """Return the learning rate of the client algorithm in a step (from 0) of a round, or None if it has none."""
         lr, schedule = self.local_lr, self.local_schedule
         return lr if schedule is None or lr is None else schedule.rate(lr, round, step)
 
@@ -397,7 +397,7 @@ class Settings(Table):
 
     @property
     def largest_cohort(self) -> int:
-        """Maximum number of workers in a cohort, which is more than `cohort_size` with Poisson sampling."""
+        """Maximum number of workers in a cohort, which exceeds `cohort_size` with Poisson sampling."""
         return self.sampling.component.largest(self.workers, self.cohort_size)
 
     @property

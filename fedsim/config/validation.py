@@ -116,7 +116,7 @@ def warnings_about_objects(experiment: Settings, *, resumed: bool = False) -> li
 
 
 def large_delta(experiment: Settings) -> str | None:
-    """Return a line about a delta above 1 / workers, or None for a smaller one and without differential privacy."""
+    """Return a warning line if delta exceeds 1 / workers. Return None otherwise, or without differential privacy."""
     delta, workers = experiment.privacy.delta, experiment.workers
     if experiment.protects is None or delta <= 1 / workers:
         return None

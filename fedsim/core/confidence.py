@@ -168,7 +168,7 @@ def f_tail(x: float, numerator: int, denominator: int) -> float:
 
 @functools.cache
 def studentized_range_quantile(candidates: int, confidence: float = 0.95) -> float:
-    """Return the bound that holds with probability `confidence` for the range of `candidates` standard normal values.
+    """Return the quantile of the range of `candidates` standard normal values at probability `confidence`.
 
     The range is the maximum minus the minimum.
 

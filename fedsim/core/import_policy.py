@@ -119,7 +119,7 @@ def untrusted_config(file: Path | None, trusted: Iterable[Any] = (), *, allowed:
 
 @contextlib.contextmanager
 def reading_stored_run() -> Iterator[None]:
-    """Allow no imports to experiment files of a run or comparison folder, inside the `with` block."""
+    """Forbid experiment files, which lie in a run or comparison folder, to import anything inside the `with` block."""
     token = _is_stored.set(True)
     try:
         yield

@@ -107,7 +107,7 @@ def predicts_numbers(task: LearningTask, outputs: Callable[[], object], targets:
 
 
 def predicts_classes(task: LearningTask) -> bool:
-    """Whether a task's integer targets [batch] are classes. Other tasks of the user may give them another meaning."""
+    """Whether a task's integer targets [batch] are known to be classes. False for a user's own task class."""
     return isinstance(task, (Classification, Binary)) or (isinstance(task, LossTask) and task.uses_classes)
 
 

@@ -56,7 +56,7 @@ class CellOutput:
         return self._works and time.monotonic() - self._shown_at >= PAUSE
 
     def show(self, content: str) -> None:
-        """Replace the previous output by this HTML."""
+        """Replace the previous output by the HTML `content`."""
         if not self._works:
             return
         try:

@@ -103,11 +103,11 @@ class Draws:
 
     @property
     def key(self) -> Tensor:
-        """Number from which `Draws(key)` gives the same tensors, int64 []."""
+        """Key of this source, int64 []. `Draws(key)` draws the same tensors."""
         return self._key
 
     def on(self, device: torch.device) -> Draws:
-        """Return a copy of this source on another device, which continues with the same numbers."""
+        """Return a copy of this source on another device. Both sources draw the same further numbers."""
         moved = Draws(self._key.to(device), self._step)
         moved._calls = self._calls
         return moved

@@ -140,7 +140,7 @@ def parameter_errors(
 
     Args:
         values: parameters by name.
-        components: selected components. The parameters of any of them are known.
+        components: selected components. A parameter is known if any of these components has it.
         kind: kind of the components, such as `aggregation rule`.
         siblings: all registered components of this kind, for hints.
         place: dotted key of the table that contains the parameters.
@@ -197,7 +197,7 @@ class Component:
 
 
 class Imported:
-    """An unregistered component with its parameters. The component is an import path or the name of an object."""
+    """An unregistered component with its parameters, given by an import path or by the name of an object."""
 
     def __init__(self, path: str, params: dict[str, Any]) -> None:
         self._path, self._params = path, params

@@ -196,7 +196,7 @@ def new_rows(n: int, d: int, dtype: torch.dtype, device: torch.device | str = "c
 
 
 def require_finite(global_row: Tensor, round: int) -> None:
-    """Raise DivergedError if the global model's parameters contain NaN or infinity. `round`: for the message."""
+    """Raise DivergedError, which names `round`, if the global model's parameters contain NaN or infinity."""
     finite = global_row.isfinite()
     if not bool(finite.all()):
         lost = f"{int((~finite).sum()):,} of {len(finite):,} numbers are NaN or infinite"
@@ -260,7 +260,7 @@ def clip_rows(gradients: Tensor, max_norm: float | Tensor | None) -> None:
 
 
 def index_of(slots: Sequence[int] | np.ndarray, device: torch.device) -> slice | Tensor:
-    """Return an index that selects the rows with these numbers from a matrix on `device`.
+    """Return an index that selects the rows with the numbers `slots` from a matrix on `device`.
 
     Evenly spaced numbers give a slice, which selects a view. Other numbers give an int64 tensor [n] on the device.
     """

@@ -59,7 +59,7 @@ def is_kind(name: str) -> bool:
 
 
 def words_of(name: str) -> frozenset[str]:
-    """Return the words of a name, without those that do not matter, and in a form that is equal for synonyms.
+    """Return the significant words of a name, in a form that is equal for synonyms.
 
     >>> words_of("num_clients") == words_of("numberOfWorkers") == words_of("node-count")
     True

@@ -88,7 +88,7 @@ def check_privacy(task: RunTask, layout: Layout) -> None:
 
 
 def check_sample_gradients(task: RunTask, train: TensorData) -> None:
-    """Raise ExperimentError if the client algorithm needs a gradient for each sample, which the model does not have."""
+    """Raise ExperimentError if the client algorithm needs per-sample gradients, but the model cannot compute them."""
     if task.algorithm.sample_noise is None:
         return
     place = (
@@ -392,7 +392,7 @@ def warn_of_held_out_classes(
         train: training samples, without those that are held out for validation.
         validation: samples that are held out for validation.
         shards: training samples of each worker.
-        worker_tests: local test samples of each worker, or None. They are not checked if they are drawn on demand.
+        worker_tests: local test samples of each worker, or None. Sets that are drawn on demand are not checked.
     """
     if not _has_classes(experiment, train):
         return

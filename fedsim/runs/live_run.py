@@ -180,7 +180,7 @@ class LiveRun:
             call: function that calls the engine's processes.
             action: beginning of the error message, such as "round 3 has been tried".
             round: current round, for the warning about the lost process; 0 before the first round.
-            then: end of this warning, such as ", and round 3 is repeated".
+            then: end of the warning, such as ", and round 3 is repeated".
             restores: whether new processes need the state of the run for this call, not only the task.
         """
         engine, retries = self.engine, self.experiment.max_restarts
