@@ -203,7 +203,7 @@ def headline(run: LiveRun) -> str:
     count, engine = metadata.how["processes"], metadata.how["engine"]
     processes = f"{count} {started}process{'es' * (count > 1)}" if started or count > 1 else ""
     way = processes if engine in ("processes", "spawn") else ", ".join(filter(None, (engine, processes)))
-    width = f", stacks of {metadata.how['width']} rows" if "width" in metadata.how else ""
+    width = f", stacks of {metadata.how['width']} workers" if "width" in metadata.how else ""
     updates = f"; {metadata.how['updates']}" if "updates" in metadata.how else ""
     held_out = f"{metadata.validation_samples:,} validation, " if metadata.validation_samples else ""
     dimensions = "".join(f"{words}, " for words in taken_from_data(experiment))

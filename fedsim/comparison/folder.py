@@ -146,7 +146,7 @@ class ComparisonRecords:
                 others.setdefault(f"engine={there} instead of {here}", []).append(run.id)
             elif "engine" in metadata:
                 same_but_seed = canonical({key: value for key, value in tables.items() if key not in ("name", SEED)})
-                width = f"stacks of {metadata['width']} rows" if "width" in metadata else "single rows"
+                width = f"stacks of {metadata['width']} workers" if "width" in metadata else "single workers"
                 alike.setdefault(same_but_seed, {}).setdefault(width, []).append(run.id)
             for scope, keys in ((), SOFTWARE), ((tables["device"], tables["precision"]), DEVICE):
                 if way := " ".join(str(metadata[key]) for key in keys if key in metadata):

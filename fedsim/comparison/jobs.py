@@ -211,7 +211,7 @@ def _reason_of_failure(planned: PlannedRun, number: int, error: FedsimError) -> 
 
 
 def _job(process: ProcessContext, experiment: Experiment, folder: Path) -> str | None:
-    """Execute a run in a process of its own. Return None if the run succeeds, otherwise an error message."""
+    """Execute a run in a separate process. Return None if the run succeeds, otherwise an error message."""
     ProcessContext.monitored = process.table
     process.table.begin_work(0)
     if "session" not in process.state:

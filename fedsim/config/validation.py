@@ -249,7 +249,7 @@ def _check_sizes(experiment: Settings) -> Iterator[str]:
     lists = []
     if cohort > LARGE:
         key = "workers" if experiment.cohort is None else "cohort"
-        lists.append((f"{key} = {cohort}: data about the members of a cohort", cohort))
+        lists.append((f"{key} = {cohort}: data about the workers of a cohort", cohort))
     if workers > LARGE and attack.workers is None and attack.count(workers):
         key = "fraction" if attack.f is None else "f"
         lists.append((f"attack.{key} = {getattr(attack, key)}: drawing from {workers} workers", workers))

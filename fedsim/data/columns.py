@@ -252,7 +252,7 @@ def require_different_names(names: Sequence[Any], place: str) -> None:
 
 
 def only_target(columns: Columns, place: str) -> str:
-    """Return the only column that has one of the names of targets. Raise DataError if there is none, or several."""
+    """Return the only column whose name is usual for targets. Raise DataError if there is none, or several."""
     names = [name for name in columns if name in TARGETS]
     names = names or [name for name in columns if isinstance(name, str) and name.casefold() in TARGETS]
     if len(names) != 1:

@@ -171,7 +171,7 @@ def _caption(statistics: Heterogeneity, n_classes: int) -> str:
 
 
 def _draw_bars(axes: Axes, counts: np.ndarray, workers_called: list[str]) -> None:
-    """Draw one stacked bar per worker, with label 0 at the bottom. Unless empty, `workers_called` are their names."""
+    """Draw one stacked bar per worker, with label 0 at the bottom. `workers_called`: their names, or empty."""
     from matplotlib import colormaps
 
     n_workers, n_classes = counts.shape

@@ -315,7 +315,7 @@ def load_dataset_once(
 
 
 def known_shape(name: str, root: str | None, params: Mapping[str, Any]) -> SampleShape | None:
-    """Return the shape of a data set's samples if it is declared, or known within `data_loaded_once`, else None."""
+    """Return the shape of a data set's samples if it is registered or `data_loaded_once` knows it, else None."""
     if declared := getattr(dataset.get(name).target, "declared", None) if name in dataset.names() else None:
         return declared(**{key: value for key, value in params.items() if key not in vars(ReadSettings())})
     return loaded.shapes.get(_key(name, root, params)) if (loaded := _loaded.get()) else None

@@ -210,11 +210,11 @@ def split_validation(
         share: fraction of the samples to hold out, 0 <= share < 1, rounded to a whole number of samples.
         seed: seed for the random split.
         fewest: minimum number of samples that must remain for training, such as the number of workers.
-        strata: classes and owners that the draw observes (see `draw_part`).
+        strata: classes and owners that the draw respects (see `draw_part`).
 
-    Returns (remaining, held out, index_of): the samples, each in the data set's order, and the index of each of the n
-    samples among the remaining ones, int64 [n], -1 for samples that are held out. If `share` is 0, samples are not
-    copied, and index_of is None.
+    Returns (remaining, held out, index_of): the samples of both parts in the data set's order, and the index of each
+    sample among the remaining samples, int64 [n], or -1 for held-out samples. If `share` is 0, samples are not copied,
+    and index_of is None.
 
     Raises ExperimentError if a positive share rounds to zero samples, or if fewer than `fewest` samples remain.
 

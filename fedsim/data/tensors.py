@@ -309,7 +309,7 @@ def as_tensor_data(data: Any) -> TensorData:
         inputs = inputs.float()
     if inputs.is_floating_point():
         return TensorData(inputs, targets, ids=ids)
-    note = "inputs that are integers are tokens (convert measured numbers to floating point)"
+    note = "integer inputs are treated as tokens (convert measured numbers to floating point)"
     return TensorData(inputs, targets, dtype=inputs.dtype, ids=ids, assumed=(note,))
 
 

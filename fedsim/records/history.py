@@ -104,7 +104,7 @@ def with_nan_losses(record: RoundRecord) -> RoundRecord:
 def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
     """Return the records in a file, and whether its last line is incomplete.
 
-    Raises RecordError if another line is invalid.
+    Raises RecordError if any other line is invalid.
     """
     lines = io.BytesIO(read_file(path, MOST_METRICS_BYTES))
     records: list[RoundRecord] = []

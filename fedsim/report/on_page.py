@@ -198,7 +198,7 @@ def _line_figure(
         x_axis: plotly settings of the x axis.
         y_axis: plotly settings of the y axis.
         lines: name of a group of figures. A line that a reader hides in one of them is hidden in all of them.
-        when: the choices in the menus for which the figure is shown.
+        when: menu choices for which the figure is shown.
     """
     traces = [trace for line, name in zip(chart.lines, names, strict=True) for trace in _traces(chart, line, name)]
     for index, trace in enumerate(traces):
@@ -319,7 +319,7 @@ def _heat_figures(
         maps: the heat maps.
         title: title of the colour scale.
         means: all numbers that the colour scale must include.
-        when: the choices in the menus for which the figures are shown.
+        when: menu choices for which the figures are shown.
     """
     limits = {"cmin": min(means), "cmax": max(means)} if means else {}
     rows, columns = ([fmt.label(value) for value in comparison.axes[key]] for key in keys[:2])
@@ -370,8 +370,8 @@ def columns_for(runs: Sequence[Run]) -> int:
 def weights_heat_map(run: Run, columns: int = MOST_COLUMNS, /, **when: Any) -> dict[str, Any] | None:
     """Return a heat map of the aggregation weight of each worker in each round, or None without weights.
 
-    If there are more than `columns` rounds, each column shows the mean over several rounds. `when` contains the choices
-    in the menus for which the heat map is shown.
+    If there are more than `columns` rounds, each column shows the mean over several rounds. `when`: menu choices for
+    which the heat map is shown.
     """
     if not any(
         record.excluded or any(weight is not None for _, weight in record.weights_by_worker) for record in run.history
@@ -423,7 +423,7 @@ def partition_heat_map(partition: StoredPartition, /, **when: Any) -> dict[str, 
 
     For a task without classes, the figure has only the number of samples per worker.
 
-    `when` contains the choices in the menus for which the heat map is shown.
+    `when`: menu choices for which the heat map is shown.
     """
     counts = partition.counts
     if not any(counts):
@@ -563,7 +563,7 @@ def figure(data: list[dict[str, Any]], layout: dict[str, Any], min_width: int = 
         data: plotly traces.
         layout: plotly layout without a template.
         min_width: minimum width in pixels. On narrower screens, the figure can be scrolled.
-        when: the choices in the menus for which the figure is shown.
+        when: menu choices for which the figure is shown.
     """
     return {"when": when, "data": data, "layout": layout, "min_width": min_width}
 

@@ -302,8 +302,8 @@ def check_outputs_of_model(task: RunTask, train: TensorData, test: TensorData, d
     integers = [] if train.dtype.is_floating_point else [compact(part.inputs).cpu().numpy() for part in (train, test)]
     if not own and (least := min((int(values.min()) for values in integers), default=0)) < 0:
         raise DataError(
-            f"data.name = {show(dataset)}: inputs that are integers are tokens, which must be at least 0, but the data "
-            f"contains {least}; convert measured numbers to floating point, such as inputs.astype('float32')"
+            f"data.name = {show(dataset)}: integer inputs are treated as tokens, which must be at least 0, but the "
+            f"data contains {least}; convert measured numbers to floating point, such as inputs.astype('float32')"
         )
     data = experiment.data.model_copy(update={"name": dataset})
     wrong = mismatches(experiment.model, data, known, experiment.task.component)
@@ -409,12 +409,12 @@ def warn_of_held_out_classes(
 
 
 def _has_classes(experiment: Experiment, train: TensorData) -> bool:
-    """Whether the targets are classes of inputs other than tokens."""
+    """Whether the targets are class labels, and the inputs are not tokens."""
     return train.has_labels and train.dtype.is_floating_point and predicts_classes(experiment.task.component)
 
 
 def _warn_if_untrained(setting: str, test_set: str, trained: np.ndarray, tested: np.ndarray) -> None:
-    """Warn if there are tested labels that are not among the trained labels."""
+    """Warn if a label in `tested` does not occur in `trained`."""
     if len(untrained := np.setdiff1d(tested, trained)):
         warnings.warn(
             f"{setting}: {test_set} has samples of class {untrained[0]}, of which there are no training samples",

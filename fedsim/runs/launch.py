@@ -29,7 +29,7 @@ def ignoring_launcher() -> Iterator[None]:
 
 
 def launched_ranks() -> str | None:
-    """Return the number of ranks that a launcher has started, such as "WORLD_SIZE = 2"; None for fewer than two.
+    """Return the launcher's number of ranks as text, such as "WORLD_SIZE = 2", or None for fewer than two ranks.
 
     Raises ExperimentError if the launcher's environment variables are inconsistent.
     """

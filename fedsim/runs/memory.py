@@ -41,7 +41,7 @@ class RunBytes:
 
     @classmethod
     def of(cls, task: RunTask, d: int, n_buffer_values: int, n_rows: int) -> RunBytes:
-        """Count the bytes of a run. They are 0 if an initial state depends on the values of tensors.
+        """Count the bytes of a run. The numbers are 0 if an initial state depends on the values of tensors.
 
         Args:
             task: run to compute.

@@ -122,11 +122,10 @@ class Result(HintingAttributes):
     def personal_model(self, worker: int | str) -> nn.Module:
         """Return the personal model of a worker after the last round, on the CPU and in evaluation mode.
 
-        A worker that has not taken part has its initial personal model. With `ifca`, the personal model is the global
-        model that the worker selected in its last round, as it is after the last round of the run. The models of all
-        workers may be much larger than the global model. Results therefore do not contain them, but read them from the
-        checkpoint of the last round when this method is first called. Runs with a folder and `checkpoint.every` write
-        this checkpoint.
+        A worker that has not taken part has its initial personal model. With `ifca`, the personal model is the final
+        state of the global model that the worker selected last. The models of all workers may be much larger than the
+        global model. Results therefore do not contain them, but read them from the checkpoint of the last round when
+        this method is first called. Runs with a folder and `checkpoint.every` write this checkpoint.
 
         Args:
             worker: ID or name of the worker.

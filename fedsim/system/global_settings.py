@@ -68,7 +68,7 @@ def _setting(name: str, read: Callable[[], Any], write: Callable[[Any], object],
 
 
 def _attribute(owner: Any, name: str, in_run: Any) -> list[GlobalSetting]:
-    """Return the setting that is an attribute of a module, or nothing if this version of PyTorch lacks it."""
+    """Return [setting] for an attribute of a module, or [] if this version of PyTorch lacks the attribute."""
     if not hasattr(owner, name):
         return []
     label = f"{getattr(owner, '__name__', 'torch.backends.cuda.matmul')}.{name}"

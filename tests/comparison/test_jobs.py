@@ -116,7 +116,10 @@ def test_runs_by_another_engine_are_named_in_one_line(before, now, told, for_sta
     ("change", "told"),
     [
         ({"cpu_capability": "AVX1024"}, ".* 1 run with .*AVX1024 .such as seed1."),
-        ({"width": 40}, "1 run with stacks of 5 rows .such as seed0.; 1 run with stacks of 40 rows .such as seed1."),
+        (
+            {"width": 40},
+            "1 run with stacks of 5 workers .such as seed0.; 1 run with stacks of 40 workers .such as seed1.",
+        ),
         ({"device": "cuda:0"}, "1 run with cpu float32 float32 False .*; 1 run with cuda:0 float32 float32 False"),
         (
             {"arithmetic": {"tf32": True}},

@@ -275,7 +275,7 @@ NO_VALUES = r"the inputs of the training set have the shape \[48, .*0.*\], so sa
         (np.full((60, 2), 1e300), LABELS, "the training data: sample 0 has NaN or infinity as input"),
         (np.ma.masked_less(INPUTS, 0), LABELS, "the training data: an array has masked values; fill them in"),
         (np.zeros(60, [("a", "f4")]), LABELS, "the training data: an array of inputs is a"),
-        (np.arange(120).reshape(60, 2) - 9, LABELS, "inputs that are integers are tokens, which must be at least 0"),
+        (np.arange(120).reshape(60, 2) - 9, LABELS, "integer inputs are treated as tokens, which must be at least 0"),
     ],
 )
 def test_values_that_cannot_be_samples_are_a_line_about_the_data(inputs, targets, match, engine):
@@ -435,7 +435,7 @@ def test_a_named_index_is_an_owner_or_is_not_used():
 
 def test_integer_inputs_are_said_to_be_tokens():
     train, _ = load((LABELS[:, None], LABELS))
-    assert train.assumed[0] == "inputs that are integers are tokens (convert measured numbers to floating point)"
+    assert train.assumed[0] == "integer inputs are treated as tokens (convert measured numbers to floating point)"
 
 
 def test_large_inputs_and_targets_are_named(tmp_path):

@@ -87,8 +87,8 @@ def test_words_beyond_the_limits_are_one_short_line(cli):
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"workers": 10**12}, "workers = 1000000000000: data about the members of a cohort takes 100,000.0 GB"),
-        ({"workers": 10**15, "cohort": 10**13}, "cohort = 10000000000000: data about the members of a cohort takes"),
+        ({"workers": 10**12}, "workers = 1000000000000: data about the workers of a cohort takes 100,000.0 GB"),
+        ({"workers": 10**15, "cohort": 10**13}, "cohort = 10000000000000: data about the workers of a cohort takes"),
         (
             {"workers": 10**12, "cohort": 10, "attack": {"name": "sign_flipping", "fraction": 0.1}},
             "attack.fraction = 0.1: drawing from 1000000000000 workers takes 100,000.0 GB",

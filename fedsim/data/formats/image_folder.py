@@ -28,11 +28,11 @@ def image_folder(
 ) -> tuple[TensorData, TensorData]:
     """Image files `PATH/train/CLASS/IMAGE` and `PATH/test/CLASS/IMAGE`, or `PATH/CLASS/IMAGE` without a test part.
 
-    Classes are numbered in sorted order. Images `CLASS/OWNER/IMAGE` belong to the owner OWNER, for the partition
-    `natural`. So do images `PATH/OWNER/train/CLASS/IMAGE` and `PATH/OWNER/test/CLASS/IMAGE`. Pixels are uint8
-    [n, channels, height, width], divided by 255 when a batch is made. Images are rotated as their EXIF data say.
-    `train` may also be called training, and `test` testing, validation, valid or val, in upper or lower case. Other
-    files and folders are not read, and are named in a warning.
+    Classes are numbered in sorted order. For the partition `natural`, the owner of the images `CLASS/OWNER/IMAGE`, and
+    also of `PATH/OWNER/train/CLASS/IMAGE` and `PATH/OWNER/test/CLASS/IMAGE`, is OWNER. Pixels are uint8 [n, channels,
+    height, width], divided by 255 when a batch is made. Images are rotated as their EXIF data say. `train` may also be
+    called training, and `test` testing, validation, valid or val, in upper or lower case. Other files and folders are
+    not read, and are named in a warning.
 
     Args:
         path: the folder.

@@ -18,7 +18,7 @@ GROUPS = r"[-+]?([1-9]\d{0,2}\.\d{3}|\d{1,3})"  # a number below a million, whos
 
 
 class Signs(NamedTuple):
-    """Parameters `delimiter`, `decimal` and `thousands` of a CSV file, as they are set."""
+    """Parameters `delimiter`, `decimal` and `thousands` of a CSV file. None: not set."""
 
     delimiter: str | None
     decimal: str | None
@@ -26,7 +26,7 @@ class Signs(NamedTuple):
 
     @property
     def are_set(self) -> bool:
-        """Whether the signs of numbers are set."""
+        """Whether `decimal` or `thousands` is set."""
         return self.decimal is not None or self.thousands is not None
 
     def numbers(
@@ -74,7 +74,7 @@ def _with_decimal_commas(columns: Mapping[str, Any]) -> list[str]:
 
 
 def _all_match(text: Any, pattern: str) -> bool:
-    """Whether all values match a pattern after a sign, before an exponent."""
+    """Whether all values match a pattern, apart from a leading sign and an exponent."""
     compute = import_module("pyarrow.compute")
     return bool(compute.all(compute.match_substring_regex(text, rf"^\s*[-+]?({pattern})([eE][-+]?\d+)?\s*$")).as_py())
 

@@ -56,9 +56,9 @@ def table(
 
     Args:
         path: file of the training samples: Parquet if its name ends in `.parquet`, otherwise CSV in UTF-8, perhaps
-            compressed (`.csv.gz`). Or a folder with one such file for each worker, whose name is that of the file
-            without its ending. Workers are in the order of their names (2 before 10). The folder may consist of the
-            folders `train` and `test`.
+            compressed (`.csv.gz`). Or a folder with one such file for each worker, where the worker's name is the file
+            name without its ending. Workers are in the order of their names (2 before 10). The folder may consist of
+            the folders `train` and `test`.
         test_path: file of the test samples, or a folder with those of each worker. Unset: a fraction `test_fraction` of
             the samples in `path` is drawn at random. The draw is the same for every seed, and stratified by class.
         target: column of the targets. Unset: the only column called label, labels, target, targets or y.
@@ -133,8 +133,9 @@ def _read(path: str, signs: Signs, is_text: Callable[[str], bool], is_target: Ca
     Args:
         path: the file.
         signs: parameters of a CSV file.
-        is_text: whether the column with a name is read as text from a CSV file, so that 01 remains 01, such as owners.
-        is_target: whether the column with a name may contain the targets.
+        is_text: function from a column's name to whether a CSV file's column, such as owners, is read as text, so that
+            01 remains 01.
+        is_target: function from a column's name to whether the column may contain the targets.
     """
     path = data_path(path)
     parquet = Path(path).suffix.lower() in (".parquet", ".pq")
@@ -197,7 +198,7 @@ def _csv(path: str, signs: Signs, is_text: Callable[[str], bool], is_target: Cal
     of_type = {kind: [name for name in columns if str(arrays[name].type) == kind] for kind in TYPES}
 
     def written(chosen: Sequence[str]) -> dict[str, Any]:
-        """Return columns as they were written, arrays of text of PyArrow."""
+        """Return columns as they are written in the file: PyArrow arrays of text."""
         again = [raw[name] for name in chosen]
         content = read(again, include_columns=again) if again else {}
         return {name: content[raw[name]] for name in chosen}

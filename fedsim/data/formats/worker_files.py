@@ -44,7 +44,7 @@ def natural_order(names: Iterable[str]) -> list[str]:
 
 
 def _files_by_worker(path: str) -> dict[str, str]:
-    """Return the tables in a folder by their names without endings, or the file `path` as that of the worker ""."""
+    """Return {file name without ending: file} for the tables in the folder `path`, or {"": path} for a single file."""
     if not Path(path).is_dir():
         return {"": path}
     files = {entry.name: str(entry) for entry in Path(path).iterdir() if not entry.name.startswith(".")}

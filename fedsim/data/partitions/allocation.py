@@ -185,7 +185,7 @@ def draw_until_large_enough(
     """Call `draw` until every worker has at least min_size samples, and return these counts.
 
     Args:
-        draw: returns random sample counts, [n_workers, ...].
+        draw: function that returns random sample counts, [n_workers, ...].
         min_size: minimum number of samples per worker.
         n_samples: total number of samples.
         n_workers: number of workers.

@@ -217,7 +217,7 @@ def hold_out(shards: Shards, fraction: float, seed: int, strata: Strata = NO_STR
         fraction: fraction of test samples, 0 < fraction < 1. A worker with n samples has round(fraction n) test
             samples, but at least one and at most n - 1. A worker with a single sample has no test samples.
         seed: seed for the splits. Each worker's split depends only on (seed, worker).
-        strata: classes and owners of all samples of the data set, which each worker's split observes (see `draw_part`).
+        strata: classes and owners of all samples of the data set, which each worker's split respects (see `draw_part`).
             A worker has fewer test samples if its classes have too few samples, and none if all samples have one owner.
 
     Returns (training shards, test shards). If `shards` are drawn on demand, so are both results.
