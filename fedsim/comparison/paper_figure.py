@@ -164,7 +164,9 @@ def _records_of(source: Source) -> Run | Comparison:
     if isinstance(source, (str, Path)):
         return read_records(user_path(source))
     if not isinstance(source, (Run, Comparison)):
-        raise ExperimentError(f"source = {show(source)}: must be a result, a comparison, or the folder of one of them")
+        raise ExperimentError(
+            f"source = {show(source)}: must be the result of a run, a comparison, or the folder of a run or comparison"
+        )
     return source
 
 

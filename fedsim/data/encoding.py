@@ -112,7 +112,10 @@ def train_and_test(
         raise DataError(f"data.split = {show(split)}: there is a test part already; omit one of the two")
     for table in train:
         if different := sorted(map(str, set(table.columns) ^ set(train[0].columns))):
-            raise DataError(f"{table.place}: has other columns than {train[0].place}, such as {show(different[0])}")
+            raise DataError(
+                f"{table.place}: has other columns than {train[0].place}, such as {show(different[0])}; all "
+                "tables must have the same columns"
+            )
         if of_workers and WORKER in table.columns:
             raise DataError(f"{table.place}: has a column {show(WORKER)}, but each table is a worker; rename it")
     if split is None and not test:

@@ -264,7 +264,9 @@ def load_dataset(
                     "have no values; every dimension must have at least one element"
                 )
         if data.targets.is_floating_point() and not data.targets.float().isfinite().all():
-            raise DataError(f"data.name = {show(name)}: the {part} set has targets that are NaN or infinite")
+            raise DataError(
+                f"data.name = {show(name)}: the {part} set has targets that are NaN or infinite; remove such samples"
+            )
     first, second = (f"{data.inputs.dtype} of shape {list(data.inputs.shape[1:])}" for data in (train, test))
     images = [data.inputs.dtype == torch.uint8 for data in (train, test)]  # only these are divided by 255
     if train.inputs.shape[1:] != test.inputs.shape[1:] or images[0] != images[1]:

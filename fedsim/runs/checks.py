@@ -66,7 +66,7 @@ def check_model(task: RunTask) -> None:
         _check_parameters(place, task)
         layout = Layout.of(task.new_module())
     if not layout.d:
-        raise ExperimentError(f"{place}: the model has no trainable parameters")
+        raise ExperimentError(f"{place}: the model has no trainable parameters; use another model")
     if task.experiment.buffers == "error" and layout.buffers:
         names = ", ".join(entry.name for entry in layout.buffers)
         raise ExperimentError(
@@ -417,7 +417,7 @@ def _warn_if_untrained(setting: str, test_set: str, trained: np.ndarray, tested:
     """Warn if a label in `tested` does not occur in `trained`."""
     if len(untrained := np.setdiff1d(tested, trained)):
         warnings.warn(
-            f"{setting}: {test_set} has samples of class {untrained[0]}, of which there are no training samples",
+            f"{setting}: class {untrained[0]} occurs in {test_set}, but not in the training samples",
             SettingWarning,
             stacklevel=2,
         )

@@ -83,7 +83,9 @@ class PersonalModels:
         if not isinstance(worker, Integral) or isinstance(worker, bool) or not 0 <= worker < workers:
             raise ExperimentError(f"worker = {show(worker)}: must be between 0 and {workers - 1}, or in worker_names")
         if self.task.algorithm.clusters > 1 and worker not in self.clusters:
-            raise ExperimentError(f"worker = {worker}: has selected no global model, because it has not taken part")
+            raise ExperimentError(
+                f"worker = {worker}: has selected no global model, because it has not taken part; choose another worker"
+            )
         row, buffers = self.models[self.clusters.get(worker, 0)]
         if worker in self.positions:
             state = {name: rows[self.positions[worker]] for name, rows in self.rows.items()}

@@ -171,7 +171,7 @@ class ResumeState:
             round = self._candidates[0]
             try:
                 if round > len(self.records):
-                    raise RecordError(f"the record contains only {len(self.records)} rounds")  # the record file was cut
+                    raise RecordError(f"the records contain only {len(self.records)} rounds")  # the record file was cut
                 state, folder = self.checkpoints.read(round), self._folder
                 assert folder is not None
                 if not isinstance(stored := state.metadata.get("experiment"), dict):

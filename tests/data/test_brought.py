@@ -152,7 +152,10 @@ class TestOneDataSetPerWorker:
         ("columns", "match"),
         [
             ({"worker": LABELS}, '^worker 0: has a column "worker", but each table is a worker; rename it$'),
-            ({"b": None}, '^worker 1: has other columns than worker 0, such as "b"$'),
+            (
+                {"b": None},
+                '^worker 1: has other columns than worker 0, such as "b"; all tables must have the same columns$',
+            ),
         ],
     )
     def test_columns_of_lists_that_do_not_fit(self, columns, match):

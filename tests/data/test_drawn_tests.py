@@ -320,7 +320,7 @@ def test_outputs_that_no_class_uses_are_named_in_one_line():
 
 def test_test_classes_without_training_samples_are_named_in_one_line():
     train, test = data_of([0, 1] * 5), data_of([0, 1, 2])
-    with pytest.warns(SettingWarning, match="the test set has samples of class 2, of which there are no training"):
+    with pytest.warns(SettingWarning, match="class 2 occurs in the test set, but not in the training samples"):
         fedsim.run(data=(train, test), **{**TINY_RUN, "model": {**TINY_RUN["model"], "classes": 3}})
 
 

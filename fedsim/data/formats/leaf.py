@@ -95,7 +95,10 @@ def _users(folder: Path) -> Iterator[tuple[str, str, list[Any], list[Any]]]:
         if twice := [user for user, count in times.items() if count > 1]:
             raise DataError(f"{file}: names the user {show(twice[0])} twice; each user must occur once")
         if isinstance(data, dict) and (unlisted := [user for user in data if user not in times]):
-            raise DataError(f"{file}: has data of the user {show(unlisted[0])}, who is not in its list of users")
+            raise DataError(
+                f"{file}: has data of the user {show(unlisted[0])}, who is not in its list of users; add the "
+                "user to the list, or remove the data"
+            )
         for user in users:
             place = f"{file}: user {show(user)}"
             try:
