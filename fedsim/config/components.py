@@ -256,7 +256,7 @@ def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
 
 
 def _parameter_lines(registration: Registration) -> list[str]:
-    """Return one line `name = default` for each parameter of a component, and the line of `trait_line`, if any."""
+    """Return one line `name = default` for each parameter of a component, and a line about its cost or stacking."""
     from fedsim.models.base import dimensions_of
 
     lines, dimensions = [], dimensions_of(registration)

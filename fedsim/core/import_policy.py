@@ -65,7 +65,7 @@ class LocalModules:
         self.folders: dict[str, str] = {}
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the spec of a top-level module that was admitted or that an admitted module imports, else None."""
+        """Return the spec of a top-level module that `admit` named, or that such a module imports, else None."""
         if path is not None:  # in a package, which knows its folders
             return None
         frame = sys._getframe(1)

@@ -376,7 +376,7 @@ def parts_of(names: Collection[str], place: str) -> tuple[str | None, str | None
 
 
 def warn_of_unused(names: Collection[str], used: Collection[str | None], place: str) -> None:
-    """Warn of parts that are neither the training part nor the test part, nor a validation part."""
+    """Warn of parts that are used neither for training nor for tests nor for validation."""
     known = {name for part in TEST_PARTS for name in part}  # `parts_of` has warned of these
     if unused := [name for name in names if name not in used and name.casefold() not in known]:
         warn(f"{place}: parts that are not used: {cut(', '.join(unused))}")
@@ -385,7 +385,7 @@ def warn_of_unused(names: Collection[str], used: Collection[str | None], place: 
 def part_like(names: Collection[str]) -> tuple[str | None, str | None]:
     """Return the first name that may be meant as the training part, and the first that may be meant as a test part.
 
-    Such a name begins or ends with the name of a part and has more than letters, as in training_set or images-val.
+    Such a name begins or ends with the name of a part, next to other characters than letters: training_set, images-val.
 
     >>> part_like(["cats", "train_images", "Test 2"])
     ('train_images', 'Test 2')

@@ -37,7 +37,7 @@ class Signs(NamedTuple):
         written: Callable[[Sequence[str]], Mapping[str, Any]],
         delimiter: str,
     ) -> tuple[dict[str, np.ndarray], list[str]]:
-        """Return ({name: numbers} of the columns whose numbers contain signs, assumptions about these columns).
+        """Return {name: numbers} for the columns whose numbers contain signs, and texts about what was assumed.
 
         Args:
             table: the table, as PyArrow has read it with decimal points.

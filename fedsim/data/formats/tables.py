@@ -230,7 +230,7 @@ def _header(path: str, delimiter: str | None) -> tuple[str, list[str], list[str]
 
 
 def _columns(content: Any, path: str) -> dict[str, Any]:
-    """Return the columns of a table of PyArrow by name, without spaces around the names."""
+    """Return the columns of a PyArrow table by name, without spaces around the names."""
     names = [name.strip() for name in content.column_names]
     require_different_names(names, path)
     return {name: column.to_numpy() for name, column in zip(names, content.columns, strict=True)}

@@ -50,7 +50,7 @@ class Shards(ABC):
         """Return the positions of a worker's samples in the data set, a read-only int64 CPU tensor [size]."""
 
     def together(self, workers: np.ndarray) -> tuple[Tensor, np.ndarray]:
-        """Return one tensor with the sample positions of `workers`, and the index where those of each worker begin."""
+        """Return one tensor with the sample positions of `workers`, and the index where each worker's part begins."""
         shards = [self.of(worker) for worker in workers.tolist()]
         return torch.cat(shards), np.cumsum([0, *map(len, shards)])[:-1]
 
@@ -101,7 +101,7 @@ class ListedShards(Shards):
         return self._positions[self._cuts[worker] : self._cuts[worker + 1]]
 
     def together(self, workers: np.ndarray) -> tuple[Tensor, np.ndarray]:
-        """Return the stored tensor with the positions of all workers, and the index where each of `workers` begins."""
+        """Return the tensor with the positions of all workers, and the index where the part of each of `workers` begins."""
         return self._positions, self._begins[workers]
 
     @property
