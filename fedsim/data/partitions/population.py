@@ -101,7 +101,7 @@ class ListedShards(Shards):
         return self._positions[self._cuts[worker] : self._cuts[worker + 1]]
 
     def together(self, workers: np.ndarray) -> tuple[Tensor, np.ndarray]:
-        """Return the tensor with the positions of all workers, and the index where the part of each of `workers` begins."""
+        """Return the tensor with the positions of all workers, and the index where each part of `workers` begins."""
         return self._positions, self._begins[workers]
 
     @property
