@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -146,12 +146,17 @@ def _warning_about_statistics(experiment: Settings) -> str | None:
 
 def settings_without_effect(experiment: Settings) -> Iterator[str]:
     """Yield one warning line for each key with a value other than its default that has no effect."""
-    default = type(experiment)()
+    default = _default(type(experiment))
     for setting, keys in _unused_keys(experiment):
         for key in sorted(keys):
             value, usual = (reduce(getattr, key.split("."), tables) for tables in (experiment, default))
             if value not in (usual, TRUE_OF_ANY_ENGINE.get(key, usual)):
                 yield f"{key} has no effect with {setting}; omit it"
+
+
+@cache
+def _default(kind: type[Settings]) -> Settings:
+    return kind()
 
 
 def _unused_keys(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
