@@ -15,6 +15,7 @@ ATTACKED = {"workers": 7}  # enough workers for two attackers
 UNEVEN = {"partition": "tests.components:uneven"}
 SOME = {**UNEVEN, "workers": 5, "cohort": 3}
 GROUPED = {**UNEVEN, "workers": 7, "cohort": 5, "rounds": 4, "groups": [0, 1, 1, 2, 2, 2, 0], "group_rounds": 2}
+NET = {"model": "net", "data": "tests.components:cropped"}  # small images, on which it is quick
 NORMALISED = {"model": "tests.models:Normalised"}
 NAN_LEFT_OUT = {"attack": {"name": "nan", "fraction": 0.3}, "aggregate": {"nonfinite": "exclude"}}
 
@@ -42,7 +43,7 @@ CASES = {
     "scaffold": {**SOME, **by("scaffold"), "rounds": 3, "aggregate": "mean"},
     "scaffold with full gradients": {
         **{**UNEVEN, "local": {"algorithm": "scaffold", "option": 1, "weight_decay": 0.01}},
-        **{"model": "net", "workers": 4, "cohort": 3, "rounds": 3},
+        **{**NET, "workers": 4, "cohort": 3, "rounds": 3},
     },
     "fednova": {**SOME, **by("fednova", momentum=0.9)},
     "feddyn": {**SOME, **by("feddyn", alpha=0.1), "rounds": 3, "aggregate": "mean"},
@@ -57,7 +58,7 @@ CASES = {
         **{**ATTACKED, **NAN_LEFT_OUT, "local": {"algorithm": "tests.components:Counting"}, "rounds": 3}
     },
     "adagrad": {"local": {"algorithm": "adagrad", "lr_decay": 0.1, "weight_decay": 0.1}},
-    "dropout": {"model": "net", "partition": "tests.components:uneven"},
+    "dropout": {**NET, "partition": "tests.components:uneven"},
     "a large model": {"model": "cnn", "data": {"name": "tests.components:tiny", "train": 40}, "rounds": 1},
     "unweighted": {"aggregate": {"rule": "mean"}, "partition": "tests.components:uneven"},
     "given weights": {"aggregate": {"weights": [1.0, 0.0, 5.0]}},
@@ -73,7 +74,7 @@ CASES = {
         "data": {"name": "tests.components:tiny", "augment": ["torchvision:RandAugment", "torchvision:GaussianNoise"]}
     },
     "float64": {"precision": "float64"},
-    "bfloat16": {"precision": "bf16", "model": "net"},
+    "bfloat16": {"precision": "bf16", **NET},
     "buffers averaged": {"model": "tests.models:Normalised", "buffers": "average"},
     "buffers kept by workers": {"model": "tests.models:Normalised", "buffers": "local", "workers": 5, "cohort": 2},
     "buffers of the server": {"model": "tests.models:Normalised", "buffers": "frozen"},
@@ -188,7 +189,7 @@ TASKS = {
 WORK = {
     "drawn local work": {**SOME, "local": {"steps": {"uniform": [1, 6]}, "batch_size": 16}, "rounds": 3},
     "numbers that differ between workers": {
-        **{**SOME, "rounds": 3, "model": "net"},
+        **{**SOME, **NET, "rounds": 3},
         "local": {
             **{"batch_size": {"uniform": [5, 30]}, "lr": "tests.engines.test_contract:falling"},
             **{"momentum": {"choice": [0.0, 0.9]}, "clip_norm": {"choice": [0.1, 0.3, 1.0]}, "epochs": 2},
@@ -210,19 +211,19 @@ WORK = {
     },
 }
 ALGORITHMS = {  # with the data that their additional gradients and full gradients must see
-    "fedsam": {**by("fedsam", rho=0.5, momentum=0.5), "model": "net"},
-    "clipped gradients of samples": {**SOME, **by("dp_sgd", clip=0.1, noise=0.2, momentum=0.5), "model": "net"},
-    "mimelite, some samples left out": {**SOME, **by("mimelite", drop_last=True), "rounds": 3, "model": "net"},
+    "fedsam": {**NET, **by("fedsam", rho=0.5, momentum=0.5)},
+    "clipped gradients of samples": {**SOME, **NET, **by("dp_sgd", clip=0.1, noise=0.2, momentum=0.5)},
+    "mimelite, some samples left out": {**SOME, **NET, **by("mimelite", drop_last=True), "rounds": 3},
     "mimelite, samples seen differently": {
         **{**by("mimelite"), "partition": {"name": "feature_noise", "sigma": 1.0}},
         "data": {"name": "tests.components:tiny", "augment": ["flip"]},
     },
-    "mime": {**SOME, **by("mime"), "model": "net", "rounds": 3},
+    "mime": {**SOME, **NET, **by("mime"), "rounds": 3},
     "mime with BatchNorm": {**NORMALISED, **by("mime")},
     "ditto with BatchNorm": {
         **{**SOME, **NORMALISED, **by("ditto", personal_steps=2), "cohort": 2, "rounds": 4, "buffers": "local"}
     },
-    "pfedme": {**SOME, **by("pfedme", inner_steps=2), "model": "net", "cohort": 2, "rounds": 4},
+    "pfedme": {**SOME, **NET, **by("pfedme", inner_steps=2), "cohort": 2, "rounds": 4},
     "apfl": {**UNEVEN, **NORMALISED, **by("apfl", batch_size=15, adaptive=True, momentum=0.5), "rounds": 3},
     "per_fedavg": {**UNEVEN, **NORMALISED, **by("per_fedavg", inner_lr=0.05), "workers": 4},
     "personal parameters": {
@@ -240,10 +241,10 @@ ALGORITHMS = {  # with the data that their additional gradients and full gradien
         "worker_evaluation": {"fine_tune": 1},
     },
     "several global models under attack": {
-        **{**ATTACKED, **by("ifca", k=2), "model": "net", "aggregate": "geometric_median"},
+        **{**ATTACKED, **NET, **by("ifca", k=2), "aggregate": "geometric_median"},
         **{"attack": {"name": "ipm", "fraction": 0.3}, "sampling.dropout_rate": 0.2, "rounds": 3},
     },
-    "features of three models": {**SOME, **by("moon"), "model": "net", "rounds": 3},
+    "features of three models": {**SOME, **NET, **by("moon"), "rounds": 3},
     "features of normalised models": {
         **{**by("moon"), "model": "tests.models:NormalisedFeatures", "workers": 5, "cohort": 3, "rounds": 3}
     },
@@ -391,7 +392,7 @@ def test_spawn_is_bit_identical_to_serial(cases, sync, tiny_experiment, session)
 
 def test_a_run_repeats_itself_and_follows_its_seed(tiny_experiment, session):
     """The engine's processes may have done anything before."""
-    tables = {**tiny_experiment, "model": "net", "rounds": 1}
+    tables = {**tiny_experiment, **NET, "rounds": 1}
     changed = {**tables, **SPAWN}
     runs = [fedsim.run({**changed, "seed": seed}, session=session) for seed in (1, 2, 1)]
     runs += [fedsim.run({**tables, "seed": seed}) for seed in (1, 2, 1)]
@@ -436,7 +437,7 @@ def test_the_number_of_processes_does_not_show_even_if_workers_are_fewer(process
     """At most as many processes start as a cohort has members. Both values of `sync` use the same processes."""
     with fedsim.Session() as session:
         for sync in ("parameters", "gradients"):
-            tables, settings = {**tiny_experiment, "model": "net", "sync": sync}, []
+            tables, settings = {**tiny_experiment, **NET, "sync": sync}, []
             serial = fedsim.run({**tables, "engine": "serial"})
             wanted = {**tables, "engine": "processes", "processes": processes}
             spawned = fedsim.run(wanted, session=session, on_start=settings.append)
