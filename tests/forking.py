@@ -29,6 +29,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
     *("tests.forking", "tests.models", "tests.components"),
     *("fedsim.comparison", "fedsim.cli.main", "matplotlib.figure", "pytest"),
+    *("dp_accounting.mechanism_calibration", "dp_accounting.pld", "dp_accounting.rdp"),  # imports of a second
     "torch._dynamo",  # some PyTorch functions import this on first use, which takes a second
 ]
 
@@ -165,7 +166,7 @@ def _run(surroundings, words, cwd, stdout, stderr):
     os.chdir(cwd)
     process.ORIGINAL_DIR = cwd
     process._parent_process = None
-    sys.argv = words[1:] if words[0] == "-m" else words
+    sys.argv = words[1:] if words[0] == "-m" else ["-c", *words[2:]] if words[0] == "-c" else words
     try:
         if words[0] == "-m":
             sys.path.insert(0, cwd)

@@ -63,7 +63,7 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(cli, tmp_path, words, m
     assert not (tmp_path / "x").exists()
 
 
-LONG = ["-m", "fedsim", "compare", *QUICK, "rounds=30", "--jobs", "2", "--out", "x"]
+LONG = ["-m", "fedsim", "compare", *QUICK, "rounds=30", "records.figures=[]", "--jobs", "2", "--out", "x"]
 ENDLESS = ["seed=0,1,2,3", "local.lr=0.01,0.02"]
 
 
@@ -122,10 +122,10 @@ def test_jobs_and_their_processes_end_when_the_program_is_killed(tmp_path):
 
 
 def test_on_a_terminal_one_bar_counts_the_rounds_of_all_runs(tmp_path):
-    words = ["-m", "fedsim", "compare", *SERIAL, "rounds=50", "seed=0,1,2"]
+    words = ["-m", "fedsim", "compare", *SERIAL, "rounds=30", "seed=0,1,2", "records.figures=[]"]
     out, shown = run_on_a_terminal(*words, cwd=tmp_path)
     assert out.count("accuracy 0.") == 3
-    assert re.search(r"\d+ of 150 rounds, \d\d:\d\d left, \d of 3 runs", shown)
+    assert re.search(r"\d+ of 90 rounds, \d\d:\d\d left, \d of 3 runs", shown)
 
 
 def test_a_comparison_on_the_clock_has_virtual_seconds_and_a_target(cli, tmp_path):

@@ -25,7 +25,7 @@ def plan(serial):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Return the folder of a finished comparison; the fixture `finished` copies it."""
-    tables = {**quick_tables(), "engine": "serial"}
+    tables = {**quick_tables(), "engine": "serial", "records": {}}
     return fedsim.compare(tables, AXES, tmp_path_factory.mktemp("made") / "comparison").folder
 
 

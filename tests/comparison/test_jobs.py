@@ -16,6 +16,7 @@ from fedsim.comparison.runner import merge
 from fedsim.errors import FedsimWarning
 from fedsim.processes import process_pool
 from fedsim.processes.child_process import start_process
+from tests.comparison.conftest import quick_tables
 from tests.comparison.test_runner import without_times
 from tests.lethal import order
 from tests.processes.pool_calls import never_report
@@ -68,9 +69,13 @@ def test_several_jobs_give_the_results_of_one_and_keep_their_processes(quick, se
 
 @pytest.fixture
 def for_stacks(quick):
+    return stackable(quick)
+
+
+def stackable(tables):
     """Return an experiment that `auto` trains in stacks, with workers that finish after different steps."""
     partition = {"name": "dirichlet", "alpha": 0.5}
-    return {**quick, "workers": 10, "partition": partition, "local": {"batch_size": 4, "lr": 0.05}}
+    return {**tables, "workers": 10, "partition": partition, "local": {"batch_size": 4, "lr": 0.05}}
 
 
 def test_jobs_cores_missing_runs_and_shards_decide_where_runs_are_computed_but_change_no_bit(
@@ -112,6 +117,14 @@ def test_runs_by_another_engine_are_named_in_one_line(before, now, told, for_sta
     assert told is None or re.match(f"{tmp_path}: results may differ in the last bits: {told}", lines[0])
 
 
+@pytest.fixture(scope="module")
+def stacked(tmp_path_factory):
+    """Return the folder of a finished comparison of two seeds, trained in stacks."""
+    folder = tmp_path_factory.mktemp("stacked") / "comparison"
+    fedsim.compare(stackable(quick_tables()), {"seed": [0, 1]}, folder, jobs=1)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -127,12 +140,14 @@ def test_runs_by_another_engine_are_named_in_one_line(before, now, told, for_sta
         ),
     ],
 )
-def test_runs_with_the_same_settings_that_were_computed_in_different_ways_are_named(change, told, for_stacks, tmp_path):
-    fedsim.compare(for_stacks, {"seed": [0, 1]}, tmp_path, jobs=1)
-    file = tmp_path / "runs" / "seed1" / "environment.json"
+def test_runs_with_the_same_settings_that_were_computed_in_different_ways_are_named(
+    change, told, for_stacks, stacked, tmp_path
+):
+    folder = shutil.copytree(stacked, tmp_path / "comparison")
+    file = folder / "runs" / "seed1" / "environment.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.warns(FedsimWarning, match=f"results may differ in the last bits: {told}"):
-        fedsim.compare(for_stacks, {"seed": [0, 1]}, tmp_path, jobs=1)
+        fedsim.compare(for_stacks, {"seed": [0, 1]}, folder, jobs=1)
 
 
 def test_runs_whose_settings_need_other_stacks_or_precisions_are_not_reported(for_stacks, tmp_path, recwarn):

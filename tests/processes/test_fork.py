@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import threading
 
@@ -12,7 +11,8 @@ import torch
 import fedsim
 from fedsim.processes.child_process import forks
 from fedsim.runs.setup import engine_of
-from tests.commands import run_python
+from tests.commands import ended, start
+from tests.forking import CONTEXT
 
 # A program without a main guard, with a model from `__main__`, after computations with OpenMP threads. Processes must
 # keep neither its SIGTERM handler nor its folder lock. A second run uses the first run's processes, without the lock.
@@ -49,9 +49,9 @@ for start_method in sys.argv[1:]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked only on Linux")
-def test_forked_processes_give_the_same_bits_after_the_program_has_computed():
-    done = run_python("-c", PROGRAM, "fork", timeout=120)
-    assert (done.stdout, done.returncode) == ("True 3 2\n", 0), done.stderr
+def test_forked_processes_give_the_same_bits_after_the_program_has_computed(tmp_path):
+    codes, outs, errors = ended([start("-c", PROGRAM, "fork", cwd=tmp_path)])
+    assert (codes, outs) == ([0], ["True 3 2\n"]), errors
 
 
 def test_a_program_with_other_threads_does_not_fork():
@@ -82,7 +82,7 @@ def test_the_engine_spawn_spawns_its_processes_also_in_races(tiny_experiment):
 
 def test_a_daemonic_process_may_run_an_experiment(tmp_path):
     """A daemonic process cannot have children, so it draws the picture itself."""
-    process = multiprocessing.get_context("spawn").Process(target=_run_in, args=(tmp_path / "run",), daemon=True)
+    process = CONTEXT.Process(target=_run_in, args=(tmp_path / "run",), daemon=True)
     process.start()
     process.join()
     assert process.exitcode == 0

@@ -19,7 +19,7 @@ from fedsim.processes import process_pool
 from fedsim.processes.child_process import start_process
 from fedsim.processes.messages import MAX_FILES, Channel, Message
 from fedsim.processes.process_pool import ProcessPool
-from tests.commands import assert_none_left, run_python, start_python
+from tests.commands import assert_none_left, ended, run_python, start
 from tests.device.pretend import GPU, pretend_gpu
 from tests.engines.in_process import InProcessPool
 from tests.leftovers import SHARED
@@ -319,7 +319,8 @@ if __name__ == "__main__":
 )
 def test_processes_end_with_their_parent_even_if_one_is_stopped(signals, stopped, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    with start_python("script.py", cwd=tmp_path, stderr=subprocess.DEVNULL) as parent:
+    parent = start("script.py", cwd=tmp_path, stderr=subprocess.DEVNULL)
+    with parent.stdout:
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 2
         if stopped:
@@ -355,7 +356,11 @@ def test_a_script_without_a_main_guard_works_if_processes_are_forked_and_else_ge
         "from tests.processes.pool_calls import who\nprint(ProcessPool(1, start_method=sys.argv[1]).call(who))\n"
     )
     source = script.read_text() if from_stdin else ""
-    assert run_python("-" if from_stdin else str(script), "fork", input=source).stdout.startswith("[(0, 1, ")
+    if from_stdin:
+        assert run_python("-", "fork", input=source).stdout.startswith("[(0, 1, ")
+    else:
+        (code,), (out,), _ = ended([start(script, "fork", cwd=tmp_path)])
+        assert (code, out[:8]) == (0, "[(0, 1, ")
     done = run_python("-" if from_stdin else str(script), "spawn", input=source)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1

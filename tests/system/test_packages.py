@@ -20,10 +20,21 @@ def in_a_fresh_process(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_run_imports_no_compiler():
-    """torch._dynamo takes seconds to import, and needs packages that fedsim does not install."""
+def test_runs_and_probes_import_no_compiler():
+    """torch._dynamo takes seconds to import, creates a folder, and needs packages that fedsim does not install."""
     code = """
-import sys, fedsim
+import sys, torch
+from fedsim.training.operations import DataDependenceCheck
+from fedsim.engines.auto import FlopCount
+with DataDependenceCheck(): torch.ones(2).detach()
+with FlopCount(): torch.ones(2, 2) @ torch.ones(2, 2)
+from fedsim.core.randomness import seed_globally
+with seed_globally(torch.Generator(), torch.device("cuda")): torch.rand(2)
+import fedsim
+from fedsim.runs.setup import task_of
+for model in ("resnet20", "char_lstm", "gpt"):
+    data = {"data": "shakespeare", "task": "next_token"} if model != "resnet20" else {}
+    task_of(fedsim.Experiment(model=model, workers=2, **data), torch.device("cpu"))
 local = {"algorithm": "fedper", "personal": ["*bias"], "steps": 1}
 fedsim.run(rounds=1, model="logistic", engine="processes", processes=2, local=local, records={"curve": False})
 print([name for name in ("torch._dynamo", "torch._inductor", "hypothesis") if name in sys.modules])
