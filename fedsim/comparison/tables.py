@@ -391,10 +391,12 @@ def table_notes(comparison: ComparedRuns, best: str = "*", tied: str = "~") -> l
     notes = _notes_on_means(comparison, best, tied)
     if settings.tune is not None:
         case = f", in its worst case of {settings.worst}" if settings.worst else ""
-        notes.append(f"{settings.tune}: the value with the best result on validation samples{case}; tuning.csv has all")
+        notes.append(
+            f"{settings.tune}: the value with the best result on validation samples{case}; all values: tuning.csv"
+        )
         notes += undecided(comparison)
     if settings.worst is not None:
-        notes.append(f"{settings.worst}: the worst case by {score.label.lower()}; results.csv has all")
+        notes.append(f"{settings.worst}: the worst case by {score.label.lower()}; all cases: results.csv")
     if settings.target is not None:
         notes += _notes_on_target(comparison)
     notes += [f"left out: {line}" for line in comparison.left_out]

@@ -80,8 +80,8 @@ def source_of(target: Any) -> Callable[..., tuple[TensorData, TensorData]]:
         raise DataError("there is no training data; at least one worker must have training samples")
     if lacks_test or len(tables) > 1:
         raise DataError(
-            "either all data sets or none must be tables, and either all or none must have a test part, which may be "
-            "None; for inputs and targets, pass one table with both, such as inputs.assign(target=targets)"
+            "some data sets are tables, or have a test part, while others do not; use one form for all (a test part "
+            "may be None), and join inputs and targets in one table, such as inputs.assign(target=targets)"
         )
     (of_tables,), has_test = tables, bool(test)
     are_pairs = shares and not any(names) and is_pair(train[0].data)
@@ -220,7 +220,8 @@ def _joined(parts: Sequence[Part], shares: bool) -> TensorData:
         if _kind(one) != _kind(first) or one.rows is not None:
             raise DataError(
                 f"{place}: its inputs, {described(one.inputs)}, differ from those of {parts[0].place}, "
-                f"{described(first.inputs)}; use one type, shape and normalisation, without `rows`"
+                f"{described(first.inputs)}; all data sets must have the same type, shape and normalisation, and no "
+                "`rows`"
             )
     inputs, targets = (torch.cat([getattr(one, name) for one in data.values()]) for name in ("inputs", "targets"))
     owners = np.repeat([part.worker for part in parts], [len(one) for one in data.values()])

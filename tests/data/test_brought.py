@@ -135,10 +135,7 @@ class TestOneDataSetPerWorker:
                 [PAIRS, TensorDataset(torch.zeros(3, 5), torch.zeros(3).long())],
                 r"worker 1: its inputs, .*3, 5.*, differ from those of .* of worker 0, .*60, 2",
             ),
-            (
-                [(PAIRS, PAIRS), PAIRS],
-                "either all data sets or none must be tables, and either all or none must have a test part",
-            ),
+            ([(PAIRS, PAIRS), PAIRS], "some data sets are tables, or have a test part, while others do not"),
             (
                 [Subset(PAIRS, [k]) for k in range(9)],
                 "at least 9 training samples must remain, one per worker; .* separate test part",

@@ -333,7 +333,7 @@ def test_a_list_needs_a_worker_that_trains_and_test_parts_or_none_for_all():
     pair = torch.utils.data.TensorDataset(*samples("10", 0))
     with pytest.raises(FedsimError, match="at least one worker must have training samples"):
         fedsim.run({**TINY, "data": [(None, pair), (None, pair)]})
-    with pytest.raises(FedsimError, match="either all or none must have a test part, which may be None"):
+    with pytest.raises(FedsimError, match="some data sets are tables, or have a test part, while others do not"):
         fedsim.run({**TINY, "data": [(pair, pair), pair]})
     empty = torch.utils.data.Subset(pair, [])
     assert fedsim.run({**TINY, "data": [(pair, pair), (pair, empty)]}).worker_accuracy is not None
