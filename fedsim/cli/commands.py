@@ -259,7 +259,7 @@ PlottedNumber = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Number to draw, such as test_loss or metrics.drift.",
+        help="Metric to draw, such as test_loss or metrics.drift.",
         show_default="the metric of the comparison",
         autocompletion=complete_metrics,
     ),

@@ -114,7 +114,7 @@ def _with_metric(metric: str | None, comparison: Comparison) -> Comparison:
         return comparison
     known = [recorded.key for recorded in metrics_in(record for run in comparison.runs for record in run.history)]
     if (key := metric_called(metric).key) not in known:
-        raise ExperimentError(f"metric = {show(metric)}: no run has recorded this number; {hint_for(key, known)}")
+        raise ExperimentError(f"metric = {show(metric)}: no run has recorded this metric; {hint_for(key, known)}")
     if metric == metric_called(comparison.settings.metric or "").key:
         return comparison  # whose settings may contain a sign, as in -NAME
     return replace(comparison, settings=replace(comparison.settings, metric=metric))

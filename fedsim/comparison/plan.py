@@ -465,14 +465,14 @@ def check_number(name: Any, experiments: Sequence[Experiment]) -> str:
     """
     where = f"metric = {show(name)}"
     if not isinstance(name, str):
-        raise ExperimentError(f"{where}: must be the name of a recorded number, such as test_loss")
+        raise ExperimentError(f"{where}: must be the name of a recorded metric, such as test_loss")
     metric = metric_called(name)
     key = metric.key
     if key not in KEYS and not key.startswith(BY_NAME):
         metric_names = [
             f"metrics.{metric.component.label}" for experiment in experiments for metric in experiment.metrics
         ]
-        raise ExperimentError(f"{where}: is not a recorded number; {hint_for(key, [*KEYS, *metric_names])}")
+        raise ExperimentError(f"{where}: is not a recorded metric; {hint_for(key, [*KEYS, *metric_names])}")
     if key.startswith("validation_") and not all(experiment.data.validation_fraction for experiment in experiments):
         raise ExperimentError(f"{where}: needs validation samples; add data.validation_fraction=0.1")
     if OF_WORKERS.fullmatch(key):
@@ -502,13 +502,13 @@ def require_number(name: str, last: Sequence[RoundRecord]) -> None:
     metric = metric_called(name)
     if last and all(metric.read(record) is None for record in last):
         hint = hint_for(metric.key, [recorded.key for recorded in metrics_in(last)])
-        raise ExperimentError(f"metric = {show(name)}: no run has recorded this number in its last round; {hint}")
+        raise ExperimentError(f"metric = {show(name)}: no run has recorded this metric in its last round; {hint}")
 
 
 def hint_for(key: str, recorded: Sequence[str]) -> str:
     """Return how to get the metric `key`, which is not among the metrics that the runs have `recorded`."""
     if "," in key:
-        return "name one number for each figure or comparison"
+        return "name one metric for each figure or comparison"
     tested = any(map(OF_WORKERS.fullmatch, recorded))
     return LACKS_LOCAL_TESTS if OF_WORKERS.fullmatch(key) and not tested else nearest(key, recorded)
 

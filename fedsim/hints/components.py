@@ -35,7 +35,7 @@ def component_name_error(kind: str, name: str, where: str, place: str, component
         return None
     if re.fullmatch(r"[a-z_]\w*=[\w.+-]+", name):  # krum,f=1 among several values
         table = f'{{{place.rpartition(".")[2]}="NAME",{name}}}'
-        return f"{where}: no such {kind}; for one value with a parameter write {table} (in single quotes in a shell)"
+        return f"{where}: no such {kind}; to set a parameter of one value write {table} (in single quotes in a shell)"
     hint = nearest(name, sorted(components), re.sub(r"\[\d*\]|\.name$", "", place))
     own = ', or the import path of your own, "package.module:name"' if hint.startswith("allowed") else ""
     return f"{where}: no such {kind}; {hint}{own}"

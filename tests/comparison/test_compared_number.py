@@ -76,15 +76,15 @@ def test_the_number_is_stored_and_reported(cli, tmp_path):
     assert "test loss after the last round" in again.stdout
     wrong = cli("compare", "comparison", "--allow-imports", "--metric", "metrics.drift")
     assert wrong.exit_code == 2
-    assert 'metric = "metrics.drift": no run has recorded this number in its last round' in wrong.stderr
+    assert 'metric = "metrics.drift": no run has recorded this metric in its last round' in wrong.stderr
 
 
 @pytest.mark.parametrize(
     ("by", "message"),
     [
-        ("test_lost", 'metric = "test_lost": is not a recorded number; did you mean "test_loss"'),
-        ("metrics", 'metric = "metrics": is not a recorded number'),
-        (3, "metric = 3: must be the name of a recorded number"),
+        ("test_lost", 'metric = "test_lost": is not a recorded metric; did you mean "test_loss"'),
+        ("metrics", 'metric = "metrics": is not a recorded metric'),
+        (3, "metric = 3: must be the name of a recorded metric"),
         ("validation_loss", 'metric = "validation_loss": needs validation samples; add data.validation_fraction=0.1'),
         ("personal_accuracy", 'metric = "personal_accuracy": is not a .* did you mean "worker_accuracy"'),
         ("worker_accuracy", 'metric = "worker_accuracy": needs tests of .* workers; add data.local_test_fraction=0.2'),
