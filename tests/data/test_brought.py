@@ -455,5 +455,5 @@ def test_a_data_frame_and_a_column_of_targets_are_refused():
     frame = pandas.DataFrame(INPUTS, columns=["a", "b"])
     refused(
         (frame, pandas.Series(LABELS)),
-        r"for inputs and targets, pass one table with both, such as inputs.assign\(target=",
+        r"and join inputs and targets in one table, such as inputs.assign\(target=",
     )
