@@ -453,7 +453,4 @@ def test_large_inputs_and_targets_are_named(tmp_path):
 def test_a_data_frame_and_a_column_of_targets_are_refused():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(INPUTS, columns=["a", "b"])
-    refused(
-        (frame, pandas.Series(LABELS)),
-        r"and join inputs and targets in one table, such as inputs.assign\(target=",
-    )
+    refused((frame, pandas.Series(LABELS)), r"and join inputs and targets in one table, such as inputs.assign\(target=")

@@ -269,7 +269,7 @@ def test_a_file_is_read_if_it_lies_where_it_should_and_is_no_larger(tmp_path):
 def test_no_module_of_fedsim_unpickles_or_evaluates_what_files_hold():
     """Messages between the processes of a run (pipes, ranks) are not files."""
     suspicious = re.compile(r"(?<![.\w])(eval|exec)\(|[Pp]ickle[r]?\.loads?\(|torch\.load\(|np\.load\(|shelve|marshal")
-    between_processes = {("processes", "messages.py"), ("core", "objects.py"), ("processes", "group.py")}
+    between_processes = {("processes", "messages.py"), ("core", "objects.py"), ("processes", "team.py")}
     between_processes |= {("processes", "process_group.py")}
     safe = {  # NumPy does not unpickle by default
         "with np.load(MNIST5K_FILE) as file:",
