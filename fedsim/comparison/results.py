@@ -71,7 +71,7 @@ class Comparison(ComparedRuns):
                     )
             position = {axis: positions[canonical(entry.point[axis])] for axis, positions in known.items()}
             if canonical(position) in points:
-                raise RecordError(f"{where}.point: another run has the same axis values")
+                raise RecordError(f"{where}.point: another run has the same value on every axis; remove one of them")
             if is_outside(run_folder, folder):
                 raise RecordError(f"{where}.folder = {show(entry.folder)}: must be inside the comparison's folder")
             if run_folder.resolve() in folders:

@@ -322,7 +322,9 @@ def _computed(key: str, function: Component, worker: int, round: int) -> Any:
         reason = explain(error, Numbers)[0] if isinstance(error, ValidationError) else one_line(error)
         raise ExperimentError(f"{where}: {reason}") from error
     if first != second:
-        raise ExperimentError(f"{where}: is {first:g} and then {second:g}; must depend only on worker and round")
+        raise ExperimentError(
+            f"{where}: returned {first:g}, and {second:g} in a second call; it must depend only on worker and round"
+        )
     return first
 
 

@@ -59,5 +59,5 @@ class Snapshot:
             if stored is None:
                 raise RecordError(f"the tensor {prefix + name} is missing")
             if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
-                raise RecordError(f"the tensor {prefix + name} is {described(stored)}, but must be {described(tensor)}")
+                raise RecordError(f"the tensor {prefix + name} is {described(stored)}, but needs {described(tensor)}")
             tensor.copy_(stored)

@@ -70,8 +70,8 @@ def _column(ids: Mapping[str, np.ndarray], draw: ReadSettings, workers: int = 1)
     if draw.split_by is not None:
         if draw.split_by not in ids:
             raise DataError(
-                f"data.split_by = {show(draw.split_by)}: no such column of owners; {nearest(draw.split_by, ids)}, or "
-                f"{SAMPLES} to separate samples of one owner"
+                f"data.split_by = {show(draw.split_by)}: no column with IDs of owners has this name; "
+                f"{nearest(draw.split_by, ids)}, or {SAMPLES} to put samples of one owner into both parts"
             )
         return draw.split_by
     counts = {name: len(owners_of(ids, name)[0]) for name in ids}

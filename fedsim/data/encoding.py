@@ -125,8 +125,8 @@ def train_and_test(
         values = set().union(*texts)
         others = sorted(values - PART_NAMES)
         if inputs is None and target not in named and 0 < len(others) < len(values & PART_NAMES):
-            line = f"is an input, because of the values {cut(', '.join(others))}; correct them, or set data.split"
-            warn(f"{place}: column {show(named[0])}: {line} or data.inputs")
+            line = f"becomes an input, as it has the values {cut(', '.join(others))}; correct them, or set data.split"
+            warn(f"{place}: column {show(named[0])} {line} to name the column of the parts, or data.inputs")
     owned_by = [*([ids] if isinstance(ids, str) else train[0].index if ids is None else ids)]
     if (split_by := reading().split_by) not in (None, SAMPLES, *owned_by):
         owned_by.append(str(split_by))

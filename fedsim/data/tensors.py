@@ -294,7 +294,8 @@ def as_tensor_data(data: Any) -> TensorData:
         inputs = _stacked([_as_tensor(sample[0], f"the input of sample {n}") for n, sample in enumerate(samples)])
         targets = torch.from_numpy(as_targets([sample[1] for sample in samples]))
     if inputs.layout != torch.strided or inputs.is_complex() or inputs.is_quantized:
-        raise DataError(f"the inputs must be a dense tensor of real numbers, not {inputs.layout} of {inputs.dtype}")
+        kind = f"layout {inputs.layout} and type {inputs.dtype}"
+        raise DataError(f"the inputs must be a dense tensor of real numbers, but have {kind}")
     ids = id_columns(getattr(data, "ids", None))
     if not pictures and (inputs.dtype == torch.uint8 or inputs.is_floating_point()):
         inputs = _channels_first(inputs)
@@ -426,7 +427,7 @@ def _plain(array: np.ndarray) -> np.ndarray:
     Raises DataError for masked values.
     """
     if np.ma.is_masked(array):
-        raise DataError("an array has masked values; fill them in, or remove such samples")
+        raise DataError("the inputs or targets have masked values; fill them in, or remove such samples")
     if array.dtype.kind == "O" and all(isinstance(value, (int, float, np.number)) for value in array.flat):
         array = np.array(array.tolist())
     if array.dtype.itemsize > 8 and array.dtype.kind == "f":

@@ -284,7 +284,7 @@ class EngineRegistry(Registry):
         try:
             inspect.signature(target).bind(*self.inputs)
         except TypeError:
-            raise TypeError(f"the constructor of an engine must take ({', '.join(self.inputs)})") from None
+            raise TypeError(f"the constructor of {target.__name__} must take ({', '.join(self.inputs)})") from None
         return super()._registration(name, target)
 
 

@@ -214,7 +214,8 @@ def read_partition(folder: Path) -> StoredPartition:
         raise RecordError(f"{path}: counts: every worker must have one number per class")
     if partition.workers is not None and len(partition.workers) != len(partition.counts):
         raise RecordError(
-            f"{path}: `counts` has {len(partition.counts)} workers, but `workers` lists {len(partition.workers)}"
+            f"{path}: `counts` has {len(partition.counts)} rows, but `workers` has {len(partition.workers)} IDs; there "
+            "must be one row per worker"
         )
     return partition
 

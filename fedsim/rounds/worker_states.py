@@ -266,7 +266,7 @@ class WorkerStates:
             raise RecordError('the list of workers with a state ("workers") is missing or invalid')
         numbers = workers.tolist()
         if len(set(numbers)) != len(numbers):
-            raise RecordError("the worker states list a worker twice")
+            raise RecordError(f"worker {max(numbers, key=numbers.count)} has two stored states")
         for name, row in self.initial.items():
             saved_rows = rows[name]
             if saved_rows is None or saved_rows.shape != (len(numbers), len(row)) or saved_rows.dtype != row.dtype:

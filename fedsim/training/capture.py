@@ -99,7 +99,7 @@ def require_capturable(run: Run, device: torch.device) -> None:
         with CaptureCheck(device):
             run()
         if global_states(device) != before:
-            raise ExperimentError("the computation draws random numbers, which a CUDA graph does not support")
+            raise ExperimentError("a training step draws random numbers, which a CUDA graph does not support")
 
 
 class OperationCheck(TorchDispatchMode):

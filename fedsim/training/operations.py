@@ -355,7 +355,8 @@ class DataDependenceCheck(OperationCheck):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if depends_on_values(function, args, (torch.ops.aten.index.Tensor,)):
             raise NotMergeableError(
-                f"{function} depends on the values in the batch, so the batches of several workers cannot be merged"
+                f"the shape of the result of {function} depends on the values in the batch, so one forward pass cannot "
+                "train several workers"
             )
         return function(*args, **kwargs or {})
 

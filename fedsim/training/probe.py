@@ -83,7 +83,7 @@ class StackingProbe:
                 except ExperimentError as error:
                     if reason in (None, reason_of(error)):
                         raise
-                    raise not_stackable(f"{reason_of(error)} (with merged batches: {reason})") from error
+                    raise not_stackable(f"{reason_of(error)} (in a joint forward pass: {reason})") from error
             if "parameters" in task.syncs:
                 trials.compare_steps()
             if task.precision.autocast is not None:

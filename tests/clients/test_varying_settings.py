@@ -312,7 +312,7 @@ def test_a_function_whose_numbers_change_is_refused(key, first):
     numbers = itertools.count(first)
     with pytest.raises(
         ExperimentError,
-        match=rf"local.{key} = .*: worker 0 in round 1: is {first} and then {first + 1}; must depend only on worker",
+        match=rf"local.{key} = .*: worker 0 in round 1: returned {first}, and {first + 1} in a second call; it must",
     ):
         fedsim.run({**EXPERIMENT, "local": {key: lambda worker, round: next(numbers)}})
 

@@ -195,7 +195,7 @@ class TestOwners:
 
     def test_in_a_column_that_is_not_there_or_without_a_draw_are_refused(self):
         with pytest.raises(
-            DataError, match='data.split_by = "patiens": no such column of owners; did you mean "patient"'
+            DataError, match='data.split_by = "patiens": no column with IDs of owners .*; did you mean "patient"'
         ):
             fedsim.load_dataset(self.data(), split_by="patiens")
         settings = {"name": (self.data(), self.data()), "split_by": "patient"}

@@ -93,7 +93,7 @@ def test_unusable_samples_are_an_error():
     refused(f"{__name__}:unknown_target", ':unknown_target": the training set has targets that are NaN or infinite')
     inputs, targets = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
     sparse = (inputs.to_sparse(), targets), (inputs, targets)
-    refused(sparse, "must be a dense tensor of real numbers, not torch.sparse_coo")
+    refused(sparse, "must be a dense tensor of real numbers, but have layout torch.sparse_coo")
 
 
 @pytest.mark.parametrize("change", [lambda inputs: inputs[:, :3], lambda inputs: inputs.float()])

@@ -317,7 +317,7 @@ class Reading:
 REASONS = {
     "reads": "the computation reads tensor values on the host",
     "uses the CPU": "the computation uses a tensor on cpu",
-    "draws": "the computation draws random numbers",
+    "draws": "a training step draws random numbers",
     "waits": "operation not permitted when stream is capturing",
 }
 

@@ -57,7 +57,10 @@ def test_an_own_engine_equals_serial(tiny_experiment, engine, processes):
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("FewerArguments", r"the constructor of an engine must take \(processes, threads, timeout, start_method\)"),
+        (
+            "FewerArguments",
+            r"the constructor of FewerArguments must take \(processes, threads, timeout, start_method\)",
+        ),
         ("NoTraits", "the attribute traits of an engine must be a fedsim.config.engines.EngineTraits"),
         ("OnlyTraits", "an engine must be a class that derives from fedsim.engines.Engine"),
         ("test_an_own_engine_equals_serial", "an engine must be a class that derives from fedsim.engines.Engine"),

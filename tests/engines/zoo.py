@@ -353,7 +353,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "aliased weight": (aliased, OTHERWISE.format("layer.weight")),
     "LSTM cell": (
         lambda: embedded(lambda self, h: self.cell(h[:, 0])[0], cell=nn.LSTMCell(WIDTH, WIDTH)),
-        f"{VMAP}RuntimeError: Batching rule not implemented for aten::lstm_cell (with merged batches: the model's "
+        f"{VMAP}RuntimeError: Batching rule not implemented for aten::lstm_cell (in a joint forward pass: the model's "
         "operations depend on the size or the values of a batch (lstm_cell is called with parameters",
     ),
     "LSTM of packed sequences": (

@@ -91,8 +91,8 @@ class CommunicationGraph(Component):
             if (alone := _unreachable(union)) is None:
                 return
         raise ExperimentError(
-            f"{self.place}: in {plural(rounds, 'round')}, {NO_PATH} {alone}; the graphs of all rounds together must "
-            "connect all workers"
+            f"{self.place}: {NO_PATH} {alone} in the graphs of {plural(rounds, 'round')} together, which must connect "
+            "all workers"
         )
 
     def metadata(self, n: int, seed: int) -> dict[str, Any]:

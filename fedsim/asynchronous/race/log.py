@@ -107,7 +107,7 @@ def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int
     except (ValueError, TypeError, RecursionError):
         raise ExperimentError(
             f"{where}: is not a race log; give the {RACE_LOG} of a run with mode=race and a policy that locks the "
-            "server's model (other runs do not write this file)"
+            "server's model, such as locked (other runs do not write this file)"
         ) from None
     _require_same_experiment(where, raced, experiment)
     return rounds

@@ -401,7 +401,7 @@ def test_text_of_numbers_is_numbers_where_it_must_be():
 @pytest.mark.parametrize("last", ["tset", "test"])
 def test_a_column_split_with_a_wrong_value_is_an_input_and_a_warning_says_so(last, csv):
     path = csv(lines(HALVES, ["train", "test", last] * 3 + ["train"], BITS, names=("x", "split", "y")))
-    warned = ['column "split": is an input, because of the values tset; correct them'] * (last == "tset")
+    warned = ['column "split" becomes an input, as it has the values tset; correct them'] * (last == "tset")
     train, _ = load("csv", *warned, path=path)
     assert train.inputs.shape[1] == (4 if warned else 1)
 
