@@ -273,7 +273,11 @@ NO_VALUES = r"the inputs of the training set have the shape \[48, .*0.*\], so sa
         (np.zeros((60, 28, 0), np.uint8), LABELS, NO_VALUES),
         (np.zeros((60, 1, 0, 28), np.float32), LABELS, NO_VALUES),
         (np.full((60, 2), 1e300), LABELS, "the training data: sample 0 has NaN or infinity as input"),
-        (np.ma.masked_less(INPUTS, 0), LABELS, "the training data: an array has masked values; fill them in"),
+        (
+            np.ma.masked_less(INPUTS, 0),
+            LABELS,
+            "the training data: the inputs or targets have masked values; fill them in",
+        ),
         (np.zeros(60, [("a", "f4")]), LABELS, "the training data: an array of inputs is a"),
         (np.arange(120).reshape(60, 2) - 9, LABELS, "integer inputs are treated as tokens, which must be at least 0"),
     ],

@@ -226,9 +226,7 @@ def matching(n, round):
 
 def test_the_graphs_of_all_rounds_together_must_be_connected():
     assert experiment(matching, 6, rounds=2).policy.topology.component.changes
-    with pytest.raises(
-        fedsim.ExperimentError, match="to worker 2 in the graphs of 1 round"
-    ):
+    with pytest.raises(fedsim.ExperimentError, match="to worker 2 in the graphs of 1 round"):
         experiment(matching, 6, rounds=1)
 
 
