@@ -46,7 +46,7 @@ def run_forked(words, folder, environment):
 
     The process is the fork of a process that has imported fedsim, which saves two seconds per page.
     """
-    code = f"{as_installed()}import runpy\ndel sys.argv[:2]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    code = f"{as_installed()}import runpy\ndel sys.argv[0]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
     program = Program(["-c", code, *words], cwd=folder, environment=environment)
     _, error = program.communicate(timeout=blocks.MOST_SECONDS)
     return program.returncode, error
