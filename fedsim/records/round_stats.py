@@ -118,8 +118,8 @@ class RoundTotals:
     """Collects the statistics of a round with several aggregations: one per step (of gradients) or one per cluster.
 
     `workers` is the number of workers. Their coefficients are averaged over the steps, and a worker counts as excluded
-    if any step excluded it. `clusters` contains the index of each worker's global model. It is empty unless there are
-    clusters, where each worker takes part in one aggregation.
+    if any step excluded it. `clusters` contains the index of each worker's global model. It is empty without clusters.
+    With clusters, each worker takes part in exactly one aggregation.
     """
 
     def __init__(self, workers: int, clusters: Sequence[int] = ()) -> None:
