@@ -165,7 +165,7 @@ def screened(
         named = ", ".join(called(inputs.workers[row]) for row in weighted[:SHOWN]) + ", ..." * (len(weighted) > SHOWN)
         raise DivergedError(
             f"{len(weighted)} of {len(inputs.updates)} updates contain NaN or infinity (from workers {named})",
-            'nonfinite = "exclude" ignores these updates',
+            'exclude such updates with aggregate.nonfinite=exclude (fedsim.aggregate: nonfinite="exclude")',
         )
     good = [row for row in range(len(inputs.updates)) if row not in set(bad)]
     finite_inputs = replace(

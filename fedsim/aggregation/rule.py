@@ -149,9 +149,15 @@ def average_of(chosen: Tensor, n: int) -> LinearCombination:
 
 
 def require_finite(numbers: np.ndarray, rule: str) -> None:
-    """Raise ExperimentError if `numbers`, computed from the updates, contain NaN or infinity (nonfinite = "keep")."""
+    """Raise ExperimentError if `numbers`, which `rule` computed from the updates, contain NaN or infinity.
+
+    With nonfinite = "keep", the updates themselves may contain NaN or infinity.
+    """
     if not np.isfinite(numbers).all():
-        raise ExperimentError(f'{rule}: cannot compare updates that contain NaN or infinity; use nonfinite = "exclude"')
+        raise ExperimentError(
+            f"{rule}: cannot compare updates that contain NaN or infinity; exclude such updates with "
+            'aggregate.nonfinite=exclude (fedsim.aggregate: nonfinite="exclude")'
+        )
 
 
 def require(holds: bool, rule: str, constraint: str, **numbers: float) -> None:

@@ -84,7 +84,7 @@ class Scheduler:
         return WorkItem(slot, worker, rounds + 1, None, step)
 
     def finish(self, item: WorkItem) -> None:
-        """Count a step or round as done, and mark its worker as idle."""
+        """Count the step or round `item` as done, and mark its worker as idle."""
         self._done[item.worker] += 1
         self._busy.discard(item.worker)
 
@@ -261,7 +261,7 @@ class Dispatcher:
             self._nonfinite.update(slot for slot in slots if not bool(rows[slot].isfinite().all()))
 
     def is_stale(self, slot: int) -> bool:
-        """Whether an update of the global model has cancelled the current work of worker number `slot`."""
+        """Whether an update of the global model has cancelled the current work of the worker in `slot`."""
         return self.policy.cancels and self.server.staleness(slot) > 0
 
     def receive(self, slot: int, staleness: int | None = None) -> None:
@@ -291,7 +291,7 @@ class Dispatcher:
         self.policy.take(server, Arrival(slot, item.worker, unit, staleness))
 
     def cancel(self, slot: int) -> None:
-        """Cancel the current work of worker number `slot`. The worker will start the same work again."""
+        """Cancel the current work of the worker in `slot`. The worker will start the same work again."""
         self.scheduler.release(self.in_flight.pop(slot))
         self.untrained.discard(slot)
         self._nonfinite.discard(slot)
@@ -331,5 +331,5 @@ def nonfinite_error(round: int, place: str) -> DivergedError:
 
     `place` describes the result in the message, for example "the gradient of worker 3".
     """
-    remedy = "reduce local.lr, or exclude such results with aggregate.nonfinite=exclude"
+    remedy = "reduce local.lr, or exclude such updates with aggregate.nonfinite=exclude"
     return DivergedError(f"{place} contains NaN or infinity", remedy, round)

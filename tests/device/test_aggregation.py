@@ -341,7 +341,10 @@ def test_an_update_with_infinity_is_far_from_all_others(name):
 @pytest.mark.parametrize("name", ["caf", "dnc", "medoid"])
 def test_a_rule_that_cannot_compare_an_update_says_so(name):
     message = refusal_or(lambda x: aggregated(name, x, nonfinite="keep"), spoilt(torch.nan))
-    assert message == f'{name}: cannot compare updates that contain NaN or infinity; use nonfinite = "exclude"'
+    assert message == (
+        f"{name}: cannot compare updates that contain NaN or infinity; exclude such updates with "
+        'aggregate.nonfinite=exclude (fedsim.aggregate: nonfinite="exclude")'
+    )
 
 
 @pytest.mark.gpu
