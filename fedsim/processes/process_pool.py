@@ -115,10 +115,10 @@ class ProcessPool:
             raise
 
     def prepare(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Let every process call `function(process, *arguments)` before its next call, without waiting.
+        """Let every process call `function(process, *arguments)` before its next call, and return at once.
 
-        Results and errors are ignored. The pickled arguments must be small, because a process that is still starting
-        does not read them.
+        Results and errors are ignored. The pickled arguments must be small: they fill the pipe until the process, which
+        may still be starting, reads them.
         """
         message = Message((False, function, arguments))
         for child in self._children:
@@ -185,7 +185,10 @@ class ProcessPool:
         self._silences = [HeartbeatTimeout(self._table, index, timeout) for index in range(self.count)]
 
     def forget(self) -> None:
-        """Release the CUDA memory of the tensors in earlier calls. Call this when no process has such a tensor."""
+        """Stop keeping the CUDA tensors that earlier calls sent to the processes.
+
+        Their memory may then be freed, so call this when no process uses them.
+        """
         for child in self._children:
             child.pipe.forget()
 
@@ -247,7 +250,7 @@ class ProcessPool:
             return self._lost(index, f"has not started within {self._silent_seconds:g} s")
         where = self._table.worker(index) or self._table.activity(index)
         hint = f" ({where}); if a step takes longer, increase `process_timeout`"
-        return self._lost(index, f"has given no sign of life for {self._silent_seconds:g} s", hint=hint)
+        return self._lost(index, f"has sent no heartbeat for {self._silent_seconds:g} s", hint=hint)
 
     def _death(self, index: int) -> WorkerError:
         """Return the error to raise if process `index` has ended."""

@@ -28,7 +28,7 @@ KILLED = r"process [01], working on worker 1 in round 1, was killed by SIGKILL \
         ),
         (
             {"policy": {"name": f"{COMPONENTS}:FailingLocked", "how": "stop"}, "process_timeout": 1.0},
-            r"process [01] has given no sign of life for 1 s \(worker 1 in round 1\); if a step takes .*",
+            r"process [01] has sent no heartbeat for 1 s \(worker 1 in round 1\); if a step takes .*",
         ),
     ],
     ids=["with the lock", "in a write", "in a step", "stopped with the lock"],

@@ -222,7 +222,7 @@ def test_a_process_that_is_stopped_while_it_prepares_a_run_is_replaced(quick, se
     monkeypatch.setattr(jobs, "START_TIMEOUT", 3.0)
     data = {"name": "tests.lethal:tiny_after_orders", "folder": str(tmp_path)}
     order(tmp_path, "load-stop")
-    with pytest.warns(FedsimWarning, match=r"no sign of life for 3 s.*, and the run is repeated"):
+    with pytest.warns(FedsimWarning, match=r"no heartbeat for 3 s.*, and the run is repeated"):
         comparison = run_comparison(
             plan_comparison({**quick, "rounds": 1, "data": data}, {"seed": [0, 1]}), tmp_path / "comparison", 2
         )
@@ -236,7 +236,7 @@ def test_a_model_that_ends_its_process_fails_only_its_run_and_slow_work_does_not
     axes = {"model.how": ["hang", "slow", "kill", "exit", "never"]}
     hang, slow, kill, exited, never = fedsim.compare(tables, axes, tmp_path, jobs=2).runs
     process = "its process, working on worker 0 in round 1, "
-    assert hang.error.startswith("its process has given no sign of life for 2 s (worker 0 in round 1); if a step")
+    assert hang.error.startswith("its process has sent no heartbeat for 2 s (worker 0 in round 1); if a step")
     assert kill.error == f"{process}was killed by SIGKILL (exit code -9); if memory ran out, try fewer jobs"
     assert exited.error.startswith(f"{process}ended with exit code 0 before its work was done")
     assert slow.error is None

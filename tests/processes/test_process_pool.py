@@ -112,7 +112,7 @@ def test_a_process_without_heartbeats_is_named_and_not_one_that_sends_them_or_wa
     with ProcessPool(2, timeout=1.0) as pool:
         pool.call(work_for, 1.6)
         message = failure_of(pool, misbehave, how, 1)
-    assert "process 1 has given no sign of life for 1 s (worker 7 in round 3)" in message
+    assert "process 1 has sent no heartbeat for 1 s (worker 7 in round 3)" in message
 
 
 def test_a_death_between_calls_is_found_at_the_next_which_is_the_last():

@@ -133,9 +133,7 @@ def test_a_stopped_process_is_replaced_after_the_timeout(mortal, monkeypatch):
     with fedsim.Session() as session:
         result, said = run_ordered(tables, {2: ["train-stop"]}, session=session)
         assert_as_without_faults(result, tables, session)
-    assert re.match(
-        r"process \d has given no sign of life for 3 s \(a stack of workers in round 2\); if a step", said[0]
-    )
+    assert re.match(r"process \d has sent no heartbeat for 3 s \(a stack of workers in round 2\); if a step", said[0])
     assert len(said) == 1
 
 
