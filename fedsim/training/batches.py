@@ -40,7 +40,7 @@ class WorkItem(NamedTuple):
         steps: number of steps to train, from the first step of the round; None for all steps of the round.
         step: number (from 0) of the step, if the item is a single step of the round; otherwise None.
         ends: whether the worker's round ends after these steps. The client algorithm's `finish` is then called.
-        stack: number of the stack of workers that are trained at once, if workers are trained in stacks.
+        stack: index of the stack, the workers that are trained in one batched call; 0 if there are no stacks.
     """
 
     slot: int
@@ -57,7 +57,7 @@ class WorkItem(NamedTuple):
         return (self.round,) if self.step is None else (self.round, self.step)
 
     def steps_for(self, schedule: Schedule, n_samples: int) -> int:
-        """Return the number of steps to train, for a worker with `n_samples` samples."""
+        """Return the number of steps to train. `schedule` has the steps of a whole round with `n_samples` samples."""
         if self.step is not None:
             return 1
         return schedule.of(self.worker, self.round).steps_for(n_samples) if self.steps is None else self.steps
@@ -106,7 +106,10 @@ class WorkItems(Sequence[WorkItem]):
 
     @property
     def first(self) -> np.ndarray:
-        """Number of the first step to train in each worker's round, int64 [n]."""
+        """First step to train, counted from 0 at the start of each worker's round, int64 [n].
+
+        It is 0 unless only one step is trained.
+        """
         return np.maximum(self.step, 0)
 
     @property
@@ -334,7 +337,10 @@ class BatchSource:
         return _altered(samples.batches(batch_size), self.alteration(worker, round, "local_test_fraction"))
 
     def alterations(self, work: WorkItems, purpose: str | None = None) -> list[Alteration | None]:
-        """Return the result of `alteration` for each worker; an empty list if no worker's batches change."""
+        """Return, for each worker, a function that changes the worker's batches, or None (see `alteration`).
+
+        The list is empty if no worker's batches change.
+        """
         task, augments = self._task, purpose is None and bool(self._task.experiment.data.transforms)
         poisons = bool(task.byzantine) and task.experiment.attack.component.poison is not None
         if not augments and not poisons and task.transforms is None:

@@ -48,13 +48,14 @@ class GraphPool:
 
         Args:
             run: function that uses the same tensors in each call.
-            warm_up: function that is called before the capture: a part of `run` with the same operations. None: `run`.
+            warm_up: function that is called before the capture: a part of `run` with the same operations. None: `run`
+                itself is called.
         """
         require_capturable(warm_up or run, self.device)
         return self.record(run, warm_up)
 
     def record(self, run: Run, warm_up: Run | None = None) -> Run:
-        """Capture a call of `run` as a CUDA graph, without first checking whether all operations are supported."""
+        """Do what `capture` does, but without first checking whether a CUDA graph supports all operations."""
         with torch.cuda.device(self.device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
@@ -124,7 +125,7 @@ def depends_on_values(function: Any, args: tuple, indexing: Collection[Any]) -> 
 
 
 class CaptureCheck(OperationCheck):
-    """Context that raises ExperimentError for operations that a CUDA graph does not support.
+    """Context manager that raises ExperimentError for operations that a CUDA graph does not support.
 
     These are operations that copy values from the GPU to the CPU, or that use tensors on another device. Two kinds of
     CPU tensors are allowed: Python numbers that PyTorch converts to tensors, which become constants of the graph, and

@@ -200,7 +200,10 @@ class CapturedSteps:
         shared.cohort.rows[stack.index] = state.rows
 
     def _graphs_for(self, rows: int, steps: int, *, masked: bool) -> list[Graph]:
-        """Return the graphs that train `rows` workers for `steps` steps, after capturing those that are missing."""
+        """Return the graphs that train `rows` workers for `steps` steps. Capture those that do not exist yet.
+
+        See `Graph` for `masked`.
+        """
         captured = [graph.steps for graph in self._graphs if graph.rows == rows and graph.masked == masked]
         graphs = [Graph(rows, length, masked) for length in lengths_of(steps, captured)] if steps else []
         for graph in dict.fromkeys(graphs):
@@ -303,7 +306,7 @@ class CUDAGraphCache:
 
     @contextlib.contextmanager
     def _refusing_after_failures(self) -> Iterator[None]:
-        """Return a context that catches any error and disables CUDA graphs instead, with a warning if `warns`."""
+        """Return a context manager that catches any error, disables CUDA graphs, and warns if `warns` is true."""
         try:
             yield
         except Exception as error:

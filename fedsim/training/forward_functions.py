@@ -56,7 +56,7 @@ class Dropout:
 
     @classmethod
     def of(cls, function: Callable[..., Tensor], inputs_shape: torch.Size, p: float) -> Dropout:
-        """Return the description of a dropout call for inputs of shape `inputs_shape`."""
+        """Return the description of the call `function(inputs, p)`, for inputs of shape `inputs_shape`."""
         shape = tuple(inputs_shape[1:])
         if function in FEATURE_DROPOUTS:  # without a batch dimension, channels are the first dimension
             channels = shape[:1] if len(inputs_shape) != UNBATCHED_NDIM.get(function) else (1,)
@@ -65,9 +65,9 @@ class Dropout:
 
 
 class ForwardFunctions(TorchFunctionMode):
-    """Context that replaces dropout by a multiplication with a scaled mask, called factors, and speeds up max pooling.
+    """Context manager that replaces dropout by a multiplication with given factors, and speeds up max pooling.
 
-    The scaled mask has the values 0 and 1 / (1 - p).
+    The factors are a scaled mask with the values 0 and 1 / (1 - p).
 
     Args:
         factors_of: `factors_of(dropout, samples)` returns the factors [samples, ...] for a dropout call, or None to
@@ -97,7 +97,7 @@ class ForwardFunctions(TorchFunctionMode):
 
 
 class Recording(ForwardFunctions):
-    """Context that omits dropout, and records each dropout call and its number of samples."""
+    """Context manager that omits dropout, and records each dropout call and its number of samples."""
 
     def __init__(self) -> None:
         super().__init__(self._note)
@@ -298,7 +298,7 @@ class RoundDropout:
         return [factors[0, :samples] for factors in self._ahead.of(step, 1)]
 
     def at(self, step: int, samples: int) -> AbstractContextManager[Any]:
-        """Return a context in which forward passes use the dropout masks of step number `step`.
+        """Return a context manager in which forward passes use the dropout masks of step number `step`.
 
         `samples` is the number of samples in the batch.
         """

@@ -50,7 +50,7 @@ class PointModules:
 
 
 class PointOptimizer(LocalOptimizer):
-    """Optimizer for client algorithms that also need gradients of a batch at other points (`step_rows`).
+    """Optimizer for client algorithms that need gradients at several parameter vectors per batch (`step_rows`).
 
     Args:
         task: description of the run.

@@ -24,7 +24,7 @@ def personal_bytes(task: RunTask) -> int:
 
 @contextlib.contextmanager
 def explain_oom(task: RunTask, processes: int, width: int | None = None) -> Iterator[None]:
-    """Return a context in which out-of-memory errors name the settings to reduce.
+    """Return a context manager in which out-of-memory errors name the settings to reduce.
 
     Args:
         task: run that is computed.

@@ -52,7 +52,7 @@ SAME_FOR_ROWS = {Tensor.dtype.__get__, Tensor.device.__get__, Tensor.is_cuda.__g
 
 
 class PreparedDropout(ForwardFunctions):
-    """Context in which dropout uses the given masks.
+    """Context manager in which dropout uses the given masks.
 
     Args:
         factors: scaled dropout masks [samples, ...], one for each dropout call, in call order.
@@ -75,7 +75,7 @@ class PreparedDropout(ForwardFunctions):
 
 
 class VmapOverrides(PreparedDropout):
-    """Context that replaces PyTorch functions for which `torch.func.vmap` is slow or wrong."""
+    """Context manager that replaces PyTorch functions for which `torch.func.vmap` is slow or wrong."""
 
     def call_function(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         return SUBSTITUTES.get(function, function)(*args, **kwargs)
@@ -347,7 +347,7 @@ class NotMergeableError(Exception):
 
 
 class DataDependenceCheck(OperationCheck):
-    """Context that raises NotMergeableError if the shape of a result depends on the values in a batch.
+    """Context manager that raises NotMergeableError if the shape of a result depends on the values in a batch.
 
     For example, a mixture of experts selects samples by a mask. It is then unknown which worker each sample belongs to.
     """
@@ -362,7 +362,7 @@ class DataDependenceCheck(OperationCheck):
 
 
 class MergedBatch(PreparedDropout):
-    """Context for a forward pass of k models on one batch that contains the samples of all of them.
+    """Context manager for a forward pass of k models on one batch that contains the samples of all of them.
 
     Functions with parameters, such as F.linear, apply each model's parameters to the samples of this model. Functions
     that do not support this raise NotMergeableError.

@@ -189,10 +189,11 @@ class Trials:
         return ProbeResult(outputs.detach(), buffers, tuple(recording.dropouts), sum(saved.values()) // len(inputs))
 
     def is_coupled(self, together: ProbeResult) -> bool:
-        """Whether a sample's output depends on the other samples of the batch, as with BatchNorm.
+        """Whether a sample's output changes with the other samples of its batch, as with BatchNorm.
 
         Args:
-            together: result of `run` on the first `count` training samples.
+            together: result of `run` on a batch of the first `self.count` training samples. It is compared with
+                the results of further runs, in which a sample has other samples beside it.
         """
         inputs, targets = self.samples(self.count)
         try:
@@ -218,7 +219,10 @@ class Trials:
         )
 
     def has_joint_loss(self, together: ProbeResult) -> bool:
-        """Whether the loss of a batch is not the mean over its samples. `together` is the result of `run`."""
+        """Whether the loss of a batch is not the mean of the losses of its samples, as with a contrastive loss.
+
+        `together` is the result of `run` on the first `self.count` training samples.
+        """
         is_joint = joint_of(self._task.learning_task)
         return is_joint is not None and is_joint(together.outputs, self.samples(self.count)[1])
 
@@ -232,7 +236,7 @@ class Trials:
         return not self._agree(rolled.outputs, together.outputs.roll(1, 0))
 
     def reason_against_merging(self, dropouts: tuple[Dropout, ...]) -> str | None:
-        """Return why several models cannot be computed on one batch with the samples of all models, or None."""
+        """Return why the batches of several models cannot be merged into one batch; None if they can."""
         try:
             self.compare_gradients(dropouts, merged=True)
         except Exception as error:  # the model may fail in any way on a merged batch
@@ -311,9 +315,9 @@ class Trials:
     def _gradients_of(
         self, two: TwoModels, dropouts: tuple[Dropout, ...], precision: Precision, *, merged: bool, turns: bool = False
     ) -> tuple[list[Tensor], Tensor]:
-        """Compute two models together; see `compare_gradients` and `way_for`.
+        """Compute two models at once. Return the gradients of each parameter, [2, ...], and the new buffers.
 
-        Returns the gradients of each parameter, [2, ...], and the buffers of both models after the forward pass.
+        See `compare_gradients` for the arguments, and `way_for` for `turns`.
         """
         task, count, dtype = self._task, self.count, two.rows.dtype
         weights = torch.full((2, count), 1 / count, dtype=dtype, device=task.device)

@@ -57,7 +57,7 @@ class RowModule:
 
     @contextmanager
     def lent(self) -> Iterator[nn.Module]:
-        """Return a context that provides the module for user code. At the end, parameters are copied back to the row.
+        """Return a context manager that provides the module for user code, then copies its parameters to the row.
 
         Raises ExperimentError if names or shapes of parameters have changed.
         """

@@ -88,7 +88,7 @@ class SampleGradients:
         return losses, means.addcmul_(self._draw(moments, means), std)
 
     def _draw(self, moments: Sequence[Moment], like: Tensor) -> Tensor:
-        """Return standard normal numbers with the shape [k, d] of `like`."""
+        """Return standard normal numbers with the shape [k, d] of `like`, which depend on seed and `moments`."""
         keys = [Draws.of(self._seed, "sample_privacy", *moment, device=like.device) for moment in moments]
         return torch.stack([draws.normal(like.shape[1], dtype=like.dtype) for draws in keys])
 

@@ -157,7 +157,7 @@ class GlobalModel:
 class CohortRows:
     """Tensors with one row for each worker of the cohort. With ranks, each rank has only the rows of its own workers.
 
-    If updates are added up in waves (`RunTask.streams`), there are only rows for the workers of one wave.
+    If the cohort is trained in several parts, called waves (`RunTask.streams`), there are only rows for one wave.
 
     Attributes:
         size: number of workers that this process, or the processes that share these tensors, train in a round.
@@ -198,7 +198,10 @@ class CohortRows:
 
     @classmethod
     def allocate(cls, task: RunTask, server: GlobalModel, size: int, n_rows: int) -> CohortRows:
-        """Allocate the tensors with `n_rows` rows. Raises ExperimentError if there is not enough memory."""
+        """Allocate the tensors for `n_rows` workers. `size` is the attribute of the class.
+
+        Raises ExperimentError if there is not enough memory.
+        """
         d, b, cohort = len(server.row), len(server.buffers), task.experiment.largest_cohort
 
         sent = task.algorithm.personal_columns.others(d).of(server.row)
@@ -305,7 +308,7 @@ class SharedState:
         )
 
     def allocate_wave(self, task: RunTask, n_rows: int) -> None:
-        """Allocate the rows of a wave of at most `n_rows` workers, for a task whose `streams` is true."""
+        """Allocate rows for a wave: a part of the cohort with at most `n_rows` workers (see `CohortRows`)."""
         self.cohort = CohortRows.allocate(task, self.server, self.cohort.size, n_rows)
 
     def state_dict(self) -> dict[str, Tensor]:

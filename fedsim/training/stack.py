@@ -49,11 +49,11 @@ class StepBatch(NamedTuple):
         return self.in_stack if isinstance(self.in_stack, list) else slice(self.in_stack.start, self.in_stack.stop)
 
     def part(self, index: Any, step: int, in_stack: range | list[int]) -> StepBatch:
-        """Return some of the batches as a StepBatch.
+        """Return a StepBatch with only some of the steps, some of the workers, or both.
 
         Args:
-            index: index of the selected steps, workers, or both.
-            step: number of the first selected step.
+            index: index that selects these steps and workers in each tensor, as in `positions[index]`.
+            step: first selected step, counted from 0 at the start of the workers' training.
             in_stack: positions of the selected workers in the stack.
         """
         parts = self.sizes[index], self.counts[index], self.positions[index], self.weights[index]
@@ -106,9 +106,10 @@ Table = Callable[[], StepBatch]  # returns the batches of all steps of a stack
 
 
 def _tables(work: WorkItems, parts: Sequence[slice], task: RunTask, source: BatchSource) -> Iterator[Table | None]:
-    """Yield a function for each stack that returns the batches of all its steps, or None if there are too many samples.
+    """Yield, for each stack, a function that returns the batches of all its steps.
 
-    The batches of consecutive stacks are computed together, when the first of these stacks needs them.
+    The batches of consecutive stacks are computed together, when the first of these stacks needs them. None is yielded
+    instead of a function if a stack has too many samples to store all its batches.
 
     Args:
         work: workers of all stacks.
@@ -279,7 +280,8 @@ class Stack:
 
         Args:
             dropouts: dropout calls of a forward pass, in call order.
-            after: whether to return masks for additional steps after the end of each worker's round.
+            after: whether to return masks for forward passes after the last step of each worker's round, which need
+                masks other than those of the training steps.
         """
         task, first_steps = self._task, self.steps if after else self.members.first
         if not dropouts:
@@ -309,7 +311,10 @@ class Stack:
                 inputs[row, :size], targets[row, :size] = alter(inputs[row, :size], targets[row, :size], step)
 
     def count(self, step_batch: StepBatch, losses: Tensor) -> None:
-        """Add samples and losses of one step to the sums of the round. `losses` [m] are the mean losses."""
+        """Add the samples and losses of a step to the sums of the round.
+
+        `losses` [m] are the mean losses of the batches in `step_batch`.
+        """
         sums = self._loss_sum[step_batch.stack_index]
         sums.addcmul_(losses, step_batch.counts)
         if isinstance(step_batch.stack_index, list):  # `sums` is a copy

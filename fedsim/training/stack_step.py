@@ -142,7 +142,7 @@ def _view_of_state(tensor: Tensor, entry: Entry, rows: Tensor) -> Tensor:
 
 
 def gather(train: TensorData, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the inputs and targets, [m, batch, ...] each, of the samples at `positions` [m, batch] in the data set."""
+    """Return the inputs and targets, [m, batch, ...] each, of the samples at `positions` [m, batch] in `train`."""
     inputs, targets = train.gather(positions.flatten())
     return inputs.unflatten(0, positions.shape), targets.unflatten(0, positions.shape)
 

@@ -189,7 +189,7 @@ class StackTrainer:
     ) -> Iterator[tuple[StepBatch, StackState, Batch]]:
         """Divide a step's workers into parts that are computed together. Yield (batches, state, data) of each part.
 
-        After the caller has trained a part, its state is copied back to `state`.
+        The caller trains each part before it asks for the next one, and the part's state is then copied to `state`.
 
         Args:
             stack: stack of workers.
@@ -224,7 +224,7 @@ class StackTrainer:
         return sorted({-(-size // stacks), size // stacks}, reverse=True)
 
     def _copies(self, stack: Stack) -> Tensor:
-        """Return a copy of the parameters of a stack's workers."""
+        """Return a copy of the parameters of a stack's workers, which the next call overwrites."""
         if len(self._room) < len(stack):
             self._room = new_rows(len(stack), self._module.layout.d, self._task.dtype, self._task.device)
         return self._room[: len(stack)].copy_(self._shared.cohort.rows[stack.index])

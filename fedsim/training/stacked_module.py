@@ -141,7 +141,7 @@ class StackedModule:
     def _features(
         self, parameters: list[Tensor], buffers: Sequence[Tensor], inputs: Tensor, factors: Sequence[Tensor]
     ) -> Tensor:
-        """Return the features [k, batch, f] that k other models with these `parameters` compute for the batches."""
+        """Return the features [k, batch, f] of `inputs` in k models with the given parameters and copied buffers."""
         stacks = parameters, [buffer.clone() for buffer in buffers], inputs.clone(), list(factors)
         *_, features = self._forward(stacks, records=True)
         return self._precision.widened(features)
@@ -151,7 +151,10 @@ class StackedModule:
     ) -> list[Any]:
         """Run k models. Return [outputs, new buffers], or [outputs, new buffers, features] if `records` is true.
 
-        Outputs have the shape [k, batch, ...].
+        Args:
+            stacks: parameters, buffers, inputs and dropout masks of the models, [k, ...] each.
+            products: see `MergedBatch`.
+            records: whether to return the features too.
         """
         parameters, buffers, inputs, factors = stacks
         with self._precision.forward(inputs.device):
@@ -197,7 +200,7 @@ class StackedModule:
 
 
 def _places(module: nn.Module, tensor: Tensor) -> Places:
-    """Return all (submodule, name) pairs under which `module` registers a parameter or buffer."""
+    """Return all (submodule, name) pairs under which `module` registers the parameter or buffer `tensor`."""
     return [
         (part, name)
         for part in module.modules()
@@ -221,7 +224,7 @@ def _total(parameter: Tensor, gradient: Tensor | None, products: list[OuterProdu
 
 
 def _owned(gradients: Sequence[Tensor | OuterProductGrad]) -> list[Tensor | OuterProductGrad]:
-    """Return the gradients. Gradients that share memory or are not contiguous are copied."""
+    """Return the gradients as contiguous tensors that do not share memory, by copying some of them."""
     owned, seen = list[Tensor | OuterProductGrad](), set[int]()
     for gradient in gradients:
         if isinstance(gradient, Tensor):

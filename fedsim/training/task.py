@@ -155,7 +155,7 @@ class RunTask:
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """What the rounds of the run aggregate: "gradients", "parameters", or first the one and later the other."""
+        """What the rounds aggregate: ("gradients",), ("parameters",), or both if later rounds differ from the first."""
         return tuple(dict.fromkeys(map(self.sync_in, (1, self.experiment.rounds))))
 
     @property
@@ -164,9 +164,10 @@ class RunTask:
         return self.experiment.gradient_hook is None or "parameters" in self.syncs
 
     def that_streams(self, d: int) -> RunTask:
-        """Return a copy of this task for models with d parameters, with the attributes `row_bytes` and `streams` set.
+        """Return a copy of this task in which `row_bytes` and `streams` are set for a model with d parameters.
 
-        `streams` is true if a cohort's updates are larger than `STORED_BYTES` and no setting needs single updates.
+        `streams` is true if the updates of a whole cohort would take more than `STORED_BYTES`, and no setting needs
+        them all at the same time.
         """
         row_bytes = d * self.dtype.itemsize
         large = self.experiment.largest_cohort * row_bytes > STORED_BYTES

@@ -25,12 +25,15 @@ def train_by_function(task: RunTask, local: LocalModel, batches: Batches) -> flo
 
 
 class RoundBatches:
-    """Batches (inputs, targets) of a round, for a user's training function. They can be iterated only once.
+    """Iterable over a worker's batches (inputs, targets) in a round, which a user's training function receives.
+
+    It can be iterated only once.
 
     Args:
         batches: batches of the round.
-        count: number of batches.
-        masks: `masks(step, samples)` returns a context with the dropout masks of a batch.
+        count: number of batches, which `len` returns.
+        masks: `masks(step, samples)` returns a context manager in which a model uses the dropout masks of batch number
+            `step` (from 0), which has `samples` samples.
     """
 
     def __init__(self, batches: Batches, count: int, masks: Callable[[int, int], AbstractContextManager[Any]]) -> None:

@@ -40,7 +40,7 @@ class AggregationContext:
     cluster: int = 0
 
     def by_cluster(self, clusters: Sequence[int]) -> Iterator[AggregationContext]:
-        """Yield one context for each global model, with the workers that train this model.
+        """Yield one AggregationContext for each global model, with the workers that train this model.
 
         `clusters` contains the index of each worker's model. If `clusters` is empty, there is only one model. A model
         whose workers all have weight 0 is left out.
@@ -54,7 +54,7 @@ class AggregationContext:
                 yield replace(part, slots=[self.slots[position] for position in positions], cluster=cluster)
 
     def of_wave(self, positions: Sequence[int]) -> AggregationContext:
-        """Return a context with only the workers at `positions`, which get the slots 0, 1, ..."""
+        """Return the AggregationContext of only the workers at `positions`, which get the slots 0, 1, ..."""
         weights = None if self.weights is None else self.weights[positions]
         workers, samples = ([values[position] for position in positions] for values in (self.workers, self.samples))
         return AggregationContext(range(len(positions)), workers, samples, weights, self.moment)
