@@ -269,7 +269,7 @@ class RowSums(Aggregator):
 
 
 class StreamedSums(Aggregator):
-    """Aggregator for linear rules that adds up the updates of one wave of workers after another.
+    """Aggregator for linear rules that adds up updates while the cohort is trained part by part (in waves).
 
     Besides the updates, it adds up the messages and buffers of the workers, and keeps their losses. All sums have one
     term for each stack, in a fixed order, so that rounding does not depend on the number of processes.

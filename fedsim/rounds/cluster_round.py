@@ -14,7 +14,7 @@ class ClusterRound(ParameterRound):
     """Round in which each global model is updated by the workers that have selected it (Ghosh et al. 2020)."""
 
     def pull_down(self, plan: RoundPlan) -> None:
-        """Load the workers' own states. Each worker then copies the model with the least loss on its samples."""
+        """Load the states that workers kept from earlier rounds. Each then gets the model with its least loss."""
         self.executor.load_states(plan.context.workers, plan.mine)
         for member in plan.mine:
             with self.executor.process.working_on(member.worker, plan.round):

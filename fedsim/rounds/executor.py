@@ -73,21 +73,21 @@ class Executor:
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:
-        """Return a context in which all other methods must be called.
+        """Return a context manager in which all other methods must be called.
 
-        In this context, TF32 is off, and out-of-memory errors name the settings to reduce.
+        In its block, TF32 is off, and out-of-memory errors name the settings to reduce.
         """
         named, task = workers_named(self.task.worker_names), self.task
         with explain_oom(task, self.process.count, self.trainer.width), full_precision(task.device), named:
             yield
 
     def in_precision(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that sets the floating-point precision of training, such as TF32."""
+        """Return a context manager that sets the floating-point precision of training, such as TF32."""
         return self.task.precision.training(self.task.device)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Return a context that measures the time of a phase, such as "train"."""
+        """Return a context manager that measures the time of a phase, such as "train"."""
         with self.timer(name):
             yield
             synchronize(self.task.device)

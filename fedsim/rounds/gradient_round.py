@@ -27,7 +27,10 @@ class GradientRound(ParameterRound):
             return self.steps_checked_later(plan) or self.steps(plan)
 
     def pull_down(self, plan: RoundPlan) -> None:
-        """Copy the global buffers and the workers' own states. The trainer reads the global parameters at each step."""
+        """Copy the global buffers to the workers, and load the states that the workers kept from earlier rounds.
+
+        Parameters are not copied, because the trainer reads the global parameters at each step.
+        """
         self.executor.load_states(plan.context.workers, plan.mine)
         self.copy_buffers(self.shared.server.buffers, plan.mine)
 

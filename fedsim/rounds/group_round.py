@@ -58,13 +58,13 @@ class GroupRound(ParameterRound):
         return Level(at_top, task.top, of_groups, privacy, executor.processing)
 
     def groups_of(self, mine: WorkItems) -> Iterator[tuple[Level, WorkItems]]:
-        """Yield (level, its workers among `mine`) for each group."""
+        """Yield (level of the group, the group's workers among `mine`) for each group."""
         groups = self.task.experiment.groups_of(mine.workers)
         for number, edge in enumerate(self.edges):
             yield edge, mine[groups == number]
 
     def groups_in(self, context: AggregationContext) -> Iterator[tuple[int, Level, AggregationContext]]:
-        """Yield (number, level, its workers in `context`) for each group that has workers there."""
+        """Yield (number of the group, its level, its workers in `context`) for each group with workers in `context`."""
         for part in context.by_cluster(self.task.experiment.groups_of(context.workers).tolist()):
             yield part.cluster, self.edges[part.cluster], replace(part, cluster=0)
 
@@ -77,7 +77,7 @@ class GroupRound(ParameterRound):
             self.edges[number].check_reports(plan.round, cohort, f", group {number}")
 
     def pull_down(self, plan: RoundPlan) -> None:
-        """Copy the model of each group, and the workers' own states, to the rows of this process's workers."""
+        """Give each worker of this process the model of its group, and load the state it kept from earlier rounds."""
         self.executor.load_states(plan.context.workers, plan.mine)
         for edge, members in self.groups_of(plan.mine):
             self.copy_model(edge.model.row, edge.model.buffers, members)

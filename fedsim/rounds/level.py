@@ -33,8 +33,8 @@ class Level:
         new_aggregator: function that returns the aggregator.
 
     Attributes:
-        latest: context of the latest aggregation, and the aggregated update [d] before it. The update is None if no
-            rule or attack uses it, or unless `records.updates` contains the round.
+        latest: context of the latest aggregation, and the result [d] of the aggregation before it. This result is None
+            if no rule or attack uses it, or unless `records.updates` contains the round.
     """
 
     def __init__(

@@ -18,7 +18,9 @@ from fedsim.training.task import RunTask
 
 
 class LocalTests:
-    """Tests the models of single workers. The tests overwrite the rows of the cohort.
+    """Tests the models of single workers on the workers' own test samples.
+
+    The tests overwrite the tensors that contain the cohort's updates, so test only after these have been used.
 
     Args:
         executor: executor of this process.
@@ -53,7 +55,7 @@ class LocalTests:
         """Test the models of this process's share of `workers`, and return the results by worker ID.
 
         Args:
-            workers: worker IDs, at most as many as there are rows.
+            workers: worker IDs, at most as many as are in a cohort.
             mine: workers that this process tests.
             round: number of the round.
         """

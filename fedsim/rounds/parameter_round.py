@@ -32,7 +32,7 @@ class ParameterRound(RoundKind):
             return self.aggregate(plan)
 
     def pull_down(self, plan: RoundPlan) -> None:
-        """Copy the global model and the workers' own states to the rows of this process's workers."""
+        """Give each worker of this process the global model, and load the state it kept from earlier rounds."""
         self.executor.load_states(plan.context.workers, plan.mine)
         self.copy_model(self.server.sent, self.shared.server.buffers, plan.mine)
 

@@ -24,9 +24,9 @@ MOST_SAMPLED = 1_000  # maximum number of workers whose shards are drawn to desc
 
 
 def server_samples(experiment: Experiment, train: TensorData, worker_tests: Shards | None) -> np.ndarray:
-    """Return the indices of the server's own training samples, ascending. They are drawn at random.
+    """Draw the server's own training samples, and return their indices in `train`, ascending.
 
-    Raises ExperimentError if there are not enough samples.
+    The local test samples of workers are not drawn. Raises ExperimentError if there are not enough samples.
     """
     size, samples = experiment.aggregate.root_samples, np.arange(len(train))
     if worker_tests is not None and worker_tests.listed:
@@ -129,7 +129,7 @@ class _Owners(NamedTuple):
     Attributes:
         names: all owners, sorted.
         trained, tested: index of the owner of each training sample and of each test sample.
-        unseen: indices of the owners who have only test samples.
+        unseen: indices in `names` of the owners who have only test samples.
     """
 
     names: np.ndarray
@@ -138,7 +138,7 @@ class _Owners(NamedTuple):
     unseen: np.ndarray
 
     def of_shards(self, shards: Shards) -> np.ndarray:
-        """Return the index of each worker's owner, followed by `unseen`."""
+        """Return the index in `names` of each worker's owner, followed by `unseen`."""
         positions, begins = shards.together(np.arange(len(shards)))
         return np.concatenate([self.trained[positions[begins].numpy()], self.unseen])
 

@@ -54,7 +54,10 @@ class PrivateRounds:
         self._releases = releases_of(task.experiment, shared.data.shards, shared.data.root.numpy())
 
     def at_workers(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
-        """Clip the updates of this process's workers in place, and add noise if workers add it. See `UpdateStep`."""
+        """Clip the updates that this process's workers will send, in place, and add noise if workers add it.
+
+        Returns False: these changes need no further check for NaN. See `UpdateStep` for the arguments.
+        """
         if not self.mechanism.active:
             return False
         clipped, round = self._clip(mine, self.clip), context.moment[0]
@@ -67,9 +70,10 @@ class PrivateRounds:
         return False
 
     def as_received(self, context: AggregationContext, mine: WorkItems, sent: SentUpdates) -> bool:
-        """Clip the updates that the server has received, in place, if necessary (see `UpdateStep`).
+        """Clip the updates that the server has received, in place, and return True; return False if not necessary.
 
-        Attackers ignore the clipping of the workers, and processors may lengthen updates.
+        Clipping is necessary again because attackers do not clip, and processors may lengthen updates. See `UpdateStep`
+        for the arguments.
         """
         experiment, round = self._task.experiment, context.moment[0]
         clips = self.mechanism.at_server and not experiment.aggregate.secure
@@ -112,7 +116,10 @@ class PrivateRounds:
             self.clip = PrivacyState.model_validate(metadata["privacy"]).clip
 
     def _clip(self, mine: WorkItems, max_norm: float) -> list[Tensor]:
-        """Clip the updates of the workers `mine` in place, one by one, so that processes do not change the rounding."""
+        """Clip the updates of the workers `mine` to `max_norm`, in place. Return for each whether it has been scaled.
+
+        Updates are clipped one by one, so that the rounding does not depend on the number of processes.
+        """
         return [clip_update(self._shared.cohort.rows[member.slot], max_norm) for member in mine]
 
     def _noise(self, std: float, purpose: str, *coordinates: int) -> Tensor:

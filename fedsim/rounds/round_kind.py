@@ -101,9 +101,9 @@ class RoundKind(ABC):
             pull_down(buffers, self.shared.cohort.buffers, index_of(mine.slots, self.task.device))
 
     def parts(self, workers: list[int], round: int) -> Iterator[tuple[list[int], WorkItems]]:
-        """Divide workers to test into parts of at most as many workers as there are rows.
+        """Divide the `workers` to test into parts that are not larger than a cohort.
 
-        Yields the worker IDs of each part, and the work items of the workers that this process tests.
+        Yields, for each part, its worker IDs and the work items of the workers that this process tests.
         """
         size = self.task.experiment.cohort_size
         for part in (workers[start : start + size] for start in range(0, len(workers), size)):
@@ -114,7 +114,7 @@ class RoundKind(ABC):
         clock.finish_round(self.task, plan.work, sent, self.server.broadcast_bytes)
 
     def bytes_up(self, plan: RoundPlan, sent: SentUpdates) -> int:
-        """Return the number of bytes that the workers send. `sent` has the sizes of their updates."""
+        """Return how many bytes all workers of a round send. `sent` has the sizes of their updates."""
         message = message_bytes(self.task, self.shared)[1]
         return sent.nbytes + len(plan.cohort.workers) * (message + buffer_bytes(self.task, self.shared))
 

@@ -94,7 +94,7 @@ class SynchronousRounds:
         return self.record(plan, stats, of_workers, samples.tolist(), train_loss) if team.computes else None
 
     def begin(self, round: int) -> RoundKind:
-        """Return the kind of `round`.
+        """Return the object that runs `round`.
 
         In the first round that aggregates parameters after rounds that aggregated gradients, reset the states of the
         rule, the attack and the server optimizer, but keep the global model.
@@ -105,7 +105,7 @@ class SynchronousRounds:
         return kind
 
     def kind(self, round: int) -> RoundKind:
-        """Return the kind of `round`."""
+        """Return the object that runs `round`."""
         return self.kinds[self.task.sync_in(round)]
 
     def skip_round(self, plan: RoundPlan, kind: RoundKind) -> Round | None:
@@ -176,9 +176,9 @@ class SynchronousRounds:
         return kind.complete(record), of_workers
 
     def latest_aggregation(self) -> tuple[AggregationContext, np.ndarray | None]:
-        """Return the context of the latest aggregation, without weights, and the aggregated update before it, [d].
+        """Return the context of the latest aggregation, without weights, and the result [d] of the one before it.
 
-        The update is None if no rule or attack uses it, or if the updates of the round are not stored.
+        This result is None if no rule or attack uses it, or if the updates of the round are not stored.
         """
         assert self.level.latest is not None
         return self.level.latest

@@ -119,9 +119,9 @@ class CohortUpdates:
 
     @property
     def checks_now(self) -> bool:
-        """Whether this object checks rows for NaN and infinity as they change.
+        """Whether this object checks updates for NaN and infinity as they change.
 
-        Otherwise the rule checks them, or the check waits for the end of the round, or nothing is checked.
+        If false, the rule checks them, or they are checked at the end of the round, or nothing is checked.
         """
         is_deferred = self.deferred_check is not None and self.deferred_check.active
         return self._task.experiment.nonfinite != "keep" and not is_deferred and not self.rule_checks

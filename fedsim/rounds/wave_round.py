@@ -20,7 +20,7 @@ from fedsim.training.batches import WorkItems
 
 
 class WaveRound(ParameterRound):
-    """Round that trains one wave of workers after another, and adds up their updates."""
+    """Round that trains one part of the cohort (a wave) after another, and adds up the updates."""
 
     def __init__(self, executor: Executor, cohorts: Cohorts, level: Level) -> None:
         super().__init__(executor, cohorts, level)

@@ -151,7 +151,7 @@ class WorkerStates:
         self.save(members.workers.tolist(), rows, members.slots)
 
     def of_waves(self, parts: int) -> WorkerStates:
-        """Return an empty storage for new states of the current round.
+        """Return an empty storage for the new states of a round whose cohort is trained in several parts (waves).
 
         Its memory limit is that of this storage divided by `parts`, the number of processes that have such a storage.
         """
@@ -254,9 +254,9 @@ class WorkerStates:
         }
 
     def resume(self, saved: Mapping[str, Tensor]) -> None:
-        """Replace all worker states by the states in `saved`, which `tensors` returned.
+        """Replace all worker states by those of a checkpoint.
 
-        Raises RecordError if `saved` does not fit this run.
+        `saved` is the result of the method `tensors`. Raises RecordError if it does not fit this run.
         """
         self._positions = {}
         if not self.initial:
