@@ -141,10 +141,10 @@ def flops_of_a_sample(task: RunTask, shared: SharedState) -> float:
 
 
 class FlopCount(OperationCheck):
-    """Context that counts floating-point operations, like torch.utils.flop_counter.FlopCounterMode.
+    """Context manager that counts floating-point operations, like torch.utils.flop_counter.FlopCounterMode.
 
     Attributes:
-        total: number of floating-point operations in the context so far.
+        total: number of floating-point operations counted so far.
     """
 
     def __init__(self) -> None:

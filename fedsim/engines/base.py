@@ -62,7 +62,7 @@ class Engine:
 
     @classmethod
     def joined(cls, description: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """Return a context in which this process is connected to the other ranks. It does nothing without ranks.
+        """Return a context manager that connects this process to the other ranks. Without ranks, it does nothing.
 
         Args:
             description: all settings of the experiment, which must be the same in all ranks.

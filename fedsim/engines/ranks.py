@@ -148,7 +148,7 @@ class Ranks(Team):
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[list[Any]]:
-        """Return a context for work that only rank 0 does. Its results are sent to all ranks; see `Team`."""
+        """Return a context manager for work that only rank 0 does. Its results are sent to all ranks; see `Team`."""
         told: list[Any] = []
         error = None
         try:

@@ -179,9 +179,9 @@ def signals_deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
-    """Return a context in which processes that multiprocessing starts do not add the working directory to `sys.path`.
+    """Return a context manager in which spawned processes get the `sys.path` of this process.
 
-    A spawned process then gets the `sys.path` of its parent.
+    Otherwise multiprocessing also adds the working directory to it.
     """
     options = util._args_from_interpreter_flags  # type: ignore[attr-defined]
     util._args_from_interpreter_flags = lambda: [*options(), SAFE_PATH]  # type: ignore[attr-defined]

@@ -188,7 +188,7 @@ class _File:
 
 @contextlib.contextmanager
 def _collecting(message: Message) -> Iterator[None]:
-    """Return a context in which the files of pickled objects are added to `message`."""
+    """Return a context manager in which the files of pickled objects are added to `message`."""
     if not PASSES_FILES:
         yield
         return

@@ -230,19 +230,19 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def working_on(self, worker: int, round: int) -> Iterator[None]:
-        """Return a context in which error messages say that this process trains `worker` in `round`."""
+        """Return a context manager in which error messages say that this process trains `worker` in `round`."""
         self.table.write(self.index, WORKER, worker)
         self.table.write(self.index, ROUND, round)
         yield
         self.table.write(self.index, WORKER, NO_WORKER)
 
     def working_on_several(self, round: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which error messages say that this process trains several workers in `round`."""
+        """Return a context manager in which error messages say that this process trains several workers in `round`."""
         return self.working_on(SEVERAL_WORKERS, round)
 
     @contextlib.contextmanager
     def holding(self, held: int) -> Iterator[None]:
-        """Return a context in which this process is recorded as holding a lock or writing to shared data.
+        """Return a context manager in which this process is recorded as holding a lock or writing to shared data.
 
         Error messages use this record if the process dies.
 
@@ -255,9 +255,9 @@ class ProcessContext:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Return a context in which this process is recorded as waiting for other processes.
+        """Return a context manager in which this process is recorded as waiting for other processes.
 
-        At its end, the context raises AbortedError if the parent has aborted the call.
+        At the end of the block, AbortedError is raised if the parent has aborted the call.
         """
         self.table.write(self.index, WAITING, 1)
         yield

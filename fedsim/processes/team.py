@@ -26,8 +26,8 @@ class Team:
     """Processes that compute a run together, with the same tensors in shared memory; also a single process.
 
     All processes must call each method at the same time. Workers are given by `slots`, their positions in the cohort.
-    The server's own model, if there is one, has the position after the last worker. The subclass `Ranks` is for
-    processes without shared memory.
+    The server's own model, if there is one, has the position after the last worker. A row is the flat vector of a
+    worker's parameters, update or state. The subclass `Ranks` is for processes without shared memory.
 
     Args:
         process: context of this process.
@@ -64,10 +64,10 @@ class Team:
         return in_stacks(work, [stacks[number] for number in numbers])
 
     def waves(self, work: Any, width: int) -> Iterator[tuple[np.ndarray, Any, Any]]:
-        """Divide the workers into waves of one stack per process. A wave is trained like a cohort, with its own slots.
+        """Divide the workers into waves, which are trained one after another, each like a cohort with its own slots.
 
-        The stacks and their order do not depend on the number of processes. The caller must finish a wave before it
-        asks for the next one.
+        A wave has one stack (workers that are trained in one batched call) per process. The stacks and their order do
+        not depend on the number of processes. The caller must finish a wave before it asks for the next one.
 
         Args:
             work: `WorkItems` of all workers.
@@ -103,49 +103,49 @@ class Team:
         return rows_at(values, slots)
 
     def sum_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return the sum [width] of several workers' rows.
+        """Return the sum [width] of several workers' vectors.
 
         Args:
-            rows: rows that this process stores, [n, width].
+            rows: vectors of all workers that this process stores, [n, width].
             slots: positions of the workers in the cohort.
         """
         return rows[list(slots)].sum(0)
 
     def columns_of(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return the workers' rows, restricted to the parameters that this process aggregates.
+        """Return several workers' updates, restricted to the parameters that this process aggregates.
 
         Args:
-            rows: rows that this process stores.
+            rows: updates of all workers that this process stores.
             slots: positions of the workers in the cohort.
         """
         return rows
 
     def gather_rows(self, rows: Tensor, slots: Sequence[int]) -> Tensor:
-        """Return the workers' complete rows in the first process. In other processes, the result is undefined.
+        """Return several workers' updates in the first process. In other processes, the result is undefined.
 
         Args:
-            rows: rows that this process stores.
+            rows: updates of all workers that this process stores.
             slots: positions of the workers in the cohort.
         """
         return rows
 
     def return_rows(self, rows: Tensor, slots: Sequence[int]) -> tuple[list[int], Tensor]:
-        """Send the rows that the first process has changed back to the processes that store them.
+        """Send the updates that the first process has changed back to the processes that store them.
 
         Args:
             rows: result of `gather_rows`, changed by the first process.
-            slots: positions in the cohort of the workers whose rows have changed.
+            slots: positions in the cohort of the workers whose updates have changed.
 
-        Returns the indices of the rows that this process must overwrite, and their new values.
+        Returns the row indices of the updates that this process must overwrite, and the new updates.
         """
         changed = list(slots) if self.computes else []
         return changed, rows[to_device(torch.tensor(changed, dtype=torch.int64), rows.device)]
 
     @contextlib.contextmanager
     def at_first(self) -> Iterator[list[Any]]:
-        """Return a context for work that only the first process does. The context provides a list for the results.
+        """Return a context manager for work that only the first process does. It provides a list for the results.
 
-        At the end of the context, all ranks get the list of rank 0, or raise the ExperimentError that rank 0 raised.
+        At the end of the block, all ranks get the list of rank 0, or raise the ExperimentError that rank 0 raised.
         """
         yield []
 
