@@ -190,7 +190,8 @@ def tables_of(module: nn.Module, algorithm: Stepper) -> Tables:
 def step_where_touched(algorithm: Stepper, row: Tensor, gradient: Tensor, tables: Tables) -> None:
     """Take a step along a gradient [d], but leave embedding vectors whose gradient is zero untouched in memory.
 
-    Processes that train at the same time then overwrite fewer of each other's changes.
+    Processes that train at the same time then overwrite fewer of each other's changes. `tables` is the result of
+    `tables_of`.
     """
     end = 0
     for offset, rows, length in tables:

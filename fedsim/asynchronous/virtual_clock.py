@@ -162,7 +162,7 @@ class VirtualClock:
         return slots
 
     def _arrive(self, slot: int, arriving: Sequence[int]) -> None:
-        """Process an event: worker number `slot` leaves, or its result arrives.
+        """Process an event: the worker in `slot` leaves, or its result arrives.
 
         `arriving` contains the slots of all events at the current time.
         """

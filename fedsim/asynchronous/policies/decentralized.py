@@ -55,7 +55,10 @@ class Waiting(OwnModels):
         self._exchange_if_complete(server)  # possibly the last worker that the others waited for
 
     def wait(self, server: AsyncServer, slot: int, *, excluded: bool = False) -> None:
-        """Let worker number `slot` wait for the other workers. If it is the last one, all present workers exchange."""
+        """Let the worker in `slot` wait for the other workers. The last one to arrive makes all exchange their models.
+
+        `excluded` says whether the worker's result was excluded because of NaN or infinity.
+        """
         server.policy_state["arrived"][slot] = 2 if excluded else 1
         self._exchange_if_complete(server)
 
@@ -152,7 +155,7 @@ class Decentralized(OwnModels):
             server.worker_buffers[slot] = server.policy_state["buffers"][slot]
 
     def neighbours(self, server: AsyncServer, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the present neighbours of worker number `slot` in this round, ascending, and their weights in W."""
+        """Return the present neighbours of the worker in `slot` in this round, ascending, and their weights in W."""
         weights = server.mixing_matrix()[slot] * server.alive_mask
         weights[slot] = 0
         slots = np.flatnonzero(weights)

@@ -93,15 +93,15 @@ class Policy(ABC):
         return {}
 
     def may_start(self, server: AsyncServer, slot: int) -> bool:
-        """Whether the idle worker number `slot` may start to train now."""
+        """Whether the idle worker in `slot` may start to train now."""
         return True
 
     def local_steps(self, server: AsyncServer, slot: int, scheduled: int) -> int | None:
-        """Return the number of local steps of worker number `slot` in its next round. None means `scheduled`."""
+        """Return the number of local steps of the worker in `slot` in its next round. None means `scheduled`."""
         return None
 
     def pull(self, server: AsyncServer, slot: int) -> None:
-        """Give the idle worker number `slot` the model from which it will train."""
+        """Give the idle worker in `slot` the model from which it will train."""
         server.pull(slot)
 
     @abstractmethod
@@ -119,10 +119,10 @@ class Policy(ABC):
         return None
 
     def on_exclusion(self, server: AsyncServer, slot: int) -> None:  # noqa: B027
-        """Called instead of `take` if the result of worker number `slot` is excluded (NaN or infinity)."""
+        """React to a result that contains NaN or infinity and is excluded. Called instead of `take`."""
 
     def on_departure(self, server: AsyncServer) -> None:  # noqa: B027
-        """Called after workers have left or returned. `server.alive` contains the slots of the present workers."""
+        """React to workers that have left or returned. `server.alive` contains the slots of the present workers."""
 
     def buffered(self, server: AsyncServer) -> int:
         """Return the number of results that have arrived but have not changed the global model yet."""
@@ -142,7 +142,7 @@ class Policy(ABC):
         return 1, 1
 
     def moved(self, server: AsyncServer, slot: int, unit: int) -> tuple[int, int]:
-        """Return (sent, received) like `traffic`, also if these depend on the worker in `slot` or on the server."""
+        """Return (sent, received) of step or round `unit` of the worker in `slot`: by default, those of `traffic`."""
         return self.traffic(unit)
 
     def numbers(self, server: AsyncServer) -> dict[str, float]:

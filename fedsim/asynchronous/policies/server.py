@@ -84,22 +84,22 @@ class AsyncServer(ABC):
         return np.flatnonzero(self.alive_mask)
 
     def staleness(self, slot: int) -> int:
-        """Return the number of updates of the global model since worker number `slot` last read it."""
+        """Return the number of updates of the global model since the worker in `slot` last read it."""
         return int(self._version[0] - self.read[slot])
 
     @abstractmethod
     def pull(self, slot: int) -> None:
-        """Copy the server's current model to worker number `slot`."""
+        """Copy the server's current model to the worker in `slot`."""
 
     def keep_model(self, slot: int) -> None:
-        """Let worker number `slot` continue with its own model, which begins as a copy of the initial global model."""
+        """Let the worker in `slot` continue with its own model, which begins as a copy of the initial global model."""
         if self.read[slot] < 0:
             self.read[slot] = self._version[0]
 
     def step(self, gradient: Tensor, slot: int | None = None) -> None:
         """Take a step on the global model along `gradient` [d]. The gradient may be overwritten.
 
-        The step uses the optimizer state of worker number `slot`. None: the optimizer state shared by all workers.
+        The step uses the optimizer state of the worker in `slot`. None: the optimizer state shared by all workers.
         """
         state = self.step_state if slot is None else self._worker_state(slot)
         self.stepper.step(self.global_row, gradient, state)

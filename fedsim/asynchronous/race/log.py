@@ -35,7 +35,7 @@ FREE = {
 
 
 class LogEntry(NamedTuple):
-    """One entry in the log of a race: a step or round of one worker.
+    """One entry in the log of a race (asynchronous training in real time): a step or round of one worker.
 
     Attributes:
         kind: TAKEN (the result was used), CANCELLED (an update cancelled the work), or LEFT (the worker has finished

@@ -14,7 +14,7 @@ MOST_STEPS = 1_000  # maximum number of steps in a work item, as a multiple of i
 
 
 class Event(NamedTuple):
-    """The start or the arrival of a worker's step or round in a logged race.
+    """The start or the arrival of a worker's step or round in a logged race (asynchronous training in real time).
 
     Attributes:
         number: event number, which determines the order of the events.

@@ -86,7 +86,7 @@ IDLE, BUSY, FINISHED, HELD_BACK = range(4)  # values of STATUS; in the last two,
 
 
 class RaceState:
-    """Locks and counters that all processes of a race share, for n workers that train at the same time.
+    """Locks and counters that the processes of a race (asynchronous training in real time) share, for n workers.
 
     Attributes:
         loss_counters: counters that detect lost updates, float64 [n, COORDINATES]. With every update, 1 is added to all
@@ -114,7 +114,7 @@ class RaceState:
         return self.slots.numpy()[:, column]
 
     def add(self, slot: int, counters: Sequence[int] = (0,)) -> None:
-        """Count an update by worker number `slot`: add 1 to each of the given `counters` (rows of `loss_counters`)."""
+        """Count an update by the worker in `slot`: add 1 to each of the given `counters` (rows of `loss_counters`)."""
         for counter in counters:
             self.loss_counters[counter].add_(1.0)
         self.slots.numpy()[slot, ADDED] += len(counters)
@@ -126,7 +126,7 @@ class RaceState:
 
 @dataclass
 class Measures:
-    """Measurements of a race.
+    """Measurements of a race (asynchronous training in real time).
 
     Attributes:
         updates: number of results that were used.

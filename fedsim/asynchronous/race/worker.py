@@ -47,7 +47,7 @@ class ProcessResult:
 
 
 class RaceWorker(ABC):
-    """Base class that trains some of the workers of a race in one process, one worker after another.
+    """Trains some of the workers of a race (asynchronous training in real time) in one process, one after another.
 
     Args:
         executor: object that trains workers in this process.
@@ -137,7 +137,7 @@ class LockedRaceWorker(RaceWorker):
                 sleep = min(2 * sleep, LONGEST_SLEEP)
 
     def _work(self, slot: int) -> bool:
-        """Run one step or round of worker number `slot`. Returns False if its round is over or it may not start yet."""
+        """Run one step or round of the worker in `slot`. Returns False if its round is over or it may not start yet."""
         with self._locked(slot):
             if not self._may_start(slot):
                 return False
@@ -152,7 +152,7 @@ class LockedRaceWorker(RaceWorker):
         return True
 
     def _may_start(self, slot: int) -> bool:
-        """Whether worker number `slot` may start to train now."""
+        """Whether the worker in `slot` may start to train now."""
         scheduler, server, policy, status = self._dispatcher.scheduler, self._server, self._policy, self._status
         if scheduler.items_done(slot) >= self._round * scheduler.items_per_round(slot):
             status[slot] = FINISHED
@@ -206,7 +206,7 @@ class LockedRaceWorker(RaceWorker):
 
     @contextlib.contextmanager
     def _locked(self, *slots: int) -> Iterator[None]:
-        """Return a context that holds the locks that the policy needs: the server's lock, or those of the `slots`."""
+        """Return a context manager that holds the locks the policy needs: the server's, or those of the `slots`."""
         numbers, locks = [1 + slot for slot in slots] if self._pair else [SERVER_LOCK], self._race_state.locks
         try:
             with self._process.waiting():
