@@ -97,7 +97,7 @@ def aggregate(
 
 
 def _pipeline(name: Stage | Sequence[Stage], params: dict[str, Any]) -> Pipeline:
-    """Return a pipeline that applies the rule with these parameters."""
+    """Return a pipeline that applies the rule `name` (and pre-aggregators, if any) with the parameters `params`."""
     if type(name) is str and ":" not in name and all(type(value) in PLAIN for value in params.values()):
         return _registered(name, **params)
     return make_pipeline(resolve(name, params))
@@ -138,7 +138,7 @@ def aggregate_inputs(inputs: AggregationInputs, pipeline: Pipeline, nonfinite: N
 
 
 def _setting(updates: Tensor, pipeline: Pipeline) -> contextlib.AbstractContextManager[None]:
-    """Return a context for the aggregation: one thread for small updates on a CPU, full precision on a GPU."""
+    """Return a context manager for the aggregation: one thread for small updates on a CPU, full precision on a GPU."""
     if updates.device.type == "cpu":
         return alone_if_small(updates.numel())
     return full_precision(updates.device, convolutions=not pipeline.built_in)

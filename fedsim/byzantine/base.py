@@ -104,9 +104,10 @@ class AttackStrategy(Component):
 
     @property
     def alters_rows(self) -> bool:
-        """Whether the attackers send something other than their trained updates.
+        """Whether the attackers send something other than the updates that they have trained.
 
-        An attack can set the attribute `alters_rows`. Otherwise the result is false for attacks with a method `poison`.
+        This is the attribute `alters_rows` of the attack. An attack without this attribute counts as altering updates,
+        unless it has a method `poison`, which changes the training data instead.
         """
         function = getattr(self.function, "func", self.function)  # of a function with its parameters
         return getattr(function, "alters_rows", self.poison is None)
@@ -115,8 +116,8 @@ class AttackStrategy(Component):
     def needs_honest(self) -> bool:
         """Whether the attack needs at least one honest update.
 
-        An attack can set the attribute `needs_honest`. Otherwise the result is true if the attack has an input
-        called `honest`.
+        This is the attribute `needs_honest` of the attack. For an attack without this attribute, it is true if the
+        attack has an input called `honest`, and otherwise false.
         """
         return getattr(self.function, "needs_honest", "honest" in self.accepts)
 
@@ -124,7 +125,7 @@ class AttackStrategy(Component):
     def row_by_row(self) -> bool:
         """Whether an attacker's update depends only on what the attacker computed and on the previous aggregate.
 
-        An attack can set the attribute `row_by_row`. Otherwise the result is false.
+        This is the attribute `row_by_row` of the attack; false for an attack without this attribute.
         """
         return getattr(getattr(self.function, "func", self.function), "row_by_row", False)
 

@@ -1,9 +1,9 @@
 """Types of client algorithms, and the interface of their optimizer: the methods `start` and `step`.
 
 A client algorithm is a frozen dataclass whose fields are its configuration. `start` returns the optimizer state, and
-`step` moves rows in place. Both are element-wise over tensors of any shape [..., d], so the same code works on one row,
-on a stack of rows and on a slice of columns. For this reason a step counter must have the row's shape. Each round
-starts with a new state.
+`step` changes rows (flat parameter vectors) in place. Both are element-wise over tensors of any shape [..., d], so the
+same code works on one row, on a stack of rows and on a slice of columns. For this reason a step counter must have the
+row's shape. Each round starts with a new state.
 """
 
 from __future__ import annotations

@@ -35,7 +35,10 @@ def torchvision_model(name: str) -> Any:
 
 
 def _stacked(name: str) -> str:
-    """Return how stacks of a torchvision model are computed: "merged", "vmap", or the reason why this is impossible."""
+    """Return how several torchvision models are computed at once: "merged", "vmap", or the reason why they cannot be.
+
+    "merged" means on one batch with the samples of all models, "vmap" means by `torch.func.vmap`.
+    """
     if name.startswith(("convnext", "efficientnet", "maxvit", "swin")):  # models with stochastic depth
         return "the model draws random numbers outside of torch.nn.functional.dropout"
     plain = name.startswith(("alexnet", "squeezenet", "vgg")) and not name.endswith("_bn")

@@ -123,7 +123,10 @@ def _rdp(relation: Any, bound: Callable[[], float]) -> Any:
 
 
 def _pld(relation: Any, bound: Callable[[], float]) -> Any:
-    """Return the accountant "pld". `bound` returns an upper bound of epsilon, which determines the discretization."""
+    """Return the accountant "pld" for a neighbouring `relation` of dp-accounting.
+
+    `bound` returns an upper bound of epsilon, which determines the discretization.
+    """
     interval = max(FINEST, bound() / STEPS_OF_EPSILON)
     return _library(".pld").PLDAccountant(relation, value_discretization_interval=interval)
 

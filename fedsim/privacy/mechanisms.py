@@ -56,7 +56,7 @@ class Mechanism:
         """Raise ExperimentError if the mechanism cannot be used with `cohort` expected updates in a round."""
 
     def noise_of_sum(self, cohort: float) -> float:
-        """Return the standard deviation of the noise of a sum of updates, divided by C."""
+        """Return the standard deviation of the noise in a sum of `cohort` expected updates, divided by C."""
         return self.noise
 
     def next_clip(self, clip: float, clipped: int, updates: int, cohort: float, *key: int) -> float:
@@ -206,7 +206,7 @@ def row_norms(rows: Tensor) -> Tensor:
 
 
 def clip_factors(norms: Tensor, max_norm: float) -> Tensor:
-    """Return the factors (at most 1) by which rows with these norms are clipped to at most `max_norm`."""
+    """Return the factors, at most 1, that scale vectors with these L2 norms to norms of at most `max_norm`."""
     return (max_norm * (1 - MARGIN) / norms).clamp(max=1)
 
 

@@ -83,6 +83,8 @@ class Sender(NamedTuple):
 class Compressor:
     """Base class of compressors, which are frozen dataclasses. The fields are the configuration.
 
+    The methods get a `Spec`, which describes the vector to compress, and a `Sender`, which contains further inputs.
+
     Attributes:
         compresses: whether error feedback is allowed.
         stage: what the compressor does: 0 selects or combines coordinates, 1 replaces them by codes with a scale, 2
@@ -94,7 +96,7 @@ class Compressor:
     stage: ClassVar[int] = 1
 
     def format(self, spec: Spec) -> Format:
-        """Return the sizes of the message for a vector, from which its number of bytes follows."""
+        """Return the sizes of the message for a vector that `spec` describes."""
         raise NotImplementedError
 
     def message(self, vector: Tensor, spec: Spec, sender: Sender) -> Packet:
@@ -106,7 +108,7 @@ class Compressor:
         raise NotImplementedError
 
     def memory_size(self, spec: Spec) -> int:
-        """Return the number of values that a sender keeps between its messages."""
+        """Return the number of values that each sender keeps from one message to the next (`Sender.memory`)."""
         return 0
 
     def __call__(self, update: Tensor, draws: Draws, metrics: dict[str, Any]) -> tuple[Tensor, int]:
@@ -116,7 +118,7 @@ class Compressor:
 
 
 class Parts(NamedTuple):
-    """Packet of several compressors: the numbers of the last one, and the codes of each."""
+    """Message of several consecutive compressors: the numbers of the last one, and the codes of each."""
 
     values: Tensor
     codes: list[dict[str, Tensor]]
@@ -144,7 +146,7 @@ class Codec:
 
     @cached_property
     def _levels(self) -> list[tuple[Compressor, Spec, Format]]:
-        """A triple for each compressor: the compressor, a description of its input vector, its message's sizes."""
+        """For each compressor, the triple (compressor, description of its input vector, sizes of its message)."""
         levels, spec = [], self.spec
         for compressor in self.compressors:
             sizes = compressor.format(spec)
@@ -163,7 +165,10 @@ class Codec:
         return [compressor.memory_size(spec) for compressor, spec, _ in self._levels]
 
     def parts(self, update: Tensor, senders: Sequence[Sender]) -> Parts:
-        """Compress an update [d], which is not changed. `senders`: one for each compressor."""
+        """Compress an update [d], which is not changed, and return the message.
+
+        `senders` contains the further inputs of each compressor.
+        """
         all_codes = []
         for (compressor, spec, _), sender in zip(self._levels, senders, strict=True):
             update, codes = compressor.message(update, spec, sender)
@@ -171,7 +176,10 @@ class Codec:
         return Parts(update, all_codes)
 
     def restore(self, parts: Parts, out: Tensor | None = None) -> Tensor:
-        """Return the decoded update [d]. It is written to `out`, which may be the compressed update itself."""
+        """Return the update [d] that a message describes.
+
+        It is written to `out`, which may be the tensor that was compressed, or to a new tensor if `out` is None.
+        """
         values = parts.values
         for position, codes in reversed(list(enumerate(parts.codes))):
             compressor, spec, _ = self._levels[position]

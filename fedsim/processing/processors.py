@@ -114,7 +114,7 @@ def apply_chain(
         metrics: dict that receives the numbers that the processors record.
         states: what the worker keeps, named as by `initial_states`, which is changed.
         shapes: shapes of the tensors that the update contains. None: one flat vector.
-        purpose: what the draws are for, different for each direction.
+        purpose: name of the draws. Updates to the server and parameters to the workers have different names.
 
     Returns the number of bytes to send for the processed update.
     """
@@ -142,7 +142,12 @@ def apply_chain(
 
 
 def check_order(chain: Sequence[UpdateProcessor], place: str) -> None:
-    """Raise ExperimentError if a compressor has nothing to compress after another one. `place`: key of the chain."""
+    """Raise ExperimentError if a compressor follows another one that leaves it nothing to compress.
+
+    Args:
+        chain: processors, in order.
+        place: setting that contains the chain, for error messages.
+    """
     for (first, second), number in zip(pairwise(chain), count(1), strict=False):
         before, after = first.function, second.function
         if not isinstance(before, Compressor) or not isinstance(after, Compressor) or second.error_feedback:

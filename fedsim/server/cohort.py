@@ -243,7 +243,7 @@ class Poisson:
         return sample_workers(rng, n_workers, count), np.full(count, q)
 
     def largest(self, n_workers: int, size: int) -> int:
-        """Return the largest cohort, for a mean of `size` among `n_workers` workers."""
+        """Return the maximum number of workers in a cohort, if `size` of `n_workers` workers are chosen on average."""
         return min(n_workers, size + math.ceil(LOG_RARE / 3 + math.sqrt(LOG_RARE**2 / 9 + 2 * LOG_RARE * size)))
 
 

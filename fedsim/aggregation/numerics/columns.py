@@ -95,7 +95,7 @@ def wide_blocks(updates: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def sampled_columns(updates: Tensor) -> Tensor:
-    """Return a sample of 512 columns of `updates` [n, d], [n, 32, 16]: short runs at equal distances.
+    """Return 512 columns of `updates` [n, d]: 32 runs of 16 neighbouring columns at equal distances, [n, 32, 16].
 
     If d <= 512, the result contains all columns, [n, 1, d].
     """
@@ -204,7 +204,7 @@ class Reading(threading.local):
     """What the current thread has read from a GPU in a block `with reading()`.
 
     Attributes:
-        checks: whether numbers that are not finite end the block.
+        checks: whether NonfiniteError is raised if a number is not finite.
         has_read: whether the numbers that were read depend on all values of the updates.
     """
 

@@ -253,7 +253,10 @@ def _short_update(updates: Tensor, reduce: Reduce) -> Tensor:
 
 
 def _products_of_blocks(updates: Tensor, centre: Tensor, reduce: Reduce, known: Tensor | None) -> np.ndarray:
-    """Compute the result of `_products` on a CPU. `centre` is the position of the centre, int64 [1]."""
+    """Compute the result of `_products` on a CPU, with the same arguments.
+
+    `centre` is the position of the update that is subtracted, int64 [1].
+    """
     n, first, row = len(updates), 0 if known is None else len(known) - 1, int(centre)
     total = torch.zeros(n - first, n, dtype=torch.double)
     with alone_if_few(n):
@@ -278,7 +281,7 @@ def _products_of_blocks(updates: Tensor, centre: Tensor, reduce: Reduce, known: 
 
 
 def _products_on_gpu(updates: Tensor, centre: Tensor, reduce: Reduce, known: Tensor | None) -> np.ndarray:
-    """Compute the result of `_products` on a GPU, with few kernel launches, and waiting for the GPU only once.
+    """Compute the result of `_products_of_blocks` on a GPU, with few kernel launches and one wait for the GPU.
 
     The products are float64, because float32 rarely proves that a rule selects the same updates. A sum of 2^8 float32
     products has an error of up to 2^-16 |x_i| |x_j|. For five draws of 100 normal updates with 21,840 values, this

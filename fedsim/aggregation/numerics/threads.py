@@ -25,9 +25,9 @@ def alone_if_small(numbers: int) -> contextlib.AbstractContextManager[None]:
 
 
 def alone_if_few(rows: int) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that limits PyTorch to one thread if there are few updates (`rows`).
+    """Return a context manager that limits PyTorch to one thread if there are few updates.
 
-    With few updates, several threads would mostly wait for each other.
+    With few updates, several threads would mostly wait for each other. `rows` is the number of updates.
     """
     return _one_thread() if rows <= FEW_ROWS else contextlib.nullcontext()
 
