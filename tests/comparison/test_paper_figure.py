@@ -194,9 +194,7 @@ def test_results_and_comparisons_are_drawn_as_their_folders_are(comparison, tmp_
     images = [path.read_bytes() for path in paths]
     assert images[0] == images[1] != images[2]
     for source in (3, None, [results[0], 3]):
-        with pytest.raises(
-            ExperimentError, match="source = .*: must be the result of a run, a comparison, or the folder"
-        ):
+        with pytest.raises(ExperimentError, match="source = .*: must be the result of a run, a comparison, or"):
             fedsim.plot(source)
 
 
