@@ -10,6 +10,7 @@ import csv
 import json
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -115,6 +116,11 @@ def owners(
     naming: Literal[tuple(NAMINGS)] = "plain",  # type: ignore[valid-type]
 ) -> tuple[TensorData, TensorData]:
     """Samples of 6 owners and 3 classes, which fedsim reads from files."""
+    return _read(form, naming)
+
+
+@cache
+def _read(form: str, naming: str) -> tuple[TensorData, TensorData]:
     names = NAMINGS[naming]
     train, test = _part(SIZES, names, 0.0), _part([(size + 1) // 2 for size in SIZES], names, 0.5)
     with tempfile.TemporaryDirectory() as folder:
