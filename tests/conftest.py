@@ -17,7 +17,9 @@ import torch
 from typer.testing import CliRunner
 
 import fedsim
+from fedsim.callbacks import painter
 from fedsim.cli.main import app
+from fedsim.core.plotting import encode
 from fedsim.runs.setup import begun
 from tests.commands import latest
 from tests.components import TINY_TEST, TINY_TRAIN
@@ -34,6 +36,7 @@ for name in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"):  # with these, typer
     os.environ.pop(name, None)
 fork_workers()
 os.fsync = lambda file: None  # fsync takes milliseconds, thousands of times, and no test cuts the power
+painter.encode = lambda figure, format: b""  # drawing a picture takes 0.1 s; see the fixture `pictures`
 torch.set_num_threads(1)  # several test processes share the cores
 
 
@@ -69,6 +72,12 @@ def session():
     """Yield a session that keeps its engine and data for all runs of a test module."""
     with fedsim.Session() as shared:
         yield shared
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    """Let runs and comparisons draw their pictures, which are empty files in other tests of this process."""
+    monkeypatch.setattr(painter, "encode", encode)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import fedsim
@@ -12,6 +13,7 @@ QUICK = ["model=logistic", "data=tests.components:tiny", "workers=3", "local.lr=
 TABLES = {"model": "2nn", "data": "tests.components:tiny", "workers": 3, "rounds": 2}
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_run_learns_and_leaves_its_records(cli):
     done = cli("run", *QUICK, "engine=serial", "rounds=5", "--out", "first")
     assert done.exit_code == 0, done.output
@@ -34,6 +36,7 @@ def test_a_resumed_run_is_bit_identical_to_a_whole_one(tmp_path):
     assert torch.equal(resumed.global_row, whole.global_row)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_comparison_ends_with_its_table_and_pictures(cli):
     done = cli(
         "compare", *QUICK, "rounds=2", "aggregate.rule=mean,median", "seed=0,1", "--jobs", 2, "--out", "comparison"

@@ -11,6 +11,9 @@ from fedsim.callbacks import painter
 from fedsim.callbacks.painter import Painter
 
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
+
 @pytest.fixture
 def own_process(monkeypatch):
     """Let the next painter start a process, as in a program that has not imported matplotlib."""

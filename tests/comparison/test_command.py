@@ -13,6 +13,7 @@ QUICK = ["name=quick", "model=logistic", "data=tests.components:tiny", "workers=
 SERIAL = [*QUICK, "engine=serial"]
 
 
+@pytest.mark.usefixtures("pictures")
 def test_it_prints_a_line_per_run_the_table_and_the_folder(cli, tmp_path):
     done = cli("compare", *SERIAL, "aggregate.rule=mean,weighted_mean", "seed=0,1")
     assert done.exit_code == 0, done.output
@@ -128,6 +129,7 @@ def test_on_a_terminal_one_bar_counts_the_rounds_of_all_runs(tmp_path):
     assert re.search(r"\d+ of 90 rounds, \d\d:\d\d left, \d of 3 runs", shown)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_comparison_on_the_clock_has_virtual_seconds_and_a_target(cli, tmp_path):
     words = [*SERIAL, "mode=clock", "policy=sync,asgd", "clock.noise=lognormal", "clock.noise.sigma=0.2", "seed=0,1"]
     done = cli("compare", *words, "--target", "0.2", "--out", "x")

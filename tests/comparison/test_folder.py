@@ -53,6 +53,7 @@ def test_comparison_json_holds_the_axes_and_the_folder_of_each_run(finished):
     assert {path.name for path in finished.iterdir()} == {"comparison.json", "runs", "accuracy.png"} | texts
 
 
+@pytest.mark.usefixtures("pictures")
 def test_figures_are_written_in_the_chosen_formats(serial, tmp_path):
     def names(experiment):
         fedsim.compare(experiment, {"aggregate.rule": ["mean"], "sync": ["parameters"]}, tmp_path / "x")

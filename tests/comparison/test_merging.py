@@ -58,6 +58,7 @@ def result_of_base(folder):
     return base
 
 
+@pytest.mark.usefixtures("pictures")
 def test_merged_shards_have_the_results_and_the_settings_of_one_comparison(cli, tmp_path):
     (tmp_path / "comparison.toml").write_text(COMPARISON)
     compare = ("compare", "comparison.toml", *WORDS, "--allow-imports", "-q", "--jobs", 1, "--out")

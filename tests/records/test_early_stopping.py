@@ -216,6 +216,7 @@ def test_a_run_that_stops_tests_its_workers_at_its_end(changes, tiny_experiment,
     assert Run.read(tmp_path / "run").history[-1].metrics == whole.history[0].metrics
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_resumed_run_that_stops_tests_its_workers_at_its_end(tiny_experiment, tmp_path):
     data = {"name": "tests.components:tiny", "local_test_fraction": 0.25}
     tables = {**tiny_experiment, **SMALL, "data": data, "checkpoint.every": 1, "worker_evaluation": {"every": 5}}

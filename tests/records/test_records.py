@@ -67,12 +67,15 @@ def test_the_environment_names_versions_device_and_commit(finished):
     assert environment["git_commit"] is None or re.match(r"[0-9a-f]{40}(\+dirty)?$", environment["git_commit"])
 
 
-def test_the_curve_is_a_picture(drawn):
+@pytest.mark.usefixtures("pictures")
+def test_the_curve_is_a_picture(tiny_experiment, tmp_path):
+    drawn = fedsim.run({**tiny_experiment, "records": {}}, tmp_path / "run").folder
     with Image.open(drawn / "curve.png") as picture:
         assert picture.size > (600, 300)
         assert len(picture.convert("L").getcolors()) > 10
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_curve_comes_in_the_formats_asked_for(tiny_experiment, tmp_path):
     result = fedsim.run({**tiny_experiment, "records": {"figures": ["svg", "pdf"]}}, tmp_path / "run")
     assert {path.name for path in result.folder.glob("curve.*")} == {"curve.svg", "curve.pdf"}
