@@ -204,5 +204,7 @@ def test_lists_say_whether_the_engine_batched_stacks_a_model():
     listed = list_components(["models"])
     assert listed.count("engine batched: ") == len(list(model))
     refused = model.get("torchvision:swin_t")
-    assert f"engine batched: cannot stack rows: {refused.target.stacked}" in describe_component("torchvision:swin_t")
-    assert "engine batched: stacks rows, with torch.func.vmap" in describe_component("resnet20")
+    assert f"engine batched: cannot train stacks of workers: {refused.target.stacked}" in describe_component(
+        "torchvision:swin_t"
+    )
+    assert "engine batched: trains stacks of workers, with torch.func.vmap" in describe_component("resnet20")
