@@ -10,7 +10,6 @@ import fedsim
 from fedsim.callbacks import painter
 from fedsim.callbacks.painter import Painter
 
-
 pytestmark = pytest.mark.usefixtures("pictures")
 
 
