@@ -36,7 +36,7 @@ VIEWS = {  # attributes that `attach` sets
 
 
 class ServerState(AsyncServer):
-    """Server of an asynchronous run whose global model and workers' rows are in the memory of an engine.
+    """Server of an asynchronous run whose global model and workers' models are in the memory of an engine.
 
     Args:
         task: description of the run, with its policy, server optimizer and client algorithm.
@@ -74,7 +74,7 @@ class ServerState(AsyncServer):
         self.policy_state = policy.start(self)
 
     def attach(self, shared: SharedState) -> None:
-        """Set the attributes that are views of other tensors. Must be called again after unpickling."""
+        """Set the attributes that are views of tensors in `shared`. Must be called again after unpickling."""
         n, counts = self.n, self.counts.numpy()
         self.shared = shared
         self._mixing: tuple[int, np.ndarray] | None = None  # (round, matrix)

@@ -271,7 +271,7 @@ class ClientAlgorithm:
             rows: models of the workers, [..., d].
             gradients: gradients of the batches at `rows`, [..., d].
             state: optimizer state, which is changed in place.
-            gradient_at: function that returns the gradients [..., d] of the same batches at other models [..., d].
+            gradient_at: function that maps models [..., d] to the gradients [..., d] of the same batches there.
         """
         raise NotImplementedError(f"{type(self).__name__} must define `step_rows`")
 

@@ -158,8 +158,8 @@ class MimeLite(ClientAlgorithm):
         lr: learning rate, >= 0.
         beta: decay rate of m, 0 <= beta < 1.
 
-    Cost: one more pass over each worker's samples per round, and one state tensor [d]. Each worker receives one more
-    row and sends one more row than with `sgd`.
+    Cost: one more pass over each worker's samples per round, and one state tensor [d]. Each worker receives and sends d
+    more numbers than with `sgd`.
 
     >>> row, algorithm = torch.tensor([1.0]), fedsim.clients.MimeLite(lr=0.5, beta=0.5)
     >>> algorithm.step(row, torch.tensor([2.0]), {"momentum": torch.tensor([-2.0])})
@@ -214,8 +214,8 @@ class Mime(MimeLite, CohortGradient, UpdateCorrection):
         beta: decay rate of the server's momentum m, 0 <= beta < 1.
 
     Cost: two gradients per step, one more pass over each worker's samples per round, and three state tensors [d]. Each
-    worker receives two more rows and sends one more row than with `sgd`. All workers send their full gradients before
-    any worker takes a step.
+    worker receives 2 d more numbers and sends d more numbers than with `sgd`. All workers send their full gradients
+    before any worker takes a step.
 
     >>> row, algorithm = torch.tensor([1.0]), fedsim.clients.Mime(lr=0.5, beta=0.0)
     >>> state = {"start": torch.tensor([3.0]), "mean_gradient": torch.tensor([4.0]), "momentum": torch.tensor([0.0])}

@@ -122,12 +122,12 @@ class Ranks(Team):
         )
 
     def _receive(self, parts: list[Tensor], held: list[list[int]], width: int) -> Tensor:
-        """Send `parts[i]` to rank i, for all ranks, and return the rows received, in the order of the cohort.
+        """Send `parts[i]` to rank i, for all ranks, and return the received vectors, in the order of the cohort.
 
         Args:
-            parts: rows to send to each rank.
-            held: for each rank, the positions in the cohort of the rows that it sends to this rank.
-            width: number of columns of the received rows.
+            parts: vectors of some workers to send to each rank.
+            held: for each rank, the positions in the cohort of the workers whose vectors it sends to this rank.
+            width: length of a received vector.
         """
         received = self._ranks.exchange(parts, [len(slots) * width for slots in held])
         if not any(held):

@@ -75,7 +75,10 @@ def train_only(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _contiguous(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """Return contiguous inputs of a GroupNorm: PyTorch 2.13 crashes if only its bias has a gradient (channels_last)."""
+    """Return contiguous copies of a GroupNorm's inputs.
+
+    PyTorch 2.13 crashes if the inputs are channels_last and only the bias of the module has a gradient.
+    """
     return (inputs[0].contiguous(),)
 
 

@@ -128,7 +128,7 @@ class HeartbeatTable:
 
 
 class HeartbeatTimeout:
-    """Timer that detects when a process has sent no heartbeat for too long. Call `too_long` every `interval` seconds.
+    """Timer that detects when a process has sent no heartbeat for too long. Call `too_long` repeatedly.
 
     Time in which this program is suspended does not count.
 

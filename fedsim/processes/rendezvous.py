@@ -138,7 +138,7 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int:
-    """Return the value of the first variable that is set and not empty; 0 if there is none."""
+    """Return the value of the first of the variables `names` that is set and not empty; 0 if there is none."""
     name = next((name for name in names if environ.get(name)), None)
     if name is None:
         return 0
@@ -149,7 +149,7 @@ def _number(environ: Mapping[str, str], *names: str) -> int:
 
 
 def _first_set(environ: Mapping[str, str], *names: str) -> str | None:
-    """Return the value of the first variable that is set and not empty; None if there is none."""
+    """Return the value of the first of the variables `names` that is set and not empty; None if there is none."""
     return next((environ[name] for name in names if environ.get(name)), None)
 
 

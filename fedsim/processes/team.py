@@ -83,9 +83,9 @@ class Team:
             yield np.concatenate(positions), wave, wave[wave.stacks == self.index]
 
     def here(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return which workers' rows this process can access.
+        """Return the workers whose updates this process can access.
 
-        Returns two lists: indices into `slots`, and the indices of the same workers' rows in this process's tensor.
+        Returns two lists: indices into `slots`, and the indices of the same workers in this process's tensors.
         """
         return list(range(len(slots))), list(slots)
 
@@ -219,9 +219,9 @@ class Team:
         return self.gather(value if self.index == 0 else None)[0]  # type: ignore[return-value]
 
     def collect(self, values: Tensor) -> None:
-        """Fill in, in place, the rows of `values` that other processes have computed.
+        """Fill in, in place, the entries of `values` that other processes have computed.
 
-        Process i of `count` processes has computed the rows i, i + count, i + 2 count, ...
+        Process i of `count` processes has computed the entries values[i], values[i + count], values[i + 2 count], ...
         """
 
     def describe_failure(self) -> str:

@@ -13,7 +13,7 @@ BeforeTraining = Callable[[Executor, RoundPlan], None]
 
 
 class CohortTraining:
-    """Trains the workers of a round in one process. Each row then contains the parameters of a trained model.
+    """Trains the workers of a round in one process. `CohortRows.rows` then contains their trained parameters.
 
     Args:
         executor: executor of this process.

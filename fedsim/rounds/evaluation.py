@@ -273,7 +273,7 @@ class WorkerTests:
         return self._sums(row, buffers, batches, ("losses", round, worker)).loss
 
     def load(self, member: WorkItem) -> None:
-        """Copy a global model to a worker's row.
+        """Copy the global model to the tensors that contain the worker's model.
 
         If there are several global models, copy the one with the least loss on the worker's training samples.
         """
@@ -297,8 +297,7 @@ class WorkerTests:
     def before_training(self, member: WorkItem) -> Tested:
         """Test the global model, and the worker's personal model if there is one, on the worker's local test samples.
 
-        The worker's row must contain the global model (see `load`). Returns the loss and accuracy of each model, under
-        the keys "global" and "personal".
+        Call `load` before. Returns the loss and accuracy of each model, under the keys "global" and "personal".
         """
         tested = self.of_global(member.worker, member.round)
         if isinstance(self._task.algorithm, PersonalModel):

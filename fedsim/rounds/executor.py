@@ -115,7 +115,7 @@ class Executor:
     def train(self, members: Sequence[WorkItem]) -> None:
         """Train the given workers in this process.
 
-        Training starts from the parameters in each worker's row, and writes the trained parameters to the same row.
+        Training starts from each worker's parameters in `CohortRows.rows`, and overwrites them.
         """
         with self.in_precision():
             if self.task.algorithm.full_gradient:
@@ -126,8 +126,8 @@ class Executor:
     def train_apart(self, members: Sequence[WorkItem]) -> None:
         """Divide the given workers among the processes, and train this process's share.
 
-        Training starts from the parameters in each worker's row, and writes the trained parameters to the same row. The
-        workers may be in different rounds.
+        Training starts from each worker's parameters in `CohortRows.rows`, and overwrites them. The workers may be in
+        different rounds.
         """
         index, count, width = self.team.index, self.team.count, self.trainer.width
         # Single steps of a worker stay in one process, which keeps the order of its samples.

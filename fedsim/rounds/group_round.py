@@ -33,7 +33,7 @@ class GroupRound(ParameterRound):
 
     Attributes:
         models: models of the groups, see `GlobalModel.groups`.
-        edges: level of each group.
+        edges: server of each group, with its aggregation rule.
         reporting: number of groups that have sent their models to the top level in this round.
     """
 

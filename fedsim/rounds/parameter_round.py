@@ -37,7 +37,7 @@ class ParameterRound(RoundKind):
         self.copy_model(self.server.sent, self.shared.server.buffers, plan.mine)
 
     def begin_updates(self, plan: RoundPlan) -> None:
-        """Subtract the sent parameters from the trained ones, so that the rows contain updates."""
+        """Replace the trained parameters by updates: subtract the parameters that the workers received."""
         self.level.aggregator.updates.begin(plan.mine.slots, self.server.sent)
 
     def aggregate(self, plan: RoundPlan) -> AggregationStats:

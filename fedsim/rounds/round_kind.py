@@ -91,7 +91,7 @@ class RoundKind(ABC):
         return self.team.of_all(self.shared.cohort.train_loss, plan.context.slots)
 
     def copy_model(self, row: Tensor, buffers: Tensor, mine: WorkItems) -> None:
-        """Copy parameters [d] and buffers [b] of a server to the rows of the workers `mine`."""
+        """Copy parameters [d] and buffers [b] of a server to the models of the workers `mine`."""
         pull_down(row, self.shared.cohort.rows, index_of(mine.slots, self.task.device))
         self.copy_buffers(buffers, mine)
 
@@ -137,5 +137,5 @@ class RoundKind(ABC):
         return len(only_loss) * (self.shared.server.row.nbytes + buffer_bytes(self.task, self.shared))
 
     def complete(self, record: RoundRecord) -> RoundRecord:
-        """Return a copy of a round's record with the numbers that only this kind of round has."""
+        """Return a round's record with the numbers added that only this kind of round has."""
         return record

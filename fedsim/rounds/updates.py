@@ -84,12 +84,12 @@ class CohortUpdates:
         self.deferred_check = DeferredCheck(shared) if defers else None
 
     def begin(self, rows: Sequence[int] | np.ndarray, start: Tensor | None = None) -> None:
-        """Begin an aggregation: check the workers' rows for NaN and infinity.
+        """Begin an aggregation: compute the workers' updates, and check them for NaN and infinity.
 
         Args:
-            rows: indices of the workers' rows that this process has trained.
+            rows: indices in `CohortRows.rows` of the workers that this process has trained.
             start: parameters [d] from which the workers started, which are subtracted from the trained parameters, in
-                place. None if the rows contain gradients.
+                place. None if `CohortRows.rows` contains gradients.
         """
         self._number += 1
         if start is not None:
@@ -98,10 +98,10 @@ class CohortUpdates:
         self.changed(rows)
 
     def changed(self, rows: Sequence[int] | np.ndarray) -> None:
-        """Check workers' rows for NaN and infinity. Call this method after the rows have changed.
+        """Check workers' updates for NaN and infinity. Call this method after the updates have changed.
 
         Args:
-            rows: indices of the workers' rows that this process has trained.
+            rows: indices in `CohortRows.rows` of the workers that this process has trained.
         """
         self._gathered = None
         cohort = self._shared.cohort
@@ -113,7 +113,7 @@ class CohortUpdates:
                     cohort.unfit[run.start + position] = self._number
 
     def replaced(self, rows: list[int], values: Tensor) -> None:
-        """Check the `values` that have replaced the rows with the indices `rows` for NaN and infinity."""
+        """Check for NaN and infinity the `values` that have replaced the updates at the indices `rows`."""
         if self.checks_now:
             self._shared.cohort.unfit[rows] = torch.where(values.isfinite().all(1).cpu(), 0, self._number)
 

@@ -69,7 +69,7 @@ class WaveRound(ParameterRound):
         self.team.barrier()  # all processes have used the rows
 
     def waves_of(self, work: WorkItems) -> Iterator[tuple[np.ndarray, WorkItems, WorkItems]]:
-        """Divide the workers into waves (see `Team.waves`) that have as many workers as there are rows."""
+        """Divide the workers into parts that are trained one after another; see `Team.waves` for the result."""
         return self.team.waves(work, len(self.shared.cohort.train_loss) // self.team.process.count)
 
     def save_states(self, plan: RoundPlan, excluded: Sequence[int]) -> None:

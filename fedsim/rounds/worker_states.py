@@ -188,7 +188,7 @@ class WorkerStates:
             self.rows[name][positions] = row.to(self.rows[name].device)
 
     def follow(self, workers: Sequence[int]) -> None:
-        """Set the list of workers that have a state to `workers`, the order in which a process stored the states."""
+        """Set which workers have a state to `workers`, in the order in which another process has stored the states."""
         if list(workers) != self.workers:
             self._positions = {}
             self.add(workers)

@@ -6,7 +6,9 @@ from fedsim.training.local_training import LocalOptimizer
 
 
 class AccumulatingOptimizer:
-    """Optimizer that takes one step along the mean gradient of several batches, or fewer at the end of a round.
+    """Optimizer that takes one step along the mean gradient of several batches.
+
+    The last step of a round may have fewer batches.
 
     Args:
         optimizer: optimizer of the worker's model, which takes the steps.

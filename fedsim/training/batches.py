@@ -34,7 +34,7 @@ class WorkItem(NamedTuple):
     """A worker, and the steps of its round that a trainer must run.
 
     Attributes:
-        slot: position of the worker's row in the tensors of the cohort.
+        slot: position of the worker in the cohort, which is the index of its data in the tensors of the cohort.
         worker: worker ID.
         round: number of the worker's round.
         steps: number of steps to train, from the first step of the round; None for all steps of the round.

@@ -26,7 +26,7 @@ class SyncParticipant:
 
     Attributes:
         member: the worker and the steps to train, as a `WorkItem`.
-        module: model that writes its gradient to the worker's row.
+        module: model whose gradients are views of the worker's gradient vector [d].
         batches: remaining batches of the round.
         dropout: dropout masks of the worker in the round.
         loss_sum: sum of the losses of all samples so far.
@@ -120,7 +120,7 @@ class GradientRounds:
             return self._objective(participant.module.module, inputs, targets)
 
     def gradient(self, participant: SyncParticipant, step: int) -> Tensor:
-        """Write the gradient on the participant's next batch to the worker's row, and return the mean loss."""
+        """Compute and store the gradient that the worker sends for its next batch, and return the mean loss."""
         slot = participant.member.slot
         participant.batch = next(participant.batches)
         loss = self._loss_of(participant, step)

@@ -27,7 +27,7 @@ class PointModules:
 
     @cached_property
     def point(self) -> Tensor:
-        """Reusable tensor [d] for a point."""
+        """Tensor [d] in which a caller can store one point, used again for each batch."""
         return torch.empty_like(self._like)
 
     @cached_property

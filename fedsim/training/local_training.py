@@ -57,7 +57,7 @@ class LocalModel:
 
 
 class BatchGradients:
-    """Gradients of the training loss on one worker's batches. `train_epoch` calls an object as its `backward`.
+    """Gradients of the training loss on one worker's batches: the function `backward` that `train_epoch` receives.
 
     Attributes:
         number: number of the current batch in the worker's round, from 0.
@@ -92,7 +92,7 @@ class LocalOptimizer:
 
     Attributes:
         clip_norm: maximum norm of a gradient, or None.
-        algorithms: iterator over the client algorithm with the learning rate of each step.
+        algorithms: iterator that yields, for each step, the client algorithm with the learning rate of this step.
     """
 
     def __init__(self, task: RunTask, local: LocalModel) -> None:

@@ -32,12 +32,12 @@ NOT_STACKED = "; use engine=processes"
 
 
 def not_stackable(reason: str) -> ExperimentError:
-    """Return an ExperimentError that says why the model cannot be trained in stacks."""
+    """Return an ExperimentError which says that several workers' models cannot be trained at once, and the reason."""
     return ExperimentError(f"{NOT_STACKABLE}{reason}{NOT_STACKED}")
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason in an error of `not_stackable`, or any other exception on one line."""
+    """Return the `reason` of an error that `not_stackable` made, or the first line of any other error's message."""
     return first_line(error).removeprefix(NOT_STACKABLE).removesuffix(NOT_STACKED)
 
 

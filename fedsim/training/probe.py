@@ -125,7 +125,7 @@ class TwoModels(NamedTuple):
 
     Attributes:
         module: module of this architecture.
-        layout: layout of the module's parameters in a row.
+        layout: positions of the module's parameters in the flat vector of all parameters.
         rows, buffers: parameters and buffers of both models.
         inputs, targets: batches of both models, [2, batch, ...].
     """

@@ -57,9 +57,10 @@ class RowModule:
 
     @contextmanager
     def lent(self) -> Iterator[nn.Module]:
-        """Return a context manager that provides the module for user code, then copies its parameters to the row.
+        """Return a context manager that provides the module for user code.
 
-        Raises ExperimentError if names or shapes of parameters have changed.
+        At the end of the block, the module's parameters are copied to the worker's flat parameter vector. Raises
+        ExperimentError if names or shapes of parameters have changed.
         """
         assert self._rows is not None
         (row, gradient), self._rows = self._rows, None  # so that the module counts as unbound after an error

@@ -74,7 +74,7 @@ class StepBatch(NamedTuple):
 
 
 class Stacks(list["Stack"]):
-    """Workers that a process trains in a round, divided into stacks, and their losses.
+    """Workers that a process trains in a round, divided into stacks, each trained in batched calls, and their losses.
 
     Args:
         work: the workers. Workers of the same stack follow one another.

@@ -233,7 +233,7 @@ class StackStep:
                 gradient.add_to(total)
 
     def _parts(self, gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-        """Return the argument `parts` of `move`: pairs (columns in the rows, gradient of these columns)."""
+        """Return the argument `parts` of `move`: pairs (range in the flat vector, gradient of this range)."""
         entries = self._module.layout.parameters
         return list(zip(entries, gradients, strict=True)) if self._on_cpu else joined(entries, gradients)
 
@@ -297,7 +297,7 @@ class StackStep:
 
 
 def joined(entries: Sequence[Entry], gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-    """Return pairs (columns in the rows, gradient of these columns), with neighbouring gradients concatenated.
+    """Return pairs (range in the flat vector, gradient of this range), with neighbouring gradients concatenated.
 
     Args:
         entries: position and shape of each parameter.
@@ -327,7 +327,7 @@ def move(algorithm: ClientAlgorithm, state: StackState, parts: Sequence[Part], m
     Args:
         algorithm: client algorithm.
         state: state of the workers.
-        parts: pairs (columns in the rows, gradient of these columns).
+        parts: pairs (range of columns in the parameters [m, d], gradient of these columns).
         moving: bool [m], true for the workers that may change; None for all.
     """
     new = list[tuple[str, Entry, Tensor]]()

@@ -137,7 +137,7 @@ class RunTask:
 
     @property
     def attackers_skip_chain(self) -> bool:
-        """Whether attackers send updates that no processor has changed."""
+        """Whether attackers send updates that no processor, such as compression, has changed."""
         attack = self.experiment.attack
         return bool(self.experiment.chain) and attack.component.alters_rows and not attack.before_processors
 

@@ -34,18 +34,18 @@ class Trainer(Protocol):
     def train(self, members: Sequence[WorkItem], meanwhile: Callable[[], None] = lambda: None) -> None:
         """Train each worker of `members` on its own samples.
 
-        Training starts from the parameters in the worker's row, and writes the trained parameters to the same row.
-        `meanwhile` is called after all steps are launched, before this process waits for the device.
+        Training starts from the worker's parameters in `CohortRows.rows`, and overwrites them. `meanwhile` is called
+        after all steps are launched, before this process waits for the device.
         """
 
     def full_gradients(self, members: Sequence[WorkItem]) -> None:
-        """Compute each worker's mean gradient over all its samples, at the parameters in the worker's row."""
+        """Compute each worker's mean gradient over all its samples, at its parameters in `CohortRows.rows`."""
 
     def begin_gradient_round(self, members: Sequence[WorkItem]) -> Any:
-        """Begin a round of synchronous SGD for the given workers. Their rows will contain gradients."""
+        """Begin a round of synchronous SGD for the given workers. `CohortRows.rows` will contain their gradients."""
 
     def gradients(self, step: int) -> None:
-        """Compute the gradient of the global model on each worker's next batch, and write it to the worker's row.
+        """Compute the gradient of the global model on each worker's next batch, and store it in `CohortRows.rows`.
 
         Workers that have no more batches are skipped.
         """

@@ -120,7 +120,7 @@ def weights_for_rule(
 
 
 def spoil(task: RunTask, rows: Tensor, of_workers: Tensor) -> None:
-    """Set a worker's row to NaN, in place, if the worker's row in `of_workers` contains NaN or infinity.
+    """Set a worker's update to NaN, in place, if the worker's entry in `of_workers` contains NaN or infinity.
 
     The worker is then excluded from the aggregation. With `nonfinite = "keep"`, nothing changes.
 
@@ -143,9 +143,9 @@ def linear_shares(task: RunTask, weights: Tensor | None, n: int) -> Tensor | Non
 
 
 def screen(task: RunTask, round: int, inputs: AggregationInputs, bad: list[int]) -> AggregationInputs:
-    """Return the inputs of the aggregation rule without the rows at positions `bad`, which contain NaN or infinity.
+    """Return the inputs of the aggregation rule without the updates at positions `bad`, which have NaN or infinity.
 
-    Raises DivergedError if such rows are not allowed, or if no row is left.
+    Raises DivergedError if such updates are not allowed, or if no update is left.
     """
     try:
         return screened(inputs, task.experiment.nonfinite, bad)[0]

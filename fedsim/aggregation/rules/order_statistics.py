@@ -46,7 +46,7 @@ def trimmed_mean(updates: Tensor, *, f: ByzantineCount) -> Tensor:
 def meamed(updates: Tensor, *, f: ByzantineCount) -> Tensor:
     """Return the mean of the n - f values nearest the median, for each coordinate (Xie et al. 2018).
 
-    Of equally near values, those in the first rows are chosen.
+    Of equally near values, those of the first workers are chosen.
 
     Args:
         updates: updates of the n workers, [n, d].
@@ -68,7 +68,7 @@ def meamed(updates: Tensor, *, f: ByzantineCount) -> Tensor:
 def phocas(updates: Tensor, *, f: ByzantineCount) -> Tensor:
     """Return the mean of the n - f values nearest the f-trimmed mean, for each coordinate (Xie et al. 2018, "Phocas").
 
-    Of equally near values, those in the first rows are chosen.
+    Of equally near values, those of the first workers are chosen.
 
     Args:
         updates: updates of the n workers, [n, d].

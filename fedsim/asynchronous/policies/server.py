@@ -92,7 +92,10 @@ class AsyncServer(ABC):
         """Copy the server's current model to the worker in `slot`."""
 
     def keep_model(self, slot: int) -> None:
-        """Let the worker in `slot` continue with its own model, which begins as a copy of the initial global model."""
+        """Let the worker in `slot` continue from its own model instead of the global model.
+
+        The worker's own model begins as a copy of the initial global model.
+        """
         if self.read[slot] < 0:
             self.read[slot] = self._version[0]
 

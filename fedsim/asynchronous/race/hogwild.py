@@ -19,7 +19,7 @@ from fedsim.training.sequential import RowTrainer
 
 
 class HogwildWorker(RaceWorker):
-    """Training of some workers in one process of a race (asynchronous training in real time) without locks.
+    """Trains some workers in one process of a race (asynchronous training in real time) without locks.
 
     Each worker computes a gradient at the current global model and immediately changes the global model. Other
     processes may be changing it at the same time.

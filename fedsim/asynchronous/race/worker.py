@@ -108,7 +108,7 @@ class RaceWorker(ABC):
 
 
 class LockedRaceWorker(RaceWorker):
-    """Training of some workers in one process of a race with locks.
+    """Trains some workers in one process of a race (asynchronous training in real time) with locks.
 
     The locks protect the global model when a worker reads it and when a result arrives. A worker that may not start
     waits for other workers. If no worker can make progress, the round ends early. The remaining work is then done in
