@@ -116,7 +116,7 @@ class WorkerRound:
 
     @cached_property
     def weights(self) -> Tensor:
-        """Weights of the workers in the aggregation, [..., 1], with the dtype of the rows."""
+        """Weights of the workers in the aggregation, [..., 1], with the dtype of the models."""
         return self._column(self.numbers.weights).to(self.rows.dtype)
 
     def _column(self, values: np.ndarray) -> Tensor:

@@ -173,7 +173,7 @@ class Team:
     def sum_columns(self, row: Tensor) -> Tensor:
         """Return the sum of `row` [d] over all ranks, restricted to the parameters that this rank updates.
 
-        If the processes share memory, `row` is returned.
+        If the processes share memory, `row` is returned unchanged.
         """
         return row
 

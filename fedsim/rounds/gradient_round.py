@@ -75,7 +75,7 @@ class GradientRound(ParameterRound):
         return None
 
     def contexts_of_steps(self, plan: RoundPlan) -> Iterator[AggregationContext]:
-        """Yield, for each step, the workers that still have data, with their weights."""
+        """Yield an AggregationContext for each step: the workers that still have data, with their weights."""
         work, schedule = plan.work, self.task.schedule.of(plan.work.workers, plan.work.rounds)
         batch_sizes = np.zeros(0)
         for step in range(int(work.steps.max())):

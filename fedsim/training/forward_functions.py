@@ -181,7 +181,7 @@ class FactorsAhead:
         batch: maximum number of samples in a batch.
         dropouts: dropout calls of a forward pass, in call order.
         dtype: dtype of the masks.
-        first_step: number of the first step in each worker's round, int64 [k]; None for 0.
+        first_step: step that gets the first masks, counted from 0 in each worker's round, int64 [k]; None for 0.
         blocks: approximate number of random blocks (of four 32-bit words) to generate at once on a CPU.
     """
 

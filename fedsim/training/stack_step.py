@@ -206,10 +206,10 @@ class StackStep:
     def row_gradients(
         self, state: StackState, batch: Batch, active: Tensor | None = None, *, clips: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the losses [m] and the gradients [m, d] of m workers. Buffers are updated in place.
+        """Return the losses [m] and the gradients [m, d] of m workers.
 
         Args:
-            state: state of the m workers.
+            state: state of the m workers. The buffers of active workers are updated in place.
             batch: one batch for each worker.
             active: bool [m], true for the active workers; None for all.
             clips: whether to clip the gradients to `local.clip_norm`.

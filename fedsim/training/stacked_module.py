@@ -26,10 +26,10 @@ BATCH_DEPENDENT = "the model's operations depend on the size or the values of a 
 
 
 class FeatureTerm(NamedTuple):
-    """Loss term that compares a model's features with those of other models; see `FeatureLoss`.
+    """Loss term that compares a model's features with those of reference models; see `FeatureLoss`.
 
     Attributes:
-        points: flat parameter vectors of the other models: a list of tensors [k, d], each with one model per worker.
+        points: parameters of the reference models, such as the global model: tensors [k, d], with one row per worker.
         loss: function of the workers' features [k, batch, f] and of a list with the features of each element of
             `points`. Returns the loss of each sample, [k, batch].
     """

@@ -150,7 +150,7 @@ class Policy(ABC):
         return {}
 
     def arrivals_needed(self, server: AsyncServer) -> int | None:
-        """Return how many of the next results to arrive are certain to be used. None: all.
+        """Return how many of the next results to arrive are certain to be used; None if all are.
 
         The other results may be cancelled by an update of the global model.
         """

@@ -61,7 +61,7 @@ class CommunicationGraph(Component):
     def mixing_matrix(self, n: int, seed: int, round: int = 1) -> np.ndarray:
         """Return the mixing matrix of n workers in a round, float64 [n, n].
 
-        Raises ExperimentError if it is not symmetric and doubly stochastic, or if no drawn graph is connected.
+        Raises ExperimentError if the matrix is not symmetric and doubly stochastic, or if no drawn graph is connected.
         """
         rng = numpy_generator(seed, "topology", *([round] if self.changes else []))
         draws = MOST_DRAWS if "rng" in self.accepts and not self.changes else 1
