@@ -51,7 +51,9 @@ def seeded():
     """Give every test the same state of the global random number generators."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed also formats a traceback for each kind of accelerator
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)
