@@ -79,6 +79,8 @@ def __getattr__(name: str) -> Any:
     if name in MODULE_OF:
         value = globals()[name] = getattr(importlib.import_module(MODULE_OF[name]), name)
         return value
+    if name.startswith("_"):  # a tool asks, such as pytest, and needs no hint
+        raise AttributeError(f"module 'fedsim' has no attribute {name!r}")
     path = f"fedsim.{name}"
     try:
         return importlib.import_module(path)
