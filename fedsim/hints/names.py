@@ -58,6 +58,7 @@ def is_kind(name: str) -> bool:
     return normalized(name).rpartition("_")[2] in synonyms("kinds")
 
 
+@functools.lru_cache(4096)
 def words_of(name: str) -> frozenset[str]:
     """Return the significant words of a name, in a form that is equal for synonyms.
 

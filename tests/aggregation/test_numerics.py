@@ -11,7 +11,6 @@ from functools import cached_property
 import numpy as np
 import pytest
 import torch
-from sklearn.cluster import MeanShift, estimate_bandwidth
 
 import fedsim
 from fedsim.aggregation import AggregationInputs, Gram, make_pipeline, resolve
@@ -209,6 +208,8 @@ def shares(seed):
 @pytest.mark.filterwarnings("ignore:Binning data failed")
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(25, 400, 25))])
 def test_bandwidth_and_labels_equal_those_of_scikit_learn(first):
+    from sklearn.cluster import MeanShift, estimate_bandwidth
+
     several = 0
     for seed in range(first, first + 25):
         points = shares(seed)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import f1_score, r2_score, roc_auc_score
 
 import fedsim
 from fedsim import ExperimentError
@@ -62,6 +61,8 @@ def bound(name, **params):
 
 
 def test_metrics_are_computed_from_all_test_samples(tiny_experiment):
+    from sklearn.metrics import f1_score
+
     result = fedsim.run({**tiny_experiment, **SMALL, "metrics": METRICS})
     test = tiny(None)[1]
     outputs, metrics = outputs_of(result, test), result.history[-1].metrics
@@ -93,6 +94,8 @@ def test_metrics_and_validation_agree_between_engines(how, tiny_experiment):
 
 
 def test_metrics_agree_with_references():
+    from sklearn.metrics import f1_score, r2_score, roc_auc_score
+
     outputs, targets = torch.randn(40, 5, 7), torch.randint(7, (40, 5))
     expected = math.exp(F.cross_entropy(outputs.reshape(-1, 7), targets.reshape(-1)))
     assert bound("perplexity")(outputs, targets) == pytest.approx(expected)
