@@ -109,8 +109,8 @@ def _check(experiment: Experiment) -> None:
         task = check_run(experiment, session, to_run=False)
     for line in warnings_about(experiment):
         warnings.warn(line, SettingWarning, stacklevel=1)
-    if way := task.way_of_updates:
-        print(f"# {way}")
+    if storage := task.storage_of_updates:
+        print(f"# {storage}")
     if metadata := experiment.topology_metadata:
         print(f"# {line_of(metadata)}")
     print(to_toml(experiment), end="")

@@ -117,8 +117,8 @@ def _how_it_runs(task: RunTask, engine: Engine) -> dict[str, Any]:
     experiment = task.experiment
     race = {"repeatable": False, "runs": experiment.race.runs} if experiment.mode == "race" else {}
     how = {"engine": engine_of(experiment)} | race | engine.metadata()
-    if task.way_of_updates is not None:
-        how["updates"] = task.way_of_updates
+    if task.storage_of_updates is not None:
+        how["updates"] = task.storage_of_updates
     if engine.shared.server.row.device.type == "cuda":
         how["cuda_graphs"] = engine.replayed()
     return how

@@ -229,7 +229,7 @@ def task_of(experiment: Experiment, device: torch.device, *, weights: bool = Tru
     task = replace(task, algorithm=algorithm.for_model(module))
     layout = Layout.of(module)
     sent = layout.outside(task.algorithm.personal_columns)
-    task = replace(task, shapes=tuple(tuple(entry.shape) for entry in sent)).that_streams(layout.d)
+    task = replace(task, shapes=tuple(tuple(entry.shape) for entry in sent)).with_streaming(layout.d)
     checks.check_client_algorithm(task, layout)
     checks.check_privacy(task, layout)
     return task

@@ -48,7 +48,7 @@ class RunTask:
         worker_names: names of the workers (None for a worker without a name), followed by the names of the owners who
             have only test samples; empty if the data has no names.
         streams: whether a round trains its cohort in waves, and keeps only sums of updates after each wave. Waves
-            change how sums are rounded, so this attribute depends only on the experiment (see `that_streams`).
+            change how sums are rounded, so this attribute depends only on the experiment (see `with_streaming`).
     """
 
     experiment: Experiment
@@ -163,7 +163,7 @@ class RunTask:
         """Whether any round stores the parameters or gradients of each worker."""
         return self.experiment.gradient_hook is None or "parameters" in self.syncs
 
-    def that_streams(self, d: int) -> RunTask:
+    def with_streaming(self, d: int) -> RunTask:
         """Return a copy of this task in which `row_bytes` and `streams` are set for a model with d parameters.
 
         `streams` is true if the updates of a whole cohort would take more than `STORED_BYTES`, and no setting needs
@@ -174,7 +174,7 @@ class RunTask:
         return replace(self, row_bytes=row_bytes, streams=large and self.experiment.stores_updates is None)
 
     @property
-    def way_of_updates(self) -> str | None:
+    def storage_of_updates(self) -> str | None:
         """Message that says whether updates are added up or stored, and why; None if a cohort's updates are small."""
         nbytes, needed = self.experiment.largest_cohort * self.row_bytes, self.experiment.stores_updates
         if nbytes <= STORED_BYTES:
@@ -187,7 +187,7 @@ class RunTask:
     def remedy_for_updates(self) -> str:
         """End of an out-of-memory message: the setting to change so that updates are added up; "" if none helps."""
         needed = self.experiment.stores_updates
-        if self.way_of_updates is None or needed is None:
+        if self.storage_of_updates is None or needed is None:
             return ""
         return f", or {needed[1]}, because {needed[0]} needs the updates of all workers at once"
 
