@@ -294,11 +294,11 @@ class Registry:
         `place`: key of the setting, for error messages. Raises ExperimentError if there is no such component.
         """
         name = plain(name)
+        if isinstance(name, str) and name in self._components:
+            return self._components[name]
         where = f"{place or self.kind} = {show(name)}"
         if not isinstance(name, str):
             raise ExperimentError(f'{where}: must be the name of a registered {self.kind}, or "package.module:name"')
-        if name in self._components:
-            return self._components[name]
         prefix, _, member = name.partition(":")
         if prefix in self.families and not isinstance(name, ObjectName):
             try:
