@@ -20,8 +20,10 @@ import functools
 import inspect
 import json
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -60,7 +62,13 @@ class Registration:
     @functools.cached_property
     def parameters(self) -> type[BaseModel]:
         """The pydantic model that validates the component's parameters, created on first access."""
-        return _parameters(self.target, () if dataclasses.is_dataclass(self.target) else self.takes)
+        inputs = () if dataclasses.is_dataclass(self.target) else tuple(self.takes)
+        if not isinstance(self.target, type | FunctionType):
+            return _parameters(self.target, inputs)
+        models = _models.setdefault(self.target, {})  # of imported components, which are registered again and again
+        if inputs not in models:
+            models[inputs] = _parameters(self.target, inputs)
+        return models[inputs]
 
     @property
     def parameter_names(self) -> Sequence[str]:
@@ -385,6 +393,9 @@ def taken_by_name(target: Callable[..., Any], inputs: Sequence[str]) -> dict[str
             "put parameters for configuration after *"
         )
     return takes
+
+
+_models = weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], type[BaseModel]]]()
 
 
 def _parameters(target: Callable[..., Any], inputs: Collection[str]) -> type[BaseModel]:
