@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import multiprocessing
 
 import pytest
@@ -7,6 +8,13 @@ import pytest
 from fedsim.processes import child_process
 from tests.device.agreement import REAL
 from tests.device.pretend import pretend_gpu
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """Exclude the objects that exist now from the collections by which each run frees memory of a GPU."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -22,14 +22,22 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
         return tensor.untyped_storage()
 
 
+def mark_of(tensor: Tensor) -> bool | None:
+    """Return the mark of a tensor: True on the pretend GPU, False on the host.
+
+    The mark None means that the device is unknown because PyTorch created the tensor inside C++.
+    """
+    return getattr(storage_of(tensor), "on_gpu", False)
+
+
 def on_gpu(tensor: Tensor) -> bool:
     """Whether a tensor is on the pretend GPU."""
-    return getattr(storage_of(tensor), "on_gpu", False) is True
+    return mark_of(tensor) is True
 
 
 def is_unplaced(tensor: Tensor) -> bool:
-    """Whether the device of a tensor is unknown because PyTorch created it inside C++."""
-    return getattr(storage_of(tensor), "on_gpu", False) is None
+    """Whether the device of a tensor is unknown."""
+    return mark_of(tensor) is None
 
 
 def place(tensor: Tensor) -> Tensor:

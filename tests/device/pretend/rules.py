@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.device.pretend.attention import STAND_INS
 from tests.device.pretend.counting import DOWNLOAD, READ, UPLOAD, source_line
 from tests.device.pretend.generators import is_of_gpu
-from tests.device.pretend.placement import CPU, DeviceError, download, is_unplaced, leave_unplaced, on_gpu, place
+from tests.device.pretend.placement import (
+    CPU,
+    DeviceError,
+    download,
+    is_unplaced,
+    leave_unplaced,
+    mark_of,
+    on_gpu,
+    place,
+)
 from tests.device.pretend.recording import tensors_in
 
 if TYPE_CHECKING:
@@ -48,6 +58,21 @@ HOST_RESULTS = {"_scaled_dot_product_efficient_attention": 2}
 CONVERSION = torch.ops.aten._to_copy.default
 
 
+@cache
+def _name_of(function: Any) -> str:
+    return function._schema.name.removeprefix("aten::")
+
+
+@cache
+def _takes_generator(function: Any) -> bool:
+    return any("Generator" in str(argument.type) for argument in function._schema.arguments)
+
+
+def _generators(function: Any, args: tuple, kwargs: dict) -> list[torch.Generator]:
+    values = (*args, *kwargs.values()) if _takes_generator(function) else ()
+    return [value for value in values if isinstance(value, torch.Generator)]
+
+
 class DeviceRules(TorchDispatchMode):
     """A mode that refuses what CUDA refuses, counts launches and waits, and records captured operations."""
 
@@ -68,17 +93,19 @@ class DeviceRules(TorchDispatchMode):
             if to_gpu != on_gpu(args[0]) and (to_gpu or kwargs.get("dtype") in (None, args[0].dtype)):
                 return self._moved(function, args[0], kwargs, to_gpu)
             kwargs = {**kwargs, "device": CPU}
-        if not any(map(on_gpu, tensors)):
+        marks = [*map(mark_of, tensors)]
+        if True not in marks:
             return self._on_host(function, tensors, args, kwargs)
-        name, function = function._schema.name.removeprefix("aten::"), STAND_INS.get(function, function)
+        name, function = _name_of(function), STAND_INS.get(function, function)
         if name == "copy_":
             self._copy(args[0], args[1])
         else:
-            for tensor in filter(is_unplaced, tensors):
-                place(tensor)
+            for tensor, mark in zip(tensors, marks, strict=True):
+                if mark is None:
+                    place(tensor)
             if name in INDEXING:
                 self._require_indices(name, *args)
-            else:
+            elif False in marks:
                 self._require_one_device(function, name, args, kwargs, tensors)
             if name in READS:
                 self._gpu.wait(READ, name)
@@ -94,8 +121,7 @@ class DeviceRules(TorchDispatchMode):
     def _on_host(self, function: Any, tensors: list[Tensor], args: tuple, kwargs: dict) -> Any:
         """Execute an operation without GPU tensors. A tensor that C++ creates from nothing may be meant for the GPU."""
         factory = self._gpu.factory
-        generators = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        if factory != "cuda" and any(map(is_of_gpu, generators)):
+        if factory != "cuda" and any(map(is_of_gpu, _generators(function, args, kwargs))):
             raise DeviceError(f"{function}: Expected a 'cpu' device type for generator but found 'cuda'")
         result = self._execute(function, args, kwargs) if factory == "cuda" else function(*args, **kwargs)
         if function is CONVERSION:
@@ -142,8 +168,6 @@ class DeviceRules(TorchDispatchMode):
     def _require_one_device(self, function: Any, name: str, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
         """Check that all tensors are on one device. Only pointwise operations may take a 0-dimensional host tensor."""
         of_host = [tensor for tensor in tensors if not on_gpu(tensor)]
-        if not of_host:
-            return
         elementwise = torch.Tag.pointwise in function.tags or name in TAKE_HOST_SCALARS or name.startswith("_foreach")
         if not elementwise or any(tensor.dim() for tensor in of_host):
             self._refuse(name, of_host)
@@ -162,7 +186,7 @@ class DeviceRules(TorchDispatchMode):
 
     def _execute(self, function: Any, args: tuple, kwargs: dict) -> Any:
         """Execute an operation on the GPU, with a generator of the GPU."""
-        generators = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        generators = _generators(function, args, kwargs)
         if not all(map(is_of_gpu, generators)):
             raise DeviceError(
                 f"{function}: Expected a 'cuda' device type for generator but found 'cpu', at {source_line()}"
