@@ -22,7 +22,7 @@ from tests.commands import (
     start_python,
 )
 
-QUICK = ["engine=serial", "model=2nn", "data=tests.components:tiny", "rounds=2"]
+QUICK = ["engine=serial", "model=2nn", "data=tests.components:tiny", "rounds=2", "records.curve=false"]
 
 
 def test_run_prints_a_line_per_round_the_accuracy_and_the_folder(cli):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -18,10 +19,11 @@ from fedsim.hints.names import synonyms, words_of
 COMPONENT_NAMES = {name: kind for kind in COMPONENTS for name in registry_of(kind).names()}
 
 
-def line_of(*words):
-    """Return the first error line of an experiment with these words, or "" if it is valid."""
+@functools.cache
+def line_of(word):
+    """Return the first error line of an experiment with this word, or "" if it is valid."""
     try:
-        load_experiment(None, words)
+        load_experiment(None, [word])
     except ExperimentError as error:
         return error.lines[0]
     return ""

@@ -98,12 +98,12 @@ def test_test_windows_are_spread_over_all_roles():
 
 def test_overlapping_windows_share_one_tensor_of_bytes(plays):
     """In the process, in shared memory, after a validation split and on another device."""
-    train, test = fedsim.load_dataset("shakespeare", stride=1)
-    characters = sum(len(text) for roles in plays.values() for text in roles.values() if len(text) >= 1000)
+    train, test = fedsim.load_dataset("shakespeare", stride=1, min_characters=30000)
+    characters = sum(len(text) for roles in plays.values() for text in roles.values() if len(text) >= 30000)
     tensors = [train.inputs, train.targets, test.inputs, test.targets]
     assert {tensor.dtype for tensor in tensors} == {torch.uint8}
     assert {tensor.untyped_storage().nbytes() for tensor in tensors} == {characters}
-    positions = torch.arange(0, len(train), 99991)
+    positions = torch.arange(0, len(train), 9991)
     expected = train.gather(positions)
     rest, held_out, _ = split_validation(train, 0.25, seed=0)
     share([tensor for part in (rest, held_out, train, test) for tensor in part.tensors])
