@@ -43,10 +43,10 @@ def real_images():
     return load_dataset("mnist5k")
 
 
-def tiny(root, *, train: int = TINY_TRAIN):
+def tiny(root, *, train: int = TINY_TRAIN, test: int = TINY_TEST):
     """203 training images and 90 test images of MNIST. None of the tested numbers of workers divides 203."""
     full_train, full_test = real_images()
-    parts = ((full_train, train), (full_test, TINY_TEST))
+    parts = ((full_train, train), (full_test, test))
     return tuple(TensorData(d.inputs[:n].clone(), d.targets[:n].clone(), d.scale, d.shift) for d, n in parts)
 
 

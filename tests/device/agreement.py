@@ -27,6 +27,7 @@ TINY = {
     "data": DATA,
     "precision": "float64",
     "local": {"batch_size": 8, "lr": 0.05, "momentum": 0.5},
+    "records": {"curve": False},
 }
 FULL = {  # for all cases of the engine contract: no last batch of 16 has a single sample
     **TINY,
@@ -49,6 +50,7 @@ FITTING = {  # for components whose defaults do not fit such small experiments
     "classes_per_worker": {"k": 4},
     "virtual": {"samples": 20},
     "resnet20": {"channels": 1},
+    "cnn": {"widths": [4, 8], "hidden": 16},
     "given": {"shards": [[*range(20)], [*range(20, 35)], [*range(35, 56)]]},
 }
 

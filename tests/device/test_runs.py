@@ -182,6 +182,7 @@ def test_a_model(registration, engine):
         **TINY,
         "rounds": 1,
         "workers": 2,
+        "data": {**DATA, "test": 20},
         "model": settings_of(registration),
         "local": {"steps": 2, "batch_size": 4},
     }
@@ -229,7 +230,8 @@ def test_a_resumed_run(case, engine, tmp_path):
 
 
 def test_updates_on_record(tmp_path):
-    tables = {**TINY, "rounds": 1, "records": {"updates": [1]}, "aggregate": {"rule": "fltrust", "root_samples": 20}}
+    tables = {**TINY, "rounds": 1, "aggregate": {"rule": "fltrust", "root_samples": 20}}
+    tables["records"] = {"updates": [1], "curve": False}
     fedsim.run({**tables, "device": "cpu", "engine": "serial"}, tmp_path / "expected")
     with some_gpu():
         fedsim.run({**tables, "device": "cuda", "engine": "serial"}, tmp_path / "found")

@@ -15,7 +15,7 @@ from fedsim.training.stack import Stacks
 from tests.device.agreement import ENGINES
 from tests.device.pretend import pretend_gpu
 
-FEW, MANY = 4, 12  # workers in a round
+FEW, MANY = 4, 10  # workers in a round
 CHANCE = 2  # waits and copies that depend on whether the drawn workers happen to be consecutive
 LOCAL = {"batch_size": 2, "epochs": 1}
 STACKS = {"batched": {"stack_size": 2}}  # the number of stacks grows with the number of workers
