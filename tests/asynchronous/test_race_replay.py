@@ -27,6 +27,7 @@ TABLES = {
     "data": "tests.components:tiny",
     "partition": "tests.components:uneven",
     "local": {"batch_size": 6, "lr": 0.05, "momentum": 0.5},
+    "records": {"figures": []},
 }
 
 

@@ -32,7 +32,8 @@ def test_the_report_fits_a_screen_and_says_what_each_engine_would_do(cli):
 
 def test_auto_chooses_what_a_run_chooses(session, tmp_path):
     lines = {finding.about: finding.found for finding in checkup.findings()}
-    fedsim.run({"rounds": 10, "stop": {"metric": "test_accuracy", "target": 0.01}}, tmp_path / "x", session=session)
+    stop = {"stop": {"metric": "test_accuracy", "target": 0.01}, "records": {"figures": []}}
+    fedsim.run({"rounds": 10, **stop}, tmp_path / "x", session=session)
     chosen = json.loads((tmp_path / "x" / "environment.json").read_text())["reason"]
     assert lines["engine=auto"].endswith(f"because {chosen}")
 

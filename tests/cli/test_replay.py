@@ -34,7 +34,7 @@ def run(tables, tmp_path):
 
 
 def test_only_the_requested_rounds_are_stored(tables, tmp_path):
-    fedsim.run({**tables, "rounds": 3, "records": {"updates": [2, 7]}}, tmp_path / "other")
+    fedsim.run({**tables, "rounds": 3, "records": {"updates": [2, 7], "curve": False}}, tmp_path / "other")
     assert stored_rounds(tmp_path / "other") == [2]
     with pytest.warns(SettingWarning, match="records.updates has no effect with policy=fedbuff"):
         fedsim.run({**tables, "attack": {}, "aggregate": {}}, tmp_path / "clock", mode="clock", policy="fedbuff")
@@ -81,28 +81,30 @@ def test_a_replay_has_the_weights_and_the_result_of_the_run(changes, tables, tmp
 ADAPTIVE, LOCAL = {**CENTRAL, "mechanism": "adaptive"}, {**CENTRAL, "mechanism": "local"}
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(
-    ("weights", "privacy", "divisor"),  # coefficient of a worker: its weight, divided by the sum of the weights
+    ("weights", "privacy", "divisor", "dropout"),  # coefficient of a worker: its weight, divided by their sum
     [
-        (None, None, None),
-        (None, CENTRAL, 6),  # ... or by the expected number of updates
-        (None, ADAPTIVE, 6),
-        (None, LOCAL, None),
-        ("uniform", None, None),
-        ("uniform", CENTRAL, 6),
-        ("uniform", LOCAL, None),
-        ("samples", None, None),
-        ("samples", LOCAL, None),
-        ("list", None, None),
-        ("inverse_probability", None, 1),
+        (None, None, None, 0.3),
+        (None, CENTRAL, 6, 0.3),  # ... or by the expected number of updates
+        (None, ADAPTIVE, 6, 0.3),
+        (None, LOCAL, None, 0.3),
+        ("uniform", None, None, 0.3),
+        ("uniform", CENTRAL, 6, 0.3),
+        ("uniform", LOCAL, None, 0.3),
+        ("samples", None, None, 0.3),
+        ("samples", LOCAL, None, 0.3),
+        ("list", None, None, 0.3),
+        ("inverse_probability", None, 1, 0.3),
+        (None, CENTRAL, 6, 0.0),
+        ("samples", None, None, 0.0),
+        ("inverse_probability", None, 1, 0.0),
     ],
 )
 def test_a_run_and_its_replay_have_the_coefficients_of_the_definition(
     weights, privacy, divisor, dropout, tables, tmp_path
 ):
     numbers = [float(worker) for worker in range(1, 10)]
-    tables |= {"attack": {}, "partition": "tests.components:uneven", "cohort": 6, "seed": 3}
+    tables |= {"attack": {}, "partition": "tests.components:uneven", "cohort": 6, "seed": 3, "rounds": 1}
     tables |= {"sampling": {"name": "uniform", "dropout_rate": dropout}} | ({"privacy": privacy} if privacy else {})
     for rule, other in (("mean", "weighted_mean"), ("weighted_mean", "mean")):
         aggregate = {"rule": rule} | ({"weights": numbers if weights == "list" else weights} if weights else {})
@@ -182,7 +184,9 @@ def test_the_default_is_all_applicable_rules(run):
 
 def test_rules_that_trust_a_worker_outside_the_cohort_are_no_default(tables, tmp_path):
     sampled = {"workers": 9, "cohort": 5, "aggregate": "median", "attack": "none"}
-    fedsim.run({**tables, **sampled, "records": {"updates": [1, 2, 3, 4]}, "rounds": 4}, tmp_path / "run")
+    fedsim.run(
+        {**tables, **sampled, "records": {"updates": [1, 2, 3, 4], "curve": False}, "rounds": 4}, tmp_path / "run"
+    )
     of_rounds = [load_round(tmp_path / "run", number, allow_imports=True) for number in stored_rounds(tmp_path / "run")]
     assert {0 in stored.workers for stored in of_rounds} == {False, True}
     for stored in of_rounds:
@@ -228,7 +232,7 @@ def test_a_rule_that_cannot_be_applied_gives_a_one_line_error(run, rule, message
 
 
 def test_a_folder_without_stored_updates_gives_a_one_line_error(run, tables, tmp_path):
-    fedsim.run({**tables, "records": {}}, tmp_path / "bare")
+    fedsim.run({**tables, "records": {"curve": False}}, tmp_path / "bare")
     (run.folder / "updates-00002.safetensors").write_bytes(b"x" * 40)
     for folder, round, message in [
         (tmp_path, None, "is not a run folder"),

@@ -15,7 +15,7 @@ WORKERS, COHORT, ROUNDS, BATCH = 5, 3, 4, 16
 MODEL = {"name": "tests.models:sized", "hidden": [6]}
 TABLES = {
     **{"workers": WORKERS, "cohort": COHORT, "rounds": ROUNDS, "model": MODEL, "data": "tests.components:tiny"},
-    **{"partition": "tests.components:uneven", "precision": "float64"},
+    **{"partition": "tests.components:uneven", "precision": "float64", "records": {"figures": []}},
 }
 
 

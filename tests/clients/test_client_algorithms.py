@@ -70,6 +70,7 @@ def test_fine_tuning_by_mime_of_one_worker_is_gradient_descent(tmp_path):
     one_worker |= {
         "data": {"name": "tests.components:tiny", "local_test_fraction": 0.25},
         "worker_evaluation": {"fine_tune": 3},
+        "records": {"figures": []},
     }
     losses = []
     for local in ({"algorithm": "mime", "beta": 0.0}, {"algorithm": "sgd"}):

@@ -21,7 +21,7 @@ from tests.matrix import in_turn
 
 Named = namedtuple("Named", "name")
 OFFLINE = "mnist5k", "synthetic", "shakespeare"  # registered data sets that need no file
-QUICK = {"rounds": 1, "workers": 2, "engine": "serial", "local": {"steps": 1}, "records": {"curve": False}}
+QUICK = {"rounds": 1, "workers": 2, "engine": "serial", "local": {"steps": 1}, "records": {"figures": []}}
 
 
 def random(*shape, kind="float32"):

@@ -204,8 +204,8 @@ def test_every_experiment_of_the_project_loads(path, tmp_path, monkeypatch):
 
 
 def test_a_part_of_a_large_comparison_loads():
-    part = plan_comparison(LARGE, words=["partition=iid", "attack.fraction=0.24"])
-    assert (part.name, part.shape) == (LARGE, "31 aggregate.rule x 5 attack.name x 3 local.lr x 3 seed")
+    part = plan_comparison(LARGE, words=["partition=iid", "attack.fraction=0.24", "seed=0"])
+    assert (part.name, part.shape) == (LARGE, "31 aggregate.rule x 5 attack.name x 3 local.lr")
 
 
 def test_a_comparison_is_not_a_single_experiment():
@@ -272,10 +272,10 @@ def test_a_name_that_is_given_by_both_keys_is_an_error_with_the_file(tmp_path):
 
 def test_the_first_of_very_many_wrong_keys_are_reported_with_a_hint():
     with pytest.raises(ExperimentError) as caught:
-        load_experiment({f"key{number}": 1 for number in range(20_000)})
+        load_experiment({f"key{number}": 1 for number in range(2_000)})
     *lines, more = caught.value.lines
     assert all("unknown key; allowed: " in line for line in lines)
-    assert (len(lines), more) == (MAX_PROBLEMS, f"and {20_000 - MAX_PROBLEMS} more problems")
+    assert (len(lines), more) == (MAX_PROBLEMS, f"and {2_000 - MAX_PROBLEMS} more problems")
 
 
 @pytest.mark.parametrize("ending", ["toml", "yaml"])

@@ -88,6 +88,7 @@ rounds = 1
 model = "logistic"
 data = "tests.components:tiny"
 workers = 2
+records.figures = []
 [local]
 lr = 0.3
 [comparison]
@@ -134,7 +135,7 @@ def test_the_command_line_prints_one_line(tmp_path):
 
 
 def test_defaults_that_a_stored_experiment_contains_are_not_named(tmp_path):
-    fedsim.run({"model": "2nn", "rounds": 1, "engine": "serial"}, tmp_path / "run")
+    fedsim.run({"model": "2nn", "rounds": 1, "engine": "serial", "records": {"figures": []}}, tmp_path / "run")
     words = ["model=mlp", "model.inputs=784", "local.algorithm=fedprox", "server=momentum", "partition=dirichlet"]
     for source in (tmp_path / "run" / "experiment.toml", load_experiment(model="2nn")):
         assert lines_of(lambda source=source: load_experiment(source, words)) == []

@@ -65,7 +65,7 @@ def test_a_yaml_file_is_an_experiment(write, name):
 @OF_PACKAGE
 def test_the_commands_take_yaml_files(write, cli):
     write(EXPERIMENT)
-    done = cli("run", "experiment.yaml", "rounds=1", "engine=serial", "--out", "run")
+    done = cli("run", "experiment.yaml", "rounds=1", "engine=serial", "records.figures=[]", "--out", "run")
     assert done.exit_code == 0, done.output
     assert fedsim.load_run("run").experiment.local.params["lr"] == 0.01
     write(COMPARISON, "comparison.yaml")

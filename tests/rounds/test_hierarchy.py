@@ -145,6 +145,7 @@ def test_coefficients_are_those_within_the_groups():
 
 def test_a_run_is_resumed_between_two_aggregations_at_the_top(tmp_path):
     tables = {**FLAT, "groups": GROUPS, "group_rounds": 3, "checkpoint": {"every": 1}}
+    tables["records"] = {"figures": []}
     tables |= {"model": "tests.models:Normalised"}
     tables |= {"aggregate": {"rule": "centered_clipping", "tau": 0.1}, "server": {"name": "bmuf", "nesterov": True}}
     tables |= {"attack": {"name": "mimic", "workers": [3], "warmup": 1}}

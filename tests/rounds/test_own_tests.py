@@ -134,7 +134,7 @@ def test_a_worker_that_is_drawn_keeps_its_own_test_samples_and_the_others_are_no
 
 RUN = {**TINY, "data": "tests.components:clients", "partition": "natural", "rounds": 2, "seed": 3}
 RUN |= {
-    "records": {"curve": False},
+    "records": {"figures": []},
     "model": {"name": "mlp", "hidden": [5]},
     "worker_evaluation": {"every": 2, "fine_tune": 1},
 }

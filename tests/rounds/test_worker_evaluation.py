@@ -46,7 +46,7 @@ def tables(tiny_experiment):
     local = {"batch_size": 16, "lr": 0.05}
     data = {"name": "tests.components:tiny", "local_test_fraction": 0.25}
     tables = {**tiny_experiment, "local": local, "data": data, "partition": "dirichlet", "precision": "float64"}
-    return {**tables, "records": {"curve": False}}
+    return {**tables, "records": {"figures": []}}
 
 
 def test_the_test_samples_of_a_worker_are_not_trained_on():
@@ -168,7 +168,7 @@ def test_personal_models_that_do_not_exist_are_refused_with_a_remedy(tables, tmp
 
 def test_results_hold_no_worker_states(tables):
     tables |= {"local": {"algorithm": "ditto", "batch_size": 16}, "engine": "processes", "processes": 2}
-    tables |= {"worker_state_memory": 1}
+    tables |= {"worker_state_memory": 1, "rounds": 1}
     results, files = [fedsim.run(tables)], Path("/proc/self/fd")
     before = len(list(files.iterdir())) if files.is_dir() else 0
     results += [fedsim.run(tables) for _ in range(2)]
@@ -230,6 +230,7 @@ def test_a_resumed_run_repeats_them(tables, tmp_path):
         "cohort": 2,
         "worker_evaluation": {"every": 2},
         "checkpoint": {"every": 1, "keep": 4},
+        "records": {"curve": False},
     }
     tables["local"] = {**tables["local"], "algorithm": f"{__name__}:KeepsItsRow"}
     whole = fedsim.run(tables, out=tmp_path / "whole")

@@ -442,7 +442,7 @@ def test_alpha_of_synthetic_changes_no_sample():
 
 
 def test_synthetic_iid_has_one_model_for_all_users():
-    train, test = fedsim.load_dataset("synthetic", iid=True, users=60)
+    train, test = fedsim.load_dataset("synthetic", iid=True, users=30)
     inputs, labels = train.inputs.double(), train.targets
     linear = torch.nn.Linear(60, 10).double()
     optimizer = torch.optim.LBFGS(linear.parameters(), max_iter=200)

@@ -60,7 +60,7 @@ def test_transforms_are_deterministic_and_keep_the_shape(strategy, images):
 def test_noise_has_its_variance():
     transforms = fedsim.partition_transforms("feature_noise", 4, sigma=0.8)
     assert transforms == [GaussianNoise(v) for v in (0.8 * 1 / 4, 0.8 * 2 / 4, 0.8 * 3 / 4, 0.8 * 4 / 4)]
-    draws, zeros = Draws.of(0, "x"), torch.zeros(1000, 1, 10, 10, dtype=torch.double)
+    draws, zeros = Draws.of(0, "x"), torch.zeros(400, 1, 10, 10, dtype=torch.double)
     for number, transform in enumerate(transforms, start=1):
         noise = transform(images=zeros, draws=draws)
         assert float(noise.mean()) == pytest.approx(0, abs=0.01)
