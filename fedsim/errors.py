@@ -166,7 +166,7 @@ def _as_toml(value: Any) -> str:
 
 @contextlib.contextmanager
 def workers_named(names: Sequence[str | None] = ()) -> Iterator[None]:
-    """Return a context in which messages name the workers. `names`: name of each worker, until WORKER_NAMES is set."""
+    """Return a context manager in which messages name the workers. `names`: name of each worker (none: only IDs)."""
     token = WORKER_NAMES.set(names)
     try:
         yield

@@ -1,17 +1,17 @@
 """Loggers send the numbers of each round to TensorBoard, Weights & Biases or MLflow, in addition to the run folder.
 
-A logger is a function that returns a context manager. The rounds of a run are executed inside this context. The context
-yields a function of (round, numbers), which is called after each round. The argument `run` is a `LoggedRun`.
-Keyword-only parameters are configuration:
+A logger is a function that returns a context manager. The rounds of a run are executed inside its `with` block. The
+context manager yields a function of (round, numbers), which is called after each round. The argument `run` is a
+`LoggedRun`. Keyword-only parameters are configuration:
 
     @logger("print")
     @contextlib.contextmanager
     def to_terminal(run, *, digits: int = 3):
         yield lambda round, numbers: print(run.name, round, {tag: f"{x:.{digits}g}" for tag, x in numbers.items()})
 
-If an exception ends the run, the context receives it. Only the process that writes the records uses loggers. No logger
-has an address or path as a parameter, because an experiment file may come from an unknown author. Each tracker writes
-to the default location of its package, which environment variables of that package can change.
+If an exception ends the run, the context manager receives it. Only the process that writes the records uses loggers.
+No logger has an address or path as a parameter, because an experiment file may come from an unknown author. Each
+tracker writes to the default location of its package, which environment variables of that package can change.
 """
 
 from __future__ import annotations

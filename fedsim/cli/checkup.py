@@ -1,4 +1,4 @@
-"""Checks of this machine for `fedsim doctor`: resources, engines, and problems with their remedies."""
+"""Checks of this machine for `fedsim doctor`: resources, engines, and problems with advice on how to solve them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Finding:
     Attributes:
         about: name of the component, such as "memory".
         found: description in one line.
-        problems: pairs (problem, remedy).
+        problems: pairs (problem, how to solve it).
         fatal: whether the problems prevent fedsim from running.
     """
 

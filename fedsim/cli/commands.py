@@ -332,7 +332,7 @@ def plot(
 
 
 def doctor() -> None:
-    """Show the hardware and software that fedsim finds, what each engine would do here, and problems with remedies."""
+    """Show the hardware and software that fedsim finds, what each engine would do here, and how to solve problems."""
     with errors_as_lines():
         problems, fatal = list[tuple[str, str]](), False
         for topic, text in _versions():

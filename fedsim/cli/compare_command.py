@@ -151,7 +151,7 @@ def compare(
             raise ExperimentError("--table and --label: no table is printed with --quiet or --shard; omit them")
         table = table or "text"
         if table not in TABLES:
-            raise ExperimentError(f"--table {show(table)}: must be {', '.join(TABLES)}")
+            raise ExperimentError(f"--table {show(table)}: must be one of {', '.join(TABLES)}")
         settings = ComparisonSettings(
             target=target,
             tune=key or None,

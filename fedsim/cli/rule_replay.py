@@ -150,7 +150,7 @@ def load_round(folder: str | Path, round: int | None = None, *, allow_imports: b
     except (OSError, SafetensorError, ValueError) as error:  # ValueError: a dtype that PyTorch does not support
         raise RecordError(f"{path}: cannot be read: {cut(str(error))}") from None
     if problem := _problem_with(tensors, experiment):
-        raise RecordError(f"{path}: {problem}")
+        raise RecordError(f"{path}: is damaged: {problem}")
     return StoredRound(experiment, round, tensors, read_partition(folder).names)
 
 
@@ -159,7 +159,7 @@ def _problem_with(tensors: dict[str, Tensor], experiment: Experiment) -> str | N
     by_probability = experiment.aggregate.weights == "inverse_probability"
     required = set(STORED) - OPTIONAL | ({"cohort_weights"} if by_probability else set())
     if missing := required - set(tensors):
-        return f"lacks {', '.join(sorted(missing))}"
+        return f"it lacks {', '.join(sorted(missing))}"
     n, d = (*tensors["updates"].shape, 0, 0)[:2]
     if tensors["updates"].ndim != 2 or not n or not d:
         return f"updates: must be [n, d] with at least one row, not {list(tensors['updates'].shape)}"

@@ -196,7 +196,8 @@ def _checked(key: str, values: Any, place: str) -> list[Any]:
         name = (labelled, text if labelled else canonical(value))
         if name in names:
             raise ExperimentError(
-                f"{place}: {f'the label {show(text)}' if labelled else show(value)} is repeated; remove one of the two"
+                f"{place}: the {'label' if labelled else 'value'} {show(text if labelled else value)} is repeated; "
+                "remove one of the two"
             )
         names.add(name)
     return values

@@ -127,12 +127,12 @@ class ComparisonRecords:
         return Comparison(plan.name, plan.axes, runs, plan.settings, self.path if keeps_folder else None, plan.left_out)
 
     def rounding_difference(self, comparison: Comparison) -> str | None:
-        """Return a line if finished runs of a comparison may be rounded differently than the others, otherwise None.
+        """Return a warning line if results of finished runs may differ by rounding, otherwise None.
 
         For each engine other than the planned one, the line contains the number of runs that used this engine, and the
         ID of one of these runs. The line also counts the runs for each software version and kind of CPU, for each
-        device of runs with the same `device` and `precision`, and for each stack width of runs that differ only in the
-        seed, if there is more than one.
+        device of runs with the same `device` and `precision`, and for each stack width (number of workers trained at
+        once) of runs that differ only in the seed, if there is more than one.
         """
         others = dict[str, list[str]]()  # engines other than planned
         alike = dict[str, dict[str, list[str]]]()  # for runs that should agree: their ways of computing
@@ -290,7 +290,7 @@ def inner_folder(whole: Path, id: str) -> Path:
     try:
         require_inside(folder, whole)
     except OSError as error:
-        raise RecordError(f"{folder}: {error.strerror}") from None
+        raise RecordError(f"{folder}: cannot be used: {error.strerror}") from None
     return folder
 
 

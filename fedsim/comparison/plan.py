@@ -185,7 +185,7 @@ def common_tables(runs: Sequence[PlannedRun]) -> dict[str, Any]:
 
 
 def _keys_set_by(run: PlannedRun, keys: Collection[str]) -> set[str]:
-    """Return the `keys` that the compared values of a run set."""
+    """Return those of `keys` that a run's compared values set, for example in a component's table."""
     changed = {key_changed(*change) for axis, value in run.point.items() for change in changes_of(axis, value)}
     tables = (*(f"{key}." for key in changed),)
     return {key for key in keys if key in changed or key.startswith(tables) or _naming_key(key) in changed}

@@ -64,14 +64,18 @@ class Comparison(ComparedRuns):
             where, run_folder = f"{path}: runs.{index}", folder / entry.folder
             for axis, positions in known.items():
                 if axis not in entry.point:
-                    raise RecordError(f"{where}.point: has no value for the axis {show(axis)}")
+                    raise RecordError(
+                        f"{where}.point: is damaged: it has no value for the compared setting {show(axis)}"
+                    )
                 if canonical(entry.point[axis]) not in positions:
                     raise RecordError(
-                        f"{where}.point: {show(entry.point[axis])} is not a value of the axis {show(axis)}"
+                        f"{where}.point: is damaged: {show(entry.point[axis])} is not among the values of {show(axis)}"
                     )
             position = {axis: positions[canonical(entry.point[axis])] for axis, positions in known.items()}
             if canonical(position) in points:
-                raise RecordError(f"{where}.point: another run has the same value on every axis; remove one of them")
+                raise RecordError(
+                    f"{where}.point: another run has the same compared values; remove one of the two runs"
+                )
             if is_outside(run_folder, folder):
                 raise RecordError(f"{where}.folder = {show(entry.folder)}: must be inside the comparison's folder")
             if run_folder.resolve() in folders:

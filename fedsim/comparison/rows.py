@@ -1,8 +1,8 @@
 """Statistics of a comparison: means and curves over seeds, best values, breaking points, and choices along axes.
 
 A row is a combination of compared values, with its runs of all seeds. The settings `tune` and `worst` choose one value
-of an axis for each combination of the compared axes: the value with the best validation result, or the worst case. The
-runs with the chosen values are then compared as if the axis did not exist.
+of an axis for each combination of the compared axes: the value with the best validation result, or with the worst
+result. The runs with the chosen values are then compared as if the axis did not exist.
 """
 
 from __future__ import annotations
@@ -400,7 +400,7 @@ class ComparisonSettings:
         return {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
 
     def known_on(self, axes: Container[str]) -> ComparisonSettings:
-        """Return a copy without `tune` or `worst` if the setting that it names is not in `axes`."""
+        """Return a copy in which `tune` and `worst` are None unless `axes` contains the setting that they name."""
         tune, worst = (axis if axis in axes else None for axis in (self.tune, self.worst))
         return replace(self, tune=tune, worst=worst)
 
@@ -451,7 +451,10 @@ class ComparisonSettings:
         return left, tuned
 
     def validated(self, candidate: Row) -> Row:
-        """Return the runs by which `tune` judges a candidate: those of its worst case, or all runs without `worst`."""
+        """Return a table row with the runs of `candidate` (a value of the tuned setting) that `tune` compares.
+
+        If `worst` is set, these are the runs with the worst validation result among its values, otherwise all runs.
+        """
         cases = rows_of(candidate.runs, [] if self.worst is None else [self.worst])
         return best_of(cases, lambda case: -validated_quality(case))
 

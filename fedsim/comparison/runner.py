@@ -205,7 +205,7 @@ def check_runs(runs: Sequence[PlannedRun], *, to_run: bool, skip_invalid: bool =
 
 
 def summarised(folder: ComparisonFolder, painter: Painter | None) -> Comparison:
-    """Return the results of all runs. If there is a `painter`, also write tables and figures."""
+    """Return the results of all runs. If there is a `painter`, which draws figures, also write tables and figures."""
     comparison = folder.comparison(keeps_folder=painter is not None)
     if line := folder.rounding_difference(comparison):
         warnings.warn(line, FedsimWarning, stacklevel=3)

@@ -60,5 +60,5 @@ def read_comparison_file(path: Path, objects: Iterable[ObjectName] = ()) -> Comp
     """
     file = validated(ComparisonFile, path, MOST_BYTES)
     if problem := problem_with_words(file.model_dump()):
-        raise RecordError(f"{path}: {problem}")
+        raise RecordError(f"{path}: is damaged: {problem}")
     return ComparisonFile.model_validate(with_objects(file.model_dump(), objects))

@@ -560,9 +560,10 @@ def breaking_points_csv(comparison: ComparedRuns) -> str:
 
 
 def tuning_csv(comparison: ComparedRuns) -> str:
-    """Return a CSV table of validation results, with one line for each value that `tune` could choose.
+    """Return a CSV table with one line for each candidate value of the tuned setting, and its validation result.
 
-    Another column says whether the value was chosen. With the setting `worst`, the result is that of the worst case.
+    The column `chosen` says whether `tune` chose the value. If `worst` (such as "attack.name") is set, the result is
+    the worst one among the values of this setting.
     """
     keys = [*comparison.compared, *comparison.settings.headings]
     rows: list[list[Any]] = [[*keys, "validation", "validation_ci95", "failed", "chosen"]]

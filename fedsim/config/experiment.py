@@ -140,7 +140,8 @@ class Experiment(Settings):
             return self
         if "noise" not in local.params:
             raise ExperimentError(
-                f"privacy.target_epsilon = {target:g}: {local.setting} has no parameter `noise`; omit one of the two"
+                f"privacy.target_epsilon = {target:g}: determines the parameter `noise`, but {local.setting} has none; "
+                "omit one of the two"
             )
         if "noise" in local.model_fields_set and local.params["noise"] is not None:
             noise = local.params["noise"]

@@ -65,10 +65,10 @@ def list_experiments(columns: int | None = None, search: str = "") -> str:
 
 
 def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
-    """Return the text of an experiment file. `kind` is TOML or YAML.
+    """Return the text of an experiment file. `kind`, "TOML" or "YAML", is for error messages.
 
-    With `inside`, the file must lie in this folder. Raises ExperimentError if the file is missing, not a regular file,
-    too large or not UTF-8.
+    If `inside` is set, the file must lie in this folder. Raises ExperimentError if the file is missing, not a regular
+    file, too large or not UTF-8.
     """
     where = cut(str(path))
     try:
@@ -100,7 +100,7 @@ def read_text(path: Path, kind: str, inside: Path | None = None) -> str:
 
 
 def read_toml(path: Path, inside: Path | None = None) -> dict[str, Any]:
-    """Return the tables of a TOML file. With `inside`, the file must lie in this folder.
+    """Return the tables of a TOML file. If `inside` is set, the file must lie in this folder.
 
     Raises ExperimentError if the file cannot be read, is not TOML, or contains values beyond the input limits.
     """

@@ -315,7 +315,10 @@ class Settings(Table):
 
     @cached_property
     def stores_updates(self) -> tuple[str, str] | None:
-        """(setting that needs all updates of a round at once, remedy), or None if the server only sums updates."""
+        """The setting that needs all updates of a round at once, and a setting to use instead, as a pair of texts.
+
+        None if the server only sums updates.
+        """
         altering = self.attack.component.alters_rows and not self.attack.component.row_by_row
         settings = {
             f"aggregate.rule = {show(self.rule.name)}": (
@@ -340,9 +343,10 @@ class Settings(Table):
 
     @property
     def local_lr(self) -> float | None:
-        """Learning rate of the client algorithm, or None if it has no parameter `lr`. 1 if it differs between workers.
+        """Learning rate of the client algorithm, or None if it has no parameter `lr`.
 
-        If it differs, the workers' learning rates are multiplied by the rates of `local_lr_at`.
+        If the learning rate differs between workers, this number is 1, and `local_lr_at` returns the factor by which
+        each worker's learning rate is multiplied.
         """
         return 1.0 if "lr" in self.local.varying else self.local.params.get("lr")
 
@@ -370,7 +374,7 @@ class Settings(Table):
         return schedules + ["privacy.target_epsilon"] * (self.privacy.target_epsilon is not None)
 
     def local_lr_at(self, round: int, step: int = 0) -> float | None:
-        """Return the learning rate of the client algorithm in a step (from 0) of a round, or None if it has none."""
+        """Return the learning rate of the client algorithm in a round and step (from 0), or None (see `local_lr`)."""
         lr, schedule = self.local_lr, self.local_schedule
         return lr if schedule is None or lr is None else schedule.rate(lr, round, step)
 

@@ -387,7 +387,10 @@ def _check_local_work(experiment: Settings, policy: Policy) -> Iterator[str]:
 
 
 def _checks_of_rules(experiment: Settings) -> list[Callable[[], object]]:
-    """Return a check for each number of updates that a rule may have to aggregate in a full cohort."""
+    """Return checks that raise ExperimentError if a rule cannot aggregate the updates of a full cohort or group.
+
+    There is one check for each number of updates that a rule may have to aggregate.
+    """
     cohort, lr = experiment.cohort_size, experiment.local_lr
     if experiment.groups is None:
         return [partial(experiment.rule.dry_run, cohort, lr)]

@@ -168,9 +168,9 @@ def f_tail(x: float, numerator: int, denominator: int) -> float:
 
 @functools.cache
 def studentized_range_quantile(candidates: int, confidence: float = 0.95) -> float:
-    """Return the quantile of the range of `candidates` standard normal values at probability `confidence`.
+    """Return r such that the range of `candidates` standard normal values is at most r with probability `confidence`.
 
-    The range is the maximum minus the minimum.
+    The range is the maximum minus the minimum of these values.
 
     >>> round(studentized_range_quantile(3), 3)
     3.314

@@ -10,7 +10,7 @@ SAME = 1e-12  # numbers whose relative difference is at most this are equal up t
 
 
 def same(first: float, second: float) -> bool:
-    """Whether two results are equal up to rounding, as 0.7888888888888889 and 0.788888888888889 are.
+    """Whether two results are equal up to rounding, such as 0.7888888888888889 and 0.788888888888889.
 
     Results are compared here and in `levels` only, so that tables, ranks, figures and choices agree on what is equal.
     """

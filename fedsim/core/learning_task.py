@@ -89,7 +89,7 @@ def counts_of(task: LearningTask) -> Counts | None:
 
 
 def joint_of(task: LearningTask) -> IsJoint | None:
-    """Return the method `is_joint` of a loss function or loss module, or None for tasks with a loss per sample."""
+    """Return the task's method that says whether its loss is one number per batch, or None if it never is."""
     return task.is_joint if isinstance(task, LossTask) else None
 
 
@@ -411,7 +411,10 @@ class LossTask:
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], takes: tuple[str, ...], target: object) -> LossTask:
-        """Create a task. `target` is the loss function or loss module, without parameters that an experiment sets."""
+        """Create a task from three attributes and `target`, the loss function or loss module itself.
+
+        `target` determines the attributes `compares_numbers` and `uses_classes`.
+        """
         target = target.func if isinstance(target, functools.partial) else target
         is_pytorchs = isinstance(target, _Loss) or getattr(target, "__module__", "") == F.__name__
         uses_labels = isinstance(target, nn.MultiLabelMarginLoss) or target is F.multilabel_margin_loss
@@ -471,7 +474,7 @@ class LossTask:
             with torch.enable_grad():
                 losses = self._value(outputs.detach(), targets)
         except Exception as error:
-            remedy = "; outputs [batch, 1] are passed as [batch] if targets are floating-point: use outputs.flatten()"
+            remedy = "; outputs [batch, 1] are passed as [batch] for floating-point targets; use outputs.flatten()"
             raise ExperimentError(
                 f"the loss {self.name} fails {context}: {one_line(error)}{remedy if passed is not outputs else ''}"
             ) from error

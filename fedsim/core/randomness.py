@@ -107,7 +107,7 @@ class Draws:
         return self._key
 
     def on(self, device: torch.device) -> Draws:
-        """Return a copy of this source on another device. Both sources draw the same further numbers."""
+        """Return a copy of this source on another device. Its next numbers are those that this source draws next."""
         moved = Draws(self._key.to(device), self._step)
         moved._calls = self._calls
         return moved
@@ -273,7 +273,7 @@ def seed_globally(generator: torch.Generator, device: torch.device) -> Iterator[
 
 
 class _DrawnOnHost(TorchDispatchMode):
-    """Context in which random operations on tensors of other devices are executed on the CPU."""
+    """Context manager that lets random operations for all other devices run on the CPU, and copies their results."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -105,8 +105,8 @@ class Layout:
     def bind(self, module: nn.Module, row: Tensor, grad_row: Tensor | None = None) -> None:
         """Make the module's parameters views of `row` [d], and their `.grad` views of `grad_row` [d].
 
-        `backward` adds gradients to `grad_row`, so the caller must set `grad_row` to zero first. If it is None,
-        PyTorch allocates the gradients, as for any module.
+        `backward` adds gradients to `grad_row`, so the caller must set `grad_row` to zero first. If `grad_row` is
+        None, PyTorch allocates the gradients, as for any module.
         """
         for row_or_grad in (row, row if grad_row is None else grad_row):
             if row_or_grad.shape != (self.d,):
@@ -176,8 +176,9 @@ class ColumnSpans:
 
 
 def bind(module: nn.Module, row: Tensor, grad_row: Tensor | None = None) -> Layout:
-    """Bind a module to rows with `Layout.bind`, and return the layout.
+    """Make the module's parameters views of `row` [d], and their `.grad` views of `grad_row` [d].
 
+    Returns the layout, which says where each parameter is stored. See `Layout.bind`.
     In a run: `fedsim.training.row_module.RowModule.load` calls `Layout.bind`.
     """
     layout = Layout.of(module)

@@ -59,5 +59,7 @@ class Snapshot:
             if stored is None:
                 raise RecordError(f"the tensor {prefix + name} is missing")
             if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
-                raise RecordError(f"the tensor {prefix + name} is {described(stored)}, but needs {described(tensor)}")
+                raise RecordError(
+                    f"the tensor {prefix + name} is {described(stored)}, but this run needs {described(tensor)}"
+                )
             tensor.copy_(stored)

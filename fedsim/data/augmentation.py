@@ -54,7 +54,7 @@ class ImageTransform(NamedTuple):
             return cls(function, tuple(taken_by_name(function, GIVEN)))
         except TypeError as error:
             place = "partition.name: the image transform of the partition strategy"
-            raise ExperimentError(f"{place} cannot be used: {error}") from None
+            raise ExperimentError(f"{place} has wrong parameters: {error}") from None
 
     def __call__(self, images: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         """Return the transformed images [batch, ...]. `inputs` maps "draws" and "generator" to their values."""

@@ -184,7 +184,7 @@ def _from_samples(
 
 
 def _with_classes(train: Sequence[Part], test: Sequence[Part]) -> tuple[Sequence[Part], Sequence[Part], bool]:
-    """Return both parts, with targets that are arrays of text converted to class labels, and whether there were any."""
+    """Convert arrays of text targets to class labels. Return both parts, and whether any targets were text."""
     parts = [*train, *test]
     pairs = [part.data for part in parts if is_pair(part.data)]
     if not any(isinstance(targets, np.ndarray) and targets.dtype.kind in "OUT" for _, targets in pairs):

@@ -63,8 +63,8 @@ class DataColumn(NamedTuple):
         values: array or list [n, ...].
         place: name of the column in error messages, with the name of the table.
         row: function from the index of a row to its name in error messages, such as "row 7".
-        signs: remedy in error messages for numbers that contain a sign such as a comma. It contains {} for the settings
-            to change. "": numbers with signs are accepted as text.
+        signs: end of error messages about numbers that contain a sign such as a comma: what to change. {} in it is
+            replaced by the settings to change. "": numbers with signs are accepted as text.
     """
 
     values: Any
@@ -97,7 +97,7 @@ class DataColumn(NamedTuple):
             kinds = ", ".join(sorted({type(value).__name__ for value in array}))
             raise DataError(
                 f"{self.place}: must contain only text, or only numbers of one shape, not {cut(kinds)}; convert the "
-                "values, or leave the column out with data.inputs"
+                "values, or leave the column out by setting data.inputs"
             ) from None
 
     def numbers_or_text(self, *, convert: bool = True) -> np.ndarray:
@@ -114,7 +114,7 @@ class DataColumn(NamedTuple):
             kind = "dates or times" if array.dtype.kind in "mM" else f"{array.dtype} values"
             raise DataError(
                 f"{self.place}: contains {kind}, such as {show(str(array[0]))}, instead of numbers or text; convert "
-                "them, or leave the column out with data.inputs"
+                "them, or leave the column out by setting data.inputs"
             )
         return array
 
@@ -127,7 +127,7 @@ class DataColumn(NamedTuple):
             raise self.error(
                 f"contains {value}, which is not a number,",
                 int(bad[0]),
-                "remove such rows, write numbers, or leave the column out with data.inputs",
+                "remove such rows, write numbers, or leave the column out by setting data.inputs",
                 len(bad),
             )
         return texts.astype(float)
@@ -172,7 +172,10 @@ class DataColumn(NamedTuple):
         return array
 
     def error(self, problem: str, row: int, remedy: str, count: int = 1) -> DataError:
-        """Return the error for a bad value in row `row`, the first of `count` such values in the column."""
+        """Return the error for the first of `count` bad values in the column. It is in row number `row` (from 0).
+
+        `problem` says what is wrong with the value, and `remedy` what to change.
+        """
         more = f" ({count:,} such values)" if count > 1 else ""
         return DataError(f"{self.place}: {problem} in {self.row(row)}{more}; {remedy}")
 
@@ -218,7 +221,10 @@ def _is_missing(value: Any) -> bool:
 
 
 def signed_numbers(texts: Sequence[str]) -> list[re.Match[str]]:
-    """Return the matches of SIGNED in the texts, without probable telephone numbers: equally long, with spaces."""
+    """Return the matches of SIGNED for the texts that are numbers, perhaps with signs such as a comma or a space.
+
+    Texts with spaces are left out if all have one length, because they are probably telephone numbers.
+    """
     signed = [found for text in texts if (found := SIGNED.fullmatch(text))]
     with_signs = [found for found in signed if not NUMBER.fullmatch(found[0])]
     lengths = {len(found[0]) for found in with_signs if found["sign"] == " "}
@@ -232,7 +238,7 @@ def mostly_numbers(texts: np.ndarray) -> bool:
 
 @contextlib.contextmanager
 def collected(errors: list[str]) -> Iterator[None]:
-    """Context manager: append the message of a DataError to `errors` instead of raising the error."""
+    """Context manager that appends the message of a DataError to `errors` instead of raising the error."""
     try:
         yield
     except DataError as error:

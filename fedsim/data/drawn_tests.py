@@ -61,8 +61,10 @@ def strata_of(
 def _column(ids: Mapping[str, np.ndarray], draw: ReadSettings, workers: int = 1) -> str:
     """Return the column of owners whose samples stay together, or "" if there is none.
 
-    `workers`: number of workers if each has its own data set.
-
+    Args:
+        ids: columns of owners [n] by name.
+        draw: settings of the draw.
+        workers: number of workers if each has its own data set.
     Raises DataError if `draw.split_by` names a column that does not exist.
     """
     if draw.split_by == SAMPLES or (draw.split_by is None and not ids):

@@ -51,7 +51,7 @@ class DataTable:
         assumed: what was assumed when the table was read.
         classes: names of the classes 0, 1, ... of columns that contain numbers of classes.
         worker: if each table belongs to one worker, the number of this worker, or NOBODY for a table of all workers.
-        signs: remedy for numbers that contain signs such as commas (see `DataColumn`).
+        signs: what to change if numbers contain signs such as commas (see `DataColumn`).
     """
 
     columns: Columns
@@ -326,7 +326,8 @@ def _one_hot(values: np.ndarray, parts: Sequence[Rows], place: str) -> tuple[np.
     if len(known) > MOST_TEXTS:
         raise DataError(
             f"{place} has {len(known):,} different texts, such as {show(str(known[0]))}; at most {MOST_TEXTS} become "
-            "inputs; leave the column out with data.inputs, or name it in data.ids if it contains the owners of samples"
+            "inputs; leave the column out by setting data.inputs, or name it in data.ids if it contains the owners of "
+            "samples"
         )
     new = int((~np.isin(values[parts[1]], known)).sum())
     unseen = f", all 0 in {new} test samples with other texts" * (new > 0)

@@ -278,7 +278,7 @@ def load_dataset(
 
 
 class _Loaded(NamedTuple):
-    """Data loaded in this context: the last data set, and the shapes of all data sets, by `_key`."""
+    """What was loaded within `data_loaded_once`: the last data set, and the shapes of all data sets, by `_key`."""
 
     data: dict[str, tuple[TensorData, TensorData]]
     shapes: dict[str, SampleShape]
@@ -293,7 +293,7 @@ def _key(name: str, root: str | None, params: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def data_loaded_once() -> Iterator[None]:
-    """Context manager: a data set that was loaded to count the workers is reused by the run, not loaded twice."""
+    """Context manager within which a data set that was loaded to count the workers is not loaded again for the run."""
     token = _loaded.set(_loaded.get() or _Loaded({}, {}))
     try:
         yield
@@ -306,7 +306,7 @@ def load_dataset_once(
 ) -> tuple[TensorData, TensorData]:
     """Return a data set like `load_dataset`, but within `data_loaded_once` do not load the same data set twice.
 
-    Inside this context, the last data set stays in memory for the next call, unless `take` is true.
+    Within `data_loaded_once`, the last data set stays in memory for the next call, unless `take` is true.
     """
     loaded, key = _loaded.get() or _Loaded({}, {}), _key(name, root, params)
     data = loaded.data.get(key) or load_dataset(name, root, **params)

@@ -33,7 +33,7 @@ FIRST_COST = 0.05  # assumed duration of the first checkpoint in seconds
 
 
 def rounding_of(how: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `how` that determine how sums are rounded. `how` describes how a run is computed."""
+    """Return the entries of `how` (how a run is computed) that affect the rounding of sums, such as `ranks`."""
     return {key: how[key] for key, least in (("width", 1), ("ranks", 2)) if how.get(key, 0) >= least}
 
 

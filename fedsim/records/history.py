@@ -122,7 +122,7 @@ def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
         except ValidationError as error:
             if error.errors(include_url=False)[0]["type"] == "json_invalid" and not lines.read().strip():
                 return records, True
-            raise RecordError(f"{where}: {first_problem(error)}") from None
+            raise RecordError(f"{where}: is damaged: {first_problem(error)}") from None
         records.append(record)
         phases.update(record.seconds)
         if len(phases) > MOST_NAMES:
@@ -166,9 +166,9 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(read_file(path, MOST_OBJECT_BYTES))
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: is not valid JSON: {error}") from None
+        raise RecordError(f"{path}: is damaged: it is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise RecordError(f"{path}: must contain a JSON object")
+        raise RecordError(f"{path}: is damaged: it does not contain a JSON object")
     if problem := problem_with_words(value, any_text=True):
-        raise RecordError(f"{path}: {problem}")
+        raise RecordError(f"{path}: is damaged: {problem}")
     return value

@@ -211,11 +211,13 @@ def read_partition(folder: Path) -> StoredPartition:
         return StoredPartition()
     partition = validated(StoredPartition, path, MOST_PARTITION_BYTES)
     if len({len(row) for row in partition.counts}) > 1:
-        raise RecordError(f"{path}: counts: every worker must have one number per class")
+        raise RecordError(
+            f"{path}: is damaged: the lists in `counts`, one per worker, differ in their numbers of classes"
+        )
     if partition.workers is not None and len(partition.workers) != len(partition.counts):
         raise RecordError(
-            f"{path}: `counts` has {len(partition.counts)} rows, but `workers` has {len(partition.workers)} IDs; there "
-            "must be one row per worker"
+            f"{path}: is damaged: `counts` has lists of {len(partition.counts)} workers, but `workers` has "
+            f"{len(partition.workers)} IDs"
         )
     return partition
 
@@ -228,7 +230,7 @@ def validated(model: type[Model], path: Path, most: int) -> Model:
     try:
         return model.model_validate_json(read_file(path, most))
     except ValidationError as error:
-        raise RecordError(f"{path}: {first_problem(error)}") from None
+        raise RecordError(f"{path}: is damaged: {first_problem(error)}") from None
 
 
 def failure_in(folder: Path) -> str | None:

@@ -277,7 +277,9 @@ class RoundRecord(Record):
 
     def __post_init__(self) -> None:
         if self.weights is not None and len(self.weights) != len(self.cohort):
-            raise ValueError(f"there are {len(self.weights)} weights, but {len(self.cohort)} workers in the cohort")
+            raise ValueError(
+                f"the number of weights, {len(self.weights)}, differs from the size of the cohort, {len(self.cohort)}"
+            )
         super().__post_init__()
 
     @property

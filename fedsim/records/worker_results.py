@@ -187,7 +187,9 @@ def read_csv(path: Path) -> WorkerResults:
         workers, counts = list(map(int, numbers)), list(map(int, samples))
         named = [name.removeprefix("'") or None for name in names]
     except (ValueError, IndexError, KeyError, csv.Error):
-        raise RecordError(f"{path}: is not a CSV table of workers with their samples, losses and accuracies") from None
+        raise RecordError(
+            f"{path}: is damaged: it is not a CSV table of workers with their samples, losses and accuracies"
+        ) from None
     beside = path.with_name(path.name.replace("workers", "unseen"))
     unseen = read_csv(beside) if beside != path and beside.is_file() else None
     return WorkerResults(_round_of(path), workers, counts, loss, accuracy, unseen, named)

@@ -44,7 +44,7 @@ COPIES_OF_MODEL = 3  # minimum: the global parameters, one worker's parameters, 
 
 @contextlib.contextmanager
 def _errors_of_user_code(line_of: Callable[[str], str]) -> Iterator[None]:
-    """Return a context that turns exceptions in user code into ExperimentErrors.
+    """Return a context manager that turns exceptions in user code into ExperimentErrors.
 
     `line_of` receives the message of an exception, and returns the message of the ExperimentError.
     """
@@ -104,8 +104,8 @@ def check_sample_gradients(task: RunTask, train: TensorData) -> None:
             raise ExperimentError(f"{place}: {reason_of(error)}; use another model") from error
     if joint:
         raise ExperimentError(
-            f"{task.experiment.task.setting}: returns one number for a batch, but {task.experiment.local.setting} "
-            'needs the loss of each sample; use reduction="none"'
+            f"{task.experiment.task.setting}: the loss returns one number for a batch, but "
+            f'{task.experiment.local.setting} needs the loss of each sample; use reduction="none"'
         )
     if coupled:
         raise ExperimentError(
@@ -194,7 +194,7 @@ def _stops_by_global_model(experiment: Experiment) -> bool:
 
 
 class _WithoutNormalNumbers(TorchFunctionMode):
-    """Mode in which functions such as `torch.nn.init.normal_` do not change their tensor.
+    """Context manager in which functions such as `torch.nn.init.normal_` do not change their tensor.
 
     On the device "meta", drawing normal numbers imports `torch._dynamo`, which takes longer than importing PyTorch.
     """
@@ -424,12 +424,15 @@ def _warn_if_untrained(setting: str, test_set: str, trained: np.ndarray, tested:
 
 
 def _remedy(known: SampleShape) -> str:
-    """Return a remedy for a model that does not work on the data set's images or integers, or \"\" for other inputs."""
+    """Return the end of the error for a model that fails on a data set: what to change. Empty if nothing is known.
+
+    `known`: shape of the data set's samples. There is an advice for images and for integers.
+    """
     if not known.tokens:
         return "; use another model, or images of another size" if len(known.inputs) == 3 else ""
     return (
-        f"; the inputs are integers up to {known.tokens - 1}: convert numbers to floating point, and for tokens, use a "
-        f"model with {known.tokens} of them, such as model.classes={known.tokens}"
+        f"; the inputs are integers from 0 to {known.tokens - 1}: convert measured numbers to floating point; for "
+        f"tokens, use a model for {known.tokens} tokens, such as model.classes={known.tokens}"
     )
 
 
@@ -442,8 +445,8 @@ def _check_outputs_in_training(task: RunTask, inputs: Tensor, outputs: object) -
         return
     if type(in_training) is not type(outputs):
         raise ExperimentError(
-            f"returns a {type(in_training).__name__} in training and a {type(outputs).__name__} in tests; it must "
-            "return the same type in both"
+            f"the model returns a {type(in_training).__name__} in training and a {type(outputs).__name__} in tests; "
+            "it must return the same type in both"
         )
 
 
@@ -533,14 +536,15 @@ def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
     schedule = task.experiment.local_schedule
     if schedule is not None and "lr" in task.varying and not schedule.is_factor(*last):
         raise ExperimentError(
-            f"local.schedule.name = {show(task.experiment.local.schedule.name)}: does not multiply the learning rate "
-            "(such as with eta_min), but local.lr differs between workers; use one local.lr, or omit eta_min"
+            f"local.schedule.name = {show(task.experiment.local.schedule.name)}: cannot scale the workers' different "
+            "values of local.lr, because a parameter (such as eta_min) is a learning rate itself; use one local.lr, or "
+            "omit eta_min"
         )
     task.server_at(task.experiment.rounds)
 
 
 def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Raise ExperimentError if too few workers have samples left in the last step of a round for the rule."""
+    """Raise ExperimentError if the rule needs more workers than have samples left in the last step of a round."""
     experiment = task.experiment
     partial = len(sizes) > experiment.cohort_size or experiment.sampling.dropout_rate
     if not experiment.rounds_of_gradients or partial or "now" in experiment.sampling.component.accepts:
@@ -553,5 +557,5 @@ def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
         experiment.rule.dry_run(count)
     except ExperimentError as error:
         where = f"in round 1 only {count} of {len(sizes)} workers have data left for the last step"
-        remedy = "or set local.steps to give all workers the same number of steps"
+        remedy = "or use local.steps, so that all workers have the same number of steps"
         raise ExperimentError(*(f"{where}: {line}; {remedy}" for line in error.lines)) from None

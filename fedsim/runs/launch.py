@@ -20,7 +20,7 @@ _alone = ContextVar("alone", default=False)  # whether runs ignore the launcher
 
 @contextmanager
 def ignoring_launcher() -> Iterator[None]:
-    """Return a context in which runs ignore the launcher, because each rank runs its own comparison."""
+    """Return a context manager in which runs ignore the launcher, because each rank runs its own comparison."""
     token = _alone.set(True)
     try:
         yield
@@ -40,7 +40,7 @@ def launched_ranks() -> str | None:
 
 
 def under_launcher(experiment: Experiment) -> Experiment:
-    """Return the experiment with the engine of this process: under a launcher, `auto` is `distributed`.
+    """Return the experiment. If a launcher started this process, the engine `auto` is replaced by `distributed`.
 
     Raises ExperimentError if the ranks cannot divide the experiment.
     """
@@ -48,7 +48,8 @@ def under_launcher(experiment: Experiment) -> Experiment:
         return experiment
     ranked = experiment.model_copy(update={"engine": RANKED})
     if lines := problems_with(ranked):
-        raise ExperimentError(*(f'engine = "auto": is {RANKED} under a launcher ({ranks}); {line}' for line in lines))
+        start = f'engine = "auto": means engine={RANKED} under a launcher ({ranks}), which cannot run this experiment: '
+        raise ExperimentError(*(f"{start}{line}" for line in lines))
     return ranked
 
 

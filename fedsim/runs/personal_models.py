@@ -74,7 +74,9 @@ class PersonalModels:
             if clusters:
                 models += zip(*(snapshot.tensors[f"algorithm.{name}"] for name in CLUSTERS), strict=True)
         except KeyError as error:
-            raise RecordError(f"{folder}: the checkpoint of round {round} has no tensor {error}") from None
+            raise RecordError(
+                f"{folder}: the checkpoint of round {round} is damaged: it has no tensor {error}"
+            ) from None
         return cls(task_of(experiment, CPU, weights=False), models, clusters, positions, rows)
 
     def of(self, worker: int | str) -> nn.Module:

@@ -19,7 +19,7 @@ from fedsim.core.import_policy import reading_stored_run, untrusted_config
 from fedsim.core.input_limits import leaves_of
 from fedsim.core.objects import names_in, with_objects
 from fedsim.core.snapshot import Snapshot
-from fedsim.errors import ExperimentError, FedsimWarning, RecordError, cut, one_line, show
+from fedsim.errors import ExperimentError, FedsimWarning, RecordError, cut, first_line, show
 from fedsim.records.checkpoints import CheckpointFolder, rounding_of
 from fedsim.records.history import read_history, records_digest
 from fedsim.records.record import RoundRecord
@@ -148,7 +148,7 @@ class ResumeState:
                 run.resume(state)
             except UNFIT as error:
                 run.resume(start)
-                self._refuse(f"does not fit this run: {one_line(error)}")
+                self._refuse(f"is damaged or belongs to another run: {first_line(error)}")
                 continue
             _warn_of_other_rounding(_rounding_in(state), rounding_of(run.metadata.how))
             break
@@ -171,7 +171,7 @@ class ResumeState:
             round = self._candidates[0]
             try:
                 if round > len(self.records):
-                    raise RecordError(f"the records contain only {len(self.records)} rounds")  # the record file was cut
+                    raise RecordError(f"the run folder has records of only {len(self.records)} rounds")  # file was cut
                 state, folder = self.checkpoints.read(round), self._folder
                 assert folder is not None
                 if not isinstance(stored := state.metadata.get("experiment"), dict):
@@ -196,14 +196,14 @@ class ResumeState:
 
 
 def _rounding_in(state: Snapshot) -> dict[str, Any]:
-    """Return the metadata on rounding that a checkpoint contains."""
+    """Return what a checkpoint says about the rounding of sums: number of workers per stack, and of ranks."""
     metadata = state.metadata.get("way")
     metadata = metadata if isinstance(metadata, dict) else {}
     return rounding_of({key: value for key, value in metadata.items() if _is_count(value)})
 
 
 def _warn_of_other_rounding(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn if the workers were not trained in the same stacks, or on as many ranks, before the run was interrupted."""
+    """Warn if, before the interruption, stacks (workers trained at once) or the number of ranks had another size."""
     if before != now:
         line = f"results may differ in the last bits: before, workers were trained {_way(before)}, now {_way(now)}"
         warnings.warn(line, FedsimWarning, stacklevel=2)

@@ -122,7 +122,7 @@ def live_run(
     session: Session | None,
     progress: bool | None,
 ) -> Iterator[tuple[LiveRun, list[Callback]]]:
-    """Return a context that prepares a run for its next round, and provides the run and its callbacks.
+    """Return a context manager that prepares a run for its next round, and yields the run and its callbacks.
 
     Args:
         experiment: experiment to run.

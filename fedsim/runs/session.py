@@ -35,7 +35,7 @@ class Session:
 
     @contextlib.contextmanager
     def engine(self, name: str, device: torch.device, *arguments: Any) -> Iterator[Engine]:
-        """Return a context that provides an engine for one run, and frees the run's memory at the end.
+        """Return a context manager that yields an engine for one run, and frees the run's memory at the end.
 
         Args:
             name: name of the engine.

@@ -61,7 +61,7 @@ def begun(
     folder: RunFolder | None = None,
     on_setup: Callable[[str], object] = lambda step: None,
 ) -> Iterator[tuple[RunTask, Engine]]:
-    """Return a context that prepares a run, provides (task, engine), and frees the run's memory at the end.
+    """Return a context manager that prepares a run, yields (task, engine), and frees the run's memory at the end.
 
     Args:
         experiment: experiment to run.

@@ -107,13 +107,13 @@ def require_unchanged(file: io.FileIO, path: Path, when: str) -> None:
 
 
 def unwritable_error(path: Path, error: OSError, needed: int | None = None) -> RecordError:
-    """Return the error for a file that cannot be written, with a remedy. `needed` is the size in bytes."""
+    """Return the error for a file that cannot be written. It says what to change. `needed`: size in bytes."""
     return RecordError(f"{path}: cannot be written: {error.strerror or error}{remedy(path, error, needed)}")
 
 
 @contextlib.contextmanager
 def os_errors_as_record_errors(path: Path, problem: str = "cannot be written") -> Iterator[None]:
-    """Context manager that turns an OSError into a RecordError, which names `path`, the problem and a remedy."""
+    """Context manager that turns an OSError into a RecordError: `path`, `problem`, the reason and what to change."""
     try:
         yield
     except OSError as error:
@@ -121,7 +121,7 @@ def os_errors_as_record_errors(path: Path, problem: str = "cannot be written") -
 
 
 def remedy(path: Path, error: OSError, needed: int | None = None) -> str:
-    """Return a remedy for a write error, as the end of an error line, or "" if none is known."""
+    """Return what to change after a write error, as the end of an error line, or "" if nothing is known."""
     if error.errno == errno.ENOSPC:
         asked = "" if needed is None else f", but {show_bytes(needed)} are needed"
         return f": {show_bytes(free_space(path))} are free{asked}; free some space, {ELSEWHERE}"

@@ -41,7 +41,7 @@ class GlobalSetting:
         name: name for messages and tests.
         read: function that returns the current value.
         in_run: value in a run.
-        at: function that takes a value and returns a context in which the setting has this value.
+        at: function that takes a value and returns a context manager in which the setting has this value.
     """
 
     name: str
@@ -233,7 +233,7 @@ if _backends.opt_einsum.is_available():
 
 @contextlib.contextmanager
 def run_settings(threads: int | None = None) -> Iterator[None]:
-    """Return a context in which all `SETTINGS` have the values of a run.
+    """Return a context manager in which all `SETTINGS` have the values of a run.
 
     `threads` is the number of threads that PyTorch uses. None: the number does not change.
     """

@@ -108,10 +108,12 @@ def frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def without_inner_frames(error: ErrorType) -> ErrorType:
-    """Remove the traceback frames of an error and of its causes, except tracebacks with frames in the user's files.
+    """Remove the tracebacks of an error and of its causes that show only code of fedsim or of libraries.
 
-    Frames within fedsim do not help the user. They would also keep the tensors of a failed run in memory as long as the
-    error exists, in a notebook until the next error.
+    Such a traceback does not help the user. It would also keep the tensors of a failed run in memory as long as the
+    error exists, in a notebook until the next error. A traceback through the user's own files is kept.
+
+    Returns the error.
     """
     chain: list[BaseException] = []
     following: BaseException | None = error

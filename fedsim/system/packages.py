@@ -87,6 +87,6 @@ def download(dataset: str, root: Path, arguments: Sequence[Mapping[str, Any]]) -
                 else:
                     shutil.copy2(path, root)
     except Exception as error:  # errors of urllib, of the archive or of the file system
-        raise DataError(f"the download failed ({one_line(error)})") from error
+        raise DataError(f"downloading {dataset} failed: {one_line(error)}") from error
     finally:
         socket.setdefaulttimeout(before)

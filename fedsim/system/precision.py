@@ -36,7 +36,7 @@ class Precision:
     tf32: bool = False
 
     def forward(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Return a context for a forward pass of training on `device`, without loss and backward pass."""
+        """Return a context manager for a forward pass of training on `device`, without loss and backward pass."""
         return contextlib.nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
     @contextlib.contextmanager
@@ -72,7 +72,7 @@ class Precision:
         return outputs if self.autocast is None else outputs.to(self.rows)
 
     def training(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Return a context for training on `device`, with TF32 if this precision allows TF32."""
+        """Return a context manager for training on `device`, which enables TF32 if this precision allows TF32."""
         return _on_cuda(self.tf32) if device.type == "cuda" else contextlib.nullcontext()
 
     def require(self, device: torch.device) -> None:
@@ -110,10 +110,10 @@ FULL = PRECISIONS["float32"]
 
 
 def full_precision(device: torch.device, convolutions: bool = True) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without TF32, which PyTorch uses by default for convolutions on CUDA.
+    """Return a context manager that disables TF32, which PyTorch uses by default for convolutions on CUDA.
 
-    Without `convolutions`, only matrix products need full precision. The context is then free unless the user has
-    allowed TF32 in matrix products.
+    If `convolutions` is false, only matrix products need full precision. The context manager then costs no time unless
+    the user has allowed TF32 in matrix products.
     """
     if not convolutions and device.type == "cuda":
         try:

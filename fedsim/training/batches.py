@@ -106,9 +106,9 @@ class WorkItems(Sequence[WorkItem]):
 
     @property
     def first(self) -> np.ndarray:
-        """First step to train, counted from 0 at the start of each worker's round, int64 [n].
+        """Number of the first step that each work item trains, counted from 0 in the worker's round, int64 [n].
 
-        It is 0 unless only one step is trained.
+        It is `step` for an item that trains a single step of the round, and 0 for an item that trains from the start.
         """
         return np.maximum(self.step, 0)
 

@@ -191,7 +191,9 @@ def test_fednova_normalises_by_the_momentum_of_each_worker(engine):
 
 def test_a_schedule_that_does_not_multiply_needs_one_learning_rate():
     local = {"lr": [0.1] * 4, "schedule": {"name": "cosine", "eta_min": 0.01}}
-    with pytest.raises(ExperimentError, match="does not multiply the learning rate .*; use one local.lr, or omit eta_"):
+    with pytest.raises(
+        ExperimentError, match="cannot scale the workers' different values .*; use one local.lr, or omit eta_"
+    ):
         fedsim.run({**EXPERIMENT, "local": local})
 
 

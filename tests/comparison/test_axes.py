@@ -85,7 +85,7 @@ def test_values_become_json_values():
         ({"seed": 3}, "comparison.seed = 3: must be a list with at least one value"),
         ({"seed": []}, r"comparison.seed = \[\]: must be a list with at least one value"),
         ({"seed": "012"}, 'comparison.seed = "012": must be a list'),
-        ({"seed": [0, 0]}, "comparison.seed: 0 is repeated"),
+        ({"seed": [0, 0]}, "comparison.seed: the value 0 is repeated"),
         ({"a..b": [0]}, "comparison.a..b: has an empty name before or after a dot"),
         ({"a.b": [0], "a": {"b": [1]}}, "comparison.a.b: is set twice"),
         ({"seed": [None]}, r"comparison.seed\[0\] = None: must be a string, a number, a list or a table"),

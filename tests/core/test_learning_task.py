@@ -453,7 +453,7 @@ def test_an_own_loss_decides_whether_outputs_and_integer_targets_fit(loss, outpu
 
 def test_a_loss_that_squeezes_the_outputs_of_floating_targets_is_an_error_with_the_remedy():
     data = tuple((inputs, targets.float()) for inputs, targets in integers(2))
-    line = r"fails for outputs \[8\] and targets .*: IndexError: .*; outputs \[batch, 1\] are .*: use outputs.flat"
+    line = r"fails for outputs \[8\] and targets .*: IndexError: .*; outputs \[batch, 1\] are .*; use outputs.flat"
     with pytest.raises(ExperimentError, match=line):
         fedsim.run(data=data, model=nn.Linear(2, 1), task=lambda x, y: F.mse_loss(x.squeeze(1), y), **TWO)
     for pair in (data, integers(2)):

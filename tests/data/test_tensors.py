@@ -100,7 +100,7 @@ def test_unsigned_integers_are_tokens(dtype):
     data = as_tensor_data((tokens, np.arange(4) % 2))
     assert data.gather(torch.arange(4))[0].dtype == torch.int64
     assert data.inputs.tolist() == tokens.tolist()
-    line = "the inputs are integers up to 707: convert numbers to floating point"
+    line = "the inputs are integers from 0 to 707: convert measured numbers to floating point"
     for train in (data, TensorData(torch.from_numpy(tokens), data.targets, dtype=torch.int64)):
         with pytest.raises(fedsim.ExperimentError, match=line):
             fedsim.run(data=(train, train), model=torch.nn.Linear(2, 2), workers=2, rounds=1, engine="serial")

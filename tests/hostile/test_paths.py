@@ -241,7 +241,7 @@ def test_names_of_runs_with_paths_are_refused(compared, tmp_path, id):
     held = json.loads((folder / "comparison.json").read_text())
     held["runs"][0]["id"] = id
     (folder / "comparison.json").write_text(json.dumps(held))
-    with pytest.raises(RecordError, match=r"comparison\.json: runs\.0\.id: "):
+    with pytest.raises(RecordError, match=r"comparison\.json: is damaged: runs\.0\.id: "):
         merge([folder], tmp_path / "out")
 
 

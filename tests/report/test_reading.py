@@ -52,14 +52,17 @@ def test_numbers_that_are_not_finite_become_none_and_unknown_keys_are_ignored(fr
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"round": 1\n{"round": 2}', r"metrics\.jsonl line 4: .*JSON"),
-        ('{"test_loss": 1}', r"metrics\.jsonl line 4: round: Field required$"),
-        ('{"round": 4, "cohort": [-1]}', r"metrics\.jsonl line 4: cohort\.0: .*greater than or equal to 0$"),
+        ('{"round": 1\n{"round": 2}', r"metrics\.jsonl line 4: is damaged: .*JSON"),
+        ('{"test_loss": 1}', r"metrics\.jsonl line 4: is damaged: round: Field required$"),
+        (
+            '{"round": 4, "cohort": [-1]}',
+            r"metrics\.jsonl line 4: is damaged: cohort\.0: .*greater than or equal to 0$",
+        ),
         (
             '{"round": 4, "cohort": [0], "weights": [0.5, 0.5]}',
-            r"line 4: there are 2 weights, but 1 workers in the cohort$",
+            r"line 4: is damaged: the number of weights, 2, differs from the size of the cohort, 1$",
         ),
-        ('{"round": 4, "seconds": {"\\u001b[2Jx\\n": []}}', r"line 4: seconds\.\?\[2Jx\?: .*number$"),
+        ('{"round": 4, "seconds": {"\\u001b[2Jx\\n": []}}', r"line 4: is damaged: seconds\.\?\[2Jx\?: .*number$"),
     ],
 )
 def test_a_damaged_round_raises_an_error_with_its_line(fresh_run, line, message):
@@ -73,12 +76,16 @@ def test_a_damaged_round_raises_an_error_with_its_line(fresh_run, line, message)
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("environment.json", "[1]", r"environment\.json: must contain a JSON object"),
-        ("environment.json", "{", r"environment\.json: is not valid JSON"),
-        ("environment.json", "[" * 100_000, r"environment\.json: is not valid JSON"),
-        ("partition.json", '{"counts": [[1, 2], [3]]}', r"partition\.json: counts: every worker must"),
-        ("partition.json", '{"counts": [[1], [3]], "workers": [7]}', r"partition\.json: `counts` has 2 rows"),
-        ("partition.json", '{"counts": "many"}', r"partition\.json: counts: .*array"),
+        ("environment.json", "[1]", r"environment\.json: is damaged: it does not contain a JSON object"),
+        ("environment.json", "{", r"environment\.json: is damaged: it is not valid JSON"),
+        ("environment.json", "[" * 100_000, r"environment\.json: is damaged: it is not valid JSON"),
+        ("partition.json", '{"counts": [[1, 2], [3]]}', r"partition\.json: is damaged: the lists in `counts`"),
+        (
+            "partition.json",
+            '{"counts": [[1], [3]], "workers": [7]}',
+            r"partition\.json: is damaged: `counts` has lists of 2 workers",
+        ),
+        ("partition.json", '{"counts": "many"}', r"partition\.json: is damaged: counts: .*array"),
         ("experiment.toml", "rounds =", r"experiment\.toml: cannot be read as TOML"),
         ("metrics.jsonl", "", r"metrics\.jsonl: no round is finished yet"),
     ],
@@ -131,14 +138,14 @@ def test_axes_take_any_values_and_runs_may_be_missing(tmp_path):
     [
         ({"folder": "../other"}, r'runs\.1\.folder = "\.\./other": must be inside the comparison\'s folder$'),
         ({"folder": "/etc"}, r'runs\.1\.folder = "/etc": must be inside the comparison\'s folder$'),
-        ({"point": {"seed": 0}}, r'runs\.1\.point: has no value for the axis "aggregate"$'),
-        ({"point": {"seed": 7, "aggregate": 1}}, r'runs\.1\.point: 7 is not a value of the axis "seed"$'),
+        ({"point": {"seed": 0}}, r'runs\.1\.point: is damaged: it has no value for the compared setting "aggregate"$'),
+        ({"point": {"seed": 7, "aggregate": 1}}, r'runs\.1\.point: is damaged: 7 is not among the values of "seed"$'),
         (
             {"point": {"seed": 0, "aggregate": "mean"}},
-            r"runs\.1\.point: another run has the same value on every axis; remove one of them$",
+            r"runs\.1\.point: another run has the same compared values; remove one of the two runs$",
         ),
-        ({"id": None}, r"comparison\.json: runs\.1\.id: .*string$"),
-        ({"point": {"seed": 0, "aggregate": "\x1b[2J"}}, r"comparison\.json: runs.*: .*printable"),
+        ({"id": None}, r"comparison\.json: is damaged: runs\.1\.id: .*string$"),
+        ({"point": {"seed": 0, "aggregate": "\x1b[2J"}}, r"comparison\.json: is damaged: runs.*: .*printable"),
     ],
 )
 def test_an_inconsistent_comparison_raises_an_error(tmp_path, change, message):

@@ -93,8 +93,9 @@ def test_what_ranks_cannot_divide_is_refused_in_one_line(mode, surroundings, tin
     with pytest.raises(fedsim.ExperimentError) as caught:
         fedsim.run(tiny_experiment, engine="auto", mode=mode, policy="hogwild")
     assert caught.value.lines == (
-        'engine = "auto": is distributed under a launcher (WORLD_SIZE = 2); policy.name = "hogwild": the engine '
-        '"distributed" only supports synchronous rounds; use another engine',
+        'engine = "auto": means engine=distributed under a launcher (WORLD_SIZE = 2), which cannot run this '
+        'experiment: policy.name = "hogwild": the engine "distributed" only supports synchronous rounds; '
+        "use another engine",
     )
 
 

@@ -90,5 +90,5 @@ def test_a_failed_download_is_one_line_and_leaves_the_disk_as_it_was(tmp_path, m
     monkeypatch.setattr(packages.import_torchvision().datasets, "MNIST", fail)
     with pytest.raises((DataError, KeyboardInterrupt)) as caught:
         packages.download("MNIST", tmp_path / "some" / "typo", [{}])
-    assert str(caught.value) in ("the download failed (OSError: no network)", "")
+    assert str(caught.value) in ("downloading MNIST failed: OSError: no network", "")
     assert list(tmp_path.iterdir()) == []

@@ -131,7 +131,8 @@ def _numbers(column: DataColumn, text: Any, decimal: str, thousands: str | None)
             return None
         said = f"decimal {show(decimal)}" + f" and thousands {show(thousands)}" * (thousands is not None)
         problem = f"contains {show(text[int(wrong[0])].as_py())}, which is not a number with {said},"
-        raise column.error(problem, int(wrong[0]), "correct it, or leave the column out with data.inputs", len(wrong))
+        remedy = "correct it, or leave the column out by setting data.inputs"
+        raise column.error(problem, int(wrong[0]), remedy, len(wrong))
     plain = compute.utf8_trim_whitespace(compute.replace_substring_regex(text, sign, "") if sign else text)
     plain = compute.replace_substring(plain, decimal, ".")
     with contextlib.suppress(ValueError):  # other than integers

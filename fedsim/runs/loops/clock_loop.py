@@ -42,7 +42,11 @@ class ClockLoop(Loop):
         self._source = self._source_of(experiment, Scheduler.of(task, shared), train)
 
     def _source_of(self, experiment: Experiment, scheduler: Scheduler, train: Train) -> VirtualClock | LoggedOrder:
-        """Return the object that determines the order in which workers finish: a virtual clock or a race's log."""
+        """Return the object that determines the order in which workers finish.
+
+        It is the log of a race if `clock.replay_log` is set, otherwise a virtual clock. `scheduler` and `train` are
+        arguments of both classes.
+        """
         clock, algorithm, server = experiment.clock, self._task.algorithm, self._server
         bytes_up, bytes_down = self._bytes_up, self._bytes_down  # `self` would be a reference cycle
         if clock.replay_log is not None:

@@ -132,9 +132,9 @@ class RaceLoop(Loop):
             self._keep_log(to_csv(self._experiment.resolved(), self._log))
 
     def _run_round(self, run: int, round: int) -> RaceRoundResult:
-        """Run one round of one repetition of the race.
+        """Run round number `round` (from 1) of one repetition of the race, and return its result.
 
-        `run` is the number of the repetition, from 0.
+        `run` is the index of the repetition (from 0), because a race is run `race.runs` times.
         """
         self._switch_to(run)
         server, timer, sums = self._server, self._timer, ProcessResult()

@@ -56,7 +56,7 @@ class SynchronousLoop(Loop):
         engine, metadata = self._engine, state.metadata
         known = metadata["syncs"] in (list(engine.shared.server.states), ["gradients"])
         if type(metadata["has_last"]) is not bool or not known:
-            raise ValueError("the checkpoint belongs to another run")
+            raise ValueError("`has_last` or `syncs` has an unexpected value")
         if self._task.experiment.mode == "clock":
             RoundClockState.model_validate(metadata["clock"])  # validated here, because an error would close a pool
         if self._task.experiment.privacy.component.active:

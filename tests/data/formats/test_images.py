@@ -238,7 +238,7 @@ def no_network(monkeypatch):
 )
 def test_a_missing_file_is_one_line_with_its_place(name, params, missing, data_root, no_network):
     assert images.lacks_files(name, data_root, **params)
-    begin = rf"^data\.name: {data_root / missing} is missing, and the download failed \(.*\. Put the files there, or "
+    begin = rf"^data\.name: {data_root / missing} is missing, and downloading .* failed: .*\. Put the files there, or "
     embedded = ", or use the embedded data set: data.name=mnist5k" if name == "mnist" else ""
     end = rf"set data\.root or \$FEDSIM_DATA to the folder that holds {missing}{embedded}$"
     refused(name, begin + end, data_root, **params)
@@ -247,7 +247,7 @@ def test_a_missing_file_is_one_line_with_its_place(name, params, missing, data_r
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("DTD", r"and the download failed \("), ("FER2013", r"and torchvision cannot download this data set\.")],
+    [("DTD", r"and downloading DTD failed: "), ("FER2013", r"and torchvision cannot download this data set\.")],
 )
 def test_missing_files_of_another_class_are_one_line(name, reason, data_root, no_network):
     assert images.lacks_files(f"torchvision:{name}", data_root)
