@@ -166,7 +166,7 @@ def _as_toml(value: Any) -> str:
 
 @contextlib.contextmanager
 def workers_named(names: Sequence[str | None] = ()) -> Iterator[None]:
-    """Return a context manager in which messages name the workers. `names`: name of each worker (none: only IDs)."""
+    """Return a context manager in which messages show workers with their `names`, or with IDs only if it is empty."""
     token = WORKER_NAMES.set(names)
     try:
         yield

@@ -38,7 +38,8 @@ class StopEarly(Callback):
 class FinalWorkerTests(Callback):
     """Callback that tests individual workers after the last round of a run, unless this round tests them anyway.
 
-    No early stopping uses these tests, and the records of a longer run do not contain them (see `ResumeState`).
+    Early stopping does not use these tests. They are removed from the records if the run is continued for more rounds,
+    because a longer run would not have them.
     """
 
     def __init__(self, run: LiveRun) -> None:

@@ -127,7 +127,13 @@ def key_hint(name: str, value: str | None = None) -> str:
 
 
 def no_such_option(word: str, next_word: str, command: Any, *, takes_keys: bool = True) -> str:
-    """Return the error message for an unknown option, with a suggestion such as `rounds=3` for `--rounds 3`."""
+    """Return the error message for an unknown option, with a suggestion such as `rounds=3` for `--rounds 3`.
+
+    Args:
+        word, next_word: the option, and the word that follows it.
+        command: the command, with its options.
+        takes_keys: whether the command accepts `key=value` words.
+    """
     from fedsim.config.experiment import Experiment
 
     option, equals, value = word.partition("=")

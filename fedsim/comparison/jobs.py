@@ -102,7 +102,7 @@ def distinct(runs: Iterable[PlannedRun], key: Callable[[Experiment], Any]) -> It
 
 
 def run_here(planned_runs: Iterable[Job], on_round: OnRound, on_end: OnEnd) -> None:
-    """Execute the runs one after another in this process."""
+    """Execute the runs one after another in this process. See `run_in_jobs` for the arguments."""
     with sole_use_of_generators(for_run=True), Session() as session:
         for planned, experiment, folder in planned_runs:
             on_end(planned, attempt(experiment, folder, session, partial(on_round, planned)))
@@ -168,8 +168,7 @@ def attempt(
     on_round: Callable[[RoundRecord], object],
     on_start: Callable[[RunMetadata], object] | None = None,
 ) -> str | None:
-    """Execute a run, or continue it if its folder contains an earlier part.
-
+    """Execute a run, or continue it if its folder contains an earlier part. See `fedsim.run` for the arguments.
     Returns None if the run succeeds, otherwise an error message.
     """
     try:

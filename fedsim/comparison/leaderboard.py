@@ -141,8 +141,7 @@ def leaderboard_notes(board: Leaderboard) -> list[str]:
 
 
 def ranks_of(qualities: np.ndarray) -> np.ndarray:
-    """Return the rank of each candidate in each cell, shape [cells, candidates]. Rank 1 has the highest value.
-
+    """Return the ranks of `qualities` [cells, candidates] within each cell, same shape. Rank 1 has the highest value.
     Values that are equal up to rounding share the mean of their ranks.
 
     >>> ranks_of(np.array([[0.9, 0.8, 0.9], [0.1, 0.3, -np.inf]]))

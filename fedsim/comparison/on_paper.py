@@ -173,7 +173,7 @@ def _draw_line(panel: Axes, line: Line, mean: MeanCurve, index: int) -> None:
 
 
 def _write_remarks(panel: Axes, drawn: Mapping[str, MeanCurve], failures: Sequence[str]) -> None:
-    """Write into a corner of the panel which curves hide each other because they are equal, and which runs failed."""
+    """Write into a corner of the panel which of the `drawn` curves hide each other, and the texts about `failures`."""
     bottom, top = panel.get_ylim()
     near = COINCIDE * (top - bottom)
     groups: list[list[str]] = []

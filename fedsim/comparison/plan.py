@@ -216,7 +216,10 @@ def _axes_and_settings(tables: Iterable[Any]) -> tuple[Axes, dict[str, Any]]:
 
 
 def _check_size(axes: Axes, in_all: Iterable[Change]) -> None:
-    """Raise ExperimentError if there is nothing to compare, or if there are too many combinations."""
+    """Raise ExperimentError if there is nothing to compare, or if there are too many combinations.
+
+    `in_all`: changes for all runs, from which the error suggests what to compare.
+    """
     if not axes:
         raise ExperimentError(f"nothing to compare: {_how_to_compare(in_all)}")
     count = math.prod(map(len, axes.values()))
@@ -333,7 +336,7 @@ def _problems_with(experiment: Experiment, models: dict[str, tuple[str, ...]], t
 
 
 def _refuse_contradictions(in_all: list[Change], point_changes: list[Change]) -> None:
-    """Raise ExperimentError if the same key is set twice, for example by two compared settings."""
+    """Raise ExperimentError if the same key is set twice, by two compared settings, or by one and for all runs."""
     keys = [key_changed(*change) for change in point_changes]
     for key in keys:
         if keys.count(key) > 1:

@@ -481,7 +481,7 @@ def best_of(rows: Sequence[Row], quality: Callable[[Row], float]) -> Row:
 def _choices(
     runs: Sequence[Any], compared: Sequence[str], axis: str, value: Callable[[Row], float], by: str | None = None
 ) -> list[Choice]:
-    """Choose a value of the setting `axis` for each combination of the other settings.
+    """Choose a value of the setting `axis` for each combination of values of the settings `compared`.
 
     The value with the highest `value(table row)` is chosen, or the first one if all are -inf. `by` is the name of the
     metric to compare.

@@ -117,7 +117,7 @@ def columns(comparison: ComparedRuns) -> dict[str, Column]:
 
 
 def filled(by_name: Mapping[str, Column], names: Iterable[str], rows: Sequence[Row]) -> dict[str, list[Cell]]:
-    """Return the cells of each column in `names`. Empty columns are left out."""
+    """Return the cells of the columns called `names` for the table rows. Empty and unknown columns are left out."""
     cells = {name: [by_name[name].cell_of(row) for row in rows] for name in names if name in by_name}
     return {name: column for name, column in cells.items() if name == "score" or any(cell.text for cell in column)}
 
@@ -277,7 +277,7 @@ def _line(comparison: ComparedRuns, group: Group, label_of: LabelOf) -> str:
 
 
 def _most_often(groups: Sequence[Group], first: str, label_of: LabelOf) -> str:
-    """Return, as text, which values are best most often, such as "caf, for 9 of 12"."""
+    """Return, as text, which values of the setting `first` are best most often, such as "caf, for 9 of 12" groups."""
     count = Counter(label_of(row.point[first]) for group in groups for row in group.winners)
     if not count:
         return "none is ranked"

@@ -51,7 +51,10 @@ TABLES: dict[str, Callable[[ComparedRuns], str]] = {"text": comparison_text, "ma
 def _cells(
     comparison: ComparedRuns, escaped: Callable[[str], str], marks: dict[str, str]
 ) -> tuple[list[str], list[list[list[str]]]]:
-    """Return the headings of the table, and the cells of each line of each group. Marks become styles of the score."""
+    """Return the headings of the table, and the cells of each line of each group.
+
+    `escaped` makes texts safe for the output format. `marks` maps each mark to a format string for the score.
+    """
     columns = shown_columns(comparison)
     columns.pop("mark", None)
     head, *lines = map(list, zip(*(map(escaped, column) for column in columns.values()), strict=True))

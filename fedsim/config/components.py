@@ -180,6 +180,7 @@ def list_components(kinds: Iterable[str], columns: int | None = None, search: st
 def list_module(path: Path, columns: int | None = None) -> str:
     """Return the import paths of the functions and classes in a Python file as text, without running the file.
 
+    The text is wrapped to `columns`, or not wrapped if this is None.
     Raises ExperimentError if the file is not valid Python.
     """
     try:

@@ -323,7 +323,8 @@ def _computed(key: str, function: Component, worker: int, round: int) -> Any:
         raise ExperimentError(f"{where}: {reason}") from error
     if first != second:
         raise ExperimentError(
-            f"{where}: returned {first:g}, and {second:g} in a second call; it must depend only on worker and round"
+            f"{where}: the function returned {first:g}, and {second:g} in a second call; it must depend only on worker "
+            "and round"
         )
     return first
 
@@ -347,7 +348,7 @@ class ServerSchedule(ComponentTable):
         return "length" in self.registration.takes and not any(self.params.get(key) for key in LENGTHS)
 
     def schedule(self, length: int | None, per: Literal["round", "step"] = "round") -> LRSchedule | None:
-        """Return the schedule for `length` rounds or steps, or None if the learning rate is constant."""
+        """Return the schedule for `length` rounds or steps (see `per`), or None if the learning rate is constant."""
         if self == type(self)():
             return None
         settings = {"length": length, "warmup": self.warmup, "per": per, "place": self.place}
@@ -819,7 +820,7 @@ class Stop(Table):
 
     @property
     def direction(self) -> Literal["min", "max"]:
-        """Whether lower ("min") or higher ("max") values of the metric are better."""
+        """Direction in which the metric improves: "min" if lower values are better, "max" if higher values are."""
         return self.mode or DIRECTIONS.get(self.metric, "max")
 
     @property

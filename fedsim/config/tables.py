@@ -20,7 +20,7 @@ def _inner_tables(table: type[Table]) -> dict[str, type[Table]]:
 
 @functools.cache
 def component_tables(root: type[Table]) -> dict[str, type[ComponentTable]]:
-    """Return the tables that select a component, by dotted key (such as `clock.slowdown`), except tables in lists."""
+    """Return the tables in `root` that select a component, by dotted key (such as `clock.slowdown`), without lists."""
     tables: dict[str, type[ComponentTable]] = {}
     for table in _inner_tables(root).values():
         if issubclass(table, ComponentTable):
@@ -42,8 +42,7 @@ def settings_of(name: str) -> list[str]:
 
 @functools.cache
 def _owners(root: type[Table]) -> dict[str, dict[str, list[str]]]:
-    """Return {last part of a key: {dotted key: names of the components that have this parameter}}.
-
+    """Return {last part of a key: {dotted key in `root`: names of the components that have this parameter}}.
     The name is "" for the default component, and for a key that does not depend on a component.
     """
     owners: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -59,8 +58,7 @@ def _owners(root: type[Table]) -> dict[str, dict[str, list[str]]]:
 
 
 def keys_called(root: type[Table], name: str) -> list[str]:
-    """Return the dotted keys that `name` may mean: `name` itself, or the keys whose last part contains its words.
-
+    """Return the keys of `root` that `name` may mean: `name` itself, or the keys whose last part contains its words.
     Of the component parameters, only those of default components are returned.
     """
     if name.partition(".")[0] in root.model_fields:
@@ -70,7 +68,7 @@ def keys_called(root: type[Table], name: str) -> list[str]:
 
 
 def owners_of(root: type[Table], name: str) -> str:
-    """Return a text about the components that have the parameter `name`, or "" if there are none."""
+    """Return a text about the components in `root` that have the parameter `name`, or "" if there are none."""
     owners = [owner for last in with_words(name, _owners(root)) for owner in _owners(root)[last].items()]
     texts = (f"{key} of {', '.join(components)}" for key, components in owners)
     return f"it may be {' or '.join(texts)}" if owners else ""

@@ -58,6 +58,7 @@ class Estimate:
         """Format the confidence interval without the mean, such as `± 0.0031`.
 
         Two values are listed instead, because their interval would be very wide. For a single value, the text is empty.
+        With `sign`, positive values get a plus sign.
         """
         if self.n == 2:
             return f"({', '.join(fixed(value, decimals, sign=sign) for value in self.values)})"
@@ -78,7 +79,9 @@ def decimals_of(amount: float) -> int:
 
 
 def fixed(value: float, decimals: int = 4, *, sign: bool = False) -> str:
-    """Format a number with a fixed number of decimals. Halves are rounded away from zero: 0.82345 becomes 0.8235."""
+    """Format a number with a fixed number of decimals, and with a plus sign if `sign` is true and the number positive.
+
+    Halves are rounded away from zero: 0.82345 becomes 0.8235."""
     if not math.isfinite(value):
         return str(value)
     rounded = decimal.Decimal(f"{value:.{DIGITS}g}").quantize(decimal.Decimal(1).scaleb(-decimals), context=EXACT)

@@ -18,7 +18,7 @@ CONTROL = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Unicode categories that can control 
 
 
 def leaves_of(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested tables, each with its dotted key.
+    """Yield the values in nested tables, each with its dotted key, which starts with `prefix`.
 
     >>> list(leaves_of({"rounds": 5, "local": {"lr": 0.1}}))
     [('rounds', 5), ('local.lr', 0.1)]

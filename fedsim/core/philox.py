@@ -101,8 +101,7 @@ def converted(stream: Stream, count: int, convert: Callable[[Tensor], Tensor]) -
 
 
 def bernoulli(stream: Stream, counts: Sequence[int], probabilities: Sequence[float]) -> list[Tensor]:
-    """Draw Booleans that are true with given probabilities.
-
+    """Draw Booleans from `stream` that are true with given probabilities.
     Returns one tensor [..., count] for each pair of `counts` and `probabilities`. Probabilities 0 and 1 are exact.
     """
     sizes, device = [-(-count // 4) for count in counts], stream.keys.device
@@ -126,8 +125,7 @@ def words_per_uniform(dtype: torch.dtype) -> int:
 
 
 def to_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert random 32-bit integers to uniform numbers in [0, 1).
-
+    """Convert random 32-bit integers to uniform numbers of type `dtype` in [0, 1).
     float32 uses one integer per number, float64 two.
     """
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
@@ -138,7 +136,7 @@ def to_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_normal(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert pairs of random 32-bit integers to pairs of standard normal numbers (Box-Muller)."""
+    """Convert pairs of random 32-bit integers to pairs of standard normal numbers of type `dtype` (Box-Muller)."""
     first, second = (word.to(torch.promote_types(dtype, torch.float32)) for word in _pairs(words))
     radius = first.add_(1).mul_(2.0**-32).log_().mul_(-2).sqrt_()
     angle = second.mul_(2 * math.pi * 2.0**-32)

@@ -399,7 +399,7 @@ _models = weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], type[BaseModel]]]
 
 
 def _parameters(target: Callable[..., Any], inputs: Collection[str]) -> type[BaseModel]:
-    """Return a pydantic model that checks the parameters of `target`, except its `inputs`."""
+    """Return a pydantic model that checks the parameters of `target`, except `inputs`, which the simulator passes."""
     fields: dict[str, Any] = {}
     extra: Literal["allow", "forbid"] = "forbid"
     is_dataclass = dataclasses.is_dataclass(target)

@@ -120,7 +120,10 @@ class Layout:
                 parameter.grad = grad_row[entry.span].view(entry.shape)
 
     def unbound(self, module: nn.Module, row: Tensor, grad_row: Tensor) -> str | None:
-        """Return the name of the first parameter that is not a view of these rows (see `bind`), or None."""
+        """Return the name of the first parameter that is not a view of `row`, or None if there is none.
+
+        A parameter whose `.grad` is not a view of `grad_row` counts too.
+        """
         values = dict(module.named_parameters())
         for entry in self.parameters:
             parameter = values[entry.name]

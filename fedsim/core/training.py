@@ -79,7 +79,7 @@ class Objective:
         return self.loss(outputs, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the loss of the model outputs."""
+        """Return the mean loss of a batch of model outputs, or one loss per sample with reduction = "none"."""
         outputs = self.precision.widened(outputs)
         if self.class_weights is None:
             return self.task.loss(outputs, targets, reduction)

@@ -165,7 +165,7 @@ def _parts(data: Any, *, of_worker: bool) -> Parts:
 def _from_tables(
     train: Sequence[Part], test: Sequence[Part], shares: bool, **options: Any
 ) -> tuple[TensorData, TensorData]:
-    """Return the samples of tables. `shares`: whether there is one table for each worker."""
+    """Return the training and test samples of tables. `shares`: whether there is one table for each worker."""
     first, second = ([table_of(*part) for part in parts] for parts in (train, test))
     return train_and_test(first, second, of_workers=TRAIN * shares, **options)
 
@@ -173,7 +173,11 @@ def _from_tables(
 def _from_samples(
     train: Sequence[Part], test: Sequence[Part], shares: bool, test_fraction: float = 0.2
 ) -> tuple[TensorData, TensorData]:
-    """Return the samples of map-style data sets. `shares`: whether there is one data set for each worker."""
+    """Return the training and test samples of map-style data sets.
+
+    `shares`: whether there is one data set for each worker. `test_fraction`: fraction of the samples that is drawn for
+    tests if there is no test part.
+    """
     train, test, are_names = _with_classes(train, test)
     first = _joined(train, shares)
     warn_of_unscaled(first, TRAIN, "inputs", "targets")
@@ -211,7 +215,10 @@ def _read(data: Any, place: str) -> TensorData:
 
 
 def _joined(parts: Sequence[Part], shares: bool) -> TensorData:
-    """Return one data set with the samples of all parts, and the ID of each sample's worker in the column WORKER."""
+    """Return one data set with the samples of all parts.
+
+    If `shares` is true, each part belongs to a worker, whose ID is in the column WORKER. Otherwise there is one part.
+    """
     data = {part.place: _read(part.data, part.place) for part in parts}
     first = next(iter(data.values()))
     if not shares:

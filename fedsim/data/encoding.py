@@ -109,7 +109,7 @@ def train_and_test(
     """
     tables, place = [*train, *test], of_workers or train[0].place
     if split is not None and test:
-        raise DataError(f"data.split = {show(split)}: there is a test part already; omit one of the two")
+        raise DataError(f"data.split = {show(split)}: the data has a test part already; omit data.split or this part")
     for table in train:
         if different := sorted(map(str, set(table.columns) ^ set(train[0].columns))):
             raise DataError(
@@ -277,7 +277,7 @@ def _joined(
     """Join columns of inputs to one array, float32 [n, features], and return it with a description.
 
     A single column of arrays [n, ...] is returned unchanged. `parts` are the rows of the training and test samples.
-
+    `standardize`: whether to scale columns of numbers by mean and standard deviation of the training samples.
     Raises DataError with the earlier `errors` and the errors of all columns, such as values that are not numbers, and
     arrays of two or more dimensions that would be joined.
     """
@@ -321,7 +321,10 @@ def _joined(
 
 
 def _one_hot(values: np.ndarray, parts: Sequence[Rows], place: str) -> tuple[np.ndarray, str]:
-    """Return text [n] as a one-hot array [n, texts of the training samples], and a description."""
+    """Return text [n] as a one-hot array [n, texts of the training samples], and a description.
+
+    `parts` are the rows of the training and test samples.
+    """
     known = np.unique(values[parts[0]])
     if len(known) > MOST_TEXTS:
         raise DataError(

@@ -234,7 +234,10 @@ def split_validation(
 def validation_positions(
     n: int, share: float, seed: int, fewest: int = 1, strata: Strata = NO_STRATA
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ascending indices of the samples that `split_validation` keeps and holds out, out of n samples."""
+    """Return the ascending indices of the samples that `split_validation` keeps and holds out, out of n samples.
+
+    See `split_validation` for the arguments.
+    """
     where, held_out = f"data.validation_fraction = {share}", round(share * n)
     if n - held_out < fewest:
         raise ExperimentError(

@@ -88,7 +88,10 @@ def takes_component(table: str, key: str = "name", **settings: str) -> Callable[
 
 
 def _with_arguments(line: str, table: str, names: dict[str, str]) -> str:
-    """Return an error line with arguments instead of settings: `name="iid"` for `partition=iid`."""
+    """Return an error line with arguments instead of settings: `name="iid"` for `partition=iid`.
+
+    `names` maps settings to arguments. Keys of the `table`, such as `partition.alpha`, become arguments too.
+    """
     line, separator, hint = re.sub(" is a top-level key; .*", " is a setting of fedsim.run", line).partition("; ")
     keys = re.findall(r"(?<![\w.])([a-z_]+(?:\.\w+)*)=", hint)
     if all(key in names or key.startswith(f"{table}.") for key in keys):

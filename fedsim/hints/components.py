@@ -87,7 +87,10 @@ def parameter_hint(name: str, value: Any, place: str, known: Collection[str], be
 
 
 def _of_table(hint: str, place: str, known: Collection[str], beside: Iterable[str]) -> str:
-    """Return the parameters that a hint sets, if all are `known` ones of the table `place`; otherwise ""."""
+    """Return the parameters that a hint sets, as in "write krum=1", or "" if the table `place` lacks one of them.
+
+    The table has the parameters `known` and the keys `beside`.
+    """
     prefix = f"{place}." if place else ""
     pattern = re.escape(prefix) if place else r"(?:[\w.]+\.)?"
     found = re.findall(rf"(?<![\w.]){pattern}([\w.]+)=(\S+)", hint)

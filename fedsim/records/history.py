@@ -47,7 +47,10 @@ PATTERNS = [name.replace(".png", ".*") for name in FILES]  # figures may also be
 
 
 def not_a_run(folder: Path, otherwise: str = "") -> str:
-    """Return the error for a path that is not the folder of a run, with the path that was probably meant."""
+    """Return the error for a path that is not the folder of a run, with the path that was probably meant.
+
+    If no such path is known, the error ends with `otherwise`.
+    """
     if is_file(folder / "comparison.json"):
         return f"{folder}: is a comparison (see fedsim.load_comparison); its runs are in {folder / 'runs'}"
     inside = f"; name the folder, {folder.parent}" if is_file(folder.parent / EXPERIMENT) else otherwise

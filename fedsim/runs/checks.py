@@ -414,7 +414,7 @@ def _has_classes(experiment: Experiment, train: TensorData) -> bool:
 
 
 def _warn_if_untrained(setting: str, test_set: str, trained: np.ndarray, tested: np.ndarray) -> None:
-    """Warn if a label in `tested` does not occur in `trained`."""
+    """Warn if a label in `tested` does not occur in `trained`. `setting` and `test_set` are texts for the warning."""
     if len(untrained := np.setdiff1d(tested, trained)):
         warnings.warn(
             f"{setting}: class {untrained[0]} occurs in {test_set}, but not in the training samples",
@@ -527,7 +527,10 @@ def check_smallest_batch(task: RunTask, train: TensorData, sizes: Mapping[int, i
 
 
 def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Raise ExperimentError if a learning-rate schedule ends before the run."""
+    """Raise ExperimentError if a learning-rate schedule ends before the run.
+
+    `sizes` contains the number of training samples of each worker, by ID.
+    """
     tuned = task.experiment.worker_evaluation.fine_tune
     schedules = [(task.schedule.longest(worker), size) for worker, size in sizes.items()]
     steps = max(max(drawn.steps_for(size), tuned * drawn.batches_per_epoch(size)) for drawn, size in schedules)
@@ -544,7 +547,10 @@ def _check_lr_schedules(task: RunTask, sizes: Mapping[int, int]) -> None:
 
 
 def _check_last_step(task: RunTask, sizes: Mapping[int, int]) -> None:
-    """Raise ExperimentError if the rule needs more workers than have samples left in the last step of a round."""
+    """Raise ExperimentError if the rule needs more workers than have samples left in the last step of a round.
+
+    `sizes` contains the number of training samples of each worker, by ID.
+    """
     experiment = task.experiment
     partial = len(sizes) > experiment.cohort_size or experiment.sampling.dropout_rate
     if not experiment.rounds_of_gradients or partial or "now" in experiment.sampling.component.accepts:

@@ -64,9 +64,9 @@ def warn_of_copies(engine: str) -> None:
 
 
 def check_copies(experiments: Iterable[Experiment]) -> None:
-    """Check that a comparison names its engine if each rank of a launcher would run the whole comparison.
+    """Check whether a launcher has started several ranks, each of which would run the whole comparison.
 
-    Raises ExperimentError if an experiment has the engine `auto`, and warns on rank 0 otherwise.
+    Then raise ExperimentError if an experiment has the engine `auto`. Otherwise, warn on rank 0.
     """
     names = list(dict.fromkeys(experiment.engine for experiment in experiments))
     for name in names:

@@ -74,7 +74,7 @@ class ResumeState:
             self._candidates = self.checkpoints.rounds()
             if self.records and not self._candidates:
                 line = f"{folder.path}: has no checkpoint, so the run starts again from round 1; set checkpoint.every"
-                warnings.warn(f"{line} to keep some", FedsimWarning, stacklevel=2)
+                warnings.warn(f"{line} to store checkpoints", FedsimWarning, stacklevel=2)
             self.newest()
             if self._before is None:
                 self._require_same_experiment(describe(folder.path / EXPERIMENT))

@@ -121,7 +121,10 @@ def os_errors_as_record_errors(path: Path, problem: str = "cannot be written") -
 
 
 def remedy(path: Path, error: OSError, needed: int | None = None) -> str:
-    """Return what to change after a write error, as the end of an error line, or "" if nothing is known."""
+    """Return what to change after a write error, as the end of an error line, or "" if nothing is known.
+
+    `needed` is the size of the file in bytes, or None if unknown.
+    """
     if error.errno == errno.ENOSPC:
         asked = "" if needed is None else f", but {show_bytes(needed)} are needed"
         return f": {show_bytes(free_space(path))} are free{asked}; free some space, {ELSEWHERE}"

@@ -51,7 +51,7 @@ class GlobalSetting:
 
 
 def _setting(name: str, read: Callable[[], Any], write: Callable[[Any], object], in_run: Any) -> GlobalSetting:
-    """Return a setting that the function `write` changes."""
+    """Return a setting that the functions `read` and `write` access. `in_run` is its value in a run."""
 
     @contextlib.contextmanager
     def at(value: Any) -> Iterator[None]:
@@ -68,7 +68,10 @@ def _setting(name: str, read: Callable[[], Any], write: Callable[[Any], object],
 
 
 def _attribute(owner: Any, name: str, in_run: Any) -> list[GlobalSetting]:
-    """Return [setting] for an attribute of a module, or [] if this version of PyTorch lacks the attribute."""
+    """Return [setting] for the attribute `name` of `owner`, a module, with the value `in_run` in a run.
+
+    Returns [] if this version of PyTorch lacks the attribute.
+    """
     if not hasattr(owner, name):
         return []
     label = f"{getattr(owner, '__name__', 'torch.backends.cuda.matmul')}.{name}"

@@ -35,7 +35,8 @@ _missing_operators: Any = None  # a torch.library.Library, whose declarations ex
 def import_extra(module: str, *, extra: str, purpose: str) -> ModuleType:
     """Import and return a module of an optional package.
 
-    Raises MissingPackageError, whose message contains the command to install the package, if it is missing.
+    Raises MissingPackageError if the package is missing. The message says for which `purpose` it is needed, and
+    contains the command that installs it with fedsim's `extra`.
     """
     try:
         return importlib.import_module(module)

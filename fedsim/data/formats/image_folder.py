@@ -143,7 +143,15 @@ def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _read(folder: Path, files: Images, classes: Sequence[str], size: int | None, grey: bool) -> TensorData:
-    """Return image files below `folder` as a data set, in their order."""
+    """Return image files below `folder` as a data set, in their order.
+
+    Args:
+        folder: the folder.
+        files: the image files with their names (see `_images`).
+        classes: names of the classes, whose indices are the labels.
+        size: height and width to which images are resized. None: all images must have one size.
+        grey: whether to convert the images to one channel.
+    """
     from PIL import Image  # a requirement of torchvision
 
     images, labels, owners, first = list[np.ndarray](), list[int](), list[str](), next(iter(files))

@@ -90,8 +90,8 @@ def _may_be_thousands(numbers: np.ndarray) -> bool:
 def _require_points(column: DataColumn, texts: Sequence[str | None], commas: Sequence[str], delimiter: str) -> None:
     """Raise DataError if points in the texts of numbers may separate thousands.
 
-    Points are ambiguous if other columns have decimal `commas`, or if all numbers have groups of three digits, such as
-    5.840 and 966. If commas separate the columns, at least one of these numbers must also end in 0.
+    Points are ambiguous if other columns (`commas`) have decimal commas, or if all numbers have groups of three digits,
+    such as 5.840 and 966. If the `delimiter` is a comma, at least one of these numbers must also end in 0.
     """
     row = next((row for row, text in enumerate(texts) if text and "." in text), None)
     if row is None:
@@ -116,8 +116,9 @@ def require_one_text_per_number(column: DataColumn, text: Any) -> None:
 
 
 def _numbers(column: DataColumn, text: Any, decimal: str, thousands: str | None) -> np.ndarray | None:
-    """Return a column of text as numbers with these signs, or None if less than half of its values are numbers.
+    """Return the numbers in a column of text, or None if less than half of its values are numbers.
 
+    `decimal` is the sign before the decimals, and `thousands` the sign between thousands, or None.
     Raises DataError with the first value that is not such a number.
     """
     compute = import_module("pyarrow.compute")

@@ -131,6 +131,7 @@ def partition_shards(
 def _without_held_out(shards: list[np.ndarray], index_of: np.ndarray, strategy: str) -> list[np.ndarray]:
     """Drop the held-out samples from shards of the whole data set, and return indices among the remaining samples.
 
+    `index_of` [N] maps each index in the whole data set to an index among the remaining samples, or to -1.
     Raises ExperimentError if all samples of a worker are held out.
     """
     kept = [index_of[shard][index_of[shard] >= 0] for shard in shards]
@@ -178,7 +179,10 @@ def _check_input(labels: np.ndarray, n_workers: int, virtual: bool) -> None:
 
 
 def _check_needs(strategy: str, takes: Mapping[str, bool], targets: np.ndarray, ids: Mapping[str, np.ndarray]) -> None:
-    """Raise ExperimentError if the strategy needs owners or class labels that the data set does not have."""
+    """Raise ExperimentError if the strategy needs owners or class labels that the data set does not have.
+
+    `takes` maps the strategy's inputs, such as "ids", to whether they are required.
+    """
     for column in ids.values():
         if column.shape != (len(targets),):
             raise ExperimentError(
@@ -212,7 +216,9 @@ def _check_shards(shards: list[np.ndarray], n_samples: int, n_workers: int, stra
         )
     assigned = np.concatenate(shards)
     if len(wrong := assigned[(assigned < 0) | (assigned >= n_samples)]):
-        raise ExperimentError(f"{where}: returned index {wrong[0]}; valid indices are 0 to {n_samples - 1}")
+        raise ExperimentError(
+            f"{where}: the strategy returned index {wrong[0]}; valid indices are 0 to {n_samples - 1}"
+        )
     distinct = len(np.unique(assigned))
     if distinct < len(assigned) or (covers and distinct < n_samples):
         raise ExperimentError(

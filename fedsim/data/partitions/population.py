@@ -199,7 +199,7 @@ class DrawnShards(Shards):
             )
         if len(wrong := shard[(shard < 0) | (shard >= n)]):
             raise ExperimentError(
-                f"{where}: returned index {wrong[0]} for worker {worker}; valid indices are 0 to {n - 1}"
+                f"{where}: the strategy returned index {wrong[0]} for worker {worker}; valid indices are 0 to {n - 1}"
             )
         declared = self._declared_size(worker)
         if declared not in (None, len(shard)):
