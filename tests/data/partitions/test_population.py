@@ -67,7 +67,7 @@ def test_shards_can_be_drawn_before_and_after_labels_move_to_shared_memory():
             "tests.components:nothing",
             r"must return a non-empty .* for each worker; the array for worker 4 has shape \(0,\)$",
         ),
-        ("tests.components:beyond", r"returned index 203 for worker 4; valid indices are 0 to 202$"),
+        ("tests.components:beyond", r"the strategy returned index 203 for worker 4; valid indices are 0 to 202$"),
         ("tests.components:Boasting", r"returned 2 samples for worker 4, but .* size\(4\) is 7; both must be equal$"),
     ],
 )
