@@ -256,7 +256,6 @@ class Registry:
     base: type | None = None
     component: type[Component] | None = None
     _components: dict[str, Registration] = dataclasses.field(default_factory=dict, init=False)
-    _imported: dict[str, Registration] = dataclasses.field(default_factory=dict, init=False)  # by import path
     families: dict[str, Callable[[str], Any]] = dataclasses.field(default_factory=dict, init=False)
 
     def __call__(self, name: str, **traits: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -319,13 +318,9 @@ class Registry:
             raise ExperimentError(line)
         try:
             target = import_object(name)
-            if (known := self._imported.get(name)) and known.target is target:
-                return known
             name = name_of(target) if name.startswith("__main__:") else name
             registration = dataclasses.replace(self._registration(name, target), imported=True)
             registration.parameters  # noqa: B018  # raises an error if an annotation cannot be evaluated
-            if not isinstance(name, ObjectName):
-                self._imported[name] = registration
             return registration
         except (ImportRefusedError, DataError) as error:
             raise type(error)(f"{where}: {error}") from None
