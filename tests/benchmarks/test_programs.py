@@ -44,7 +44,7 @@ def test_w4_is_the_network_and_the_work_of_the_benchmark_of_pfl(cross_device):
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_w4_and_the_bare_loop_do_the_same_work(engine, cross_device, program, tmp_path):
     words = cross_device.WORKLOADS["w4"]
-    changes = ("rounds=1", "workers=8", "cohort=4", "data.train=48", "data.test=10", f"data.root={tmp_path}")
+    changes = ("rounds=1", "workers=4", "cohort=2", "data.train=24", "data.test=10", f"data.root={tmp_path}")
     exact = ("precision=float64", "model.dropout=0.0", f"engine={engine}", "processes=1")
     experiment = fedsim.load_experiment(words[0], [*words[1:], *changes, *exact])
     threads = torch.get_num_threads()

@@ -136,7 +136,8 @@ def test_a_run_that_fails_ends_its_loggers_with_its_error(tiny_experiment):
 
 
 def test_each_run_of_a_comparison_is_logged_under_its_id(tiny_experiment, tmp_path):
-    tables, plan = logging(tiny_experiment, noted, rounds=1), {"local.lr": [0.1, 0.2], "seed": [0, 1]}
+    tables = logging(tiny_experiment | {"records.figures": []}, noted, rounds=1)
+    plan = {"local.lr": [0.1, 0.2], "seed": [0, 1]}
     comparison = fedsim.compare(tables, plan, tmp_path / "comparison", jobs=1)
     runs = [each for each in CALLS if hasattr(each, "id")]
     assert [run.name for run in runs] == [run.id for run in comparison.runs]

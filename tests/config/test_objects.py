@@ -49,7 +49,7 @@ class HalfStep(ServerStep):
 
 @pytest.fixture
 def short(tiny_experiment):
-    return {**tiny_experiment, "rounds": 1, "model": "logistic"}
+    return {**tiny_experiment, "rounds": 1, "model": "logistic", "records": {"figures": []}}
 
 
 def layered(layers=()):

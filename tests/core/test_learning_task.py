@@ -381,6 +381,7 @@ def test_losses_fall_however_a_run_goes(how, tables):
 def test_a_run_without_accuracy_records_and_shows_its_loss(tmp_path, capsys):
     tables = {**SHORT, **REGRESSION, "data.local_test_fraction": 0.3, "worker_evaluation": {"every": 1, "fine_tune": 1}}
     tables |= {"metrics": ["r2"], "data.validation_fraction": 0.2, "mode": "clock", "checkpoint.every": 1}
+    tables |= {"records.figures": []}
     result = fedsim.run(tables, tmp_path / "run", progress=True)
     printed = capsys.readouterr().out
     assert "final test loss " in printed

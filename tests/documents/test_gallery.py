@@ -35,17 +35,24 @@ seed = [0, 1]
 """
 
 
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """Return the folder of a comparison."""
+    folder = tmp_path_factory.mktemp("compared")
+    (folder / "small.toml").write_text(FILE)
+    fedsim.compare(folder / "small.toml", None, folder / "small", jobs=1, seed=0)
+    return folder / "small"
+
+
 @pytest.fixture
-def small(tmp_path, monkeypatch):
+def small(compared, tmp_path, monkeypatch):
     """Return the folder of a comparison, the only experiment of the gallery in this test."""
     for name in ("experiments", "gallery"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(gallery, "EXPERIMENTS", tmp_path / "experiments")
     monkeypatch.setattr(gallery, "GALLERY", tmp_path / "gallery")
-    path = tmp_path / "experiments" / "small.toml"
-    path.write_text(FILE)
-    fedsim.compare(path, None, tmp_path / "folder", jobs=1, seed=0)
-    return tmp_path / "folder"
+    (tmp_path / "experiments" / "small.toml").write_text(FILE)
+    return compared
 
 
 def test_each_experiment_is_on_a_page_of_the_gallery():

@@ -420,6 +420,7 @@ class TestPaths:
             "workers=2",
             "rounds=1",
             "engine=serial",
+            "records.figures=[]",
         ]
         result = cli("run", f"data={name}", "data.ids=city", "data.split_by=samples", *words)
         assert result.exit_code == 0, result.stderr

@@ -210,7 +210,7 @@ def test_byte_pairs_need_their_package(files, monkeypatch):
 
 
 TINY = {
-    "data": {"name": "shakespeare", "min_characters": 30000, "length": 25, "test_windows": 50},
+    "data": {"name": "shakespeare", "min_characters": 30000, "length": 25, "stride": 50, "test_windows": 50},
     "task": "next_token",
     "model": {"name": "tests.other_tasks:Bigrams", "words": 78},
     "partition": "natural",
