@@ -162,6 +162,7 @@ def test_an_attacker_with_more_steps_than_honest_workers_sends_its_own_gradient(
         "sync": "gradients",
     }
     tables |= {"local": {"batch_size": 16, "lr": 0.05}, "aggregate": "mean", "engine": engine}
+    tables |= {"processes": 1 if engine == "batched" else None}
     result = fedsim.run({**tables, "attack": {"name": "ipm", "eps": 0.5, "workers": [2]}})
     federation = Federation(logistic, components.tiny, 3, 16, "tests.components:uneven")
     epochs = [federation.epoch(1, worker) for worker in range(3)]

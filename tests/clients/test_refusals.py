@@ -98,7 +98,7 @@ class Forgetful(fedsim.clients.SGD):
 @pytest.mark.parametrize("engine", ["serial", "batched"])
 def test_a_message_that_is_left_out_is_an_error(tiny_experiment, engine):
     """Otherwise the server would add up what a worker of an earlier round has sent."""
-    tables = {**tiny_experiment, "engine": engine, "local": {"algorithm": Forgetful}}
+    tables = {**tiny_experiment, "engine": engine, "processes": 1, "local": {"algorithm": Forgetful}}
     line = r"`finish` returned the messages \['first'\], but `message` declares \['first', 'second'\]"
     with pytest.raises(fedsim.ExperimentError, match=line.replace("'", '"')):
         fedsim.run(tables)

@@ -74,9 +74,9 @@ RUN |= {"data": f"{__name__}:data", "model": f"{__name__}:network"}
 LISTED = [0.5, 2.0, 7.0]
 CASES = {
     "balanced": ("balanced", {}, {}),
-    "listed, stacked": (LISTED, {}, {"engine": "batched", "batched": {"stack_size": 3}}),
+    "listed, stacked": (LISTED, {}, {"engine": "batched", "processes": 1, "batched": {"stack_size": 3}}),
     "listed, two processes": (LISTED, {}, {"engine": "processes", "processes": 2}),
-    "smoothed": ("balanced", {"label_smoothing": 0.2}, {"engine": "batched"}),
+    "smoothed": ("balanced", {"label_smoothing": 0.2}, {"engine": "batched", "processes": 1}),
     "two micro-batches": (LISTED, {}, {"local": {"accumulation_steps": 2, "batch_size": BATCH // 2, "lr": LR}}),
 }
 
@@ -166,7 +166,8 @@ def test_the_binary_task_and_synchronous_gradients_have_weights_too(engine):
             workers.row = workers.row - LR * sum(parts)
     changes = {"task": {"name": "binary", "class_weights": "balanced"}, "sync": "gradients", "engine": engine}
     names = {"data": f"{__name__}:two_classes", "model": f"{__name__}:one_logit"}
-    result = fedsim.run({**RUN, **names, **changes, "local": {"lr": LR, "batch_size": BATCH}})
+    local = {"lr": LR, "batch_size": BATCH}
+    result = fedsim.run({**RUN, **names, **changes, "processes": 1, "local": local})
     assert torch.allclose(result.global_row, workers.row, rtol=0, atol=1e-12)
 
 
@@ -187,7 +188,7 @@ def test_gradients_of_samples_are_clipped_after_their_weight(engine):
     expected = workers.average(rows)
     local = {"algorithm": "dp_sgd", "lr": LR, "batch_size": BATCH, "clip": clip, "noise": 0.0}
     changes = {"task": {"name": "classification", "class_weights": LISTED}, "rounds": 1, "engine": engine}
-    result = fedsim.run({**RUN, **changes, "local": local})
+    result = fedsim.run({**RUN, **changes, "processes": 1, "local": local})
     assert torch.allclose(result.global_row, expected, rtol=0, atol=1e-12)
 
 

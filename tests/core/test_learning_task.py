@@ -88,7 +88,7 @@ def plain_sgd(result, train, loss, lr):
 def test_a_step_is_that_of_plain_pytorch(engine, tables, loss, correct, tiny_experiment):
     local = {"lr": 0.1, "batch_size": 1000}
     tables = {**tiny_experiment, **tables, "rounds": 1, "workers": 1, "precision": "float64", "local": local}
-    result = fedsim.run({**tables, "engine": engine})
+    result = fedsim.run({**tables, "engine": engine, "processes": 1})
     data = {of_logits: even_digits, of_differences: planes}.get(loss, tiny)(None)
     expected = plain_sgd(fedsim.run({**tables, "engine": "serial"}), data[0], loss, 0.1)
     assert torch.allclose(result.global_row, expected, rtol=0, atol=1e-12)
@@ -240,7 +240,10 @@ def test_what_a_loss_returns_for_a_batch_is_the_loss_of_the_batch(name, engine):
     tables = {
         **{"task": loss, "data": data, "model": "tests.core.test_learning_task:linear", "engine": engine},
         **{"workers": 4, "rounds": 1, "partition": list(map(list, shards)), "precision": "float64"},
-        **{"local": {"lr": lr, "batch_size": batch}, **({} if engine == "serial" else {"processes": 2})},
+        **{
+            "local": {"lr": lr, "batch_size": batch},
+            **({"processes": 2} if engine == "processes" else {"processes": 1}),
+        },
     }
     result = fedsim.run(tables)
     train, test = (part.to(torch.device("cpu"), torch.float64) for part in data(None))
@@ -307,7 +310,15 @@ def rounded(root, *, to: str = "int64"):
     "task", ["regression", nn.MSELoss(), F.huber_loss, {"name": "torch.nn:HuberLoss", "delta": 0.5}], ids=range(4)
 )
 def test_integer_targets_are_numbers_as_floats_are(task, engine):
-    tables = {**SHORT, **REGRESSION, "engine": engine, "rounds": 1, "task": task, "metrics": ["r2", "mae"]}
+    tables = {
+        **SHORT,
+        **REGRESSION,
+        "engine": engine,
+        "processes": 1,
+        "rounds": 1,
+        "task": task,
+        "metrics": ["r2", "mae"],
+    }
     results = [fedsim.run({**tables, "data": {"name": rounded, "to": to}}) for to in ("int64", "float32")]
     assert torch.equal(*(result.global_row for result in results))
     first, second = (result.history[0] for result in results)

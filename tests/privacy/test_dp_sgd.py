@@ -20,7 +20,14 @@ LOCAL = {"algorithm": "dp_sgd", "lr": 0.1, "clip": 0.05, "noise": 0.4, "batch_si
 
 
 def tables_of(tiny_experiment, **local):
-    return {**tiny_experiment, "precision": "float64", "rounds": 2, "local": {**LOCAL, **local}, "aggregate": "mean"}
+    return {
+        **tiny_experiment,
+        "processes": 1,
+        "precision": "float64",
+        "rounds": 2,
+        "local": {**LOCAL, **local},
+        "aggregate": "mean",
+    }
 
 
 @pytest.mark.parametrize("engine", ["serial", "batched"])

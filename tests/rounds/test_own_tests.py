@@ -155,7 +155,7 @@ def expected(model, owners):
 
 
 DITTO = {"algorithm": "ditto", "lam": 0.5}
-CASES = [({}, {}), ({"engine": "processes", "processes": 2}, DITTO), ({"engine": "batched"}, {})]
+CASES = [({}, {}), ({"engine": "processes", "processes": 2}, DITTO), ({"engine": "batched", "processes": 1}, {})]
 
 
 @pytest.mark.parametrize(("engine", "local"), CASES, ids=["serial", "processes", "batched"])

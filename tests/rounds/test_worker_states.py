@@ -112,7 +112,7 @@ def test_a_file_that_cannot_grow_gives_a_one_line_error(tmp_path):
 def test_a_run_with_its_worker_state_in_a_file_is_bit_identical(engine, tmp_path, tiny_experiment):
     tables = {**tiny_experiment, "engine": engine, "local": COUNTING, "workers": 9, "cohort": 3, "rounds": 5}
     tables |= {"model": "tests.models:Normalised", "buffers": "local", "checkpoint": {"every": 1}}
-    tables |= {"processes": 2} if engine != "serial" else {}
+    tables |= {"processes": 2 if engine == "processes" else 1}
     whole = fedsim.run(tables)
     for rounds in (3, 5):
         limited = {**tables, "worker_state_memory": 1, "rounds": rounds}

@@ -221,7 +221,8 @@ TINY = {
 
 
 def test_engines_train_on_windows_alike():
-    serial, pooled, batched = (fedsim.run({**TINY, "engine": e}) for e in ("serial", "processes", "batched"))
+    engines = {"serial": 1, "processes": 2, "batched": 1}
+    serial, pooled, batched = (fedsim.run({**TINY, "engine": e, "processes": n}) for e, n in engines.items())
     assert serial.experiment.workers == 7
     assert torch.equal(serial.global_row, pooled.global_row)
     assert torch.allclose(serial.global_row, batched.global_row, rtol=0, atol=1e-9)
