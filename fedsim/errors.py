@@ -226,7 +226,7 @@ def first_line(error: BaseException) -> str:
 def printable(text: str) -> str:
     """Replace each character that could control a terminal or break the line by `?`.
 
-    A text longer than MAX_LINE loses its middle, because the end of an error line contains the remedy.
+    A text longer than MAX_LINE loses its middle, because the end of an error line says what to change.
     """
     text = text if len(text) <= MAX_LINE else f"{text[: MAX_LINE // 2]}...{text[3 - MAX_LINE // 2 :]}"
     return "".join(character if character.isprintable() else "?" for character in text)

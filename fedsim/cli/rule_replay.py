@@ -183,7 +183,7 @@ def replay(stored: StoredRound, rules: Sequence[Any]) -> list[Replayed]:
     """Apply several aggregation rules to the updates of a stored round, and return one result per rule.
 
     The number of Byzantine workers that each rule assumes, and the weights, are those of the experiment. Updates with
-    NaN or infinity are excluded, unless the rule is that of the experiment and the experiment keeps them.
+    NaN or infinity are excluded, unless the rule is the experiment's own and `aggregate.nonfinite` is "keep".
 
     Args:
         stored: stored round.

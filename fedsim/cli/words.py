@@ -117,7 +117,7 @@ def _refuse_spaces(words: list[str]) -> None:
 
 
 def key_hint(name: str, value: str | None = None) -> str:
-    """Return how to write a key, which may be that of another library, with its value, or "" if it is unknown."""
+    """Return what to write to set the key `name`, perhaps a key of another library, or "" if it is unknown."""
     from fedsim.config.experiment import Experiment  # imported here to keep `--help` fast
     from fedsim.config.overrides import parse_value
 

@@ -262,6 +262,7 @@ def best_maps(comparison: ComparedRuns, over: tuple[str, str]) -> list[tuple[str
 
 def heatmap_csv(comparison: ComparedRuns, over: tuple[str, str]) -> str:
     """Return a heat map over the two settings `over` (vertical, horizontal) as a CSV table with one line per cell.
+
     Each line names the best value of the first compared setting (or all best values, if several are equal), the mean of
     its results with the confidence interval, and the values that are not significantly different from the best.
     """

@@ -169,6 +169,7 @@ def attempt(
     on_start: Callable[[RunMetadata], object] | None = None,
 ) -> str | None:
     """Execute a run, or continue it if its folder contains an earlier part. See `fedsim.run` for the arguments.
+
     Returns None if the run succeeds, otherwise an error message.
     """
     try:

@@ -141,7 +141,8 @@ def leaderboard_notes(board: Leaderboard) -> list[str]:
 
 
 def ranks_of(qualities: np.ndarray) -> np.ndarray:
-    """Return the ranks of `qualities` [cells, candidates] within each cell, same shape. Rank 1 has the highest value.
+    """Return the rank of each number in `qualities` [cells, candidates] within its cell. Rank 1 is the highest number.
+
     Values that are equal up to rounding share the mean of their ranks.
 
     >>> ranks_of(np.array([[0.9, 0.8, 0.9], [0.1, 0.3, -np.inf]]))

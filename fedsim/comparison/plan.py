@@ -336,7 +336,7 @@ def _problems_with(experiment: Experiment, models: dict[str, tuple[str, ...]], t
 
 
 def _refuse_contradictions(in_all: list[Change], point_changes: list[Change]) -> None:
-    """Raise ExperimentError if the same key is set twice, by two compared settings, or by one and for all runs."""
+    """Raise ExperimentError if two compared settings set the same key, or if one of them sets a key of all runs."""
     keys = [key_changed(*change) for change in point_changes]
     for key in keys:
         if keys.count(key) > 1:

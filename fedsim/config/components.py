@@ -181,6 +181,7 @@ def list_module(path: Path, columns: int | None = None) -> str:
     """Return the import paths of the functions and classes in a Python file as text, without running the file.
 
     The text is wrapped to `columns`, or not wrapped if this is None.
+
     Raises ExperimentError if the file is not valid Python.
     """
     try:
@@ -257,7 +258,7 @@ def _described(head: str, target: Any, parameters: Iterable[str] = ()) -> str:
 
 
 def _parameter_lines(registration: Registration) -> list[str]:
-    """Return one line `name = default` for each parameter of a component, and a line about its cost or stacking."""
+    """Return one line `name = default` for each parameter of a component, and the line of `trait_line`."""
     from fedsim.models.base import dimensions_of
 
     lines, dimensions = [], dimensions_of(registration)
@@ -269,7 +270,7 @@ def _parameter_lines(registration: Registration) -> list[str]:
 
 
 def trait_line(target: Any) -> str | None:
-    """Return the line about a client algorithm's cost or a model's stacking, or None for other components.
+    """Return the line about the cost of a client algorithm or the training of a model. None for other components.
 
     The line of a client algorithm is its number of gradients, such as `gradients per step: 2`. The line of a model says
     how the engine `batched` trains the models of several workers at once.

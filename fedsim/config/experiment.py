@@ -194,6 +194,7 @@ VOCABULARY.component_keys = frozenset(
 
 def count_workers(tables: Mapping[str, Any]) -> int | None:
     """Return the number of workers that the partition in `tables` prescribes (such as `natural`), otherwise None.
+
     Without a partition, the number is the length of the list `groups`, or 4 times `groups` if `groups` is a number.
     """
     if "partition" not in tables:

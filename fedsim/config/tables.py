@@ -43,6 +43,7 @@ def settings_of(name: str) -> list[str]:
 @functools.cache
 def _owners(root: type[Table]) -> dict[str, dict[str, list[str]]]:
     """Return {last part of a key: {dotted key in `root`: names of the components that have this parameter}}.
+
     The name is "" for the default component, and for a key that does not depend on a component.
     """
     owners: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
@@ -59,6 +60,7 @@ def _owners(root: type[Table]) -> dict[str, dict[str, list[str]]]:
 
 def keys_called(root: type[Table], name: str) -> list[str]:
     """Return the keys of `root` that `name` may mean: `name` itself, or the keys whose last part contains its words.
+
     Of the component parameters, only those of default components are returned.
     """
     if name.partition(".")[0] in root.model_fields:

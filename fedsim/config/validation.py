@@ -284,7 +284,7 @@ def _check_engine(experiment: Settings) -> Iterator[str]:
 
 
 def problem_with_worker_tests(experiment: Settings) -> str | None:
-    """Return why an experiment has no tests of individual workers, with a remedy, or None if it has such tests."""
+    """Return why an experiment has no tests of individual workers, and what to change. None if it has such tests."""
     if not experiment.in_rounds:
         return f"needs synchronous rounds, unlike {experiment.policy.setting}; use test_loss"
     return None if experiment.data.local_test_fraction else LACKS_LOCAL_TESTS

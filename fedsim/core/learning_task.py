@@ -456,7 +456,7 @@ class LossTask:
         return known["joint"]
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the loss of a batch. With reduction = "none", return one loss per sample, unless the loss is joint."""
+        """Return the loss of a batch. With reduction = "none", return one loss per sample, if there is one (see `is_joint`)."""
         value = self._value(outputs, targets)
         if not value.ndim:
             return value

@@ -102,6 +102,7 @@ def converted(stream: Stream, count: int, convert: Callable[[Tensor], Tensor]) -
 
 def bernoulli(stream: Stream, counts: Sequence[int], probabilities: Sequence[float]) -> list[Tensor]:
     """Draw Booleans from `stream` that are true with given probabilities.
+
     Returns one tensor [..., count] for each pair of `counts` and `probabilities`. Probabilities 0 and 1 are exact.
     """
     sizes, device = [-(-count // 4) for count in counts], stream.keys.device
@@ -126,6 +127,7 @@ def words_per_uniform(dtype: torch.dtype) -> int:
 
 def to_uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert random 32-bit integers to uniform numbers of type `dtype` in [0, 1).
+
     float32 uses one integer per number, float64 two.
     """
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))

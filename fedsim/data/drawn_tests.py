@@ -65,6 +65,7 @@ def _column(ids: Mapping[str, np.ndarray], draw: ReadSettings, workers: int = 1)
         ids: columns of owners [n] by name.
         draw: settings of the draw.
         workers: number of workers if each has its own data set.
+
     Raises DataError if `draw.split_by` names a column that does not exist.
     """
     if draw.split_by == SAMPLES or (draw.split_by is None and not ids):

@@ -278,6 +278,7 @@ def _joined(
 
     A single column of arrays [n, ...] is returned unchanged. `parts` are the rows of the training and test samples.
     `standardize`: whether to scale columns of numbers by mean and standard deviation of the training samples.
+
     Raises DataError with the earlier `errors` and the errors of all columns, such as values that are not numbers, and
     arrays of two or more dimensions that would be joined.
     """

@@ -172,7 +172,7 @@ def workers_csv(results: WorkerResults) -> str:
 def read_csv(path: Path) -> WorkerResults:
     """Read a table that `workers_csv` wrote, and the table of owners without training samples, if there is one.
 
-    Raises RecordError if a file is not such a table.
+    Raises RecordError if a file does not have the format of `workers_csv`.
     """
     text = read_file(path, MOST_BYTES).decode(errors="replace")
     try:

@@ -74,7 +74,10 @@ def _summary(comparison: Comparison) -> dict[str, Any]:
 
 
 def _menus(comparison: Comparison, runs: Sequence[Run], heat_keys: Sequence[str]) -> dict[str, Any]:
-    """Return the template variables that name the compared settings, and those of the menus."""
+    """Return the template variables with the names of the compared settings, and with the entries of the menus.
+
+    `heat_keys`: compared settings, in the order in which heat maps use them.
+    """
     compared, against = comparison.compared, numeric_axes(comparison.axes, comparison.compared)
     labels = {axis: [fmt.label(value) for value in values] for axis, values in comparison.axes.items()}
     return {

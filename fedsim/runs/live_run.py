@@ -66,7 +66,7 @@ class LiveRun:
         run_round: function that runs one round (counted from 1) and returns its record.
         history: one record per finished round.
         stopped: reason why the run ends after the current round, or None if it continues.
-        ended: reason why an earlier part of the run ended early, if the run is continued after that. Otherwise None.
+        ended: if the run is a continuation of a run that ended early, the reason why it ended. None otherwise.
         on_request: whether a user-defined callback has ended the run.
     """
 

@@ -36,7 +36,7 @@ class Precision:
     tf32: bool = False
 
     def forward(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager for a forward pass of training on `device`, without loss and backward pass."""
+        """Return a context manager in which to compute the forward pass of training on `device`, but not the loss."""
         return contextlib.nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast)
 
     @contextlib.contextmanager

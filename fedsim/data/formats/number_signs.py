@@ -119,6 +119,7 @@ def _numbers(column: DataColumn, text: Any, decimal: str, thousands: str | None)
     """Return the numbers in a column of text, or None if less than half of its values are numbers.
 
     `decimal` is the sign before the decimals, and `thousands` the sign between thousands, or None.
+
     Raises DataError with the first value that is not such a number.
     """
     compute = import_module("pyarrow.compute")

@@ -190,7 +190,7 @@ def draw_until_large_enough(
         n_samples: total number of samples.
         n_workers: number of workers.
         parameters: text for the error message that states the strategy's parameters, such as "alpha = 0.5".
-        less_skew: remedy that the error message recommends, such as "a larger alpha".
+        less_skew: change that the error message recommends, such as "a larger alpha".
 
     Raises ExperimentError if n_samples < min_size * n_workers, or after TRIES draws without success.
     """

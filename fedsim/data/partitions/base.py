@@ -132,6 +132,7 @@ def _without_held_out(shards: list[np.ndarray], index_of: np.ndarray, strategy: 
     """Drop the held-out samples from shards of the whole data set, and return indices among the remaining samples.
 
     `index_of` [N] maps each index in the whole data set to an index among the remaining samples, or to -1.
+
     Raises ExperimentError if all samples of a worker are held out.
     """
     kept = [index_of[shard][index_of[shard] >= 0] for shard in shards]
