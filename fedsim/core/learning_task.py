@@ -456,7 +456,10 @@ class LossTask:
         return known["joint"]
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """Return the loss of a batch. With reduction = "none", return one loss per sample, if there is one (see `is_joint`)."""
+        """Return the loss of a batch, or with reduction = "none" the loss of each sample.
+
+        If the loss function returns one number per batch, this number is returned in both cases.
+        """
         value = self._value(outputs, targets)
         if not value.ndim:
             return value

@@ -210,7 +210,7 @@ def _code_points(text: str) -> Tokens:
 
 
 def _as_tokens(characters: Tokens, alphabet: Tokens) -> Tokens:
-    """Return the token of each code point: its position in the sorted `alphabet`, from 1, or UNKNOWN if not in there."""
+    """Return the token of each code point: its position in the sorted `alphabet`, from 1, or UNKNOWN if absent."""
     positions = np.searchsorted(alphabet, characters).clip(max=len(alphabet) - 1)
     return np.where(alphabet[positions] == characters, positions + 1, UNKNOWN)
 
