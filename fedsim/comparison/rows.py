@@ -272,7 +272,7 @@ def _curve(run: Any, metric: Metric, scale: str) -> tuple[np.ndarray, np.ndarray
 
 
 def is_numeric(values: Sequence[Any]) -> bool:
-    """Whether all values are finite numbers.
+    """Whether all values are finite numbers, and no Booleans.
 
     >>> is_numeric([1, 2.5]), is_numeric([True, 1]), is_numeric([1, float("inf")]), is_numeric(["mean"])
     (True, False, False, False)

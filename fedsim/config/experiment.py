@@ -231,7 +231,10 @@ def _sample_shape(partition: schema.Partition, data: schema.Data) -> SampleShape
 
 
 def refuse_untrusted_root(data: schema.Data) -> None:
-    """Raise ExperimentError if an untrusted file would download data to a folder outside the working directory."""
+    """Raise ExperimentError if data would be downloaded to a folder that an experiment file from elsewhere names.
+
+    The folder may lie in the working directory. The file may come from somebody else (see `untrusted_config`).
+    """
     if data.root is None or not is_untrusted(data.root):
         return
     if is_outside(user_path(data.root), Path.cwd()) and lacks_files(data.name, data.root, **data.params):

@@ -195,7 +195,7 @@ def experiment_of(description: Mapping[str, Any]) -> Experiment:
 
 
 def _refuse_untrusted_places(experiment: Experiment) -> None:
-    """Raise ExperimentError if an untrusted file sets the address of the ranks or a download folder."""
+    """Raise ExperimentError if an untrusted experiment file sets a network address or a download folder."""
     init, data = experiment.distributed.init_method, experiment.data
     if init != Distributed().init_method and is_untrusted(init):
         raise ExperimentError(

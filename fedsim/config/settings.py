@@ -187,7 +187,7 @@ class Settings(Table):
 
     @cached_property
     def top(self) -> Settings:
-        """The experiment of the top level, whose workers are the groups."""
+        """Settings for the aggregation of the groups' models: an experiment whose workers are the groups."""
         aggregate = schema.Aggregate(**self.top_aggregate.model_dump(), nonfinite=self.aggregate.nonfinite)
         own: dict[str, Any] = {
             "workers": self.group_count,

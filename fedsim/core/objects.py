@@ -125,7 +125,7 @@ def plain(value: Any) -> Any:
 
 
 def _plain_data(value: Any) -> Any:
-    """Convert a value that may contain data sets, alone or among settings (see `plain`)."""
+    """Convert a value, which may be or contain data sets, to types that a file can store (see `plain`)."""
     if isinstance(value, Mapping) and "name" in value:
         return plain(value)
     if _holds_data(value) and not is_samples(value):

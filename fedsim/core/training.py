@@ -92,8 +92,8 @@ class Objective:
         Args:
             outputs: model outputs of each batch, [k, batch, ...].
             targets: targets of each batch, [k, batch, ...].
-            weights: weight of each sample, [k, batch]: 1 / (number of samples in the batch), or 0 for padding. Batches
-                of a joint loss must have no padding.
+            weights: weight of each sample, [k, batch]: 1 / (number of samples in the batch), or 0 for padding. A loss
+                that returns one number per batch (a joint loss) does not allow padding.
         """
         if (is_joint := joint_of(self.task)) and is_joint(outputs[0], targets[0]):
             return torch.stack([self.loss(*batch) for batch in zip(outputs, targets, strict=True)])

@@ -246,7 +246,7 @@ def collected(errors: list[str]) -> Iterator[None]:
 
 
 def require_finite(values: np.ndarray, place: str) -> None:
-    """Raise DataError, with the place and the row, if an array [n, ...] contains NaN or infinity as float32."""
+    """Raise DataError, which names `place` and the row, if an array [n, ...] contains NaN or infinity as float32."""
     if values.dtype.kind == "f":
         DataColumn(values, place).array()
 

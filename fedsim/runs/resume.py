@@ -102,7 +102,7 @@ class ResumeState:
             raise ExperimentError(*(f"{folder}: holds another experiment: {line}" for line in lines))
 
     def _keep_plan(self) -> None:
-        """Keep the stored run's `planned_rounds` for schedules and for the noise of a target epsilon. Warn of this."""
+        """Use the `planned_rounds` of the stored run, on which schedules and noise depend, and warn of this."""
         before, experiment = self._before, self.experiment
         assert before is not None
         kept, rounds, target = before.schedule_rounds, experiment.rounds, experiment.privacy.target_epsilon

@@ -115,10 +115,11 @@ def draw_part(order: np.ndarray, fraction: float, total: int, strata: Strata = N
 def _draw_owners(order: np.ndarray, fraction: float, strata: np.ndarray, owners: np.ndarray) -> np.ndarray:
     """Return the ascending indices of all samples of owners that are drawn at random.
 
-    In the order in which their samples first occur in `order` [n], an owner is drawn if this brings the numbers of
-    samples of the strata [n] nearer to `fraction` of each. The distance is the sum over the strata of the squared
-    differences, divided by the stratum's size. If no owner decreases the distance, the owner that increases it least is
-    drawn. An owner is never drawn if no sample of one of its strata would remain.
+    The owners are considered in the order in which their samples first occur in the random permutation `order` [n]. An
+    owner is drawn if this brings the number of drawn samples of the strata nearer to `fraction` of each stratum. The
+    distance is the sum over the strata of the squared differences, divided by the stratum's size. If no owner decreases
+    the distance, the owner that increases it least is drawn. An owner is never drawn if no sample of one of its strata
+    would remain. `strata` and `owners` are those of each sample, [n].
     """
     _, owner_of = np.unique(owners, return_inverse=True)
     _, stratum_of, sizes = np.unique(strata, return_inverse=True, return_counts=True)
