@@ -23,6 +23,7 @@ from tests.device.pretend import upload
 pytestmark = pytest.mark.filterwarnings("ignore:.* poisons data, not updates")
 
 N, F = 11, 2
+RULES = fedsim.rules()
 NAMES = [registration.name for registration in rule]
 LINEAR = ["mean", "weighted_mean"]
 COLUMNWISE = ["median", "trimmed_mean", "meamed", "phocas", "sign_vote"]
@@ -85,7 +86,7 @@ def updates_of(case, dtype):
 
 def aggregated(name, updates, **inputs):
     """Return the aggregate of `updates` by the rule called `name`. `inputs` may also contain parameters of the rule."""
-    accepted = fedsim.rules()[name].parameters if name in fedsim.rules() else {}
+    accepted = RULES[name].parameters if name in RULES else {}
     params = {key: value for key, value in {"f": F, "c": 1.0}.items() if key in accepted and key not in inputs}
     if name == "fltrust" and "root" not in inputs:
         inputs["root"] = updates[0].nan_to_num(0, 0, 0) + updates[-1].nan_to_num(0, 0, 0)
@@ -240,7 +241,7 @@ def test_a_server_optimizer(registration):
 
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_a_rule_selects_the_same_updates_as_in_float64_on_a_cpu(name, gpu):
-    pipeline = make_pipeline(resolve(name, {"f": F} if "f" in fedsim.rules()[name].parameters else {}))
+    pipeline = make_pipeline(resolve(name, {"f": F} if "f" in RULES[name].parameters else {}))
     for case, dtype in itertools.product(CASES, DTYPES):
         updates = updates_of(case, dtype)
         if case == "very large" or not updates.isfinite().all():  # too large for float16
@@ -267,7 +268,7 @@ def test_a_single_update_and_updates_without_values_are_aggregated():
 
 def few(name):
     """Return parameters of a rule that allow a single update."""
-    return {key: value for key, value in {"f": 0, "c": 100.0}.items() if key in fedsim.rules()[name].parameters}
+    return {key: value for key, value in {"f": 0, "c": 100.0}.items() if key in RULES[name].parameters}
 
 
 @pytest.mark.gpu
