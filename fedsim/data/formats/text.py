@@ -211,8 +211,9 @@ def _code_points(text: str) -> Tokens:
 
 def _as_tokens(characters: Tokens, alphabet: Tokens) -> Tokens:
     """Return the token of each code point: its position in the sorted `alphabet`, from 1, or UNKNOWN if absent."""
-    positions = np.searchsorted(alphabet, characters).clip(max=len(alphabet) - 1)
-    return np.where(alphabet[positions] == characters, positions + 1, UNKNOWN)
+    token_of = np.full(max(alphabet.max(initial=0), characters.max(initial=0)) + 1, UNKNOWN, np.int64)
+    token_of[alphabet] = np.arange(1, len(alphabet) + 1)
+    return token_of[characters]
 
 
 def _byte_pairs(parts: Sequence[tuple[str, str]], vocabulary: int) -> list[tuple[Tokens, ...]]:
