@@ -231,9 +231,9 @@ def _sample_shape(partition: schema.Partition, data: schema.Data) -> SampleShape
 
 
 def refuse_untrusted_root(data: schema.Data) -> None:
-    """Raise ExperimentError if data would be downloaded to a folder that an experiment file from elsewhere names.
+    """Raise ExperimentError if an untrusted experiment file would download data outside the working directory.
 
-    The folder may lie in the working directory. The file may come from somebody else (see `untrusted_config`).
+    An untrusted file may come from somebody else (see `untrusted_config`).
     """
     if data.root is None or not is_untrusted(data.root):
         return

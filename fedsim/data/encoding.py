@@ -251,7 +251,10 @@ def target_numbers(train: Sequence[DataColumn], test: Sequence[DataColumn]) -> t
     train[0].require_text(classes)
     for column, text in zip(columns, texts, strict=True):
         if len(unknown := text[~np.isin(text, classes)]):
-            raise DataError(f"{column.place}: the class {show(str(unknown[0]))} has no training samples")
+            raise DataError(
+                f"{column.place}: the class {show(str(unknown[0]))} has no training samples; add some, or remove its "
+                "test samples"
+            )
     return np.searchsorted(classes, names), True
 
 

@@ -83,7 +83,9 @@ class PersonalModels:
         """Return the personal model of a worker, or the initial model if the worker has not taken part."""
         task, workers = self.task, self.task.experiment.workers
         if not isinstance(worker, Integral) or isinstance(worker, bool) or not 0 <= worker < workers:
-            raise ExperimentError(f"worker = {show(worker)}: must be between 0 and {workers - 1}, or in worker_names")
+            raise ExperimentError(
+                f"worker = {show(worker)}: must be an ID from 0 to {workers - 1}, or a name in worker_names"
+            )
         if self.task.algorithm.clusters > 1 and worker not in self.clusters:
             raise ExperimentError(
                 f"worker = {worker}: has selected no global model, because it has not taken part; choose another worker"

@@ -193,7 +193,8 @@ def test_a_policy_that_never_starts_a_worker_is_an_error():
     with pytest.raises(fedsim.ExperimentError) as caught:
         race(None, f"{COMPONENTS}:NeverStarting", workers=1)
     assert caught.value.lines == (
-        "policy: the race cannot continue in round 1, because no worker is busy and the policy lets no worker start",
+        "policy: the race cannot continue in round 1, because no worker is busy and the policy lets no worker start; "
+        "use another policy",
     )
 
 

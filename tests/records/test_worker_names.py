@@ -108,7 +108,9 @@ def test_personal_models_by_name(tmp_path):
     result = fedsim.run({**SMALL, **tables, "data": clients(["A", "B", "C"])}, tmp_path / "r")
     named, numbered = (result.personal_model(worker).state_dict() for worker in ("B", 1))
     assert all(torch.equal(value, numbered[key]) for key, value in named.items())
-    with pytest.raises(fedsim.ExperimentError, match='^worker = "D": must be between 0 and 2, or in worker_names$'):
+    with pytest.raises(
+        fedsim.ExperimentError, match='^worker = "D": must be an ID from 0 to 2, or a name in worker_names$'
+    ):
         result.personal_model("D")
 
 

@@ -154,7 +154,9 @@ def test_personal_models_that_do_not_exist_are_refused_with_a_remedy(tables, tmp
     ditto = fedsim.run(tables, tmp_path / "run", checkpoint={"every": 2})
     without = fedsim.run(tables, tmp_path / "without", checkpoint={"every": 0})
     for worker in (3, -1, True, 1.5):
-        with pytest.raises(fedsim.ExperimentError, match=r"^worker = .*: must be between 0 and 2, or in worker_names$"):
+        with pytest.raises(
+            fedsim.ExperimentError, match=r"^worker = .*: must be an ID from 0 to 2, or a name in worker_names$"
+        ):
             ditto.personal_model(worker)
     with pytest.raises(fedsim.ExperimentError, match=r'^local.algorithm = "sgd": .* use result.model$'):
         fedsim.run(tables, local={"algorithm": "sgd"}).personal_model(0)

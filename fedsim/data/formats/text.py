@@ -257,5 +257,5 @@ def _read(file: Path) -> str:
     except ValueError as error:
         raise DataError(f"data.path = {show(str(file))}: {error}") from None
     if not text:
-        raise DataError(f"data.path = {show(str(file))}: is empty")
+        raise DataError(f"data.path = {show(str(file))}: the file is empty")
     return text

@@ -145,7 +145,7 @@ class RaceLoop(Loop):
         if not sums.measures.updates:
             raise ExperimentError(
                 f"policy: the race cannot continue in round {round}, because no worker is busy and the policy lets no "
-                "worker start"
+                "worker start; use another policy"
             )
         self._arrivals[run] += sums.measures.updates
         with timer("aggregate"):
