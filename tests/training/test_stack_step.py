@@ -8,19 +8,32 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import fedsim
+from fedsim.runs.setup import begun
 from fedsim.training import stack_step
 from fedsim.training.stack_step import Batch, StackState, StackStep, gather
 from fedsim.training.stacked_module import StackedModule
 from tests.clients.variants import every_variant, made
+from tests.engines.zoo import experiment
 
 K, BATCH = 4, 3
 GPU = torch.device("cuda")  # only a name: the step runs where its tensors are
 
 
+@pytest.fixture(scope="module")
+def begun_run():
+    """Return the task and the memory of a small experiment, which the tests only read."""
+    with (
+        fedsim.Session() as session,
+        begun(fedsim.Experiment(**experiment("convolution"), engine="serial"), session) as (task, engine),
+    ):
+        yield task, engine.shared
+
+
 @pytest.fixture
-def steps(prepared):
+def steps(begun_run):
     """Return a task, its stacked module, a function that creates the state of K different rows, and a batch."""
-    task, shared = prepared()
+    task, shared = begun_run
     module = StackedModule(task.new_module, merged=True)
 
     def state(algorithm):
