@@ -41,9 +41,10 @@ torch.set_num_threads(1)  # several test processes share the cores
 
 
 def pytest_collection_finish():
-    """Exclude the million objects of the imported modules from garbage collection."""
+    """Exclude the million objects of the imported modules from garbage collection, and collect garbage more rarely."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture(autouse=True)

@@ -86,14 +86,15 @@ def test_data_are_loaded_once_and_moved_to_shared_memory_once(spawned, loads):
     spawned = {**spawned, "processes": 1}
     with Session() as session:
         fedsim.run(spawned, session=session)
-        train, test = session.data("tests.components:tiny", None, {"train": 203}, CPU)
+        source = "tests.components:tiny", None, {"train": 203, "test": 90}
+        train, test = session.data(*source, CPU)
         places = [tensor.data_ptr() for tensor in (*train.tensors, *test.tensors)]
         assert all(tensor.is_shared() for tensor in (*train.tensors, *test.tensors))
         for change in ({"seed": 1}, {"precision": "float64"}, {"engine": "serial", "processes": None}):
             fedsim.run({**spawned, **change}, session=session)
-        again = session.data("tests.components:tiny", None, {"train": 203}, CPU)
+        again = session.data(*source, CPU)
         assert [tensor.data_ptr() for part in again for tensor in part.tensors] == places
-    assert loads == [("tests.components:tiny", 203)]
+    assert loads == [("tests.components:tiny", 203, 90)]
 
 
 def test_the_least_recently_used_data_set_is_dropped(loads):
