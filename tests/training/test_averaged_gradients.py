@@ -80,7 +80,7 @@ def test_buckets_are_sent_in_order_once_complete_and_the_rest_at_the_end(sender)
     assert sent == sorted(set(sent))
     sender.begin()
     (module(dark) + module(dark)).sum().backward()
-    with pytest.raises(RuntimeError, match="changed after it was sent"):
+    with pytest.raises(RuntimeError, match="changed after it had been sent"):
         module(dark).sum().backward()
 
 
