@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 import types
@@ -180,12 +181,13 @@ def attribute_docstrings(kind: type) -> dict[str, str]:
     docstrings: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.partition(".")[0] == "fedsim":
-            docstrings |= _in_source(textwrap.dedent(inspect.getsource(base)))
+            docstrings |= _in_source(base)
     return docstrings
 
 
-def _in_source(source: str) -> dict[str, str]:
-    (definition,) = ast.parse(source).body
+@functools.cache
+def _in_source(kind: type) -> dict[str, str]:
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
     return {
         field.target.id: " ".join(below.value.value.split())
