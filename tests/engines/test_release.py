@@ -52,7 +52,7 @@ def alive(matrices):
     ids=str,
 )
 def test_no_run_keeps_a_matrix_of_rows(changes, tiny_experiment, matrices):
-    tables = {**tiny_experiment, "rounds": 1, "processes": 1, **changes}
+    tables = {**tiny_experiment, "model": "logistic", "rounds": 1, "processes": 1, **changes}
     if tables["engine"] == "serial":
         del tables["processes"]
     for seed in range(2):
