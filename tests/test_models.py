@@ -23,7 +23,7 @@ from fedsim.models import (
     two_nn,
     two_nn_bn,
 )
-from fedsim.runs.checks import check_model
+from fedsim.runs.checks import checked_model
 from fedsim.runs.setup import begun
 
 
@@ -197,7 +197,7 @@ def test_a_model_of_torchvision_runs_with_further_arguments_of_its_function():
 def test_a_model_whose_function_reads_values_of_tensors_passes_the_check_of_its_size():
     tables = {"data": {"name": "tests.real_models:noise", "shape": [3, 32, 32]}, "model": "torchvision:regnet_x_400mf"}
     with fedsim.Session() as session, begun(fedsim.Experiment(**tables, workers=2), session) as (task, _):
-        check_model(task)
+        checked_model(task)
 
 
 def test_lists_say_whether_the_engine_batched_stacks_a_model():

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fedsim.clients import FeatureLoss
@@ -56,15 +56,15 @@ def _errors_of_user_code(line_of: Callable[[str], str]) -> Iterator[None]:
         raise ExperimentError(line_of(one_line(error))) from error
 
 
-def check_model(task: RunTask) -> None:
-    """Raise ExperimentError if the model cannot be used.
+def checked_model(task: RunTask) -> nn.Module:
+    """Return a new model of the run. Raise ExperimentError if the model cannot be used.
 
     For example, it cannot be built, has no parameters, or does not fit into memory.
     """
     place = task.experiment.model.setting
     with _errors_of_user_code(lambda reason: f"{place}: the model cannot be created: {reason}"):
         _check_parameters(place, task)
-        layout = Layout.of(task.new_module())
+        layout = Layout.of(module := task.new_module())
     if not layout.d:
         raise ExperimentError(f"{place}: the model has no trainable parameters; use another model")
     if task.experiment.buffers == "error" and layout.buffers:
@@ -72,6 +72,7 @@ def check_model(task: RunTask) -> None:
         raise ExperimentError(
             f'buffers = "error": {place} has buffers ({names}); set buffers to average, local or frozen'
         )
+    return module
 
 
 def check_privacy(task: RunTask, layout: Layout) -> None:
