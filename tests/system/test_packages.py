@@ -20,26 +20,46 @@ def in_a_fresh_process(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_runs_and_probes_import_no_compiler():
+RARELY_USED = [
+    "datasets",
+    "flwr",
+    "jinja2",
+    "lightning",
+    "matplotlib",
+    "pandas",
+    "plotly",
+    "rich",
+    "torch._dynamo",
+    "torchvision",
+    "typer",
+]
+
+
+def test_packages_are_imported_on_first_use_and_no_compiler_by_runs_and_probes():
     """torch._dynamo takes seconds to import, creates a folder, and needs packages that fedsim does not install."""
-    code = """
-import sys, torch
+    code = f"""
+import sys, fedsim
+print([name for name in ("torch", "pydantic") if name in sys.modules])
+import fedsim.comparison
+from fedsim.config.components import registry_of
+print([name for name in {RARELY_USED} if name in sys.modules])
+print([each.name for each in registry_of("partitions") if "parameters" in vars(each) and each.name != "iid"])
+import torch
 from fedsim.training.operations import DataDependenceCheck
 from fedsim.engines.auto import FlopCount
 with DataDependenceCheck(): torch.ones(2).detach()
 with FlopCount(): torch.ones(2, 2) @ torch.ones(2, 2)
 from fedsim.core.randomness import seed_globally
 with seed_globally(torch.Generator(), torch.device("cuda")): torch.rand(2)
-import fedsim
 from fedsim.runs.setup import task_of
 for model in ("resnet20", "char_lstm", "gpt"):
-    data = {"data": "shakespeare", "task": "next_token"} if model != "resnet20" else {}
+    data = dict(data="shakespeare", task="next_token") if model != "resnet20" else dict()
     task_of(fedsim.Experiment(model=model, workers=2, **data), torch.device("cpu"))
-local = {"algorithm": "fedper", "personal": ["*bias"], "steps": 1}
-fedsim.run(rounds=1, model="logistic", engine="processes", processes=2, local=local, records={"curve": False})
+local = dict(algorithm="fedper", personal=["*bias"], steps=1)
+fedsim.run(rounds=1, model="logistic", engine="processes", processes=2, local=local, records=dict(curve=False))
 print([name for name in ("torch._dynamo", "torch._inductor", "hypothesis") if name in sys.modules])
 """
-    assert in_a_fresh_process(code) == "[]"
+    assert in_a_fresh_process(code) == "\n".join(["[]"] * 4)
 
 
 @pytest.mark.slow
