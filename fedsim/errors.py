@@ -55,7 +55,7 @@ class ExperimentError(FedsimError, ValueError):
 
     @property
     def key(self) -> str:
-        """The key of the first error line, or "" if the line has no key."""
+        """Key at the start of the message's first line, such as `aggregate.f`, or "" if this line has no key."""
         return self.keys[0] if self.keys else ""
 
 

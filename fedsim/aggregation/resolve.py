@@ -13,6 +13,7 @@ from fedsim.core.registry import Registration, Registry, parameter_errors, with_
 from fedsim.errors import ExperimentError, show
 
 Stage = str | dict[str, Any]
+FORMS = 'a name such as "krum", or a list of names and tables such as ["nnm", {rule = "trimmed_mean", f = 1}]'
 
 
 def resolve(
@@ -43,7 +44,7 @@ def resolve(
     stages = plain(stages)
     key = f"{place}.rule"
     if not isinstance(stages, (str, dict, list)):
-        raise ExperimentError(f"{key} = {show(stages)}: must be a name, or a list of names and tables")
+        raise ExperimentError(f"{key} = {show(stages)}: must be {FORMS}")
     if stages == []:
         raise ExperimentError(f'{key} = []: must contain a rule, such as "mean"')
     wheres = [f"{key}[{index}]" for index in range(len(stages))] if isinstance(stages, list) else [key]

@@ -310,8 +310,11 @@ class Dispatcher:
     def resume(self, state: DispatcherState) -> None:
         """Restore a saved state."""
         self.in_flight = {item.slot: item for item in state.in_flight}
-        if not self.in_flight.keys() >= {*state.untrained, *state.nonfinite}:
-            raise ValueError("corrupt checkpoint: it contains the result of a worker that has no work in progress")
+        if idle := sorted({*state.untrained, *state.nonfinite} - self.in_flight.keys()):
+            raise ValueError(
+                f"corrupt checkpoint: it describes the training in slot {idle[0]} (the position of a worker in the "
+                "cohort), but no worker trains there"
+            )
         self.scheduler.resume(state.scheduler, [item.worker for item in state.in_flight])
         self.untrained, self._nonfinite = set(state.untrained), set(state.nonfinite)
         self.arrivals = state.arrivals

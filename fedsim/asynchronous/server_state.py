@@ -120,7 +120,10 @@ class ServerState(AsyncServer):
             self.worker_buffers[slot] = self.global_buffers
 
     def end(self, slot: int, worker: int) -> None:
-        """Save a worker's state for its next round, and pass its messages to the client algorithm's server part."""
+        """End the training of `worker` in `slot`: save the state that the worker keeps until its next round.
+
+        The client algorithm's state on the server changes by what the worker sends in addition to its update.
+        """
         shared = self.shared
         self.worker_states.save([worker], shared.cohort.worker_rows, [slot])
         if shared.cohort.messages:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedsim.aggregation import AggregationInputs, Gram, Pipeline, make_pipeline, resolve, screened
 from fedsim.aggregation import rule as rules_by_name
+from fedsim.aggregation.resolve import FORMS
 from fedsim.config.experiment import Experiment
 from fedsim.config.load import load_experiment
 from fedsim.core.import_policy import reading_stored_run
@@ -225,7 +226,7 @@ def _pipeline(rule: Any, f: int) -> Pipeline:
     if isinstance(rule, dict):
         rule, params = rule.get("rule"), {name: value for name, value in rule.items() if name != "rule"}
     if not isinstance(rule, (str, list)):
-        raise ExperimentError(f"rules: {show(rule)} is not a rule; use a name, or a list of names and tables")
+        raise ExperimentError(f"rules: {show(rule)} must be {FORMS}")
     return make_pipeline(resolve(rule, params, background={"f": f}))
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
+REPAIR = "restore the file, or repeat the comparison in another folder"
 RUN = "run"  # name of the axis of single runs that are drawn together
 NEUTRAL = ("name", SEED, "device", "engine", "processes", "data.root", "records")  # keys that do not label a line
 
@@ -65,12 +66,11 @@ class Comparison(ComparedRuns):
             for axis, positions in known.items():
                 if axis not in entry.point:
                     raise RecordError(
-                        f"{where}.point: is damaged: it has no value for the compared setting {show(axis)}"
+                        f"{where}.point: is damaged: it has no value for the compared setting {show(axis)}; {REPAIR}"
                     )
                 if canonical(entry.point[axis]) not in positions:
-                    raise RecordError(
-                        f"{where}.point: is damaged: {show(entry.point[axis])} is not among the values of {show(axis)}"
-                    )
+                    problem = f"{show(entry.point[axis])} is not among the values of {show(axis)}"
+                    raise RecordError(f"{where}.point: is damaged: {problem}; {REPAIR}")
             position = {axis: positions[canonical(entry.point[axis])] for axis, positions in known.items()}
             if canonical(position) in points:
                 raise RecordError(

@@ -140,8 +140,8 @@ class Experiment(Settings):
             return self
         if "noise" not in local.params:
             raise ExperimentError(
-                f"privacy.target_epsilon = {target:g}: determines the parameter `noise`, but {local.setting} has none; "
-                "omit one of the two"
+                f"privacy.target_epsilon = {target:g}: is reached by the client algorithm's parameter `noise`, but "
+                f"{local.setting} has no such parameter; add the parameter, or omit privacy.target_epsilon"
             )
         if "noise" in local.model_fields_set and local.params["noise"] is not None:
             noise = local.params["noise"]

@@ -243,7 +243,7 @@ def component_table(keys: Sequence[str]) -> tuple[type[ComponentTable] | None, l
 
 
 def naming_key(keys: Sequence[str]) -> list[str]:
-    """Return the parts of a key with a final `name` replaced: aggregate.name becomes aggregate.rule."""
+    """Return the parts of a key. A final `name` becomes the table's own key for it: aggregate.name, aggregate.rule."""
     table, within = component_table(keys)
     return [*keys[:-1], table.named_by] if table and within == ["name"] else list(keys)
 

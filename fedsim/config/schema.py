@@ -21,7 +21,7 @@ from pydantic import (
 from torch import nn
 
 from fedsim.aggregation import Pipeline, make_pipeline, resolve, rule
-from fedsim.aggregation.resolve import as_table
+from fedsim.aggregation.resolve import FORMS, as_table
 from fedsim.asynchronous.policies import policy
 from fedsim.asynchronous.policies.topologies import adjacency_of, is_graph, topology
 from fedsim.byzantine import attack_strategy
@@ -545,7 +545,7 @@ class TopAggregate(ComponentTable):
     @classmethod
     def _resolve(cls, rule: Any, params: dict[str, Any], f: int | None) -> list[tuple[Registration, dict[str, Any]]]:
         if not isinstance(rule, (str, list)):
-            raise ExperimentError(f"{cls.place}.rule = {show(rule)}: must be a name, or a list of names and tables")
+            raise ExperimentError(f"{cls.place}.rule = {show(rule)}: must be {FORMS}")
         return resolve(rule, params, cls.place, list(cls.model_fields), {"f": f or 0})
 
     def pipeline(self, f: int) -> Pipeline:

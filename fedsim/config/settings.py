@@ -234,7 +234,7 @@ class Settings(Table):
         return None if self.local.component.sample_noise is None else "sample"
 
     def releases(self, holders: int) -> Releases | None:
-        """Return the noisy sums of each round, for privacy accounting, or None without differential privacy.
+        """Describe each round's noisy sums, for privacy accounting. Return None without differential privacy.
 
         `holders` is the maximum number of workers in a round that hold the same sample.
         """

@@ -185,9 +185,9 @@ def _unused_keys(experiment: Settings) -> Iterator[tuple[str, Iterable[str]]]:
 
 
 def _unused_in_rounds(experiment: Settings, *, ranks: bool) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield pairs of a setting of synchronous rounds and the keys that have no effect because of it.
+    """Yield pairs of a setting and the keys that have no effect because of it, for a run in synchronous rounds.
 
-    `ranks`: whether a launcher starts the processes of the engine.
+    `ranks`: whether the engine's processes are ranks of `torch.distributed`.
     """
     sync, rule = experiment.sync, experiment.rule
     reason = experiment.needs_rows if experiment.rounds_of_gradients else f"sync={sync}"

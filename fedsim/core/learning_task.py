@@ -411,9 +411,13 @@ class LossTask:
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], takes: tuple[str, ...], target: object) -> LossTask:
-        """Create a task from three attributes and `target`, the loss function or loss module itself.
+        """Create a task for the loss `target`, which determines the attributes `compares_numbers` and `uses_classes`.
 
-        `target` determines the attributes `compares_numbers` and `uses_classes`.
+        Args:
+            name: name of the loss, for error messages.
+            function: loss function with its parameters bound, or a function without arguments that returns the module.
+            takes: names of the loss function's first two parameters (outputs, targets). Empty for a loss module.
+            target: the loss function without bound parameters, or the loss module.
         """
         target = target.func if isinstance(target, functools.partial) else target
         is_pytorchs = isinstance(target, _Loss) or getattr(target, "__module__", "") == F.__name__

@@ -239,7 +239,8 @@ def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(No
     for name, tensor, shape in (("global_row", global_row, "[d]"), ("rows", rows, "[n, d]")):
         if not isinstance(tensor, Tensor):
             raise ExperimentError(
-                f"{name}: must be a tensor {shape}, not a {type(tensor).__name__}; to copy modules, use load_state_dict"
+                f"{name}: must be a tensor {shape} of parameters, not a {type(tensor).__name__}; to copy the "
+                "parameters of a module to another module, use target.load_state_dict(source.state_dict())"
             )
     rows[index] = global_row
 

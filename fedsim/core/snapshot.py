@@ -57,9 +57,9 @@ class Snapshot:
         for name, tensor in tensors.items():
             stored = self.tensors.get(prefix + name)
             if stored is None:
-                raise RecordError(f"the tensor {prefix + name} is missing")
+                raise RecordError(f"the stored state has no tensor {prefix + name}")
             if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
                 raise RecordError(
-                    f"the tensor {prefix + name} is {described(stored)}, but this run needs {described(tensor)}"
+                    f"the stored tensor {prefix + name} is {described(stored)}, but this run's is {described(tensor)}"
                 )
             tensor.copy_(stored)

@@ -138,9 +138,9 @@ def train_and_test(
         arrays = [name for name in inputs if np.ndim(next(iter(candidates[name]), 0))]
         if arrays and len(inputs) > 1:
             raise DataError(
-                f"{place}: the columns {cut(', '.join(map(str, inputs)))} are not a single input, because "
-                f"{show(str(arrays[0]))} has several numbers per sample; set `inputs` to one of these columns, or to "
-                "columns of numbers that are joined"
+                f"{place}: the columns {cut(', '.join(map(str, inputs)))} are not joined to one input, because "
+                f"{show(str(arrays[0]))} has several numbers per sample; set `inputs` to one of these columns, or to a "
+                "list of columns to join"
             )
     inputs = [inputs] if isinstance(inputs, str) else inputs
     if target in inputs:

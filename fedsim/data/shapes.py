@@ -80,7 +80,8 @@ class SampleShape:
         if self.tokens:
             if not self.inputs:
                 raise ExperimentError(
-                    "data: each input is a single integer; pass (inputs, targets), in this order, or float inputs"
+                    "data: each input is a single integer, like a class label; pass (inputs, targets), in this order, "
+                    "or floating-point inputs"
                 )
             return {**values, "vocabulary": self.tokens, "context": self.inputs[-1], "last_only": not self.targets}
         values["inputs"] = math.prod(self.inputs)

@@ -105,7 +105,7 @@ class Engine:
         return RowTrainer, {}
 
     def new_team(self, task: RunTask) -> Team:
-        """Return the team of processes that compute a task, for an engine without a pool."""
+        """Return the processes that compute a task, for an engine that starts none: by default, only this process."""
         return Team(ProcessContext.alone(), task.device)
 
     def new_states(self, task: RunTask, team: Team) -> WorkerStates:

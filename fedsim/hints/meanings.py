@@ -69,7 +69,8 @@ def nearest_key(name: str, allowed: Iterable[str], place: str | None = None, val
     Args:
         name: unknown key.
         allowed: keys of the table.
-        place: table that contains the key, such as `local`. "" for top-level keys. None for keys outside experiments.
+        place: table that contains the key, such as `local`. "" for a key at the top level of an experiment. None for a
+            key that is not in an experiment, such as a parameter of a function that is called directly.
         value: value of the key, which the hint repeats.
     """
     allowed, form = list(dict.fromkeys(allowed)), normalized(name)

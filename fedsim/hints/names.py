@@ -48,7 +48,10 @@ def with_words(name: str, allowed: Iterable[str]) -> list[str]:
 
 
 def named(name: str, components: Iterable[str]) -> list[str]:
-    """Return the components with this name, in any case and possibly followed by a word such as `Loss`."""
+    """Return the component that a name means, such as ["cross_entropy"] for `CrossEntropyLoss`, or [] if there is none.
+
+    Case and underscores are ignored, and also a final word for a kind of component, such as `Loss`.
+    """
     forms = {squeezed(name).removesuffix(kind) for kind in ("", *synonyms("kinds"))}
     return [each for each in components if squeezed(each) in forms][:1]
 

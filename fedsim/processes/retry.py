@@ -75,7 +75,7 @@ def announce(
         run: beginning of the warning, which names the run if there are several runs.
         then: end of the warning, such as ", and round 3 is repeated".
     """
-    often = f"restart {attempt} of at most {retries}"
-    warnings.warn(f"{run}{loss}; a new process replaces it{then} ({often})", FedsimWarning, stacklevel=5)
+    often = f"restart {attempt}, max_restarts = {retries}"
+    warnings.warn(f"{run}{loss}; a new process takes over{then} ({often})", FedsimWarning, stacklevel=5)
     if note:
         note("worker replaced", round=round, process=loss.process, worker=loss.worker, why=loss.why, attempt=attempt)

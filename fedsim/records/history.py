@@ -117,9 +117,8 @@ def read_metrics(path: Path) -> tuple[list[RoundRecord], bool]:
             continue
         where = f"{path} line {number}"
         if len(line) > MOST_LINE_BYTES or len(records) == MOST_ROUNDS:
-            raise RecordError(
-                f"{where}: exceeds the limit of {MOST_LINE_BYTES:,} bytes per line or {MOST_ROUNDS:,} rounds"
-            )
+            limit = f"{MOST_LINE_BYTES:,} bytes per line" if len(line) > MOST_LINE_BYTES else f"{MOST_ROUNDS:,} rounds"
+            raise RecordError(f"{where}: exceeds the limit of {limit}")
         try:
             record = RECORD.validate_json(line)
         except ValidationError as error:

@@ -141,7 +141,7 @@ def run_name(run: Run) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Return warnings about unfinished and diverged runs, and about values that could not be chosen."""
+    """Return warnings about unfinished and diverged runs, and about values that `tune` could not choose."""
     total, lines = len(comparison.runs), list[str]()
     if missing := len(comparison.failed):
         lines.append(f"Not finished: {missing} of {total} runs. The table counts only finished runs.")

@@ -181,7 +181,8 @@ class LiveRun:
             action: beginning of the error message, such as "round 3 has been tried".
             round: current round, for the warning about the lost process; 0 before the first round.
             then: end of the warning, such as ", and round 3 is repeated".
-            restores: whether new processes need the state of the run for this call, not only the task.
+            restores: whether new processes restore the state after the last finished round before they repeat the call.
+                False for a call that needs only the global model, which is in shared memory.
         """
         engine, retries = self.engine, self.experiment.max_restarts
 

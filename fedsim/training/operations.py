@@ -119,7 +119,8 @@ def _vmapped_embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any)
     options = EmbeddingOptions(*args, **kwargs)
     if not options.computed:
         raise not_stackable(
-            "the model has an embedding with max_norm, scale_grad_by_freq or sparse, which stacks do not support"
+            "the model has an embedding with max_norm, scale_grad_by_freq or sparse, which fedsim can compute only for "
+            "one worker at a time"
         )
     return options.without_gradient_at_padding(F.embedding(input, weight), input, len(weight))
 
@@ -400,7 +401,9 @@ class MergedBatch(PreparedDropout):
             return super().call_function(function, args, kwargs)
         if function not in OPERATIONS:
             name = getattr(function, "__name__", str(function))
-            raise NotMergeableError(f"{name} is called with parameters or buffers, which merged batches do not support")
+            raise NotMergeableError(
+                f"{name} is called with parameters or buffers, which fedsim can compute only for one worker at a time"
+            )
         return OPERATIONS[function](self, *args, **kwargs)
 
     def is_stack(self, value: object) -> bool:
@@ -410,7 +413,10 @@ class MergedBatch(PreparedDropout):
     def require(self, holds: bool) -> None:
         """Raise NotMergeableError unless the condition `holds` is true."""
         if not holds:
-            raise NotMergeableError("a layer is called with arguments that are not supported for several models")
+            raise NotMergeableError(
+                "a layer gets arguments that fedsim can use only for one worker at a time, such as an input without a "
+                "batch dimension"
+            )
 
     def require_stacks(self, input: Tensor, *stacks: Tensor | None) -> None:
         """Raise NotMergeableError unless `stacks` are parameters of the k models and `input` is the merged batch."""

@@ -30,6 +30,7 @@ from fedsim.training.task import RunTask
 
 SAMPLES = 4  # number of training samples on which the model is tried
 MAX_COMPARED_BATCH = 64  # maximum size of the large batch that is compared with a small one
+DIFFERS = "differs from that of a single model if several models are computed together"
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # relative to the largest absolute value
 
 
@@ -83,7 +84,7 @@ class StackingProbe:
                 except ExperimentError as error:
                     if reason in (None, reason_of(error)):
                         raise
-                    raise not_stackable(f"{reason_of(error)} (in a joint forward pass: {reason})") from error
+                    raise not_stackable(f"{reason_of(error)} (in one batch of several workers: {reason})") from error
             if "parameters" in task.syncs:
                 trials.compare_steps()
             if task.precision.autocast is not None:
@@ -337,8 +338,8 @@ class Trials:
         except (ExperimentError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            runner = "a merged batch" if merged else "torch.func.vmap"
-            raise not_stackable(f"{runner} cannot run the model: {one_line(error).split('. ')[0]}") from error
+            what = "the model fails on a batch of several workers" if merged else "torch.func.vmap cannot run the model"
+            raise not_stackable(f"{what}: {one_line(error).split('. ')[0]}") from error
         return gradients, buffers
 
     def _compare_gradients(
@@ -354,11 +355,11 @@ class Trials:
             expected = _plain_gradients(objective, module.train(), two.inputs[k], two.targets[k])
             for entry, gradient, reference in zip(layout.parameters, gradients, expected, strict=True):
                 if not self._agree(gradient[k], reference, dtype):
-                    raise not_stackable(f"in a stack, the gradient of {entry.name} differs from that of a single model")
+                    raise not_stackable(f"the gradient of {entry.name} {DIFFERS}")
             read = layout.read_buffers(module, out=two.buffers[k])
             for entry in layout.buffers:
                 if not self._agree(buffers_after[k, entry.span], read[entry.span], dtype):
-                    raise not_stackable(f"in a stack, the buffer {entry.name} differs from that of a single model")
+                    raise not_stackable(f"the buffer {entry.name} {DIFFERS}")
 
     def compare_steps(self) -> None:
         """Raise ExperimentError if the client algorithm cannot update one parameter tensor after another."""
@@ -389,7 +390,7 @@ class Trials:
             ) from error
         if not self._agree(together, apart):
             raise not_stackable(
-                f"a step of local.algorithm ignores differences in {' and '.join(settings)} between workers"
+                f"in a step of several workers, local.algorithm does not use each worker's {' and '.join(settings)}"
             )
         if not self._agree(rows, whole):
             raise not_stackable(

@@ -235,7 +235,7 @@ class Stack:
         return index_of(self.members.slots[step_batch.stack_index], self._task.device)
 
     def draw(self) -> None:
-        """Draw the batches of all steps now, unless they have too many samples."""
+        """Draw the batches of all steps in advance. If they have too many samples, they are drawn during training."""
         if self._table is not None:
             self._table()
 

@@ -297,11 +297,12 @@ class StackStep:
 
 
 def joined(entries: Sequence[Entry], gradients: Sequence[Tensor | OuterProductGrad]) -> list[Part]:
-    """Return pairs (range in the flat vector, gradient of this range), with neighbouring gradients concatenated.
+    """Concatenate gradients of successive parameters. Return pairs (range in the flat vector, gradient of this range).
 
     Args:
-        entries: position and shape of each parameter.
-        gradients: gradient [m, ...] of each parameter.
+        entries: position of each parameter in the flat vector of a model, and its shape.
+        gradients: gradients of each parameter in m models: a tensor [m, ...], or an OuterProductGrad (their factors),
+            which is not concatenated.
     """
     parts = list[Part]()
     for are_products, pairs in groupby(

@@ -290,7 +290,7 @@ def test_an_algorithm_of_ones_own_is_stacked_only_if_its_steps_use_a_rate_per_wo
     expected = row_of("sgd")
     assert torch.allclose(row_of(Columns, **STACKED), expected, rtol=0, atol=1e-12)
     assert torch.allclose(row_of(Scalar), expected, rtol=0, atol=1e-12)
-    for algorithm, reason in ((Scalar, "'alpha' must be Number, not Tensor"), (Fixed, "ignores differences in lr")):
+    for algorithm, reason in ((Scalar, "'alpha' must be Number, not Tensor"), (Fixed, "does not use each worker's lr")):
         with pytest.raises(ExperimentError, match=f"{reason}.*; use engine=processes"):
             row_of(algorithm, **STACKED)
 

@@ -174,7 +174,7 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
                 os.kill(pid, signal.SIGKILL)
 
     observer = Observer(kill_both)
-    with pytest.warns(FedsimWarning, match="by SIGKILL .* the run is repeated .restart 1 of at most 2") as warned:
+    with pytest.warns(FedsimWarning, match="by SIGKILL .* the run is repeated .restart 1, max_restarts = 2") as warned:
         comparison = run_comparison(
             plan_comparison({**quick, "rounds": 20}, {"seed": [0, 1, 2]}), tmp_path, 2, observer
         )
@@ -187,7 +187,7 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
 @pytest.mark.slow
 def test_a_run_that_loses_every_process_fails_and_says_how_often_it_was_tried(quick, tmp_path):
     tables = {**quick, "rounds": 1, "max_restarts": 1, "model": {"name": "tests.models:Fails", "how": "kill"}}
-    with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .restart 1 of at most 1"):
+    with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .restart 1, max_restarts = 1"):
         comparison = run_comparison(plan_comparison(tables, {"seed": [0, 1]}), tmp_path, 2)
     ends = [run.error.rpartition("; ")[2] for run in comparison.failed]
     assert ends == ["the run has been tried 2 times (max_restarts = 1)"] * 2
@@ -207,7 +207,7 @@ def test_a_process_that_is_killed_while_it_starts_is_replaced(quick, serial, tmp
 
     monkeypatch.setattr(process_pool, "start_process", start_two_in_vain)
     with pytest.warns(
-        FedsimWarning, match=r"SIGKILL .*, while it started.*, and the run is repeated \(restart 1 of at most 2"
+        FedsimWarning, match=r"SIGKILL .*, while it started.*, and the run is repeated \(restart 1, max_restarts = 2"
     ):
         comparison = run_comparison(
             plan_comparison({**quick, "rounds": 2}, {"seed": [0, 1, 2]}), tmp_path, 2, Observer()

@@ -315,7 +315,7 @@ TEXTS: dict[str, Callable[[], nn.Module]] = {
 REFUSED_TEXTS = ("LSTM cell", "LSTM of packed sequences", "transformer with dropout", "embedding of bounded norm")
 STATE = "a forward pass changes attributes or non-persistent buffers, which are not stored for each worker"
 DRAWS = "the model draws random numbers outside of torch.nn.functional.dropout"
-OTHERWISE = "in a stack, the gradient of {} differs from that of a single model"
+OTHERWISE = "the gradient of {} differs from that of a single model"
 VMAP = "torch.func.vmap cannot run the model: "
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -353,8 +353,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "aliased weight": (aliased, OTHERWISE.format("layer.weight")),
     "LSTM cell": (
         lambda: embedded(lambda self, h: self.cell(h[:, 0])[0], cell=nn.LSTMCell(WIDTH, WIDTH)),
-        f"{VMAP}RuntimeError: Batching rule not implemented for aten::lstm_cell (in a joint forward pass: the model's "
-        "operations depend on the size or the values of a batch (lstm_cell is called with parameters",
+        f"{VMAP}RuntimeError: Batching rule not implemented for aten::lstm_cell (in one batch of several workers: the "
+        "model's operations depend on the size or the values of a batch (lstm_cell is called with parameters",
     ),
     "LSTM of packed sequences": (
         lambda: embedded(lambda self, h: self.layers(packed(h))[1][0][-1], layers=nn.LSTM(WIDTH, WIDTH)),

@@ -129,7 +129,7 @@ MISTAKES = {
     "no function": (lambda: fedsim.run(TABLES, on_round=5), "on_round = 5: must be a function"),
     "modules": (
         lambda: fedsim.pull_down(nn.Linear(1, 1), nn.Linear(1, 1)),
-        r"global_row: must be a tensor \[d\], not a Linear; to copy modules, use load_state_dict",
+        r"global_row: must be a tensor \[d\] of parameters, not a Linear; to copy .* use target.load_state_dict",
     ),
     "a state_dict": (
         lambda: fedsim.Layout.of(nn.Linear(1, 1).state_dict()),

@@ -95,7 +95,7 @@ def test_every_loss_counts_for_its_round(where):
 
 def test_a_loss_before_the_first_or_after_the_last_round_repeats_no_round():
     fake = Fake("metadata", "state", "resume", rounds=1)
-    line = r"^process 1 is gone; a new process replaces it \(restart 1 of at most 2\)"
+    line = r"^process 1 is gone; a new process takes over \(restart 1, max_restarts = 2\)"
     with pytest.warns(FedsimWarning, match=line):
         run = fake.live()
     with pytest.warns(FedsimWarning, match=line):

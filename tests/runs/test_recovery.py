@@ -84,7 +84,7 @@ def test_processes_killed_in_training_and_aggregation_do_not_change_the_result(m
     assert {each["process"] for each in told} <= {0, 1}
     assert re.fullmatch(
         r"process \d, working on worker \d in round 1, was killed by SIGKILL \(exit code -9\); a new process "
-        r"replaces it, and round 1 is repeated \(restart 1 of at most 2\)",
+        r"takes over, and round 1 is repeated \(restart 1, max_restarts = 2\)",
         said[0],
     )
     assert len(said) == 2
@@ -160,7 +160,7 @@ def test_an_interrupt_during_recovery_ends_the_program_cleanly(mortal, tmp_path)
     )
     line = process.stderr.readline()
     assert line.startswith("warning: process")
-    assert line.endswith("round 1 is repeated (restart 1 of at most 2)\n")
+    assert line.endswith("round 1 is repeated (restart 1, max_restarts = 2)\n")
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=30)
     assert (process.returncode, error) == (130, "interrupted\n")
@@ -186,7 +186,7 @@ def test_a_process_that_is_killed_while_it_starts(retries, tmp_path, monkeypatch
         with pytest.raises(WorkerError, match=f"^{line}$"):
             fedsim.run(tables)
         return
-    with pytest.warns(FedsimWarning, match=rf"^{line}; a new process replaces it \(restart 1 of at most 2\)$"):
+    with pytest.warns(FedsimWarning, match=rf"^{line}; a new process takes over \(restart 1, max_restarts = 2\)$"):
         result = fedsim.run(tables, tmp_path / "run")
     changes = {"engine": "serial", "processes": None}
     assert_as_without_faults(result, tables, **changes)
@@ -222,7 +222,7 @@ def test_a_process_killed_before_any_call_is_replaced(kind, monkeypatch):
     assert (whole.history[0].diverged is not None) == (kind == "divergence")
     for fatal[0] in range(1, len(calls)):  # the last call only releases memory
         calls.clear()
-        with pytest.warns(FedsimWarning, match=r"process 1.* was killed by SIGKILL .*; a new process replaces it"):
+        with pytest.warns(FedsimWarning, match=r"process 1.* was killed by SIGKILL .*; a new process takes over"):
             result = fedsim.run(tables)
         if "race" not in kind:
             assert torch.equal(result.global_row, whole.global_row)

@@ -146,7 +146,13 @@ def adjacency_of(graph: Any) -> list[list[float]]:
 
 
 def _checked(place: str, returned: Any, n: int) -> np.ndarray:
-    """Return the mixing matrix for an adjacency matrix or a mixing matrix that a component returned."""
+    """Check the matrix that a topology returned, and return the mixing matrix, float64 [n, n].
+
+    Args:
+        place: the setting that chooses the topology, for error messages.
+        returned: mixing matrix, or adjacency matrix, which is converted with Metropolis-Hastings weights.
+        n: number of workers.
+    """
     try:
         matrix = np.asarray(returned, dtype=np.float64)
     except (TypeError, ValueError):

@@ -106,8 +106,8 @@ def read_log(path: str, experiment: Mapping[str, Any], run: int = 1) -> dict[int
         raise ExperimentError(f"{where}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, RecursionError):
         raise ExperimentError(
-            f"{where}: is not a race log; give the {RACE_LOG} of a run with mode=race and a policy that locks the "
-            "server's model, such as locked (other runs do not write this file)"
+            f"{where}: is not a log of a race; use the file {RACE_LOG} of a run with mode=race and policy=locked, or "
+            "another policy that locks the server's model during an update (other runs do not write this file)"
         ) from None
     _require_same_experiment(where, raced, experiment)
     return rounds

@@ -93,8 +93,8 @@ def _parts_of_owners(folder: Path, train: str | None, test: str | None) -> tuple
     for file, (owner, *below) in _images(folder).items():
         if len(below) < 3:
             raise DataError(
-                f"{file}: must be OWNER/{train}/CLASS/IMAGE below {folder}, as for other images; for images without "
-                f"owners, use {train}/CLASS/IMAGE"
+                f"{file}: is not at {folder}/OWNER/{train}/CLASS/IMAGE, as other images are; move the file, or, for "
+                f"images without owners, move all images to {folder}/{train}/CLASS/IMAGE"
             )
         parts.setdefault(below[0], {})[file] = below[1], owner, file.name
     warn_of_unused([str(part) for part in parts], (train, test), str(folder))
@@ -104,7 +104,10 @@ def _parts_of_owners(folder: Path, train: str | None, test: str | None) -> tuple
 
 
 def _refuse_parts_as_classes(folder: Path, classes: Sequence[str]) -> None:
-    """Raise DataError if the folders of classes are probably a training part and a test part, or only one part."""
+    """Raise DataError if folders that would be classes are probably parts, such as train_images and test_images.
+
+    A single folder that is probably a training part or a test part is also an error.
+    """
     train, test = part_like(classes)
     if (train and test) or (len(classes) == 1 and (train or test)):
         raise DataError(

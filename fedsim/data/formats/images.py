@@ -346,7 +346,10 @@ def _read_idx(path: Path) -> Tensor:
 
 
 def _tensors(part: Any, size: int | None) -> tuple[Tensor, Tensor]:
-    """Return the images, uint8 [n, channels, height, width], and the labels [n] of a torchvision data set."""
+    """Return the images, uint8 [n, channels, height, width], and the labels [n] of a torchvision data set.
+
+    `size` is the height and width to which the images are cropped and resized. None: they keep their size.
+    """
     data, targets = getattr(part, "data", None), getattr(part, "targets", getattr(part, "labels", ()))
     if size is not None or not isinstance(data, (np.ndarray, Tensor)) or np.ndim(targets) != 1:
         return _read_samples(part, size)

@@ -62,7 +62,7 @@ def leaf(
             targets += [_as_target(value, place, is_text) for value in user_targets]
             users += [user] * len(user_inputs)
         if not inputs:
-            raise DataError(f"{path}/{part}: has no samples; its files must name users with x and y")
+            raise DataError(f"{path}/{part}: has no samples; its files must contain users with inputs x and targets y")
         if len({np.shape(value) for value in inputs}) != 1:
             raise DataError(f"{path}/{part}: has inputs of different shapes; all inputs must have the same shape")
         array = np.array(inputs)

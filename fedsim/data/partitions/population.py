@@ -266,7 +266,7 @@ class PartOfShards(Shards):
         return tests if self._held_out else n - tests
 
     def _tests(self, n: int) -> int:
-        """Return how many of a worker's n samples are for tests, unless its classes have too few samples."""
+        """Return how many of a worker's n samples are for tests. A split by classes or owners may differ."""
         return min(max(1, round(self._fraction * n)), n - 1)
 
     def of(self, worker: int) -> Tensor:

@@ -282,7 +282,7 @@ class TestImageFolder:
         refused("image_folder", "folder of one of the classes cat, dog", path=str(tmp_path))
         shutil.rmtree(tmp_path / "ann" / "test")
         (tmp_path / "ann/train/cat/one.png").rename(tmp_path / "ann/train/one.png")
-        refused("image_folder", "must be OWNER/train/CLASS/IMAGE below .* use train/CLASS/IMAGE", path=str(tmp_path))
+        refused("image_folder", "is not at .*/OWNER/train/CLASS/IMAGE, .* to .*/train/CLASS/IMAGE", path=str(tmp_path))
 
     def test_images_are_resized_and_converted(self, tmp_path):
         self.write(tmp_path, parts=("train",))

@@ -273,13 +273,11 @@ class TestTables:
         image, pandas = pytest.importorskip("PIL.Image"), pytest.importorskip("pandas")
         pictures = [image.fromarray(np.full((4, 5), k, dtype=np.uint8)) for k in range(4)]
         frame = pandas.DataFrame({"image": pictures, "age": [1.0, 2.0, 3.0, 4.0], "label": [0, 1, 0, 1]})
-        refused(
-            (frame, frame), 'columns image, age are not a single input, because "image" has several numbers per sample'
-        )
+        refused((frame, frame), 'columns image, age are not joined to one input, because "image" has several numbers')
         shapes = r'column "image" has values of shape \[1, 4, 5\], .* `inputs` to one of .* image, age'
         refused((frame, frame), shapes, inputs=["image", "age"])
         tokens = pandas.DataFrame({"input_ids": [[1, 2]] * 9, "mask": [[1, 0]] * 9, "label": [0, 1, 2] * 3})
-        refused(tokens, "^the training data: the columns input_ids, mask are not a single input, because ")
+        refused(tokens, "^the training data: the columns input_ids, mask are not joined to one input, because ")
         assert load((tokens, tokens), inputs="input_ids")[0].inputs.shape == (9, 2)
         assert load((tokens, tokens), inputs=["input_ids", "mask"])[0].inputs.shape == (9, 4)
         alone = frame.drop(columns="age")
