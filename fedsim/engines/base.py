@@ -109,7 +109,7 @@ class Engine:
         return Team(ProcessContext.alone(), task.device)
 
     def new_states(self, task: RunTask, team: Team) -> WorkerStates:
-        """Return the storage for what workers keep between rounds, for an engine without a pool."""
+        """Return the storage for what workers keep between rounds, for an engine that starts no processes."""
         return WorkerStates.of(task, self.shared)
 
     def allocate(self, task: RunTask, *data: Any) -> SharedState:

@@ -386,7 +386,7 @@ class Trials:
                     self._task.algorithm_at(1, settings=own).step(row, gradient, algorithm.start(row))
         except Exception as error:
             raise not_stackable(
-                f"a step of local.algorithm fails with a stack of workers: {one_line(error)}"
+                f"a step of local.algorithm fails for several workers at once: {one_line(error)}"
             ) from error
         if not self._agree(together, apart):
             raise not_stackable(

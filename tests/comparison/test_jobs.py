@@ -187,7 +187,9 @@ def test_a_run_whose_process_was_lost_is_repeated_with_the_same_result(quick, se
 @pytest.mark.slow
 def test_a_run_that_loses_every_process_fails_and_says_how_often_it_was_tried(quick, tmp_path):
     tables = {**quick, "rounds": 1, "max_restarts": 1, "model": {"name": "tests.models:Fails", "how": "kill"}}
-    with pytest.warns(FedsimWarning, match="^seed[01]: its process, working on .* again .restart 1, max_restarts = 1"):
+    with pytest.warns(
+        FedsimWarning, match="^seed[01]: its process, working on .* repeated .restart 1, max_restarts = 1"
+    ):
         comparison = run_comparison(plan_comparison(tables, {"seed": [0, 1]}), tmp_path, 2)
     ends = [run.error.rpartition("; ")[2] for run in comparison.failed]
     assert ends == ["the run has been tried 2 times (max_restarts = 1)"] * 2

@@ -362,7 +362,7 @@ def _tensors(part: Any, size: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _read_samples(part: Any, size: int | None) -> tuple[Tensor, Tensor]:
-    """Return the images and the labels of a torchvision data set by reading its samples one by one."""
+    """Return the result of `_tensors` by reading the samples of a torchvision data set one by one."""
     pixels, labels = torch.empty(0), torch.zeros(len(part), dtype=torch.int64)
     for index in range(len(part)):
         place = f"image {index}{_file_of(part, index)}"
