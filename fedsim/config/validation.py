@@ -53,6 +53,8 @@ def problems_with(experiment: Settings) -> list[str]:
         *_check_groups(experiment),
         *(() if experiment.in_rounds or experiment.mode == "rounds" else _check_policy(experiment, policy)),
     ]
+    if lines:  # the checks below need settings that agree with each other
+        return lines
     sizes = experiment.cohort_size, experiment.seed, experiment.rounds
     component_checks: list[Callable[[], object]] = [
         *_checks_of_schedules(experiment),
@@ -65,7 +67,7 @@ def problems_with(experiment: Settings) -> list[str]:
     ]
     if experiment.privacy.target_epsilon is None:  # otherwise the noise is not known yet
         component_checks.append(partial(experiment.privacy.component.check, experiment.expected_updates))
-    for check in () if lines else component_checks:
+    for check in component_checks:
         try:
             check()
         except ExperimentError as error:
