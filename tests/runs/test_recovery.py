@@ -14,9 +14,12 @@ import torch
 import fedsim
 from fedsim.engines import auto, base
 from fedsim.errors import FedsimWarning, WorkerError
+from fedsim.processes import process_pool
+from fedsim.processes.child_process import start_process
 from fedsim.processes.process_pool import ProcessPool
 from tests.commands import ROOT, assert_none_left, start
 from tests.lethal import die_second, order
+from tests.processes.pool_calls import never_report
 
 TABLES = {
     **{"rounds": 4, "workers": 4, "data": "tests.components:tiny", "records": {"curve": False}},
@@ -169,17 +172,16 @@ def test_an_interrupt_during_recovery_ends_the_program_cleanly(mortal, tmp_path)
 
 @pytest.mark.parametrize("retries", [2, 0])
 def test_a_process_that_is_killed_while_it_starts(retries, tmp_path, monkeypatch):
-    """One process is killed as soon as the first pool starts."""
-    killed = []
+    """The second process of the first pool is killed before it can report that it has started."""
+    started = []
 
-    class Killed(ProcessPool):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            if not killed:
-                killed.append(self._children[1].process.pid)
-                os.kill(killed[0], signal.SIGKILL)
+    def start_in_vain(serve, *arguments, **options):
+        started.append(start_process(never_report if len(started) == 1 else serve, *arguments, **options))
+        if len(started) == 2:
+            started[1].process.kill()
+        return started[-1]
 
-    monkeypatch.setattr(base, "ProcessPool", Killed)
+    monkeypatch.setattr(process_pool, "start_process", start_in_vain)
     tables = {**TABLES, **SPAWN, "rounds": 2, "model": "logistic", "max_restarts": retries}
     line = r"process 1 was killed by SIGKILL \(exit code -9\), while it started"
     if not retries:
