@@ -209,4 +209,4 @@ def test_lists_say_whether_the_engine_batched_stacks_a_model():
     assert f"engine batched: cannot train stacks of workers: {refused.target.stacked}" in describe_component(
         "torchvision:swin_t"
     )
-    assert "engine batched: trains stacks of workers, with torch.func.vmap" in describe_component("resnet20")
+    assert "engine batched: trains worker stacks with torch.func.vmap" in describe_component("resnet20")

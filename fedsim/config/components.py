@@ -279,9 +279,6 @@ def trait_line(target: Any) -> str | None:
         algorithm = object.__new__(target)  # class attributes are the defaults
         full = ", and a full gradient per round" * algorithm.full_gradient
         return f"gradients per step: {algorithm.gradients_per_step}{full}"
-    how = {
-        "merged": "trains stacks of workers, on one merged batch",
-        "vmap": "trains stacks of workers, with torch.func.vmap",
-    }
+    how = {"merged": "trains worker stacks on one merged batch", "vmap": "trains worker stacks with torch.func.vmap"}
     stacked = getattr(target, "stacked", None)
     return stacked and f"engine batched: {how.get(stacked, f'cannot train stacks of workers: {stacked}')}"
