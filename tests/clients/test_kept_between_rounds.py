@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -49,9 +49,12 @@ def run(case, out=None, engine="serial", session=None, **changes):
     return fedsim.run(tables, out, session=session, **resume).global_row
 
 
+whole = cache(run)  # of a case, in one process
+
+
 @pytest.mark.parametrize("case", list(CASES)[:4])  # the other cases are in engines/test_contract.py
 def test_spawn_is_bit_identical_to_serial_and_stacks_agree(case, session):
-    serial = run(case)
+    serial = whole(case)
     assert torch.equal(serial, run(case, engine="processes", processes=2, session=session))
     stacked = run(case, engine="batched", processes=1, batched={"stack_size": 2})
     assert torch.allclose(serial, stacked, rtol=0, atol=1e-9)
@@ -63,7 +66,7 @@ def test_a_resumed_run_has_bitwise_the_same_result(case, tmp_path):
     limit = {} if case in ("mime", "learning rates") else {"worker_state_memory": 1}
     for rounds, changes in ((2, {}), (4, limit)):
         row = run(case, tmp_path / "run", rounds=rounds, checkpoint={"every": 1}, **changes)
-    assert torch.equal(row, run(case))
+    assert torch.equal(row, whole(case))
 
 
 @pytest.mark.parametrize(
