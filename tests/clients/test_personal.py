@@ -188,7 +188,7 @@ TABLES = {
         "partition": "shards",
         "precision": "float64",
     },
-    **{"worker_evaluation": {"fine_tune": 1}, "records": {"curve": False}},
+    **{"worker_evaluation": {"fine_tune": 1}, "records": {"figures": []}},
 }
 ENGINES = {
     "serial": {"engine": "serial"},
