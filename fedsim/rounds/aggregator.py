@@ -1,7 +1,7 @@
 """Application of the aggregation rule to the updates of the workers.
 
-On one machine, `RuleByColumns` applies FedAvg and other rules by columns, and `RuleOnRows` all other rules. The engine
-`distributed` communicates as much as the rule needs, for n rows of d numbers on P ranks
+On one machine, `RuleByColumns` applies rules by columns, such as `weighted_mean`, the rule of FedAvg, and `RuleOnRows`
+all other rules. The engine `distributed` communicates as much as the rule needs, for n rows of d numbers on P ranks
 (`fedsim.engines.distributed.DistributedEngine` has the formulas):
 
     RowSums         rules that are a weighted mean: each rank sums its own rows, and the sums [d] are added over the
