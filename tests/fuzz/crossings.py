@@ -166,8 +166,11 @@ def stopped(lab: Lab, settings: Settings) -> str | None:
     rng, ending = choices(settings), Ending()
     settings = {key: value for key, value in serially(settings).items() if not key.startswith("stop.")}
     settings |= {"rounds": 2 * settings["rounds"], "checkpoint.every": 1}
+    races = settings.get("mode") == "race"
+    if races:  # records are means over the races, and only the model of the first one is returned
+        settings["race.runs"] = 1
     callbacks: list[fedsim.Callback] = [ending]
-    whole = [] if settings.get("mode") == "race" else lab.run(settings).rounds
+    whole = [] if races else lab.run(settings).rounds
     names = [
         name for name in ("train_loss", "test_loss", "test_accuracy", "worker_loss") if any(r[name] for r in whole)
     ]
