@@ -16,7 +16,15 @@ import fedsim
 from fedsim.engines import base
 from fedsim.integrations.rounds import RuleOverRounds
 from fedsim.processes.process_context import HeartbeatTable
-from fedsim.system.global_settings import AUTOCAST, DEFAULT_DEVICE, PRECISION, SETTINGS, THREADS
+from fedsim.system.global_settings import (
+    AUTOCAST,
+    DEFAULT_DEVICE,
+    FLOAT32,
+    PRECISION,
+    SETTINGS,
+    THREADS,
+    plain_arithmetic,
+)
 from tests.foreign import FOREIGN, WALKED, foreign, foreign_value
 from tests.fuzz.properties import difference
 from tests.fuzz.runs import Outcome
@@ -105,6 +113,14 @@ def test_functions_outside_a_run_compute_with_the_same_settings(call):
         actual = call()
     assert (actual.dtype, actual.device) == (expected.dtype, expected.device)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.skipif(not FLOAT32, reason="this PyTorch has one interface for the precision of products")
+def test_functions_outside_a_run_ignore_a_precision_that_only_products_on_a_cpu_have():
+    with PRECISION.at(PRECISION.in_run):
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        assert PRECISION.read() != PRECISION.in_run
+        assert plain_arithmetic(PRECISION.read)() == PRECISION.in_run
 
 
 @pytest.mark.parametrize(
