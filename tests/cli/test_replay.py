@@ -221,7 +221,7 @@ def test_the_command_shows_a_table_or_json(run):
     ("rule", "message"),
     [
         ("medan", 'did you mean "median"'),
-        (3, "3 is not a rule"),
+        (3, '3 must be a name such as "krum", or a list'),
         ({"rule": "krum", "f": 4}, "with a cohort of 9: krum: needs n >= 2f"),
         ("fltrust", r"root: is required by this rule"),
     ],

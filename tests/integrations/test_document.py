@@ -85,5 +85,5 @@ def test_the_rules_that_depend_on_the_origin_are_listed():
 
 @pytest.mark.parametrize("words", [words for _, words in rows("FedLab", "FedLab | `fedsim run ...`")])
 def test_the_words_for_fedlab_are_an_experiment(words):
-    done = CliRunner().invoke(app, ["run", "workers=8", *shlex.split(words, posix='"' not in words), "--dry-run"])
+    done = CliRunner().invoke(app, ["run", "workers=8", *shlex.split(words), "--dry-run"])
     assert done.exit_code == 0, done.output
