@@ -96,9 +96,9 @@ class Lab:
         for child, environment in zip(self._children, environments, strict=True):
             child.send({"engine": "serial", **settings}, environment)
         answers = [child.receive() for child in self._children]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
+        errors = [answer for answer in answers if isinstance(answer, Exception)]
+        if errors:  # a refusal by one rank is a WorkerError in the others
+            raise next((error for error in errors if isinstance(error, ExperimentError)), errors[0])
         COMPLETED.append({"engine": "serial", **QUIET, **settings})
         return answers
 
