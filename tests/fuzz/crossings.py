@@ -113,8 +113,9 @@ class Ending(fedsim.Callback):
         shared, record, experiment = self._run.engine.shared, result.history[-1], result.experiment
         if record.diverged is not None:
             return
-        groups = shared.server.groups
-        if groups and not all(equal(row, shared.server.row) for row in groups["rows"]):
+        groups, server = shared.server.groups, experiment.server.component
+        sent = server.broadcast(shared.server.row, shared.server.states["parameters"]) if groups else None
+        if groups and not all(equal(row, sent) for row in groups["rows"]):
             self.found = "the returned model lacks what the groups have trained since it was aggregated"
         for part in ("test", "validation"):
             if len(data := getattr(shared.data, part)):
