@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -50,4 +51,7 @@ def value_hint(where: str, value: Any, wanted: Sequence[str]) -> str:
 def _as_number(text: str) -> float | None:
     """Return the number that a text such as `0,1`, `10%` or `1/3` stands for, or None."""
     parts = re.fullmatch(r"([+-]?\d+)(?:[.,](\d+))?(?:%|/(0*[1-9]\d*))?", text)
-    return float(f"{parts[1]}.{parts[2] or 0}") / float(parts[3] or (100 if "%" in text else 1)) if parts else None
+    if not parts:
+        return None
+    number = float(f"{parts[1]}.{parts[2] or 0}") / float(parts[3] or (100 if "%" in text else 1))
+    return number if math.isfinite(number) else None  # infinity for a text of hundreds of digits
