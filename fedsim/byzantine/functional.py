@@ -91,7 +91,7 @@ def attack(
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], honest: Tensor) -> Tensor:
     """Return `tensor`. Raises ExperimentError if its shape is wrong, or its dtype or device is not that of `honest`."""
     if not isinstance(tensor, Tensor):
-        raise ExperimentError(f"{name}: must be a tensor of shape {tuple(shape)}, not a {type(tensor).__name__}")
+        raise ExperimentError(f"{name}: must be a tensor of shape {tuple(shape)}, not {type(tensor).__name__}")
     wanted = f"{honest.dtype} {tuple(shape)} on {honest.device}"
     actual = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
     if wanted != actual:

@@ -1,4 +1,4 @@
-"""Checks of this machine for `fedsim doctor`: resources, engines, and problems with advice on how to solve them."""
+"""Checks for `fedsim doctor`: what this machine has, which engines work on it, and how to solve the problems found."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class ComparisonRecords:
         return Comparison(plan.name, plan.axes, runs, plan.settings, self.path if keeps_folder else None, plan.left_out)
 
     def rounding_difference(self, comparison: Comparison) -> str | None:
-        """Return a warning line if results of finished runs may differ by rounding, otherwise None.
+        """Return a warning that results of the finished runs may differ by rounding, or None if they cannot.
 
         For each engine other than the planned one, the line contains the number of runs that used this engine, and the
         ID of one of these runs. The line also counts the runs for each software version and kind of CPU, for each

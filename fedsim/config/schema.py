@@ -812,7 +812,7 @@ class Stop(Table):
     mode: Literal["min", "max"] | None = None
     """Whether lower (`min`) or higher (`max`) values are better. Unset: `min` for losses and `max` for accuracies."""
     patience: PositiveCount | None = None
-    """Number of counted rounds without an improvement after which the run ends. Unset: no limit."""
+    """Number of rounds without an improvement after which the run ends, of those that count. Unset: no limit."""
     min_delta: NonNegativeFloat = 0.0
     """Minimum difference from the best value so far that counts as an improvement."""
     target: float | None = None

@@ -51,7 +51,7 @@ class Layout:
     def of(cls, module: nn.Module) -> Layout:
         """Return the layout of a module. Raises ExperimentError for any other object."""
         if not isinstance(module, nn.Module):
-            raise ExperimentError(f"module: must be a torch.nn.Module, not a {type(module).__name__}")
+            raise ExperimentError(f"module: must be a torch.nn.Module, not {type(module).__name__}")
         persistent = module.state_dict(keep_vars=True).keys()
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         buffers = [(name, b) for name, b in module.named_buffers() if name in persistent]
@@ -239,7 +239,7 @@ def pull_down(global_row: Tensor, rows: Tensor, index: slice | Tensor = slice(No
     for name, tensor, shape in (("global_row", global_row, "[d]"), ("rows", rows, "[n, d]")):
         if not isinstance(tensor, Tensor):
             raise ExperimentError(
-                f"{name}: must be a tensor {shape} of parameters, not a {type(tensor).__name__}; to copy the "
+                f"{name}: must be a tensor {shape} of parameters, not {type(tensor).__name__}; to copy the "
                 "parameters of a module to another module, use target.load_state_dict(source.state_dict())"
             )
     rows[index] = global_row

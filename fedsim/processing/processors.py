@@ -170,7 +170,7 @@ def _segments(chain: Sequence[UpdateProcessor]) -> list[list[int]]:
 
 
 def _groups(chain: Sequence[UpdateProcessor], positions: Sequence[int]) -> list[list[int]]:
-    """Divide consecutive positions of a chain into groups: consecutive compressors, or one other processor."""
+    """Divide consecutive positions of a chain into groups. A group is a run of compressors, or one other processor."""
     groups: list[list[int]] = []
     for position in positions:
         alone = not isinstance(chain[position].function, Compressor)

@@ -36,7 +36,7 @@ class PointModules:
         return torch.empty_like(self._like)
 
     def at(self, number: int, point: Tensor, buffers: Tensor) -> nn.Module:
-        """Return module number `number` in training mode, with its parameters and buffers set to these flat vectors.
+        """Return a module in training mode whose parameters and buffers have the values of two flat vectors.
 
         Args:
             number: number of the module, from 0. A module that does not exist yet is created.

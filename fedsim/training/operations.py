@@ -247,7 +247,7 @@ class Options(NamedTuple):
 
 
 def way_for(weight: Tensor, groups: int = 1, *, turns: bool) -> str:
-    """Return the name (a key of `WAYS`) of the implementation to use for a convolution.
+    """Return the key in `WAYS` of the implementation to use for a convolution.
 
     Args:
         weight: kernels of the k models, [k, o, c / groups, ...], for c input and o output channels.

@@ -185,7 +185,7 @@ class RunTask:
 
     @property
     def remedy_for_updates(self) -> str:
-        """End of an out-of-memory message: the setting to change so that updates are added up; "" if none helps."""
+        """End of an out-of-memory message: which setting to change so that updates need not be stored; "" if none."""
         needed = self.experiment.stores_updates
         if self.storage_of_updates is None or needed is None:
             return ""

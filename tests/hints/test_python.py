@@ -98,7 +98,7 @@ def undefined(updates):
 
 
 LABELS_OF_9 = np.arange(9) % 3
-LABELS = r"labels: must be one label per sample, \[n\], not a TensorDataset; for a data set, use fedsim.dataset_split\("
+LABELS = r"labels: must be one label per sample, \[n\], not TensorDataset; for a data set, use fedsim.dataset_split\("
 MISTAKES = {
     "constraint": (
         lambda: fedsim.aggregate(UPDATES, "krum", f=2),
@@ -129,11 +129,11 @@ MISTAKES = {
     "no function": (lambda: fedsim.run(TABLES, on_round=5), "on_round = 5: must be a function"),
     "modules": (
         lambda: fedsim.pull_down(nn.Linear(1, 1), nn.Linear(1, 1)),
-        r"global_row: must be a tensor \[d\] of parameters, not a Linear; to copy .* use target.load_state_dict",
+        r"global_row: must be a tensor \[d\] of parameters, not Linear; to copy .* use target.load_state_dict",
     ),
     "a state_dict": (
         lambda: fedsim.Layout.of(nn.Linear(1, 1).state_dict()),
-        r"module: must be a torch.nn.Module, not a OrderedDict",
+        r"module: must be a torch.nn.Module, not OrderedDict",
     ),
     "samples as batches": (
         lambda: fedsim.test(nn.Linear(2, 4), DATA),

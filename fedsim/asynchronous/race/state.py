@@ -114,7 +114,7 @@ class RaceState:
         return self.slots.numpy()[:, column]
 
     def add(self, slot: int, counters: Sequence[int] = (0,)) -> None:
-        """Count an update by the worker in `slot`: add 1 to each of the given `counters` (rows of `loss_counters`)."""
+        """Add 1 to each of `counters` (indices of rows of `loss_counters`) for an update by the worker in `slot`."""
         for counter in counters:
             self.loss_counters[counter].add_(1.0)
         self.slots.numpy()[slot, ADDED] += len(counters)

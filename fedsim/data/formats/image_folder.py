@@ -146,10 +146,10 @@ def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _read(folder: Path, files: Images, classes: Sequence[str], size: int | None, grey: bool) -> TensorData:
-    """Return image files below `folder` as a data set, in their order.
+    """Return a data set of the images in `files`, in the same order.
 
     Args:
-        folder: the folder.
+        folder: folder that contains the files.
         files: the image files with their names (see `_images`).
         classes: names of the classes, whose indices are the labels.
         size: height and width to which images are resized. None: all images must have one size.

@@ -373,7 +373,7 @@ def _read_samples(part: Any, size: int | None) -> tuple[Tensor, Tensor]:
         except Exception as error:
             raise DataError(f"{place}: cannot be read: {one_line(error)}") from error
         if not isinstance(label, (int, np.integer)):
-            raise DataError(f"{place}: must have an integer class label, not a {type(label).__name__}")
+            raise DataError(f"{place}: must have an integer class label, not {type(label).__name__}")
         if not index:
             require_memory(len(part) * sample.numel(), "the images", "a smaller data.size")
             pixels = torch.empty(len(part), *sample.shape, dtype=torch.uint8)

@@ -25,7 +25,7 @@ def label_array(labels: Any) -> np.ndarray:
     samples = isinstance(labels, (list, tuple)) and labels and isinstance(labels[0], (list, tuple))
     if samples or isinstance(labels, (str, Dataset)):
         raise ExperimentError(
-            f"labels: must be one label per sample, [n], not a {type(labels).__name__}; for a data set, use "
+            f"labels: must be one label per sample, [n], not {type(labels).__name__}; for a data set, use "
             "fedsim.dataset_split(dataset, name, n_workers), or pass [label for _, label in dataset]"
         )
     return np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
