@@ -197,14 +197,14 @@ def largest_z(drawn, row):
 def test_has_no_bias(name, params):
     row = row_of(40)
     row[3] = 1e-39  # below the smallest normal number of float32
-    z, allowed = largest_z(samples(name, row, 1500, **params), row)
+    z, allowed = largest_z(samples(name, row, 4000, **params), row)
     assert z < allowed
 
 
 @pytest.mark.parametrize(("name", "params"), [("rand_k", {"k": 8, "scaled": False}), ("cast", {}), ("sign", {})])
 def test_the_test_of_bias_finds_a_bias(name, params):
     row = row_of(40)
-    z, allowed = largest_z(samples(name, row, 1000, **params), row)
+    z, allowed = largest_z(samples(name, row, 4000, **params), row)
     assert z > allowed
 
 
@@ -229,7 +229,7 @@ def test_each_bucket_of_qsgd_has_its_own_norm_also_an_incomplete_last_one():
 
 def test_rand_k_unscaled_is_a_contraction_on_average():
     row = row_of(50, torch.float64)
-    errors = (samples("rand_k", row, 1500, k=10, scaled=False) - row).square().sum(1) / row.square().sum()
+    errors = (samples("rand_k", row, 4000, k=10, scaled=False) - row).square().sum(1) / row.square().sum()
     margin = NormalDist().inv_cdf(CONFIDENCE) * errors.std() / len(errors) ** 0.5
     assert abs(errors.mean() - (1 - 10 / 50)) < margin
 
@@ -244,7 +244,7 @@ def test_the_variances_of_quantizers_are_below_their_bounds():
     }
     for (name, *levels), bound in bounds.items():
         params = {"levels": levels[0]} if levels else {}
-        errors = (samples(name, row, 1000, **params) - row).square().sum(1) / squared
+        errors = (samples(name, row, 2000, **params) - row).square().sum(1) / squared
         margin = NormalDist().inv_cdf(CONFIDENCE) * errors.std() / len(errors) ** 0.5
         assert errors.mean() <= bound + margin, name
 
