@@ -8,6 +8,9 @@
     assert counts.launches <= 7
     print(counts.table())  # every launch, upload, download and host read, by operation and source line
 
+    with pretend_gpu(SMALL) as gpu:  # a card of 8 GB that emulates bfloat16 (`cards`)
+        ...
+
 The pytest fixture `gpu` (tests/device/conftest.py) provides this block for a test.
 
 Tensors are ordinary CPU tensors with real numbers. A mark on their storage means GPU memory (`placement`). Views,
@@ -32,8 +35,9 @@ are counted as `graph_launches`. A wait is a host read, a blocking copy in eithe
 Not simulated: time, memory use, streams, errors inside kernels, and work in other processes.
 """
 
+from tests.device.pretend.cards import SMALL
 from tests.device.pretend.counting import Counts
 from tests.device.pretend.gpu import PretendGpu, pretend_gpu
 from tests.device.pretend.placement import GPU, DeviceError, download, on_gpu, upload
 
-__all__ = ["GPU", "Counts", "DeviceError", "PretendGpu", "download", "on_gpu", "pretend_gpu", "upload"]
+__all__ = ["GPU", "SMALL", "Counts", "DeviceError", "PretendGpu", "download", "on_gpu", "pretend_gpu", "upload"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +15,6 @@ from tests.device.pretend.recording import Recording
 
 if TYPE_CHECKING:
     from tests.device.pretend.gpu import PretendGpu
-
-FREE, TOTAL = 100 * 10**9, 141 * 10**9  # bytes of memory
 
 
 def cuda_api(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
@@ -34,7 +31,7 @@ def cuda_api(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
         def synchronize(self) -> None:
             synchronize()
 
-    stream = Stream()
+    stream, card = Stream(), gpu.card
     one_gpu = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -50,16 +47,14 @@ def cuda_api(gpu: PretendGpu, patch: pytest.MonkeyPatch) -> None:
     of_cuda = {
         **{name: one_gpu[name] for name in ("is_available", "device_count", "synchronize", "current_stream")},
         **dict.fromkeys(("init", "_lazy_init", "set_device", "empty_cache", "ipc_collect", "set_stream"), nothing),
-        **{name: lambda device=None: TOTAL - FREE for name in ("memory_allocated", "max_memory_allocated")},
+        **{name: lambda device=None: card.total - card.free for name in ("memory_allocated", "max_memory_allocated")},
         "is_initialized": lambda: True,
         "current_device": lambda: 0,
-        "mem_get_info": lambda device=None: (FREE, TOTAL),
-        "get_device_name": lambda device=None: "pretend GPU",
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": lambda device=None: SimpleNamespace(
-            name="pretend GPU", total_memory=TOTAL, major=9, minor=0, multi_processor_count=132, uuid="pretend"
-        ),
-        "is_bf16_supported": lambda *args, **kwargs: True,
+        "mem_get_info": lambda device=None: (card.free, card.total),
+        "get_device_name": lambda device=None: card.name,
+        "get_device_capability": lambda device=None: card.capability,
+        "get_device_properties": lambda device=None: card.properties,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or card.computes_bf16,
         "default_generators": (gpu.generator,),
         "get_rng_state": lambda device=None: gpu.generator.get_state(),
         "set_rng_state": lambda state, device=None: gpu.generator.set_state(state),

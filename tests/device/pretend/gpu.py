@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.device.pretend.cards import LARGE, Card
 from tests.device.pretend.counting import IN_GRAPH, LAUNCH, Counting, Counts, source_line
 from tests.device.pretend.cuda_api import cuda_api
 from tests.device.pretend.generators import AnyGenerator, Generator
@@ -23,6 +24,7 @@ class PretendGpu:
     """A pretend GPU.
 
     Attributes:
+        card: model of the card.
         generator: generator of the random numbers on the GPU.
         capturing: the graph that is being captured, or None.
         graphs: the captured graphs, in order.
@@ -31,7 +33,8 @@ class PretendGpu:
         pools: memory pools from which the allocator takes memory during a capture.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, card: Card) -> None:
+        self.card = card
         self.generator = Generator()
         self.capturing: Recording | None = None
         self.graphs: list[Recording] = []
@@ -103,9 +106,9 @@ class PretendGpu:
 
 
 @contextlib.contextmanager
-def pretend_gpu() -> Iterator[PretendGpu]:
+def pretend_gpu(card: Card = LARGE) -> Iterator[PretendGpu]:
     """Provide one pretend GPU, `cuda:0`, for this thread and for threads that start inside the block."""
-    gpu = PretendGpu()
+    gpu = PretendGpu(card)
     run = threading.Thread.run
 
     def run_with_gpu(thread: threading.Thread) -> None:
