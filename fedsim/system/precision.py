@@ -77,10 +77,12 @@ class Precision:
 
     def require(self, device: torch.device) -> None:
         """Raise ExperimentError if `device` does not support this precision."""
-        if self.tf32 and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
+        reduced, on_cuda = self.tf32 or self.autocast is not None, device.type == "cuda"
+        older = on_cuda and torch.cuda.get_device_capability(device) < (8, 0)  # PyTorch would emulate bfloat16, slowly
+        if (self.tf32 and not on_cuda) or (reduced and older):
             raise ExperimentError(
-                f'precision = "tf32": {device} does not support TF32, which needs an NVIDIA GPU of compute capability '
-                "8.0 or higher; use float32"
+                f'precision = "{self.name}": {device} does not support {self.name.upper()}, which on an NVIDIA GPU '
+                "needs compute capability 8.0 or higher; use float32"
             )
         if self.autocast is None:
             return

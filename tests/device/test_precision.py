@@ -10,7 +10,7 @@ from fedsim.aggregation.numerics import lazy_rows
 from fedsim.asynchronous.policies.model_updates import FedBuff
 from fedsim.asynchronous.server_state import ServerState
 from fedsim.engines import base
-from tests.device.pretend import GPU, upload
+from tests.device.pretend import GPU, SMALL, pretend_gpu, upload
 from tests.engines.in_process import InProcessPool
 
 CLOCK = {"mode": "clock", "policy": {"name": "k_sync", "k": 2}, "clock": {"slowdown": "lognormal"}}
@@ -72,3 +72,13 @@ def test_built_in_rules_multiply_in_full_precision(gpu, seen, monkeypatch):
     monkeypatch.setattr(lazy_rows, "combine", lambda *arguments: seen.append(allowed()) or combine(*arguments))
     fedsim.aggregate(upload(torch.rand(6, 5)), ["nnm", "multi_krum"], f=1)
     assert seen == [False]
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_a_precision_that_the_card_would_emulate_or_ignore_is_refused(precision, tiny_experiment):
+    tables = {**tiny_experiment, "device": "cuda", "model": "logistic", "rounds": 1, "precision": precision}
+    with pretend_gpu():
+        fedsim.run(tables)
+    line = rf'precision = "{precision}": cuda:0 does not support .* compute capability 8.0 or higher; use float32'
+    with pretend_gpu(SMALL), pytest.raises(fedsim.ExperimentError, match=line):
+        fedsim.run(tables)
