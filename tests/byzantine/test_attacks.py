@@ -358,6 +358,25 @@ def test_line_search_finds_the_top_of_a_hill_and_the_edge_of_a_cliff(top):
     assert line_search(lambda x: x if x <= top else -1.0, 60) == pytest.approx(top, rel=1e-6)
 
 
+def test_line_search_tries_the_points_of_golden_section_search():
+    tried = []
+    line_search(lambda x: tried.append(x) or -abs(x - 2.9), 16)
+    low, high, expected = 2.0, 4.0, [0.0, 1.0, 2.0, 4.0]
+    part = (5**0.5 - 1) / 2
+    points = [high - part * (high - low), low + part * (high - low)]
+    expected += points
+    while len(expected) < 16:
+        if abs(points[0] - 2.9) < abs(points[1] - 2.9):
+            high = points[1]
+            points = [high - part * (high - low), points[0]]
+            expected.append(points[0])
+        else:
+            low = points[0]
+            points = [points[1], low + part * (high - low)]
+            expected.append(points[1])
+    assert tried == pytest.approx(expected)
+
+
 CORNERS = {
     "top_left": (slice(0, 2), slice(0, 2)),
     "top_right": (slice(0, 2), slice(5, 7)),

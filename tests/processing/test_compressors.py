@@ -222,6 +222,16 @@ def test_an_index_takes_the_bits_of_the_largest_index(d, index_bits):
     assert fedsim.compress(torch.arange(d) + 1.0, "top_k", k=8)[1] == 8 * 4 + math.ceil(8 * index_bits / 8)
 
 
+def test_a_ratio_keeps_the_decimal_number_of_coordinates():
+    """In floating point, 0.29 * 100 is less than 29."""
+    assert fedsim.compress(torch.arange(100) + 1.0, "top_k", ratio=0.29)[0].count_nonzero() == 29
+
+
+def test_sign_multiplies_the_signs_by_the_mean_magnitude():
+    sent, _ = fedsim.compress(torch.tensor([1.0, -3.0, 0.0, 8.0]), "sign")
+    assert sent.tolist() == [3.0, -3.0, 3.0, 3.0]
+
+
 def test_each_bucket_of_qsgd_has_its_own_norm_also_an_incomplete_last_one():
     update = torch.tensor([3.0, 0.0, 0.0, 4.0, -7.0])  # one number in each bucket, which is then exact
     assert torch.equal(fedsim.compress(update, "qsgd", bucket=2, levels=4)[0], update)

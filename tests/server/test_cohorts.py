@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from fedsim.core.randomness import sample_cohort
 from fedsim.data import ListedShards, partition_shards
 from fedsim.errors import ExperimentError
 from fedsim.server import CohortSampler, CohortStrategy
-from fedsim.server.cohort import inclusion_probabilities
+from fedsim.server.cohort import Poisson, inclusion_probabilities
 
 SIZES = (30, 1, 9, 5, 5, 10)
 ROUNDS = 800
@@ -43,6 +44,17 @@ def assert_probabilities(observed, expected):
 def test_uniform_cohorts_equal_those_of_earlier_versions():
     draw = sampler(3, name="uniform")
     assert [draw(round).workers for round in (1, 2, 9)] == [sample_cohort(0, r, 6, 3).tolist() for r in (1, 2, 9)]
+
+
+@pytest.mark.parametrize("size", [1, 10, 100, 5000])
+def test_memory_for_poisson_cohorts_is_the_smallest_by_bernsteins_inequality(size):
+    def bound(cohort):  # on the probability of at least `cohort` workers
+        excess = cohort - size
+        return math.exp(-(excess**2) / 2 / (size + excess / 3))
+
+    largest = Poisson().largest(10**9, size)
+    assert bound(largest) <= 1e-12 < bound(largest - 1)
+    assert Poisson().largest(size + 3, size) == size + 3
 
 
 @pytest.mark.parametrize("size", [1, 3, 6])

@@ -12,6 +12,7 @@ import fedsim
 from fedsim.core.randomness import Draws, batch_order, numpy_generator, torch_generator
 from fedsim.data.augmentation import flip, shift
 from fedsim.training.batches import BatchSource, WorkItem
+from fedsim.training.stack import Stacks
 
 SIZES = [1, 5, 8, 17, 20]
 BATCH = 4
@@ -58,6 +59,27 @@ def test_orders_drawn_for_several_workers_at_once_are_those_drawn_alone(prepared
         for epoch in range(4):
             for worker, epochs in rounds:
                 assert torch.equal(next(epochs), next(islice(alone.epochs(worker, 2), epoch, None)))
+
+
+@pytest.mark.parametrize("use", ["worker by worker", "in stacks"])
+def test_at_most_131072_samples_are_shuffled_at_once(use, prepared, monkeypatch):
+    """The number limits memory: 6,000 workers with 50 samples each are shuffled in three parts."""
+    partition = {"name": "virtual", "samples": 50}
+    task, shared = prepared(workers=6000, partition=partition, local={"batch_size": 25})
+    source, shuffled, shuffle = BatchSource(task, shared), [], BatchSource.orders
+
+    def orders(self, work, begin, end):
+        shuffled.append(int(((end - begin) * work.sizes).sum()))
+        return shuffle(self, work, begin, end)
+
+    monkeypatch.setattr(BatchSource, "orders", orders)
+    members = source.work([WorkItem(worker, worker, 1, stack=worker // 100) for worker in range(6000)])
+    if use == "in stacks":
+        assert sum(len(list(stack.step_batches())) for stack in Stacks(members, task, source)) == 60 * 2
+    else:
+        source.announce(members)
+        assert sum(len(next(source.epochs(worker, 1))) for worker in range(6000)) == 300_000
+    assert shuffled == ([130_000, 130_000, 40_000] if use == "in stacks" else [131_050, 131_050, 37_900])
 
 
 @pytest.mark.parametrize("sync", ["parameters", "gradients"])
